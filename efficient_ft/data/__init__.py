@@ -1,15 +1,14 @@
-"""Images and texts for training: published data sets, a user's own folders, and their loaders.
+"""Data sets for training: published data sets, a user's own folders, and their loaders.
 
 >>> data = open_data(config.data, InputSpec((32, 32), (0.5,) * 3, (0.5,) * 3), seed=0)
 >>> for images, labels in data.train_loader(): ...
 
-Shuffling and augmentation are functions of (seed, epoch, index): the number of worker processes, the order of access
-and the state of global generators change nothing.
+Shuffling and augmentation depend only on (seed, epoch, index). The number of worker processes, the order of access and
+the state of global random generators do not matter.
 
-A corrupt image stops the run with its path when it is first read (`data.on_corrupt=stop`): finding all of them in
-advance costs a full decode of the data set. With `data.on_corrupt=skip` every image is decoded once at the start, and
-unreadable ones are removed from their split and reported before anything is counted or shuffled, so that the run does
-not depend on when they are read.
+With `data.on_corrupt=stop`, a corrupt image stops the run when it is first read, and the message contains its path.
+With `data.on_corrupt=skip`, every image is decoded once at the start, and unreadable images are removed from their
+splits and reported.
 """
 
 from efficient_ft.data.image_data import ImageData

@@ -1,32 +1,30 @@
-"""Read the class lists of masks (classes.txt and similar files), with ids and colors, in any Unicode encoding."""
+"""Find the classes of masks from class lists (classes.txt and similar files) and from settings."""
 
 from __future__ import annotations
 
-import codecs
 import re
 import unicodedata
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from efficient_ft.core.errors import UserError
+from efficient_ft.config.schema import MaskConfig
+from efficient_ft.core.errors import SettingError, UserError, did_you_mean
+from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.core.text import plain_line, printable
+from efficient_ft.data.counts import counted
+from efficient_ft.data.file_list import unreadable
+from efficient_ft.data.mask_pixels import Color
+from efficient_ft.data.masks import UNKNOWN, Classes
+from efficient_ft.data.text_files import MARKS
 
-Color = tuple[int, int, int]
-#: Class list files in order of preference. The first existing file is read; the colors may come from a later one.
+#: Class list files in order of preference. The first existing file is read; colors may be read from a later file.
 FILES = ("classes.txt", "label_colors.txt", "class_dict.csv", "labelmap.txt", "labels.txt", "class_names.txt")
 #: Names that mark ids or colors without a class.
 NO_CLASS = frozenset(
     ["void", "unlabeled", "unlabelled", "ignore", "ignored", "ignore_label", "no label", "no_label", "unlabeled_pixels"]
 )
-_MARKS = (
-    (codecs.BOM_UTF8, "utf-8-sig"),
-    (codecs.BOM_UTF32_LE, "utf-32"),
-    (codecs.BOM_UTF32_BE, "utf-32"),
-    (codecs.BOM_UTF16_LE, "utf-16"),
-    (codecs.BOM_UTF16_BE, "utf-16"),
-)
-#: Cells of a header line.
+#: Names of columns in a header line.
 _HEADER = frozenset(["name", "class", "class_name", "label", "id", "index", "value", "color", "color_rgb", "rgb",
                      "r", "g", "b", "red", "green", "blue", "parts", "actions", "train_id", "category"])  # fmt: skip
 _GAP = r"[\s,;:=|]+"
@@ -35,17 +33,11 @@ _HEX = re.compile(r"#[0-9a-fA-F]{6}")
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry of a class list: a class, or pixels without a label (`NO_CLASS`).
+    """A class, or an entry for pixels without a label (`NO_CLASS`)."""
 
-    Attributes:
-        name: class name.
-        id: value of its pixels.
-        color: color of its pixels in color masks; None if the list gives none.
-    """
-
-    name: str
-    id: int
-    color: Color | None = None
+    name: str  # class name
+    id: int  # value of the pixels in masks of ids
+    color: Color | None = None  # color of the pixels in color masks; None if unknown
 
     @property
     def is_class(self) -> bool:
@@ -55,17 +47,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class ClassList:
-    """The entries of a class list, and their source.
+    """The entries of a class list, and their source."""
 
-    Attributes:
-        entries: in the order of their ids.
-        source: name of the file or the setting.
-        notes: facts that a user should know, one sentence each.
-    """
-
-    entries: tuple[Entry, ...]
-    source: str
-    notes: tuple[str, ...] = ()
+    entries: tuple[Entry, ...]  # entries, sorted by id
+    source: str  # name of the file or the setting
+    notes: tuple[str, ...] = ()  # facts that a user should know, one sentence each
 
 
 def is_class(name: str) -> bool:
@@ -87,10 +73,12 @@ def read_class_list(root: Path) -> ClassList | None:
         for other in present[1:]:
             colors = {entry.name.casefold(): entry.color for entry in parse_class_list(root / other).entries}
             if all(colors.get(entry.name.casefold()) for entry in chosen.entries if entry.is_class):
-                entries = tuple(Entry(e.name, e.id, colors.get(e.name.casefold())) for e in chosen.entries)
+                entries = tuple(replace(e, color=colors.get(e.name.casefold())) for e in chosen.entries)
                 return ClassList(entries, f"{chosen.source} and {other}", chosen.notes)
-    unused = [f"Not used: {', '.join(present[1:])}. The classes are read from {present[0]}."] if present[1:] else []
-    return ClassList(chosen.entries, chosen.source, (*chosen.notes, *unused))
+    if not present[1:]:
+        return chosen
+    unused = f"Not used: {', '.join(present[1:])}. The classes are read from {present[0]}."
+    return replace(chosen, notes=(*chosen.notes, unused))
 
 
 def listed_names(names: Sequence[str], source: str) -> ClassList:
@@ -110,9 +98,6 @@ def parse_class_list(file: Path) -> ClassList:
     Each line contains a name, an id and a name (``3: cell``), a name and a color (``sky 128 128 128``, ``128 128 128
     sky``, ``sky,#808080``), or all three. If the list has no ids, the lines are numbered 0, 1, … Lines that begin with
     ``#`` and a space are comments.
-
-    Args:
-        file: the list.
 
     Raises:
         UserError: see `read_class_list`.
@@ -136,24 +121,24 @@ def parse_class_list(file: Path) -> ClassList:
 
 
 def parse_color(text: str) -> Color | None:
-    """Parse a color ``#rrggbb``; None if the text is not a color."""
+    """Parse a color of the form ``#rrggbb``; return None for other texts."""
     if not _HEX.fullmatch(text):
         return None
     return int(text[1:3], 16), int(text[3:5], 16), int(text[5:], 16)
 
 
 def _lines(file: Path) -> list[tuple[int, str]]:
-    """Return the numbered lines without comments and headers; an empty line is an empty string."""
+    """Return the numbered lines of a file, including empty lines, without comments and the header."""
     try:
         raw = file.read_bytes()
-        encoding = next((name for mark, name in _MARKS if raw.startswith(mark)), None)
-        if encoding is None and b"\0" in raw:
+        mark, encoding = next(((mark, name) for mark, name in MARKS if raw.startswith(mark)), (b"", "utf-8"))
+        if not mark and b"\0" in raw:
             encoding = "utf-16-be" if raw[:1] == b"\0" else "utf-16-le"
-        text = raw.decode(encoding or "utf-8")
+        text = raw[len(mark) :].decode(encoding)
     except UnicodeDecodeError as error:
         raise UserError(f"{printable(file)} is not UTF-8 ({error.reason}). Save it as UTF-8 or UTF-16.") from error
     except OSError as error:
-        raise UserError(f"{printable(file)} cannot be read ({error.strerror}). Check its permissions.") from error
+        raise unreadable(file, error) from error
     if "\0" in text:
         raise UserError(f"{printable(file)} is not a text file. Save it as UTF-8 or UTF-16.")
     found: list[tuple[int, str]] = []
@@ -168,12 +153,14 @@ def _lines(file: Path) -> list[tuple[int, str]]:
     return found
 
 
-#: (kind, name, id, color) of a line. Kinds: "name", "number", "id", "name id" (the id is last), "color", "id color".
+#: The kind, name, id and color of a line.
 _Line = tuple[str, str, int | None, Color | None]
+#: Kinds of lines, and descriptions for messages. The id precedes the name, except in "name id".
+_KINDS = {"name": "a name", "id": "an id and a name", "name id": "a name and a number", "number": "a number",
+          "color": "a name and a color", "id color": "an id, a name and a color"}  # fmt: skip
 
 
 def _parse(text: str, place: str) -> _Line:
-    """Parse a line."""
     whole = text
     color = None
     for found in _HEX.finditer(text):
@@ -190,12 +177,12 @@ def _parse(text: str, place: str) -> _Line:
         raise UserError(f"{place}: colors must be integers from 0 to 255, got {plain_line(whole)}.")
     name = _clean(rest[: tail.start()] if tail else rest)
     if not name:
-        # A line with numbers only: they can be names if they equal the ids.
+        # A number can be a name if all names equal their ids.
         return ("number", text.strip(), first[0] if len(first) == 1 else None, color)
     counts = (len(first), len(last))
     if color is None and counts in ((3, 0), (4, 0), (0, 3), (1, 3), (3, 1)):
-        numbers = first[-3:] if len(first) >= 3 else last[:3]
-        color = (numbers[0], numbers[1], numbers[2])
+        red, green, blue = first[-3:] if len(first) >= 3 else last[:3]
+        color = (red, green, blue)
         first, last = (first[:-3], last) if len(first) >= 3 else (first, last[3:])
         counts = (len(first), len(last))
     if color is not None and max(color) > 255:
@@ -218,43 +205,35 @@ def _parse(text: str, place: str) -> _Line:
 
 
 def _entries(parsed: Sequence[tuple[int, _Line]], kinds: set[str], place: str) -> tuple[list[Entry], list[str]]:
-    """Return the entries of parsed lines, which must all be of one kind, and notes."""
-    notes: list[str] = []
+    """Convert parsed lines, which must be of one kind, to entries, and return notes."""
+    rows = [row for _, row in parsed]
+    names: list[str] | None = None
     if kinds == {"number"}:
-        if [found[2] for _, found in parsed] != list(range(len(parsed))):
+        if [number for _, _, number, _ in rows] != list(range(len(rows))):
             raise UserError(f"{place} has numbers without names. Write an id and a name on each line ('3 sky').")
-        return [Entry(found[1], number) for number, (_, found) in enumerate(parsed)], notes
-    if kinds <= {"name", "name id", "number"}:
-        stems = {found[1].casefold() for _, found in parsed}
-        ids = [found[2] for _, found in parsed]
-        if kinds == {"name id"} and len(stems) == len(parsed) > 1 and len(set(ids)) == len(ids):
+        names = [name for _, name, _, _ in rows]
+    elif kinds <= {"name", "name id", "number"}:
+        stems, ids = {name.casefold() for _, name, _, _ in rows}, {number for _, _, number, _ in rows}
+        if kinds == {"name id"} and len(stems) == len(ids) == len(rows) > 1:
             kinds = {"id"}  # 'sky 0', 'road 1'; but 'class 1', 'class 2' are names
         else:
-            names = [found[1] if found[0] != "name id" else f"{found[1]} {found[2]}" for _, found in parsed]
-            return [Entry(name, number) for number, name in enumerate(names)], notes
-    if kinds == {"id", "name"} and parsed[0][1][0] == "name":  # '4 wheeler' in a list of names
-        names = [found[1] if found[0] == "name" else f"{found[2]} {found[1]}" for _, found in parsed]
-        return [Entry(name, number) for number, name in enumerate(names)], notes
+            names = [f"{name} {number}" if kind == "name id" else name for kind, name, number, _ in rows]
+    elif kinds == {"id", "name"} and rows[0][0] == "name":  # '4 wheeler' in a list of names
+        names = [name if kind == "name" else f"{number} {name}" for kind, name, number, _ in rows]
+    if names is not None:
+        return [Entry(name, number) for number, name in enumerate(names)], []
     if len(kinds) > 1:
-        usual = parsed[0][1][0]
-        line, found = next((line, found) for line, found in parsed if found[0] != usual)
+        line, first = parsed[0]
+        other, row = next((number, row) for number, row in parsed if row[0] != first[0])
         raise UserError(
-            f"{place}: line {parsed[0][0]} has {_spoken(usual)}, but line {line} has {_spoken(found[0])}"
-            f" ({plain_line(found[1])}). Use one format on all lines."
+            f"{place}: line {line} has {_KINDS[first[0]]}, but line {other} has {_KINDS[row[0]]}"
+            f" ({plain_line(row[1])}). Use one format on all lines."
         )
-    with_ids = kinds & {"id", "id color"}
-    entries = [
-        Entry(found[1], number if found[2] is None else found[2], found[3]) for number, (_, found) in enumerate(parsed)
-    ]
-    if with_ids and [entry.id for entry in entries] != list(range(len(entries))):
-        low, high = min(e.id for e in entries), max(e.id for e in entries)
-        notes.append(f"The class ids in {Path(place).name} are {low} to {high}.")
-    return entries, notes
-
-
-def _spoken(kind: str) -> str:
-    return {"name": "a name", "id": "an id and a name", "name id": "a name and a number", "number": "a number",
-            "color": "a name and a color", "id color": "an id, a name and a color"}[kind]  # fmt: skip
+    entries = [Entry(name, at if given is None else given, color) for at, (_, name, given, color) in enumerate(rows)]
+    numbers = [entry.id for entry in entries]
+    if not kinds & {"id", "id color"} or numbers == list(range(len(numbers))):
+        return entries, []
+    return entries, [f"The class ids in {Path(place).name} are {min(numbers)} to {max(numbers)}."]
 
 
 def _refuse_equal(entries: Sequence[Entry], place: str) -> None:
@@ -285,3 +264,160 @@ def _refuse_equal(entries: Sequence[Entry], place: str) -> None:
 def _clean(name: str) -> str:
     bare = re.sub(r"^[-*]\s+", "", unicodedata.normalize("NFC", name).strip(" \t,;:=|\ufeff"))
     return bare.strip("\"'").strip()
+
+
+#: Advice for a folder without a class list.
+ADVICE = (
+    "Create it, or set data.masks.classes=[NAME,…]; for other ids, map each value: data.masks.values={VALUE: NAME, …}."
+)
+
+
+class NoClassListError(UserError):
+    """A folder has no class list."""
+
+
+def folder_classes(root: Path, settings: MaskConfig) -> tuple[Classes, list[str]]:
+    """Return the classes of the masks in a folder, and notes.
+
+    Raises:
+        NoClassListError: there is no class list.
+        UserError: the list cannot be read, or it has fewer than two classes.
+        SettingError: settings do not fit the list.
+    """
+    found = _listed(root, settings)
+    entries = list(found.entries)
+    if settings.colors is not None:
+        entries = _colored(entries, {name: _color(color) for name, color in settings.colors.items()})
+    names = [entry.name for entry in entries if entry.is_class]
+    place = printable(root.absolute())
+    if isinstance(settings.values, Mapping):
+        classes = _by_values(entries, dict(sorted(settings.values.items())), settings)
+    else:
+        without = {entry.id for entry in entries if not entry.is_class} | set(settings.ignored)
+        explicit = [entry.id for entry in entries] != list(range(len(entries)))
+        kept = [e for e in entries if e.is_class and e.id not in without and (explicit or e.id != IGNORED)]
+        ids = tuple(entry.id for entry in kept)
+        classes = Classes(
+            tuple(entry.name for entry in kept),
+            ids,
+            frozenset(without | ({IGNORED} - set(ids))),
+            chosen=settings.values is not None or IGNORED in without or IGNORED in ids,
+        )
+        names = list(classes.names)
+    if len(names) < 2:
+        hint = " List the background as well." if len(names) == 1 and is_class(names[0]) else ""
+        raise UserError(
+            f"{place} has {counted(len(names), 'class')} ({found.source}). Segmentation needs at least two.{hint}"
+        )
+    if len(names) > UNKNOWN:
+        raise UserError(f"{place} has {len(names)} classes; at most 254 are possible.")
+    return _with_colors(classes, entries, settings), list(found.notes)
+
+
+def _listed(root: Path, settings: MaskConfig) -> ClassList:
+    if settings.classes is not None:
+        return listed_names(settings.classes, "data.masks.classes")
+    found = read_class_list(root)
+    if found is not None:
+        return found
+    if isinstance(settings.values, Mapping):
+        named = [target for _, target in sorted(settings.values.items()) if isinstance(target, str)]
+        if len(named) == len(settings.values):
+            unique = dict.fromkeys(name for name in named if is_class(name))
+            return listed_names(list(unique), "data.masks.values")
+    elif settings.colors is not None:
+        # The order of a mapping is not part of a run's identity.
+        return listed_names(sorted(name for name in settings.colors if is_class(name)), "data.masks.colors")
+    others = sorted(one.name for one in root.iterdir() if one.suffix.lower() in (".txt", ".json", ".csv", ".yaml"))
+    has = f" Found: {', '.join(map(printable, others[:3]))}." if others else ""
+    raise NoClassListError(
+        f"{printable(root.absolute())} has no classes.txt, which lists the class names in the order of the mask ids"
+        f" 0, 1, …, one per line.{has}"
+    )
+
+
+def _color(given: str | Color) -> Color:
+    color = parse_color(given) if isinstance(given, str) else given
+    assert color is not None, "refused by `config.check`"
+    return color
+
+
+def _colored(entries: list[Entry], colors: Mapping[str, Color]) -> list[Entry]:
+    """Return the entries with the colors of the setting, and additional entries for colors without a label."""
+    seen: dict[Color, str] = {}
+    for name, color in colors.items():
+        if seen.setdefault(color, name) != name and (is_class(name) or is_class(seen[color])):
+            advice = f"{seen[color]} and {name} have the same color."
+            raise SettingError("data.masks.colors", list(color), "a mapping to unique colors", advice)
+    left = {name.strip().casefold(): color for name, color in colors.items()}
+    found = []
+    for entry in entries:
+        own = left.pop(entry.name.casefold(), None if entry.is_class else entry.color)
+        if own is None and entry.is_class:
+            known, advice = "a mapping with a color for each class", f"Add a color for {entry.name}."
+            raise SettingError("data.masks.colors", list(colors), known, advice)
+        found.append(replace(entry, color=own))
+    free = max((entry.id for entry in entries), default=-1) + 1
+    for number, (name, color) in enumerate(left.items(), free):
+        if is_class(name):
+            raise SettingError("data.masks.colors", name, [entry.name for entry in entries if entry.is_class])
+        found.append(Entry(name, number, color))
+    return found
+
+
+def _by_values(entries: list[Entry], values: dict[int, str | int], settings: MaskConfig) -> Classes:
+    by_name = {entry.name.casefold(): entry for entry in entries}
+    by_id = {entry.id: entry for entry in entries}
+    kept = [entry for entry in entries if entry.is_class]
+    index = {entry.id: number for number, entry in enumerate(kept)}
+    known = [entry.name for entry in kept]
+    ids: dict[int, int] = {}
+    further = []
+    without = set(settings.ignored)
+    for value, target in values.items():
+        entry = by_id.get(target) if isinstance(target, int) else by_name.get(target.strip().casefold())
+        if entry is None:
+            if isinstance(target, str) and target.strip().casefold() in NO_CLASS:
+                without.add(value)
+                continue
+            choices = f"one of {', '.join(known)}, or void" + (", or a class id" if isinstance(target, int) else "")
+            near = did_you_mean(str(target), known).strip() or None
+            raise SettingError(f"data.masks.values.{value}", target, choices, near)
+        if not entry.is_class:
+            without.add(value)
+        elif value in settings.ignored:
+            raise SettingError("data.masks.ignored", value, "none of the values in data.masks.values")
+        elif entry.id not in ids:
+            ids[entry.id] = value
+        else:
+            further.append((value, index[entry.id]))
+    lacking = [entry.name for entry in kept if entry.id not in ids]
+    if lacking:
+        rest = ", ".join(entry.name for entry in kept if entry.id in ids)
+        advice = f"Add {', '.join(lacking[:5])}, or list only the existing classes: data.masks.classes=[{rest}]."
+        raise SettingError("data.masks.values", values, "a mapping that gives each class a value", advice)
+    ignored = frozenset(without | ({IGNORED} - ({*values} - without)))
+    return Classes(tuple(known), tuple(ids[entry.id] for entry in kept), ignored, tuple(further), chosen=True)
+
+
+def _with_colors(classes: Classes, entries: list[Entry], settings: MaskConfig) -> Classes:
+    colors = {entry.name: entry.color for entry in entries if entry.is_class}
+    given = [colors[name] for name in classes.names]
+    complete = tuple(color for color in given if color is not None)
+    if len(complete) < len(given) or settings.values is not None:
+        if settings.palette == "color":
+            raise SettingError(
+                "data.masks.palette",
+                "color",
+                "index or auto, since the classes have no colors",
+                "Add colors to classes.txt ('NAME RED GREEN BLUE'), or set data.masks.colors.",
+            )
+        complete = ()
+    ignored = {entry.color for entry in entries if entry.name not in classes.names and entry.color is not None}
+    return replace(
+        classes,
+        colors=complete,
+        ignored_colors=frozenset(ignored if complete else ()),
+        palette=settings.palette,
+        chosen=classes.chosen or settings.colors is not None,
+    )

@@ -1,6 +1,10 @@
-"""Numbers with nouns and verbs, in the singular or plural."""
+"""Phrases for messages: counts with nouns, verb forms, and lists of names."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+
+from efficient_ft.core.text import printable
 
 
 def counted(count: int, noun: str) -> str:
@@ -11,3 +15,18 @@ def counted(count: int, noun: str) -> str:
 def verb(count: int, one: str = "has", several: str = "have") -> str:
     """Return the form of a verb that agrees with a number."""
     return one if count == 1 else several
+
+
+def and_more(count: int, noun: str = "") -> str:
+    """Return the end of a shortened list, such as `` and 3 more files``; empty if nothing was left out."""
+    return "" if count <= 0 else f" and {counted(count, f'more {noun}')}" if noun else f" and {count:,} more"
+
+
+def some(names: Sequence[str], count: int = 6) -> str:
+    """Join up to `count` names with commas, followed by the number of the remaining names."""
+    return ", ".join(printable(name) for name in names[:count]) + and_more(len(names) - count)
+
+
+def shortened(text: str, length: int) -> str:
+    """Return a text of at most `length` characters, which ends with an ellipsis if it was cut."""
+    return text if len(text) <= length else f"{text[: length - 1]}…"

@@ -1,4 +1,4 @@
-"""Decoded images on disk: each file of a split is decoded and resized once, by whichever run reads it first."""
+"""Store decoded and resized images on disk, so that each file is decoded only once, by the first run that reads it."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from efficient_ft.data.transforms import Transform
 
 log = logging.getLogger(__name__)
 
-#: Changes when stores of earlier versions cannot be used any more.
+#: Format version; stores with a different version are not read.
 _FORMAT = 2
 
 
 class DecodedImages:
-    """The resized pixels of a split's files, uint8, read and written by index.
+    """A store of the resized images of a split, uint8.
 
-    One store serves every run that resizes the same files to the same size. It never holds pixels of other files, nor
-    those that another version of the decoder would give.
+    All runs that resize the same files to the same size share a store. Changed files and other versions of the decoder
+    use a different store.
 
     Args:
-        root: the folder of all such stores.
-        samples: the split; its images are files.
-        transform: its `resize` gives the pixels, of one size.
+        root: folder of all stores.
+        samples: samples of the split, whose images are files.
+        transform: transform whose `resize` returns images of one size.
 
     Attributes:
-        folder: of this store.
-        bytes: of all its images.
+        folder: folder of this store.
+        bytes: total size of the images.
     """
 
     def __init__(self, root: Path, samples: Samples, transform: Transform) -> None:
@@ -52,7 +52,7 @@ class DecodedImages:
             "pillow": PIL.__version__,
             "torchvision": torchvision.__version__,
         }
-        if transform.decoding.value_range is not None:  # only if set: stores from before this setting stay valid
+        if transform.decoding.value_range is not None:
             self._about["value_range"] = transform.decoding.value_range
         name = hashlib.blake2b(json.dumps(self._about, sort_keys=True).encode(), digest_size=8).hexdigest()
         self.folder, self._count = root / name, len(samples)
@@ -64,12 +64,12 @@ class DecodedImages:
         return RowStore(self.folder, self._about, self._count, math.prod(self._shape))
 
     def read(self, index: int) -> Image.Image | None:
-        """The resized image; None: it has not been kept yet, or is damaged."""
+        """Return a resized image; None if it has not been stored or is damaged."""
         found = self._store.read([index])
         return None if found is None else Image.fromarray(found.numpy().reshape(self._shape))
 
     def keep(self, index: int, image: Image.Image) -> None:
-        """Keep a resized image. Once the disk is full this says so and keeps no more."""
+        """Store a resized image. If the disk is full, log a warning and store no further images."""
         if self._full:
             return
         pixels = torch.from_numpy(np.array(image).reshape(1, -1))
@@ -77,6 +77,4 @@ class DecodedImages:
             self._store.write([index], pixels)
         except StoreFullError:
             self._full = True
-            log.warning(
-                "The disk of %s is full. Images that are not kept there are decoded in every epoch.", self.folder
-            )
+            log.warning("The disk of %s is full. Further images are decoded in every epoch.", self.folder)

@@ -1,4 +1,4 @@
-"""The files of a data set: which are present, how they are downloaded, checked and unpacked."""
+"""Download, check and unpack the files of published data sets."""
 
 from __future__ import annotations
 
@@ -21,37 +21,29 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.core.format import format_bytes
 from efficient_ft.core.network import open_url, reason_of
 
-STALL_SECONDS = 30.0  # without a byte during a download
+STALL_SECONDS = 30.0  # timeout of a download that receives no data
 
 State = Literal["ready", "packed", "partial", "absent", "broken"]
 
 
 @dataclass(frozen=True)
 class Archive:
-    """One file of a data set; paths are relative to the root folder.
+    """A file of a data set."""
 
-    Args:
-        path: the file.
-        unpacks: the folder that unpacking creates, next to the file; None for a file that is used as it is.
-        url: the download; None if the file can only be put there by hand.
-        md5: checksum, checked before unpacking; None if the publisher gives none.
-        size: length in bytes; a shorter file is an interrupted download.
-        contents: paths that the unpacked folder must contain, relative to it.
-    """
-
-    path: str
-    unpacks: str | None = None
-    url: str | None = None
-    md5: str | None = None
-    size: int | None = None
-    contents: tuple[str, ...] = ()
+    path: str  # path of the file, relative to the root folder
+    unpacks: str | None = None  # folder that unpacking creates, relative to the root; None for other files
+    url: str | None = None  # URL of the file; None if it cannot be downloaded
+    md5: str | None = None  # checksum of the file; None if the publisher gives none
+    size: int | None = None  # size in bytes; a shorter file is an interrupted download
+    contents: tuple[str, ...] = ()  # paths that the unpacked folder must contain, relative to it
 
     def state(self, root: Path) -> State:
-        """Look at the files below `root`.
+        """Return the state of the files below `root`.
 
         Returns:
-            ``ready`` to be read; ``packed``: the archive is present in full length; ``partial``: it is shorter, or a
-            file used as it is has another checksum; ``absent``; or ``broken``: the unpacked folder lacks contents.
+            ``ready`` if the files can be read; ``packed`` if the archive must be unpacked; ``partial`` if the file is
+            too short or its checksum differs; ``absent`` if it does not exist; ``broken`` if the unpacked folder lacks
+            contents.
         """
         if self.unpacks is not None and _has_entries(root / self.unpacks):
             return "broken" if self.lacks(root) else "ready"
@@ -65,11 +57,11 @@ class Archive:
         return "ready" if check_integrity(file, self.md5) else "partial"
 
     def lacks(self, root: Path) -> list[str]:
-        """Return the `contents` that the unpacked folder lacks."""
+        """Return the paths in `contents` that do not exist in the unpacked folder."""
         return [name for name in self.contents if not (root / str(self.unpacks) / name).exists()]
 
     def describe(self, root: Path) -> str:
-        """Describe in one line which file or folder is expected where, and what is there now."""
+        """Return one line with the expected location of the file or folder, and its current state."""
         line = str((root / self.path).absolute())
         if self.size is not None:
             line += f" ({format_bytes(self.size)})"
@@ -86,10 +78,10 @@ class Archive:
 
 
 def fetch(archives: Sequence[Archive], root: Path) -> None:
-    """Make every archive `ready`: download what is missing, check it, unpack it.
+    """Download, check and unpack all archives that are not ``ready``.
 
     Raises:
-        UserError: a download fails or stops early, a checksum differs, the disk is full or not writable.
+        UserError: a download fails or stops early, a checksum differs, or the disk is full or not writable.
     """
     for archive in archives:
         state = archive.state(root)
@@ -105,7 +97,7 @@ def fetch(archives: Sequence[Archive], root: Path) -> None:
 
 
 def _download(archive: Archive, root: Path) -> None:
-    assert archive.url is not None, "the caller asks only for archives with a URL"
+    assert archive.url is not None, "the caller only requests archives with a URL"
     target = root / archive.path
     target.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(target.parent).free
@@ -124,7 +116,7 @@ def _download(archive: Archive, root: Path) -> None:
                     file.write(chunk)
                     bar.update(len(chunk))
         got = part.stat().st_size
-        # http.client takes a connection that closes early for the end of the file.
+        # http.client treats a closed connection as the end of the file.
         if expected is not None and got < expected:
             raise UserError(
                 f"The download of {archive.url} stopped after {format_bytes(got)} of {format_bytes(expected)}. "
@@ -132,7 +124,7 @@ def _download(archive: Archive, root: Path) -> None:
             )
         if not check_integrity(part, archive.md5):
             raise UserError(
-                f"{archive.url} does not have the expected checksum (md5 {archive.md5}); nothing was kept. "
+                f"{archive.url} does not have the expected checksum (md5 {archive.md5}); the download was deleted. "
                 "Run again, or put the original file there."
             )
         os.replace(part, target)
@@ -146,10 +138,10 @@ def _unpack(archive: Archive, root: Path) -> None:
             f"{packed.absolute()} is damaged or is not the original file (its md5 differs from {archive.md5}). "
             "Delete it and run again, or put the original there."
         )
-    # Into a folder of its own, then renamed: an interrupted unpacking never passes for a complete data set.
+    # Unpack into a temporary folder and rename it, so that interrupted unpacking leaves no incomplete data set.
     with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=target.parent) as scratch:
         try:
-            # The filter of a .tar refuses links and names that lead out of the folder; a .zip has none.
+            # The filter rejects links and names in a .tar file that lead out of the folder. A .zip file has no filter.
             shutil.unpack_archive(packed, scratch, filter=None if packed.suffix == ".zip" else "data")
         except (EOFError, tarfile.TarError, zipfile.BadZipFile, shutil.ReadError, zlib.error) as error:
             raise UserError(
@@ -167,7 +159,7 @@ def _unpack(archive: Archive, root: Path) -> None:
         try:
             os.replace(made, target)
         except OSError:
-            if archive.state(root) != "ready":  # unless another process has unpacked it meanwhile
+            if archive.state(root) != "ready":  # another process may have unpacked it
                 raise
 
 

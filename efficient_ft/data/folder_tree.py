@@ -19,23 +19,14 @@ _LETTERS = 60
 
 @dataclass
 class Folder:
-    """A folder of a data set.
+    """A folder of a data set."""
 
-    Attributes:
-        path: path on disk.
-        name: path relative to the data set's folder, with slashes; empty for that folder.
-        images: number of files with an image extension directly in the folder.
-        total: number of these files at any depth.
-        folders: visible subfolders by name.
-        link: True for a link that is not followed; it counts as one image.
-    """
-
-    path: Path
-    name: str = ""
-    images: int = 0
-    total: int = 0
-    folders: dict[str, Folder] = field(default_factory=dict)
-    link: bool = False
+    path: Path  # path on disk
+    name: str = ""  # path relative to the folder of the data set, with slashes; empty for that folder
+    images: int = 0  # number of files with an image extension directly in the folder
+    total: int = 0  # number of these files at any depth
+    folders: dict[str, Folder] = field(default_factory=dict)  # visible subfolders by name
+    link: bool = False  # True for a link that is not followed; it counts as one image
 
     @property
     def filled(self) -> dict[str, Folder]:
@@ -52,6 +43,11 @@ class Folder:
         short = name if len(name) <= _LETTERS else f"{name[:_LETTERS]}…"
         return f"{short}/" if name else printable(self.path)
 
+    def enter(self, entry: os.DirEntry[str]) -> Folder:
+        """Add a subfolder."""
+        inner = self.folders[entry.name] = Folder(Path(entry.path), f"{self.name}/{entry.name}".lstrip("/"))
+        return inner
+
 
 def same_class(name: str) -> str:
     """Normalize a class name, so that names that differ only in case, spaces or Unicode form become equal."""
@@ -61,15 +57,12 @@ def same_class(name: str) -> str:
 def scan(root: Path, follow_links: bool) -> tuple[Folder, list[tuple[Path, str | None]]]:
     """Count the images of all folders below `root`.
 
-    In the first levels, outside of classes, links to folders are followed if they lead out of `root` and `follow_links`
-    is True. Other links there count as folders with one image; `links_in` rejects them if they are used.
-
-    Args:
-        root: the folder.
-        follow_links: follow links out of it.
+    Links to folders are followed only in the upper levels, above the classes, and only if they lead out of `root` and
+    `follow_links` is True. Each other link in these levels is recorded as a folder with one image; `links_in` rejects
+    it if it is used.
 
     Returns:
-        The folder, and the folders near the top that were not scanned, each with an error message, or None for a link.
+        The folder, and the upper folders that were not scanned, with an error message each (None for links).
     """
     top = Folder(root)
     real = Path(os.path.realpath(root))
@@ -88,19 +81,16 @@ def scan(root: Path, follow_links: bool) -> tuple[Folder, list[tuple[Path, str |
             if is_hidden(entry.name):
                 continue
             if entry.is_dir(follow_symlinks=False):
-                inner = Folder(Path(entry.path), f"{folder.name}/{entry.name}".lstrip("/"))
-                folder.folders[entry.name] = inner
-                waiting.append((inner, depth + 1))
+                waiting.append((folder.enter(entry), depth + 1))
             elif entry.is_symlink() and os.path.isdir(entry.path):
                 links.append(entry)
             elif is_image(entry.name):
                 with contextlib.suppress(OSError):  # a link to itself
                     folder.images += entry.is_file()
         if depth > 2 or (depth > 0 and folder.images):
-            continue  # a class: links to folders in it are not followed
+            continue  # links in class folders are not followed
         for entry in links:
-            inner = Folder(Path(entry.path), f"{folder.name}/{entry.name}".lstrip("/"))
-            folder.folders[entry.name] = inner
+            inner = folder.enter(entry)
             target = Path(os.path.realpath(entry.path))
             inside = target == real or real in target.parents or target in real.parents
             if inside or not follow_links:

@@ -19,13 +19,13 @@ from PIL import Image, ImageCms, ImageOps, TiffImagePlugin, features
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.text import printable
 
-#: Formats, in Pillow's names, that every build of Pillow reads. Other formats are not opened, because Pillow runs
-#: programs for some of them: Ghostscript for PostScript, under any extension.
+#: Formats, by Pillow's names, that every build of Pillow reads. Other formats are not opened, because Pillow runs
+#: external programs for some of them, such as Ghostscript for PostScript.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 for _format in FORMATS:
     importlib.import_module(f"PIL.{_format.title().replace('Webp', 'WebP')}ImagePlugin")
 
-#: Formats that need a certain build of Pillow or a package: (extensions, Pillow's name, how to install it).
+#: Formats that require a certain build of Pillow or a package: extensions, Pillow's name, and how to install it.
 _FURTHER = {
     "AVIF": ((".avif",), "AVIF", "pip install 'pillow>=11.3'"),
     "JPEG 2000": ((".jp2", ".j2k", ".j2c", ".jpf", ".jpx"), "JPEG2000", "install a Pillow with OpenJPEG"),
@@ -42,42 +42,22 @@ def _is_available(kind: str) -> bool:
     return bool(features.check({"AVIF": "avif", "JPEG 2000": "jpg_2000"}[kind]))
 
 
+_ALWAYS = {".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 #: Extensions of the supported image formats.
-EXTENSIONS = tuple(
-    sorted(
-        {".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}.union(
-            *(extensions for kind, (extensions, _, _) in _FURTHER.items() if _is_available(kind))
-        )
-    )
-)
+EXTENSIONS = tuple(sorted(_ALWAYS.union(*(known[0] for kind, known in _FURTHER.items() if _is_available(kind)))))
 #: Extensions of unsupported formats of images and arrays.
 _CONVERT = (
     ".arw", ".cr2", ".cr3", ".dcm", ".dng", ".eps", ".exr", ".fits", ".h5", ".hdf5", ".hdr", ".ico", ".mat", ".nef",
     ".nii", ".npy", ".npz", ".nrrd", ".orf", ".pdf", ".pfm", ".psd", ".raf", ".raw", ".rw2", ".svg", ".tga", ".zarr",
 )  # fmt: skip
-#: Magic bytes, and the file formats that they identify.
-_MAGIC = (
-    (b"\xff\xd8\xff", "JPEG"),
-    (b"\x89PNG", "PNG"),
-    (b"\x00\x00\x00\x0cjP  ", "JPEG 2000"),
-    (b"\xff\x4f\xff\x51", "JPEG 2000"),
-    (b"\xff\x0a", "JPEG XL"),
-    (b"\x00\x00\x00\x0cJXL ", "JPEG XL"),
-    (b"%PDF", "PDF"),
-    (b"%!", "PostScript"),
-    (b"8BPS", "Photoshop"),
-    (b"\x93NUMPY", "NumPy"),
-    (b"PK\x03\x04", "ZIP"),
-    (b"\x1f\x8b", "gzip"),
-    (b"\x89HDF", "HDF5"),
-    (b"v/1\x01", "OpenEXR"),
-    (b"SIMPLE  =", "FITS"),
-    (b"version https://git-lfs", "Git LFS pointer"),
-    (b"<svg", "SVG"),
-    (b"<", "HTML or XML"),
-    (b"{", "JSON"),
-    (bytes(16), "zero bytes"),
-)
+#: Magic bytes and the corresponding file formats.
+_MAGIC = {
+    b"\xff\xd8\xff": "JPEG", b"\x89PNG": "PNG", b"\x00\x00\x00\x0cjP  ": "JPEG 2000", b"\xff\x4f\xff\x51": "JPEG 2000",
+    b"\xff\x0a": "JPEG XL", b"\x00\x00\x00\x0cJXL ": "JPEG XL", b"%PDF": "PDF", b"%!": "PostScript",
+    b"8BPS": "Photoshop", b"\x93NUMPY": "NumPy", b"PK\x03\x04": "ZIP", b"\x1f\x8b": "gzip", b"\x89HDF": "HDF5",
+    b"v/1\x01": "OpenEXR", b"SIMPLE  =": "FITS", b"version https://git-lfs": "Git LFS pointer", b"<svg": "SVG",
+    b"<": "HTML or XML", b"{": "JSON", bytes(16): "zero bytes",
+}  # fmt: skip
 _HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 MAX_PIXELS = 178_956_970
 
@@ -87,7 +67,7 @@ class Decoding:
     """Options for decoding image files to RGB.
 
     Attributes:
-        value_range: (low, high), the values of gray images with more than 8 bits that map to black and white; values
+        value_range: (low, high), the values of gray images with more than 8 bits that map to black and white. Values
             outside are clipped. None for the full 16-bit range.
         max_pixels: maximum number of pixels; larger images are rejected.
     """
@@ -99,38 +79,39 @@ class Decoding:
 def read_image(
     path: str | os.PathLike[str], target_size: tuple[int, int] | None = None, decoding: Decoding | None = None
 ) -> Image.Image:
-    """Read the image at `path` as upright RGB.
+    """Read an image file as upright RGB.
 
-    EXIF orientation is applied; transparency is composited over white, as viewers do; gray values of more than 8 bits
-    are scaled to 8 bits instead of clipped; only the first frame of an animation is read.
+    The EXIF orientation is applied, and transparent images are composited over white. Gray values with more than 8 bits
+    are scaled to 8 bits. Only the first frame of an animation is read.
 
     Args:
-        path: the file.
-        target_size: (height, width) that the image will be resized to. A JPEG of at least four times that size is
-            decoded at a half, a quarter or an eighth of its own, but never below twice `target_size`.
-        decoding: the value range and the size limit; None for the default.
+        path: path of the file.
+        target_size: (height, width) to which the image will be resized. JPEG files of at least four times this size are
+            decoded at reduced resolution, but at no less than twice `target_size`.
+        decoding: value range and size limit; None for the default.
 
     Raises:
-        UserError: the file is missing, unreadable, truncated, too large or not an image; the message begins with the
+        UserError: the file is missing, unreadable, truncated, too large or not an image. The message begins with the
             path.
     """
     with opened(path, decoding) as image:
-        if target_size is not None:
-            side = 2 * max(target_size)
-            image.draft(None, (side, side))  # JPEG only; other formats ignore it
+        reduce_resolution(image, target_size)
         return to_rgb(image, decoding or Decoding())
+
+
+def reduce_resolution(image: Image.Image, target_size: tuple[int, int] | None) -> None:
+    """Let Pillow decode an opened JPEG file at reduced resolution, but at no less than twice `target_size`."""
+    if target_size is not None:
+        side = 2 * max(target_size)
+        image.draft(None, (side, side))
 
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str], decoding: Decoding | None = None) -> Iterator[Image.Image]:
-    """Open an image of a supported format and read only its header. Errors in the context are raised as `UserError`.
-
-    Args:
-        path: the file.
-        decoding: the size limit; None for the default.
+    """Open an image of a supported format, and read only its header.
 
     Raises:
-        UserError: see `read_image`.
+        UserError: see `read_image`. Errors inside of the context are converted to `UserError` as well.
     """
     limit = (decoding or Decoding()).max_pixels
     try:
@@ -148,7 +129,7 @@ def opened(path: str | os.PathLike[str], decoding: Decoding | None = None) -> It
             yield image
     except (MemoryError, UserError):
         raise
-    except Exception as error:  # Pillow's decoders raise all kinds on damaged files
+    except Exception as error:  # Pillow's decoders raise exceptions of many types on damaged files
         reason = str(error).replace(repr(os.fspath(path)), "it") or type(error).__name__
         raise UserError(f"{printable(path)}: not readable as an image ({reason}).") from error
 
@@ -159,23 +140,25 @@ def to_rgb(image: Image.Image, decoding: Decoding) -> Image.Image:
     Raises:
         ValueError: the pixels cannot be converted to RGB.
     """
-    bands = _bands(image)
+    # Pillow drops the bands of a TIFF image that it cannot represent.
+    bands = int(image.tag_v2.get(277, 1)) if image.format == "TIFF" else 1  # type: ignore[attr-defined]
     if bands > len(image.getbands()) or image.mode == "RGBX":
         raise ValueError(_too_many(bands))
     levels = _stored_levels(image) if decoding.value_range else 1.0
     if decoding.value_range and image.mode in ("RGB", "RGBA") and has_16_bits(image):
         raise ValueError("it has 16-bit colors, but data.value_range maps only gray images. Save it as 8-bit RGB")
     image.load()
-    _turn_upright(image)
+    with contextlib.suppress(Exception):  # an image with a broken EXIF block is still readable
+        ImageOps.exif_transpose(image, in_place=True)
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
-    if image.mode.startswith("I") or image.mode == "F":  # Pillow's own conversion clips at 255
+    if image.mode.startswith("I") or image.mode == "F":  # Pillow's conversion would clip at 255
         return _eight_bits(image, decoding.value_range, levels).convert("RGB")
     if image.mode == "LAB":
-        to = ImageCms.createProfile("sRGB")
-        found = ImageCms.profileToProfile(image, ImageCms.createProfile("LAB"), to, outputMode="RGB")
-        assert found is not None
-        return found
+        profiles = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
+        rgb = ImageCms.profileToProfile(image, *profiles, outputMode="RGB")
+        assert rgb is not None
+        return rgb
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
         layer = image.convert("RGBA")
         white = Image.new("RGBA", layer.size, (255, 255, 255, 255))
@@ -183,29 +166,21 @@ def to_rgb(image: Image.Image, decoding: Decoding) -> Image.Image:
     return image.convert("RGB")
 
 
-def gray_values(image: Image.Image) -> np.ndarray | None:
-    """Return the values of a gray image with more than 8 bits, (H, W); None for other images."""
-    return np.asarray(image) if image.mode.startswith("I") or image.mode == "F" else None
-
-
 def _arguments(image: Image.Image) -> Any:
-    """Return the decoder arguments of an image that is not loaded yet."""
+    """Return the decoder arguments of an image that has not been loaded."""
     tiles = getattr(image, "tile", None)
     return tiles[0][3] if tiles else None
 
 
 def has_16_bits(image: Image.Image) -> bool:
-    """Return True if an opened image stores more than 8 bits per value, in gray or in color."""
+    """Return True if an opened gray or color image has more than 8 bits per value."""
     return ";16" in str(_arguments(image)) or image.mode.startswith("I") or image.mode == "F"
 
 
 def _eight_bits(image: Image.Image, value_range: tuple[float, float] | None, levels: float) -> Image.Image:
-    """Scale gray values of more than 8 bits.
+    """Scale gray values to 8 bits.
 
-    Args:
-        image: the image.
-        value_range: the values that map to 0 and 255; None for 0 and 65535.
-        levels: factor from Pillow's values to the stored values.
+    The values of `value_range` map to 0 and 255. The factor `levels` converts Pillow's values to the stored values.
     """
     values = np.asarray(image).astype(np.float64) * levels
     if not np.isfinite(values).all():
@@ -219,12 +194,12 @@ def _eight_bits(image: Image.Image, value_range: tuple[float, float] | None, lev
     low, high = value_range or (0, 65535)
     scaled = ((values - low) / ((high - low) / 255)).round().clip(0, 255).astype(np.uint8)
     if image.format == "TIFF" and image.tag_v2.get(262) == 0:  # type: ignore[attr-defined]
-        scaled = 255 - scaled  # zero is white, which Pillow applies to 8-bit images only
+        scaled = 255 - scaled  # zero is white; Pillow inverts only 8-bit images
     return Image.fromarray(scaled)
 
 
 def _stored_levels(image: Image.Image) -> float:
-    """Return the factor from Pillow's values, scaled to 16 bits, to the stored values. Call it before loading."""
+    """Return the factor from Pillow's 16-bit values to the stored values of an image that has not been loaded."""
     if image.format == "PPM" and image.mode == "I" and isinstance(args := _arguments(image), tuple):
         return float(args[-1]) / 65535
     if image.format == "JPEG2000" and image.mode.startswith("I"):
@@ -237,17 +212,6 @@ def _stored_levels(image: Image.Image) -> float:
     return 1.0
 
 
-def _turn_upright(image: Image.Image) -> None:
-    # A broken EXIF block does not make the image unreadable.
-    with contextlib.suppress(Exception):
-        ImageOps.exif_transpose(image, in_place=True)
-
-
-def _bands(image: Image.Image) -> int:
-    """Return the number of bands in the file. Pillow drops the bands that it cannot represent."""
-    return int(image.tag_v2.get(277, 1)) if image.format == "TIFF" else 1  # type: ignore[attr-defined]
-
-
 def _too_many(bands: int) -> str:
     return (
         f"it has {bands} bands, but only gray, RGB, RGBA and CMYK images are supported."
@@ -256,11 +220,7 @@ def _too_many(bands: int) -> str:
 
 
 def _identified(file: IO[bytes], path: str) -> Image.Image:
-    """Open an image of a supported format, without Pillow's own size limit.
-
-    Raises:
-        ValueError: the file has no supported format.
-    """
+    """Open an image of a supported format without Pillow's size limit; raise `ValueError` for other formats."""
     start = file.read(512)
     if not start:
         raise ValueError("the file is empty")
@@ -284,7 +244,7 @@ def _identified(file: IO[bytes], path: str) -> Image.Image:
 
 
 def _plugin(kind: str) -> str:
-    """Load the plugin of an optional format, and return Pillow's name for it."""
+    """Load the plugin of an optional format, and return Pillow's name of the format."""
     name = _FURTHER[kind][1]
     if kind == "HEIC":
         if name not in Image.OPEN:
@@ -297,7 +257,6 @@ def _plugin(kind: str) -> str:
 
 
 def _why_not(file: IO[bytes], name: str, error: Exception) -> str:
-    """Return the reason why a plugin rejects a file of its format."""
     if name == "TIFF" and ("pixel mode" in str(error) or "samples per pixel" in str(error)):
         file.seek(0)
         tags = TiffImagePlugin.ImageFileDirectory_v2(file.read(8))
@@ -313,7 +272,7 @@ def _why_not(file: IO[bytes], name: str, error: Exception) -> str:
 
 
 def file_kind(start: bytes) -> str | None:
-    """Return the kind of a file by its first bytes, such as ``HEIC`` or ``HTML or XML``; None if it is unknown."""
+    """Return the kind of a file, such as ``HEIC`` or ``HTML or XML``, by its first bytes; None if it is unknown."""
     if start[4:8] == b"ftyp":
         brand = start[8:12]
         if brand in (b"avif", b"avis"):
@@ -324,15 +283,11 @@ def file_kind(start: bytes) -> str | None:
     if start[128:132] == b"DICM":
         return "DICOM"
     text = start.removeprefix(b"\xef\xbb\xbf").lstrip() if start[:1] in b"\xef \t\r\n<" else start
-    return next((kind for magic, kind in _MAGIC if text.startswith(magic)), None)
+    return next((kind for magic, kind in _MAGIC.items() if text.startswith(magic)), None)
 
 
 def reading_hint(extension: str) -> str | None:
-    """Return how to read images with an unsupported extension; None if such files are not images.
-
-    Args:
-        extension: the extension in lower case, with the dot.
-    """
+    """Return instructions for images with an unsupported extension, such as ``.heic``; None for other files."""
     for extensions, _, how in _FURTHER.values():
         if extension in extensions:
             return how
@@ -340,10 +295,10 @@ def reading_hint(extension: str) -> str | None:
 
 
 def class_name(folder: str) -> str:
-    """Return a folder's name as a class name, in Unicode's NFC form: archives differ in how they encode accents."""
+    """Convert a folder name to a class name in Unicode's NFC form, because archives encode accents differently."""
     return unicodedata.normalize("NFC", printable(folder))
 
 
 def is_image(path: str | os.PathLike[str]) -> bool:
-    """Whether the extension is that of a supported image format."""
+    """Return True if the extension is that of a supported image format."""
     return os.path.splitext(path)[1].lower() in EXTENSIONS

@@ -7,57 +7,56 @@ import hashlib
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from PIL import Image
-from tqdm import tqdm
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.format import format_percent
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.text import printable
-from efficient_ft.data.counts import counted, verb
-from efficient_ft.data.images import Decoding, gray_values, has_16_bits, opened, to_rgb
-from efficient_ft.data.inspection import DECODED, HEADERS, Inspection, decoding_threads, in_threads, spread
+from efficient_ft.data.counts import counted, some, verb
+from efficient_ft.data.images import Decoding, has_16_bits, opened, to_rgb
+from efficient_ft.data.inspection import DECODED, HEADERS, Inspection, decoding_threads, in_threads, progress, spread
 from efficient_ft.data.listing import Samples
-from efficient_ft.data.near_duplicates import near_pairs, thumbnail
-from efficient_ft.data.splits import some
 
-#: Maximum number of pixels that a quick inspection decodes, and number of images that it decodes in any case.
+#: Maximum number of pixels that a quick inspection decodes, and number of images that it always decodes.
 PIXELS, _FIRST = 16_000_000, 4
 #: Factor of enlargement above which a warning is issued.
 _ENLARGED = 4.0
 #: Suggested upper ends of the range, if all stored values are in its lowest quarter.
 _DEPTHS = (255, 1023, 4095, 16383)
-#: Maximum number of recorded groups of duplicates, and of paths in each; of images compared for near-duplicates.
+#: Maximum number of recorded groups of duplicates, of paths in each group, and of images compared for near-duplicates.
 _GROUPS, _PATHS, _COMPARED = 100, 5, 50_000
 _GRAY = ("1", "L", "LA", "La", "F")
 _FORMATS = {"jpg": "JPEG", "jpeg": "JPEG", "jfif": "JPEG", "tif": "TIFF", "pgm": "PPM", "jp2": "JPEG2000",
             "j2k": "JPEG2000", "j2c": "JPEG2000", "jpf": "JPEG2000", "jpx": "JPEG2000", "heic": "HEIF",
             "hif": "HEIF"}  # fmt: skip
-
-
 #: Names of masks in the folder of their images.
 _MASK = re.compile(r"(.+)[ _-](?:mask|masks|seg|segmentation|gt|label|labels|annotation)(?:[ _-]?\d+)?", re.IGNORECASE)
+#: Side of a thumbnail in pixels.
+_SIDE = 9
+#: Maximum root mean square difference of two thumbnails, in gray levels and relative to the smaller contrast. These
+#: limits detect 92 % to 100 % of the copies of photographs with 128 and 224 pixels that are saved as JPEG of quality 30
+#: to 60, or at half or 1.5 times the size, and no different photographs. They miss JPEG copies of tiny images.
+_LEVELS, _RELATIVE = 4.0, 0.08
+#: Minimum contrast (standard deviation of a thumbnail), and maximum ratio of two aspect ratios.
+_CONTRAST, _ASPECT = 6.0, 1.05
+#: Number of thumbnails compared at a time.
+_BLOCK = 512
 
 
 @dataclass
-class _Place:
-    """A sample in a data set."""
+class _Seen:
+    """An image and its properties. The fields after `decoded` describe the pixels of decoded images."""
 
     split: str
     index: int
     label: int
     path: str
-
-
-@dataclass
-class _Seen:
-    """The properties of one image. The fields after `error` describe its pixels, if it was decoded."""
-
     size: tuple[int, int] = (0, 0)
     mode: str = ""
     format: str = ""
@@ -84,100 +83,93 @@ def inspect_images(
     """Inspect the images of a data set.
 
     Args:
-        parts: the samples by split.
+        parts: samples by split.
         class_names: class names by label.
-        input: the network's input; small images are compared with its size.
+        input: input of the network, whose size is compared with the sizes of the images.
         decoding: options for decoding files; None for the default.
         thorough: decode every image, and search for unreadable files and duplicates; otherwise inspect an evenly
             spread sample.
     """
     decoding, found = decoding or Decoding(), Inspection()
     total = sum(len(part) for part in parts.values())
-    places = _places(parts, np.arange(total) if thorough else spread(total, HEADERS))
+    every = _images(parts, np.arange(total) if thorough else spread(total, HEADERS))
 
-    def look(place: _Place, decode: bool) -> _Seen:
-        part = parts[place.split]
-        if isinstance(part.images, np.ndarray):
-            return _seen_pixels(part.images[place.index], thorough)
-        return _seen_file(place.path, decoding, decode, thorough)
+    def look(image: _Seen, decode: bool) -> None:
+        pixels = parts[image.split].images
+        if isinstance(pixels, np.ndarray):
+            _see_pixels(image, pixels[image.index], thorough)
+        else:
+            _see_file(image, decoding, decode, thorough)
 
     if thorough:
-        progress = tqdm(places, desc="reading images", leave=False, disable=None)
-        seen = list(in_threads(lambda place: look(place, True), progress))
+        list(in_threads(lambda image: look(image, True), progress(every, len(every), "reading images")))
     else:
-        seen = list(in_threads(lambda place: look(place, False), places))
-        chosen = _to_decode(seen)
-        largest = max((width * height for width, height in (seen[i].size for i in chosen)), default=0)
-        threads = decoding_threads(largest, PIXELS)
-        for i, one in zip(chosen, in_threads(lambda i: look(places[i], True), chosen, threads), strict=True):
-            seen[i] = one
-    found.problems = {place.path: one.error for place, one in zip(places, seen, strict=True) if one.error is not None}
+        list(in_threads(lambda image: look(image, False), every))
+        chosen = _to_decode(every)
+        largest = max((image.size[0] * image.size[1] for image in chosen), default=0)
+        list(in_threads(lambda image: look(image, True), chosen, decoding_threads(largest, PIXELS)))
+    found.problems = {image.path: image.error for image in every if image.error is not None}
     if found.problems and not thorough:
         why = next(iter(found.problems.values()))
         found.warnings.append(
-            f"Cannot read {len(found.problems):,} of {counted(len(places), 'inspected file')}. Example: {why}"
+            f"Cannot read {len(found.problems):,} of {counted(len(every), 'inspected file')}. Example: {why}"
             " Set data.on_corrupt=skip to skip such files."
         )
-    _report_masks(found, places)
-    pairs = [(place, one) for place, one in zip(places, seen, strict=True) if one.error is None]
-    if pairs:
-        _report_sizes(found, pairs, total, input)
-        _report_values(found, pairs, decoding)
-        _report_files(found, pairs)
+    _report_masks(found, every)
+    readable = [image for image in every if image.error is None]
+    if readable:
+        _report_sizes(found, readable, total, input)
+        _report_values(found, [image for image in readable if image.decoded], decoding)
+        _report_files(found, readable)
     _report_classes(found, parts, class_names)
     if thorough:
-        _report_duplicates(found, pairs, class_names)
-        _report_near_duplicates(found, pairs, class_names)
+        _report_duplicates(found, readable, class_names)
+        _report_near_duplicates(found, readable, class_names)
     return found
 
 
-def _places(parts: Mapping[str, Samples], chosen: np.ndarray) -> list[_Place]:
-    """Return the samples at the given indices into the concatenated splits."""
-    ends = np.cumsum([len(part) for part in parts.values()])
-    names = list(parts)
-    places = []
-    for i in chosen.tolist():
-        k = int(np.searchsorted(ends, i, side="right"))
-        index = i - (int(ends[k - 1]) if k else 0)
-        part = parts[names[k]]
-        path = f"image {index} of {names[k]}" if isinstance(part.images, np.ndarray) else part.images[index]
-        places.append(_Place(names[k], index, int(part.labels[index]), path))
-    return places
+def _images(parts: Mapping[str, Samples], chosen: np.ndarray) -> list[_Seen]:
+    """Return the images at the given indices into the concatenated splits."""
+    images, start = [], 0
+    for split, part in parts.items():
+        for index in (chosen[(chosen >= start) & (chosen < start + len(part))] - start).tolist():
+            path = f"image {index} of {split}" if isinstance(part.images, np.ndarray) else part.images[index]
+            images.append(_Seen(split, index, int(part.labels[index]), path))
+        start += len(part)
+    return images
 
 
-def _to_decode(seen: Sequence[_Seen]) -> list[int]:
-    """Return the indices of the images to decode: evenly spread, with a limited number of pixels."""
-    readable = [i for i, one in enumerate(seen) if one.error is None and not one.decoded]
-    chosen: list[int] = []
+def _to_decode(images: Sequence[_Seen]) -> list[_Seen]:
+    """Return evenly spread images to decode, with a limited number of pixels."""
+    readable = [image for image in images if image.error is None and not image.decoded]
+    chosen: list[_Seen] = []
     pixels = 0
     for k in spread(len(readable), DECODED).tolist() if readable else []:
-        width, height = seen[readable[k]].size
+        width, height = readable[k].size
         if len(chosen) < _FIRST or pixels + width * height <= PIXELS:
             chosen.append(readable[k])
             pixels += width * height
     return chosen
 
 
-def _seen_file(path: str, decoding: Decoding, decode: bool, thorough: bool) -> _Seen:
-    found = _Seen()
+def _see_file(found: _Seen, decoding: Decoding, decode: bool, thorough: bool) -> None:
     try:
-        with opened(path, decoding) as image:
+        with opened(found.path, decoding) as image:
             found.size, found.mode = image.size, image.mode
             found.format = "JPEG" if image.format == "MPO" else image.format or ""
             found.deep = has_16_bits(image)
             if decode:
                 _decode(image, found, decoding, thorough)
         if found.format != "JPEG":
-            with opened(path, decoding) as image, contextlib.suppress(Exception):
+            with opened(found.path, decoding) as image, contextlib.suppress(Exception):
                 found.frames = bool(getattr(image, "is_animated", False))
     except UserError as error:
         found.error = str(error)
-    return found
 
 
 def _decode(image: Image.Image, found: _Seen, decoding: Decoding, thorough: bool) -> None:
     rgb = to_rgb(image, decoding)
-    raw = gray_values(image)
+    raw = np.asarray(image) if image.mode.startswith("I") or image.mode == "F" else None  # more than 8 bits
     extrema: Any = rgb.getextrema()
     found.decoded, found.values = True, (min(low for low, _ in extrema), max(high for _, high in extrema))
     found.constant = all(low == high for low, high in extrema)
@@ -187,64 +179,47 @@ def _decode(image: Image.Image, found: _Seen, decoding: Decoding, thorough: bool
             low, high = decoding.value_range
             found.clipped = float(((raw < low) | (raw > high)).mean())
     if thorough:
-        found.digest, found.thumbnail = _digest(np.asarray(rgb)), thumbnail(rgb)
+        found.digest, found.thumbnail = _digest(np.asarray(rgb)), _thumbnail(rgb)
 
 
-def _seen_pixels(pixels: np.ndarray, thorough: bool) -> _Seen:
-    low, high = float(pixels.min()), float(pixels.max())
-    constant = bool((pixels == pixels[:1, :1]).all())
+def _see_pixels(found: _Seen, pixels: np.ndarray, thorough: bool) -> None:
     gray = pixels.ndim == 2 or bool((pixels == pixels[..., :1]).all())
-    found = _Seen((pixels.shape[1], pixels.shape[0]), "L" if gray else "RGB", decoded=True, constant=constant)
-    found.values = low, high
+    found.size, found.mode, found.decoded = (pixels.shape[1], pixels.shape[0]), "L" if gray else "RGB", True
+    found.values, found.constant = (float(pixels.min()), float(pixels.max())), bool((pixels == pixels[:1, :1]).all())
     if thorough:
-        found.digest, found.thumbnail = _digest(pixels), thumbnail(Image.fromarray(pixels).convert("RGB"))
-    return found
+        found.digest, found.thumbnail = _digest(pixels), _thumbnail(Image.fromarray(pixels).convert("RGB"))
 
 
 def _digest(pixels: np.ndarray) -> bytes:
-    found = hashlib.blake2b(repr(pixels.shape).encode(), digest_size=16)
-    found.update(np.ascontiguousarray(pixels).data)
-    return found.digest()
+    hasher = hashlib.blake2b(repr(pixels.shape).encode(), digest_size=16)
+    hasher.update(np.ascontiguousarray(pixels).data)
+    return hasher.digest()
 
 
-_Pairs = Sequence[tuple[_Place, _Seen]]
-
-
-def _where(pairs: _Pairs, test: Callable[[_Seen], bool]) -> list[str]:
-    """Return the paths of the images that pass a test."""
-    return [printable(place.path) for place, one in pairs if test(one)]
-
-
-def _example(paths: Sequence[str]) -> str:
-    return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1:,} more"
-
-
-def _report_sizes(found: Inspection, pairs: _Pairs, total: int, input: InputSpec) -> None:
+def _report_sizes(found: Inspection, images: Sequence[_Seen], total: int, input: InputSpec) -> None:
     """Report sizes, modes, values, and the number of inspected images."""
-    sizes = sorted((one.size for _, one in pairs), key=lambda size: (size[0] * size[1], size))
+    sizes = sorted((image.size for image in images), key=lambda size: (size[0] * size[1], size))
     low, middle, high = sizes[0], sizes[len(sizes) // 2], sizes[-1]
-    modes = Counter(one.mode for _, one in pairs)
-    decoded = [one for _, one in pairs if one.decoded]
+    modes = Counter(image.mode for image in images)
+    decoded = [image for image in images if image.decoded]
     found.facts["sizes"] = {"min": list(low), "median": list(middle), "max": list(high)}
     found.facts["modes"] = dict(modes.most_common())
-    found.facts |= {"examined": len(pairs), "decoded": len(decoded), "samples": total}
+    found.facts |= {"examined": len(images), "decoded": len(decoded), "samples": total}
     shown = f"{_by(low)} to {_by(high)} (median {_by(middle)})" if low != high else _by(low)
     kinds = ", ".join(modes) if len(modes) == 1 else ", ".join(f"{m} ×{n:,}" for m, n in modes.most_common(4))
     line = f"images: {shown}, {kinds}"
     if decoded:
-        values = min(one.values[0] for one in decoded), max(one.values[1] for one in decoded)
+        values = min(image.values[0] for image in decoded), max(image.values[1] for image in decoded)
         found.facts["values"] = list(values)
         line += f"; values {values[0]:g}–{values[1]:g}"
     found.lines.append(line)
     if len(decoded) + len(found.problems) < total:
-        headers = f", {len(pairs):,} headers read" if len(pairs) > len(decoded) else ""
+        headers = f", {len(images):,} headers read" if len(images) > len(decoded) else ""
         found.lines.append(f"sampled: {len(decoded):,} of {counted(total, 'image')} decoded{headers}")
     gray = sum(count for mode, count in modes.items() if mode in _GRAY or mode.startswith("I"))
-    if 0.01 <= gray / len(pairs) <= 0.99:
-        found.warnings.append(
-            f"Gray and color images are mixed: {gray:,} of {counted(len(pairs), 'image')} {verb(gray, 'is', 'are')}"
-            " gray."
-        )
+    if 0.01 <= gray / len(images) <= 0.99:
+        number = f"{gray:,} of {counted(len(images), 'image')} {verb(gray, 'is', 'are')}"
+        found.warnings.append(f"Gray and color images are mixed: {number} gray.")
     height, width = input.image_size
     factor = min(height / middle[1], width / middle[0])
     if factor > _ENLARGED:
@@ -258,34 +233,31 @@ def _by(size: tuple[int, int]) -> str:
     return f"{size[0]}×{size[1]}"
 
 
-def _report_values(found: Inspection, pairs: _Pairs, decoding: Decoding) -> None:
-    """Report pixel values: a small part of the range, clipped values, and images of a single color."""
-    decoded = [(place, one) for place, one in pairs if one.decoded]
+def _report_values(found: Inspection, decoded: Sequence[_Seen], decoding: Decoding) -> None:
+    """Report values that use a small part of the range, clipped values, and images of a single color."""
     if not decoded:
         return
-    deep = [one for _, one in decoded if one.stored is not None]
-    brightest = max(one.values[1] for _, one in decoded)
+    number = counted(len(decoded), "decoded image")
     advice = ""
-    if deep:
-        low = min(one.stored[0] for one in deep if one.stored)
-        high = max(one.stored[1] for one in deep if one.stored)
+    stored = [image.stored for image in decoded if image.stored is not None]
+    if stored:
+        low, high = min(low for low, _ in stored), max(high for _, high in stored)
         found.facts["stored_values"] = [low, high]
-        if decoding.value_range is None and low >= 0 and high <= _DEPTHS[-1]:
-            most = next(depth for depth in _DEPTHS if high <= depth)
-            advice = f" Set 'data.value_range=[0,{most}]'."
+        dark = [high for _, high in stored if high <= _DEPTHS[-1]]
+        setting = f"'data.value_range=[0,{next((d for d in _DEPTHS if max(dark, default=0) <= d), _DEPTHS[-1])}]'"
+        if decoding.value_range is None and low >= 0 and len(dark) == len(stored):
+            advice = f" Set {setting}."
             found.warnings.append(
-                f"Gray images with more than 8 bits ({len(deep):,} decoded) have a maximum value of {high:g}, so they"
+                f"Gray images with more than 8 bits ({len(stored):,} decoded) have a maximum value of {high:g}, so they"
                 f" become dark.{advice}"
             )
-        dark = [one.stored[1] for one in deep if one.stored and one.stored[1] <= _DEPTHS[-1]]
-        if decoding.value_range is None and low >= 0 and not advice and len(dark) * 2 > len(deep):
-            most = next(depth for depth in _DEPTHS if max(dark) <= depth)
+        elif decoding.value_range is None and low >= 0 and len(dark) * 2 > len(stored):
             found.warnings.append(
-                f"Of {len(deep):,} decoded gray images of more than 8 bits, {len(dark):,} {verb(len(dark))} values up"
-                f" to {max(dark):g} only, so they are dark. If the others are of another source, rescale them, and set"
-                f" 'data.value_range=[0,{most}]'."
+                f"{len(dark):,} of {len(stored):,} decoded gray images with more than 8 bits {verb(len(dark))} values"
+                f" of at most {max(dark):g}, so they are dark. If the other images are from a different source, rescale"
+                f" them, and set {setting}."
             )
-        clipped = float(np.mean([one.clipped for one in deep]))
+        clipped = float(np.mean([image.clipped for image in decoded if image.stored is not None]))
         if clipped > 0.01:
             assert decoding.value_range is not None
             shown = ", ".join(f"{value:g}" for value in decoding.value_range)
@@ -295,136 +267,113 @@ def _report_values(found: Inspection, pairs: _Pairs, decoding: Decoding) -> None
             )
     elif decoding.value_range is not None:
         found.warnings.append("data.value_range has no effect: no gray image with more than 8 bits was found.")
+    brightest = max(image.values[1] for image in decoded)
     if brightest < 64 and not advice:
-        color = sum(one.deep for _, one in decoded if one.stored is None)
+        color = sum(image.deep for image in decoded if image.stored is None)
         why = f" {color:,} of them store 16-bit colors, which are read with 8 bits: rescale the files." if color else ""
-        found.warnings.append(
-            f"The images are dark: the maximum value of {counted(len(decoded), 'decoded image')} is {brightest:g} of"
-            " 255." + why
-        )
-    became = _where(decoded, lambda one: one.constant and one.stored is not None and one.stored[0] < one.stored[1])
+        found.warnings.append(f"The images are dark: the maximum value of {number} is {brightest:g} of 255.{why}")
+    constant = [image for image in decoded if image.constant]
+    became = [printable(one.path) for one in constant if one.stored is not None and one.stored[0] < one.stored[1]]
+    single = [printable(one.path) for one in constant if one.stored is None or one.stored[0] == one.stored[1]]
     if became:
         found.warnings.append(
-            f"Scaling to 8 bits leaves a single color in {len(became):,} of {counted(len(decoded), 'decoded image')}:"
-            f" {_example(became)}.{advice or ' Set data.value_range to their range.'}"
+            f"Scaling to 8 bits leaves a single color in {len(became):,} of {number}: {some(became, 1)}."
+            f"{advice or ' Set data.value_range to their range.'}"
         )
-    single = _where(decoded, lambda one: one.constant and (one.stored is None or one.stored[0] == one.stored[1]))
-    found.facts["single_color"] = len(single) + len(became)
+    found.facts["single_color"] = len(constant)
     if single:
-        found.warnings.append(
-            f"A single color fills {len(single):,} of {counted(len(decoded), 'decoded image')}: {_example(single)}."
-        )
+        found.warnings.append(f"A single color fills {len(single):,} of {number}: {some(single, 1)}.")
 
 
-def _report_masks(found: Inspection, places: Sequence[_Place]) -> None:
-    """Images named like the mask of another one in their folder, which train as images of their class."""
+def _report_masks(found: Inspection, images: Sequence[_Seen]) -> None:
+    """Report images that are named like the mask of another image in their folder."""
     masks = []
-    for path in (place.path for place in places if place.path):
-        stem, extension = os.path.splitext(path)
+    for image in images:
+        stem, extension = os.path.splitext(image.path)
         named = _MASK.fullmatch(stem)
         if named and any(os.path.isfile(named[1] + one) for one in dict.fromkeys([extension, ".jpg", ".png", ".tif"])):
-            masks.append(path)
+            masks.append(image.path)
     found.facts["masks_among_images"] = len(masks)
     if masks:
         found.warnings.append(
-            f"Of {counted(len(places), 'image')}, {len(masks):,} {verb(len(masks), 'is', 'are')} named like the mask"
-            " of another image, such as"
-            f" {printable(masks[0])}. They are used as images of their class; if they are masks, move them away."
+            f"{len(masks):,} of {counted(len(images), 'image')} {verb(len(masks), 'is', 'are')} named like the mask of"
+            f" another image, such as {printable(masks[0])}. They are used as images of their class. If they are masks,"
+            " move them away."
         )
 
 
-def _report_files(found: Inspection, pairs: _Pairs) -> None:
+def _report_files(found: Inspection, images: Sequence[_Seen]) -> None:
     """Report formats, extensions that do not match them, and files with several frames."""
-    formats = Counter(one.format for _, one in pairs if one.format)
+    formats = Counter(image.format for image in images if image.format)
     if not formats:
         return
     found.facts["formats"] = dict(formats.most_common())
-    differs = [
-        f"{printable(place.path)} is {one.format}"
-        for place, one in pairs
-        if one.format and _format_of(place.path) not in ("", one.format)
-    ]
+    differs = []
+    for image in images:
+        extension = os.path.splitext(image.path)[1][1:].lower()
+        if image.format and _FORMATS.get(extension, extension.upper()) not in ("", image.format):
+            differs.append(f"{printable(image.path)} is {image.format}")
     found.facts["extension_differs"] = len(differs)
     if differs:
-        found.lines.append(
-            f"{counted(len(differs), 'file')} {verb(len(differs))} an extension of another format: {_example(differs)}"
-        )
-    several = _where(pairs, lambda one: one.frames)
+        number = f"{counted(len(differs), 'file')} {verb(len(differs))}"
+        found.lines.append(f"{number} an extension of another format: {some(differs, 1)}")
+    several = [image.path for image in images if image.frames]
     found.facts["several_frames"] = len(several)
     if several:
-        found.warnings.append(
-            f"{counted(len(several), 'file')} {verb(len(several))} several frames or pages; only the first is used:"
-            f" {_example(several)}."
-        )
-
-
-def _format_of(path: str) -> str:
-    extension = os.path.splitext(path)[1][1:].lower()
-    return _FORMATS.get(extension, extension.upper())
+        number = f"{counted(len(several), 'file')} {verb(len(several))}"
+        found.warnings.append(f"{number} several frames or pages; only the first is used: {some(several, 1)}.")
 
 
 def _report_classes(found: Inspection, parts: Mapping[str, Samples], class_names: Sequence[str]) -> None:
-    """Report classes with too few images."""
-    counts = {split: np.bincount(part.labels, minlength=len(class_names)) for split, part in parts.items()}
-    if "train" in counts:
-        train = counts["train"]
-        if train.min() > 0:
-            found.facts["imbalance"] = round(float(train.max() / train.min()), 2)
-        few = [class_names[label] for label in np.flatnonzero(train == 1).tolist()]
-        if few:
-            found.warnings.append(f"{_classes(few)} a single training image: {_names(few)}.")
-    for split in ("val", "test"):
-        if split in counts:
-            without = [class_names[label] for label in np.flatnonzero(counts[split] == 0).tolist()]
-            if without:
-                found.warnings.append(f"{_classes(without)} no {split} image: {_names(without)}.")
+    for split, part in parts.items():
+        counts = np.bincount(part.labels, minlength=len(class_names))
+        if split == "train" and counts.min() > 0:
+            found.facts["imbalance"] = round(float(counts.max() / counts.min()), 2)
+        few, images = (1, "a single training image") if split == "train" else (0, f"no {split} image")
+        names = [repr(class_names[label]) for label in np.flatnonzero(counts == few).tolist()]
+        if names:
+            classes = f"{counted(len(names), 'class')} {verb(len(names))}"
+            found.warnings.append(f"{classes} {images}: {some(names, 5)}.")
 
 
-def _classes(names: Sequence[str]) -> str:
-    return "One class has" if len(names) == 1 else f"{len(names):,} classes have"
-
-
-def _names(names: Sequence[str]) -> str:
-    return some([repr(name) for name in names], 5)
-
-
-def _report_duplicates(found: Inspection, pairs: _Pairs, class_names: Sequence[str]) -> None:
-    """Report images with equal pixels, in particular across splits and across classes."""
-    groups: dict[bytes, list[_Place]] = defaultdict(list)
-    for place, one in pairs:
-        groups[one.digest].append(place)
+def _report_duplicates(found: Inspection, images: Sequence[_Seen], class_names: Sequence[str]) -> None:
+    groups: dict[bytes, list[_Seen]] = defaultdict(list)
+    for image in images:
+        groups[image.digest].append(image)
     several = [group for group in groups.values() if len(group) > 1]
-    labels = [group for group in several if len({place.label for place in group}) > 1]
-    across = [group for group in several if len({place.split for place in group}) > 1]
+    labels = [group for group in several if len({image.label for image in group}) > 1]
+    across = [group for group in several if len({image.split for image in group}) > 1]
     found.facts["duplicates"] = {
         "groups": len(several),
         "across_splits": len(across),
         "across_classes": len(labels),
-        "examples": [[printable(place.path) for place in group[:_PATHS]] for group in several[:_GROUPS]],
+        "examples": [[printable(image.path) for image in group[:_PATHS]] for group in several[:_GROUPS]],
     }
     if several:
         extra = sum(len(group) - 1 for group in several)
-        found.lines.append(f"duplicates: {extra:,} of {counted(len(pairs), 'image')}, compared by pixels")
+        found.lines.append(f"duplicates: {extra:,} of {counted(len(images), 'image')}, compared by pixels")
     for same, words in (across, "in several splits"), (labels, "with several labels"):
         if same:
-            places = [f"{printable(place.path)} ({place.split}, {class_names[place.label]})" for place in same[0][:3]]
-            found.warnings.append(
-                f"{counted(len(same), 'image')} {verb(len(same), 'occurs', 'occur')} {words}, such as"
-                f" {' = '.join(places)}."
-            )
+            number = f"{counted(len(same), 'image')} {verb(len(same), 'occurs', 'occur')}"
+            examples = " = ".join(_place(image, class_names) for image in same[0][:3])
+            found.warnings.append(f"{number} {words}, such as {examples}.")
 
 
-def _report_near_duplicates(found: Inspection, pairs: _Pairs, class_names: Sequence[str]) -> None:
-    """Report almost equal images, in particular in different splits and with different labels."""
-    decoded = [(place, one, one.thumbnail) for place, one in pairs if one.thumbnail is not None]
+def _place(image: _Seen, class_names: Sequence[str]) -> str:
+    return f"{printable(image.path)} ({image.split}, {class_names[image.label]})"
+
+
+def _report_near_duplicates(found: Inspection, images: Sequence[_Seen], class_names: Sequence[str]) -> None:
+    decoded = [image for image in images if image.thumbnail is not None]
     chosen = [decoded[i] for i in spread(len(decoded), _COMPARED)]
     if len(chosen) < len(decoded):
         found.lines.append(f"near-duplicates: {len(chosen):,} of {len(decoded):,} images compared")
-    images: dict[str, set[int]] = {"": set(), "in different splits": set(), "with different labels": set()}
-    examples: dict[str, list[tuple[_Place, _Place]]] = defaultdict(list)
-    for i, j in near_pairs([small for *_, small in chosen], [one.size for _, one, _ in chosen]):
-        (first, one, _), (second, other, _) = chosen[i], chosen[j]
-        if one.digest == other.digest:
+    near: dict[str, set[int]] = {"": set(), "in different splits": set(), "with different labels": set()}
+    examples: dict[str, list[tuple[_Seen, _Seen]]] = defaultdict(list)
+    thumbnails = [image.thumbnail for image in chosen if image.thumbnail is not None]
+    for i, j in _near_pairs(thumbnails, [image.size for image in chosen]):
+        first, second = chosen[i], chosen[j]
+        if first.digest == second.digest:
             continue
         for words, differs in (
             ("", True),
@@ -432,20 +381,52 @@ def _report_near_duplicates(found: Inspection, pairs: _Pairs, class_names: Seque
             ("with different labels", first.label != second.label),
         ):
             if differs:
-                images[words] |= {i, j}
+                near[words] |= {i, j}
                 if len(examples[words]) < _GROUPS:
                     examples[words].append((first, second))
     found.facts["near_duplicates"] = {
-        "images": len(images[""]),
-        "across_splits": len(images["in different splits"]),
-        "across_classes": len(images["with different labels"]),
+        "images": len(near[""]),
+        "across_splits": len(near["in different splits"]),
+        "across_classes": len(near["with different labels"]),
         "compared": len(chosen),
-        "examples": [[printable(place.path) for place in pair] for pair in examples[""]],
+        "examples": [[printable(image.path) for image in pair] for pair in examples[""]],
     }
     for words in ("in different splits", "with different labels"):
-        if images[words]:
-            places = [f"{printable(p.path)} ({p.split}, {class_names[p.label]})" for p in examples[words][0]]
+        if near[words]:
+            number = counted(len(near[words]), "image")
+            shown = " ≈ ".join(_place(image, class_names) for image in examples[words][0])
             found.warnings.append(
-                f"{counted(len(images[words]), 'image')} {words} may be near-duplicates (re-encoded, resized or"
-                f" retouched copies), such as {' ≈ '.join(places)}."
+                f"{number} {words} may be near-duplicates (re-encoded, resized or retouched copies), such as {shown}."
             )
+
+
+def _thumbnail(image: Image.Image) -> np.ndarray:
+    """Return a thumbnail of an RGB image for comparisons: uint8 (9 * 9 * 3,)."""
+    return np.asarray(image.resize((_SIDE, _SIDE), Image.Resampling.BILINEAR, reducing_gap=2.0)).ravel()
+
+
+def _near_pairs(thumbnails: Sequence[np.ndarray], sizes: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield the indices of pairs of almost equal images, given their thumbnails and (width, height).
+
+    Images with low contrast are skipped.
+    """
+    pixels = np.asarray(thumbnails, dtype=np.float32).reshape(len(thumbnails), -1 if thumbnails else 1)
+    contrast = pixels.std(axis=1)
+    order = np.flatnonzero(contrast >= _CONTRAST)
+    means = pixels.mean(axis=1)
+    order = order[np.argsort(means[order], kind="stable")]
+    pixels, means, contrast = pixels[order], means[order], contrast[order]
+    aspect = np.log([width / height for width, height in (sizes[int(i)] for i in order)])
+    squares = np.square(pixels).sum(axis=1)
+    for start in range(0, len(order), _BLOCK):
+        end = min(start + _BLOCK, len(order))
+        # The means differ by at most the root mean square difference.
+        last = int(np.searchsorted(means, means[end - 1] + _LEVELS, side="right"))
+        distance = squares[start:end, None] + squares[None, start:last] - 2 * pixels[start:end] @ pixels[start:last].T
+        distance = np.sqrt(np.maximum(distance, 0) / pixels.shape[1])
+        least = np.minimum(contrast[start:end, None], contrast[None, start:last])
+        near = (distance <= _LEVELS) & (distance <= _RELATIVE * least)
+        rows, columns = np.nonzero(near)
+        for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
+            if row < column and abs(aspect[start + row] - aspect[start + column]) <= np.log(_ASPECT):
+                yield int(order[start + row]), int(order[start + column])

@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
-from tqdm import tqdm
 
+from efficient_ft.config.schema import MaskConfig
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.format import format_percent
 from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.core.text import plain_line, printable
-from efficient_ft.data.counts import counted, verb
+from efficient_ft.data.counts import counted, some, verb
 from efficient_ft.data.images import Decoding, read_image
-from efficient_ft.data.inspection import Inspection, in_threads
+from efficient_ft.data.inspection import Inspection, find_failures, in_threads
 from efficient_ft.data.mask_pixels import read_pixels
-from efficient_ft.data.mask_survey import Survey, examined, mask_orientation, orientations, survey
+from efficient_ft.data.mask_survey import Survey, examined, mask_orientation, survey
 from efficient_ft.data.masks import UNKNOWN, Classes, MaskSamples, read_mask
-
-if TYPE_CHECKING:
-    from efficient_ft.config.schema import MaskConfig
 
 #: Share of pixels without a label above which a warning is issued.
 _MOSTLY_UNLABELED = 0.9
-#: Number of masks from which on they are compared with each other.
+#: Minimum number of masks that are compared with each other.
 _FEW = 3
-#: Distance from one half in which no share of the foreground may be if some masks are inverted.
+#: Minimum distance of the foreground shares from one half if some masks are inverted.
 _GAP = 0.15
 #: Maximum length of the list of class shares, in characters.
 _LINE = 60
@@ -54,18 +50,15 @@ def inspect_masks(
     Args:
         parts: images and masks by split.
         classes: classes of the data set.
-        settings: mask settings; `exif` selects whether masks belong to the stored or the upright pixels.
+        settings: mask settings.
         decoding: options for decoding images.
         thorough: decode every file, and compare images across splits; otherwise read headers and decode some masks.
-
-    Returns:
-        Facts, lines, warnings, and problems by path of the mask or the image.
     """
-    found = survey(parts, classes, thorough, _progress if thorough else lambda items, total: items)
+    found = survey(parts, classes, thorough)
     result = Inspection()
     _facts(result, found, classes)
     _lines(result, found, classes)
-    _warnings(result, found, classes, settings, thorough)
+    _warnings(result, found, classes, settings)
     _odd(result, found, classes)
     if thorough:
         _problems(result, parts, classes, settings, decoding)
@@ -75,14 +68,10 @@ def inspect_masks(
     return result
 
 
-def _progress(items: Iterable[Any], total: int) -> Iterable[Any]:
-    return tqdm(items, total=total, desc="masks", leave=False, disable=None)
-
-
 def _facts(result: Inspection, found: Survey, classes: Classes) -> None:
-    rows = [row for of_split in found.headers.values() for row in of_split]
-    sizes = Counter(header.size for _, _, header, _ in rows if header)
-    modes = Counter(header.mode for _, _, header, _ in rows if header)
+    headers = [pair.header for pair in found.pairs if pair.header]
+    sizes = Counter(header.size for header in headers)
+    modes = Counter(header.mode for header in headers)
     shares = found.shares()
     known = max(int(shares.sum()), 1)
     train = found.shares("train")
@@ -93,11 +82,11 @@ def _facts(result: Inspection, found: Survey, classes: Classes) -> None:
         "mask_modes": dict(modes.most_common()),
         "unlabeled_share": round(int(shares[IGNORED]) / known, 6),
         "train_pixels": {name: round(int(train[i]) / labeled, 6) for i, name in enumerate(classes.names)},
-        "headers_read": len(rows),
-        "masks_decoded": sum(map(len, found.counted.values())),
+        "headers_read": len(found.pairs),
+        "masks_decoded": len(found.masks),
         "masks": sum(found.totals.values()),
     }
-    turned = orientations(found)
+    turned = found.orientations()
     if turned:
         result.facts["exif_orientations"] = turned
 
@@ -105,9 +94,7 @@ def _facts(result: Inspection, found: Survey, classes: Classes) -> None:
 def _lines(result: Inspection, found: Survey, classes: Classes) -> None:
     facts = result.facts
     sizes = list(facts["mask_sizes"])
-    size = (
-        sizes[0] if len(sizes) == 1 else f"{facts['mask_size_count']} sizes, mostly {sizes[0]}" if sizes else "no size"
-    )
+    size = f"{facts['mask_size_count']} sizes, mostly {sizes[0]}" if len(sizes) > 1 else (sizes or ["no size"])[0]
     kinds = list(dict.fromkeys(_kind(mode, classes) for mode in facts["mask_modes"]))
     result.lines.append(
         f"masks: {size}, {' and '.join(kinds)}; {format_percent(facts['unlabeled_share'])} of pixels without a label"
@@ -120,7 +107,7 @@ def _lines(result: Inspection, found: Survey, classes: Classes) -> None:
     absent = [plain_line(name) for name, share in facts["train_pixels"].items() if not share]
     result.lines.append(f"training pixels: {', '.join(present[: max(count, 1)])}{rest}")
     if absent:
-        result.lines.append(f"classes without training pixels: {_names(absent)}")
+        result.lines.append(f"classes without training pixels: {some(absent)}")
     turned = facts.get("exif_orientations")
     if turned:
         words = {
@@ -140,20 +127,16 @@ def _kind(mode: str, classes: Classes) -> str:
     return _MODES.get(mode, "16-bit ids" if mode.startswith("I;16") else f"mode {mode}")
 
 
-def _names(names: list[str]) -> str:
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-
-
-def _warnings(result: Inspection, found: Survey, classes: Classes, settings: MaskConfig, thorough: bool) -> None:
-    train = found.counted.get("train", [])
-    number = len(train)
-    where = "in" if number == found.totals.get("train") else f"in {number} of"
+def _warnings(result: Inspection, found: Survey, classes: Classes, settings: MaskConfig) -> None:
+    decoded, total = len(found.counted.get("train", [])), found.totals.get("train", 0)
     absent = [plain_line(name) for name, share in result.facts["train_pixels"].items() if not share]
     if absent:
-        zero = "If 255 is a class, map it by data.masks.values." if result.facts["unlabeled_share"] else ""
+        advice = ""
+        if result.facts["unlabeled_share"] and not classes.chosen:
+            advice = " If 255 is a class, map it with data.masks.values."
         result.warnings.append(
-            f"{_names(absent)} {verb(len(absent))} no training pixels ({where}"
-            f" {counted(found.totals.get('train', 0), 'mask')}).{' ' + zero if zero and not classes.chosen else ''}"
+            f"{some(absent)} {verb(len(absent))} no training pixels"
+            f" ({'in' if decoded == total else f'in {decoded} of'} {counted(total, 'mask')}).{advice}"
         )
     for split in found.counted:
         shares = found.shares(split)
@@ -170,17 +153,16 @@ def _warnings(result: Inspection, found: Survey, classes: Classes, settings: Mas
     different = _sizes_that_differ(found, settings)
     if different:
         image, mask, _ = different[0]
-        rows = sum(map(len, found.headers.values()))
         result.warnings.append(
-            f"{len(different)} of {counted(rows, 'mask')} "
+            f"{len(different)} of {counted(len(found.pairs), 'mask')} "
             f"{verb(len(different), 'differs in size from its image', 'differ in size from their images')}, such as"
             f" {printable(mask)} ({printable(image)}). Such pairs are rejected; set data.on_corrupt=skip to skip them."
         )
 
 
 def _odd(result: Inspection, found: Survey, classes: Classes) -> None:
-    """Warn if all masks are equal, if each holds a single class, or if some look inverted."""
-    rows = [row for of_split in found.counted.values() for row in of_split if not row[1].error]
+    """Warn if all masks are equal, if each contains a single class, or if some may be inverted."""
+    rows = [row for row in found.masks if not row[1].error]
     shares = np.asarray([one.shares for _, one in rows]).reshape(len(rows), -1)[:, :UNKNOWN]
     present = (shares > 0).sum(axis=1)
     if len(rows) >= _FEW and (present <= 1).all():
@@ -188,33 +170,24 @@ def _odd(result: Inspection, found: Survey, classes: Classes) -> None:
             f"Each of the {len(rows)} decoded masks contains a single class. If each image has one class, use"
             " data=folder with a folder per class."
         )
-    elif len(rows) >= _FEW and (shares == shares[0]).all() and _equal([path for path, _ in rows[:_FEW]]):
-        result.warnings.append(
-            f"The {len(rows)} decoded masks are equal, such as {printable(rows[0][0])}. Check that each image has its"
-            " own mask."
-        )
+    elif len(rows) >= _FEW and (shares == shares[0]).all():
+        ids = [read_pixels(path).ids for path, _ in rows[:_FEW]]
+        if all(np.array_equal(ids[0], one) for one in ids):
+            result.warnings.append(
+                f"The {len(rows)} decoded masks are equal, such as {printable(rows[0][0])}. Check that each image has"
+                " its own mask."
+            )
     if len(classes.names) == 2:
         _inverted(result, [path for path, _ in rows], shares[:, :2], classes)
 
 
-def _equal(paths: Sequence[str]) -> bool:
-    pixels = [read_pixels(path).ids for path in paths]
-    return all(np.array_equal(pixels[0], one) for one in pixels)
-
-
 def _inverted(result: Inspection, paths: Sequence[str], pixels: np.ndarray, classes: Classes) -> None:
-    """Warn if some masks of two classes look inverted relative to the others.
+    """Warn if some masks of two classes may be inverted relative to the others, given their pixel counts, int64 (N, 2).
 
-    Objects differ in size, but seldom in this way: no share of the foreground is near one half, and the two groups
-    mirror each other, i.e. one class covers about as much in one group as the other class in the other group.
-
-    Args:
-        result: receives the warning.
-        paths: paths of the masks.
-        pixels: int64 (N, 2), number of pixels of the two classes.
-        classes: the two classes.
+    Inverted masks are assumed if no foreground share is near one half, and if one class covers about the same share in
+    the first group of masks as the other class covers in the second group.
     """
-    mixed = np.flatnonzero(pixels.all(axis=1))  # a mask of one class shows nothing
+    mixed = np.flatnonzero(pixels.all(axis=1))  # a mask with a single class gives no evidence
     share = pixels[mixed, 1] / np.maximum(pixels[mixed].sum(axis=1), 1)
     high = share > 0.5
     groups = high.sum(), (~high).sum()
@@ -233,21 +206,18 @@ def _inverted(result: Inspection, paths: Sequence[str], pixels: np.ndarray, clas
 
 
 def _sizes_that_differ(found: Survey, settings: MaskConfig) -> list[tuple[str, str, str]]:
-    """Images and masks whose sizes do not agree, turned as they will be, and their sizes in words."""
+    """Return the paths of images and masks whose upright sizes differ, with both sizes as text."""
     different = []
-    for rows in found.headers.values():
-        for image, mask, header, stored in rows:
-            if header is None or stored is None:
-                continue
-            (width, height), orientation = stored
-            fitting = {(width, height)}
-            if orientation >= 5:
-                upright = {(height, width)}
-                fitting = upright if settings.exif == "upright" else fitting
-                fitting = fitting | upright if settings.exif == "auto" else fitting
-            if header.size not in fitting:
-                sizes = f"the mask is {header.size[0]}×{header.size[1]}, its image {width}×{height}"
-                different.append((image, mask, sizes))
+    for pair in found.pairs:
+        if pair.header is None or pair.stored is None:
+            continue
+        (width, height), orientation = pair.stored
+        fitting = {(width, height)}
+        if orientation >= 5 and settings.exif != "raw":
+            fitting = {(height, width)} if settings.exif == "upright" else {(width, height), (height, width)}
+        if pair.header.size not in fitting:
+            sizes = f"the mask is {pair.header.size[0]}×{pair.header.size[1]}, its image {width}×{height}"
+            different.append((pair.image, pair.mask, sizes))
     return different
 
 
@@ -272,30 +242,28 @@ def _problems(
     settings: MaskConfig,
     decoding: Decoding | None,
 ) -> None:
-    """Read every pair as training does."""
+    """Read every pair in the same way as training, and record the failures."""
+    unreadable: set[str] = set()
 
-    def problem(job: tuple[str, str, bool]) -> tuple[str, str] | None:
+    def read(job: tuple[str, str, bool]) -> None:
         image, mask, labeled = job
         try:
             size = read_image(image, decoding=decoding).size
-        except UserError as error:
-            return image, str(error)
-        try:
-            read_mask(mask, classes, size, mask_orientation(image, mask, settings.exif), labeled)
-        except UserError as error:
-            return mask, str(error)
-        return None
+        except UserError:
+            unreadable.add(mask)
+            raise
+        read_mask(mask, classes, size, mask_orientation(image, mask, settings.exif), labeled)
 
     jobs = [
         (image, mask, split == "train")
         for split, part in parts.items()
         for image, mask in zip(part.images, part.masks, strict=True)
     ]
-    result.problems |= dict(filter(None, _progress(in_threads(problem, jobs), len(jobs))))
+    for (image, mask, _), message in find_failures(read, jobs, len(jobs), "masks").items():
+        result.problems[image if mask in unreadable else mask] = message
 
 
 def _duplicates(result: Inspection, parts: Mapping[str, MaskSamples]) -> None:
-    """Find equal image files in several splits."""
     jobs = [(split, path) for split, part in parts.items() for path in part.images]
     splits: dict[bytes, dict[str, str]] = {}
     for (split, path), digest in zip(jobs, in_threads(_content, [path for _, path in jobs]), strict=True):

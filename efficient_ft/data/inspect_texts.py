@@ -11,43 +11,29 @@ import numpy as np
 from efficient_ft.core.format import format_percent
 from efficient_ft.core.text import plain_line
 from efficient_ft.core.tokenizer import Tokenizer
-from efficient_ft.data.counts import counted, verb
+from efficient_ft.data.counts import counted, shortened, some, verb
 from efficient_ft.data.inspection import Inspection, spread
 from efficient_ft.data.text_labels import is_number
 from efficient_ft.data.texts import Texts
 
-#: Limits of a quick inspection: tokenized texts, the total of their characters, and compared texts.
+#: Limits of a quick inspection: tokenized texts, their total number of characters, and compared texts.
 _TOKENIZED, _CHARACTERS, _COMPARED = 1000, 150_000, 100_000
-#: More numeric classes than this, other than 0 to K - 1, may be a quantity.
+#: Number of non-consecutive numeric classes above which they may be a quantity.
 _NUMBERS = 20
-#: Shares above which a warning is issued.
+#: Fractions above which a warning is issued.
 _UNKNOWN, _CUT, _REPEATED, _ODD = 0.05, 0.25, 0.5, 0.01
-#: Texts that programs write for a missing value.
+#: Texts that common programs write for a missing value.
 _NOTHING = frozenset(
     ["nan", "none", "null", "n/a", "na", "#n/a", "#ref!", "#value!", "#name?", "<na>", "[deleted]", "[removed]"]
 )
-#: UTF-8 that was read in another encoding (Ã©, â€™), and characters that could not be read.
+#: UTF-8 that was decoded with a wrong encoding (Ã©, â€™), and replacement characters.
 _GARBLED = re.compile("Ã[\x80-\xbf]|â€|\ufffd|Ð[\x80-\xbf]Ð|ï»¿")
 _MARKUP = re.compile(r"<(br|p|div|span|a|b|i)\b[^>]*>", re.IGNORECASE)
 #: Class names that often stand for a missing label.
 _MARKERS = frozenset(
-    [
-        "-1",
-        "none",
-        "n/a",
-        "na",
-        "null",
-        "?",
-        "-",
-        ".",
-        "unknown",
-        "unlabeled",
-        "unlabelled",
-        "unsup",
-        "undefined",
-        "todo",
-    ]
-)
+    ["-1", "none", "n/a", "na", "null", "?", "-", ".", "unknown", "unlabeled", "unlabelled", "unsup", "undefined",
+     "todo"]
+)  # fmt: skip
 
 
 def inspect_texts(
@@ -61,9 +47,9 @@ def inspect_texts(
     """Inspect the texts of a data set.
 
     Args:
-        parts: the texts by split; must contain ``train``.
+        parts: texts by split; must contain ``train``.
         class_names: class names by label.
-        tokenizer: the network's tokenizer.
+        tokenizer: tokenizer of the network.
         max_length: ``model.max_length``, in tokens.
         thorough: examine all texts, and ignore case and spaces in comparisons; otherwise examine at most 1,000 training
             texts, and compare the first 100,000 texts exactly.
@@ -82,7 +68,7 @@ def inspect_texts(
 
 
 def _within(texts: Sequence[tuple[str, ...]], characters: int) -> list[tuple[str, ...]]:
-    """Return a random subset of the texts, with at most `characters` characters in total, but at least one text."""
+    """Return a random subset of the texts with at most `characters` characters in total, or a single text."""
     kept: list[int] = []
     for index in np.random.default_rng(0).permutation(len(texts)).tolist():
         size = sum(map(len, texts[index]))
@@ -101,13 +87,8 @@ def _lengths(
     cut = float((lengths > max_length).mean())
     empty = int((lengths <= tokenizer.special(len(examined[0]))).sum())
     share = float(unknown.sum() / max(1, lengths.sum() - len(lengths) * tokenizer.special(len(examined[0]))))
-    found.facts |= {
-        "texts_examined": len(examined),
-        "tokens": _range(lengths),
-        "characters": _range(characters),
-        "cut_share": cut,
-        "unknown_token_share": share,
-    }
+    found.facts |= {"texts_examined": len(examined), "tokens": _range(lengths), "characters": _range(characters)}
+    found.facts |= {"cut_share": cut, "unknown_token_share": share}
     seen = f"; {len(examined):,} of {whole:,} examined" if len(examined) < whole else ""
     ends = f"; {format_percent(cut)} are truncated at model.max_length={max_length}" if cut else ""
     found.lines.append(
@@ -132,7 +113,6 @@ def _lengths(
 
 
 def _odd(found: Inspection, examined: Sequence[tuple[str, ...]]) -> None:
-    """Report texts that look damaged."""
     single = [text for pair in examined for text in pair]
     for share, reason, example in (
         (0.0, "may stand for a missing text", [text for text in single if text.casefold() in _NOTHING]),
@@ -173,9 +153,12 @@ def _repeated(found: Inspection, parts: Mapping[str, Texts], class_names: Sequen
     several = {key for key, of in labels.items() if len(of) > 1}
     found.facts["texts_with_several_labels"] = len(several)
     if several:
-        part = next(part for name, part in parts.items() if several & set(hashes[name]))
-        name = next(name for name in parts if parts[name] is part)
-        index, key = next((i, key) for i, key in enumerate(hashes[name]) if key in several)
+        part, key, index = next(
+            (part, key, index)
+            for name, part in parts.items()
+            for index, key in enumerate(hashes[name])
+            if key in several
+        )
         names = " and ".join(repr(plain_line(class_names[label])) for label in sorted(labels[key])[:3])
         found.warnings.append(
             f"{counted(len(several), 'text')} {verb(len(several))} several labels{compared}, such"
@@ -204,14 +187,11 @@ def _names(found: Inspection, class_names: Sequence[str], parts: Mapping[str, Te
     single = [name for label, name in enumerate(class_names) if counts[label] == 1]
     if single:
         found.warnings.append(
-            f"{counted(len(single), 'class')} with a single training text:"
-            f" {', '.join(map(_short, single[:5]))}{' and more' if len(single) > 5 else ''}."
+            f"{counted(len(single), 'class')} with a single training text: {some(list(map(_short, single)), 5)}."
         )
     numbers = [name for name in class_names if is_number(name)]
-    if len(numbers) == len(class_names) > _NUMBERS and {*map(float, numbers)} not in (
-        set(range(len(numbers))),
-        set(range(1, len(numbers) + 1)),
-    ):
+    consecutive = set(range(len(numbers))), set(range(1, len(numbers) + 1))
+    if len(numbers) == len(class_names) > _NUMBERS and {*map(float, numbers)} not in consecutive:
         found.warnings.append(
             f"The {len(numbers)} classes are numbers from {numbers[0]} to {numbers[-1]}. If they are a quantity, map"
             " ranges of it to classes."
@@ -233,17 +213,13 @@ def _names(found: Inspection, class_names: Sequence[str], parts: Mapping[str, Te
 
 
 def _parts(name: str, separators: str) -> list[str]:
-    """The parts of the name of a class between separators; a name without one is a single part."""
     return [part.strip() for part in re.split(f"[{separators}]", name)]
 
 
 def _is_joined(name: str, known: set[str], shared: Mapping[str, int]) -> bool:
-    """Return True if a class name combines several labels.
+    """Return True if a class name may combine several labels.
 
-    Args:
-        name: a list, classes with a separator, or a list with | or ; that shares a part with another class.
-        known: names of classes.
-        shared: number of classes with a part between | or ;.
+    Such a name is written as a list, joins known class names, or shares a part between | or ; with another class.
     """
     if re.fullmatch(r"[\[({].*,.*[\])}]", name):
         return True
@@ -256,5 +232,4 @@ def _range(values: np.ndarray) -> dict[str, int | float]:
 
 
 def _short(text: str) -> str:
-    text = plain_line(text)
-    return repr(text if len(text) <= 40 else f"{text[:39]}…")
+    return repr(shortened(plain_line(text), 40))

@@ -1,4 +1,4 @@
-"""The result of inspecting a data set: facts for the record, lines for a person, warnings and problems."""
+"""Helpers for inspecting data sets: results, sampling, threads and progress."""
 
 from __future__ import annotations
 
@@ -9,57 +9,73 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
+from tqdm import tqdm
 
-#: Number of samples whose headers (sizes, modes) a quick inspection reads, and number that it decodes.
+from efficient_ft.core.errors import UserError
+
+#: Number of samples whose headers (sizes, modes) a quick inspection reads, and number of samples that it decodes.
 HEADERS, DECODED = 1024, 48
 
 
 @dataclass
 class Inspection:
-    """The result of inspecting the samples of a data set.
+    """The result of inspecting the samples of a data set."""
 
-    Attributes:
-        facts: plain containers for results.json: sizes, modes, value range, share of unlabeled pixels, rows, lengths.
-        lines: the same facts for the terminal, one short line each.
-        warnings: properties of the data that are likely to harm training, one sentence each, with the setting to
-            change.
-        problems: reason by path or place, for samples that training would reject.
-    """
-
-    facts: dict[str, Any] = field(default_factory=dict)
-    lines: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)  # plain containers for results.json
+    lines: list[str] = field(default_factory=list)  # the same facts for the terminal, one short line each
+    #: Properties of the data that are likely to harm training, one sentence each, with the setting to change.
     warnings: list[str] = field(default_factory=list)
-    problems: dict[str, str] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)  # reason by path, for samples that training would reject
 
 
 def spread(size: int, count: int) -> np.ndarray:
-    """Return at most `count` indices below `size`, evenly spread and sorted: int64 (min(size, count),)."""
+    """Return at most `count` evenly spread, sorted indices below `size`: int64 (min(size, count),)."""
     return np.unique(np.linspace(0, max(size - 1, 0), min(size, count)).round().astype(np.int64))
 
 
-def decoding_threads(pixels: int, most: int) -> int:
-    """Return the number of images to decode at a time, so that together they have at most `most` pixels.
+def decoding_threads(pixels: int, limit: int) -> int:
+    """Return the number of images to decode in parallel.
 
-    Args:
-        pixels: of the largest image.
-        most: pixels of the images that are decoded at a time.
+    The largest image has `pixels` pixels, and all images together have at most `limit` pixels.
     """
-    return max(1, min(8, os.cpu_count() or 1, most // max(pixels, 1)))
+    return max(1, min(8, os.cpu_count() or 1, limit // max(pixels, 1)))
 
 
 _Item = TypeVar("_Item")
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 
 
 def in_threads(
-    function: Callable[[_Item], _Found], items: Sequence[_Item], threads: int | None = None
-) -> Iterable[_Found]:
-    """Apply a function to all items in threads, and yield the results in order; Pillow decodes without the GIL.
+    function: Callable[[_Item], _Result], items: Sequence[_Item] | Iterable[_Item], threads: int | None = None
+) -> Iterable[_Result]:
+    """Apply a function to all items in threads, and yield the results in order. Pillow decodes without the GIL.
 
-    Args:
-        function: applied to each item.
-        items: the items.
-        threads: number of threads; None: one per processor, at most 8.
+    The default number of threads is one per processor, at most 8.
     """
     with ThreadPoolExecutor(max_workers=threads or min(8, os.cpu_count() or 1)) as pool:
         yield from pool.map(function, items)
+
+
+def progress(items: Iterable[_Item], total: int, description: str) -> Iterable[_Item]:
+    """Show a progress bar on a terminal while iterating over items."""
+    bar: Iterable[_Item] = tqdm(items, total=total, desc=description, leave=False, disable=None)
+    return bar
+
+
+def find_failures(
+    function: Callable[[_Item], object], items: Sequence[_Item] | Iterable[_Item], total: int, description: str
+) -> dict[_Item, str]:
+    """Call a function for all items in threads, and return the messages of its user errors by item.
+
+    The items are iterated twice. The total number of items and the description are shown in a progress bar.
+    """
+
+    def message(item: _Item) -> str | None:
+        try:
+            function(item)
+        except UserError as error:
+            return str(error)
+        return None
+
+    messages = progress(in_threads(message, items), total, description)
+    return {item: text for item, text in zip(items, messages, strict=True) if text is not None}

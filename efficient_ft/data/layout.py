@@ -1,7 +1,7 @@
-"""Find the layout of a user's image folder: which folders are splits, and which folders below them are classes.
+"""Find the splits and the class folders in a user's image folder.
 
-`find_layout` decides once, from the names of folders and the number of images in each; no image is opened. An
-ambiguous layout is an error that lists the folders found and the settings that choose a reading.
+`find_layout` decides by the names of folders and the number of images in each. No image is opened. If a layout is
+ambiguous, the error message lists the folders and the settings that resolve the ambiguity.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.text import printable
-from efficient_ft.data.below import links_in
-from efficient_ft.data.counts import counted, verb
+from efficient_ft.data.counts import counted, some, verb
+from efficient_ft.data.file_list import links_in
 from efficient_ft.data.folder_tree import Folder, same_class, scan
 from efficient_ft.data.splits import (
     SPLITS,
@@ -28,10 +28,9 @@ from efficient_ft.data.splits import (
     part_names,
     repeated,
     show,
-    some,
-)
+)  # fmt: skip
 
-#: Names of folders whose images have no class.
+#: Parts of the names of folders whose images have no class.
 _UNLABELED = ("unlabel", "unlabl", "pred", "unsup", "unknown")
 #: Names of the two folders of a segmentation data set.
 _PICTURES = frozenset({"image", "images", "img", "imgs", "jpegimages", "photos", "pictures"})
@@ -46,28 +45,16 @@ _MOST_PLACES = 12
 
 @dataclass
 class Layout:
-    """The decision about a folder of images.
+    """The layout of a folder of images."""
 
-    Attributes:
-        places: by split, the folders whose direct subfolders are the classes.
-        notes: facts that a user should know, one sentence each.
-        loose: number of images outside of class folders.
-        unused: unused folders.
-    """
-
-    places: dict[Split, list[Folder]]
-    notes: list[str] = field(default_factory=list)
-    loose: int = 0
-    unused: list[Folder] = field(default_factory=list)
+    places: dict[Split, list[Folder]]  # folders by split; their direct subfolders are the classes
+    notes: list[str] = field(default_factory=list)  # facts that a user should know, one sentence each
+    loose: int = 0  # number of images outside of class folders
+    unused: list[Folder] = field(default_factory=list)  # unused folders
 
 
 def find_layout(root: Path, chosen: Chosen | None = None, follow_links: bool = False) -> Layout:
-    """Decide which folders are splits, and which are classes.
-
-    Args:
-        root: the data set's folder, which must exist.
-        chosen: the setting ``data.splits``; None to recognize splits by name.
-        follow_links: as in `read_folder`.
+    """Find the folders of splits and classes; see `read_folder` for the arguments.
 
     Raises:
         UserError: the layout is ambiguous or not supported.
@@ -86,7 +73,6 @@ def find_layout(root: Path, chosen: Chosen | None = None, follow_links: bool = F
 
 
 def _explicit(top: Folder, chosen: Chosen) -> Layout:
-    """Return the layout that ``data.splits`` names."""
     places: dict[Split, list[Folder]] = {}
     for split, paths in chosen_places(top.path, chosen).items():
         for path in paths:
@@ -103,9 +89,7 @@ def _explicit(top: Folder, chosen: Chosen) -> Layout:
     used = {folder.name for part in places.values() for folder in part}
     loose = top.images if "" in used else 0
     loose += sum(folder.images for part in places.values() for folder in part if folder.name)
-    layout = Layout(places, loose=loose)
-    layout.unused = list(_unnamed(top, used)) if "" not in used else []
-    return layout
+    return Layout(places, loose=loose, unused=[] if "" in used else list(_unnamed(top, used)))
 
 
 def _unnamed(folder: Folder, used: set[str]) -> Iterator[Folder]:
@@ -120,7 +104,6 @@ def _unnamed(folder: Folder, used: set[str]) -> Iterator[Folder]:
 
 
 def _recognized(top: Folder) -> Layout:
-    """Return the layout by the names of the folders."""
     named = {name: split for name, split in name_splits(top.folders).items() if top.folders[name].total}
     entered = {name: _entered(top.folders[name]) for name in named}
     by_split: dict[Split, list[str]] = defaultdict(list)
@@ -145,10 +128,11 @@ def _recognized(top: Folder) -> Layout:
                 f" without a class. Put them into {printable(name)}/CLASS/, or leave them out:"
                 f" 'data.splits={show(rest)}'."
             )
-        places[split] = [folder]  # without images: reported when files are listed
-    used = {places[split][0].name.split("/")[0] for split in places}
+        places[split] = [folder]  # an empty folder is reported when files are listed
+    now: dict[Split, str] = {split: of[0].name for split, of in places.items()}
+    used = {name.split("/")[0] for name in now.values()}
     others = [folder for name, folder in top.folders.items() if name not in used]
-    _refuse_rivals(top, places, [one for one in others if one.name not in named and not one.link])
+    _refuse_rivals(top, places["train"][0], now, [one for one in others if one.name not in named and not one.link])
     layout = Layout(places, loose=top.images, unused=others)
     for name in sorted(used):
         place = entered.get(name, top.folders[name])
@@ -156,13 +140,12 @@ def _recognized(top: Folder) -> Layout:
         if place.name != name:
             layout.notes.append(f"{printable(name)}/ contains only {printable(place.name)}/, which is used instead.")
     evaluated = [of[0] for split, of in places.items() if split != "train"]
-    now: dict[Split, str] = {split: of[0].name for split, of in places.items()}
     _require_clear(top, places["train"][0], now, layout.notes, evaluated=evaluated)
     return layout
 
 
 def _entered(folder: Folder) -> Folder:
-    """Return the parent of a split's classes: a folder may wrap a single folder of the same split, once or twice."""
+    """Return the folder that contains the classes of a split, which may be one or two levels deeper."""
     for _ in range(2):
         inner = list(folder.filled.values())
         base = os.path.basename(folder.name)
@@ -176,25 +159,23 @@ def _entered(folder: Folder) -> Folder:
     return folder
 
 
-def _refuse_rivals(top: Folder, places: Mapping[Split, Sequence[Folder]], others: Sequence[Folder]) -> None:
+def _refuse_rivals(top: Folder, train: Folder, now: Mapping[Split, str], others: Sequence[Folder]) -> None:
     """Reject folders next to ``train`` that could be an unrecognized split or a class."""
-    classes = {same_class(name) for name in places["train"][0].filled}
-    now: dict[Split, str] = {split: of[0].name for split, of in places.items()}
+    classes = {same_class(name) for name in train.filled}
     for other in others:
         shared = [name for name in other.filled if same_class(name) in classes]
         if shared:
             free: list[Split] = [split for split in ("test", "val") if split not in now]  # type: ignore[misc]
+            name = printable(other.name)
             readings: list[tuple[str, Chosen]] = [
-                (f"{printable(other.name)} is the {split} split", {**now, split: other.name}) for split in free[:1]
+                *((f"{name} is the {split} split", {**now, split: other.name}) for split in free[:1]),
+                (f"{name} is training data, too", {**now, "train": [now["train"], other.name]}),
+                (f"{name} is not used", now),
             ]
-            readings += [
-                (f"{printable(other.name)} is training data, too", {**now, "train": [now["train"], other.name]})
-            ]
-            readings += [(f"{printable(other.name)} is not used", now)]
             raise ambiguous(top.path, f"{other} contains folders with names of classes: {some(shared)}.", readings)
     flat = [one for one in others if one.images and not _is_unlabeled(one.name)]
     if len(now) == 1 and len(flat) > 1:
-        found = f"{places['train'][0]} contains folders; {_listed(flat)} contain images directly."
+        found = f"{train} contains folders; {_listed(flat)} contain images directly."
         raise ambiguous(top.path, found, [("train is the training data", now), ("all are classes", {"train": "."})])
 
 
@@ -203,14 +184,14 @@ def _is_unlabeled(name: str) -> bool:
 
 
 def _without_train(top: Folder, named: Mapping[str, Split], by_split: Mapping[Split, Sequence[str]]) -> Layout:
-    """Return the layout of a folder without a recognized training split: its top folders are the classes."""
+    """Return the layout of a folder without a recognized training split, whose top folders are the classes."""
     folders = top.filled
     if not folders:
         if top.images and not top.folders:
             raise UserError(_without_classes(top, [top]))
         trains = [name for name, split in name_splits(top.folders).items() if split == "train"]
         holder = [top.folders[name] for name in trains if top.folders[name].folders]
-        return Layout({"train": holder[:1] or [top]})  # without images: reported when files are listed
+        return Layout({"train": holder[:1] or [top]})  # an empty folder is reported when files are listed
     rest = [name for name in folders if name not in named and not _is_unlabeled(name)]
     nested = {name for names in by_split.values() for name in names}
     flat = sorted((name for name in named if name not in nested), key=lambda name: (SPLITS.index(named[name]), name))
@@ -235,7 +216,6 @@ def _without_train(top: Folder, named: Mapping[str, Split], by_split: Mapping[Sp
 
 
 def _without_classes(top: Folder, flat: Sequence[Folder]) -> str:
-    """Return the message for images that are not in class folders."""
     tables = labels_hint([top.path, *(one.path for one in flat if one is not top)])
     classes = len(top.filled) > 1 and flat[0] is not top
     other = f" If the folders are the classes: 'data.splits={show({'train': '.'})}'." if classes else ""
@@ -244,7 +224,7 @@ def _without_classes(top: Folder, flat: Sequence[Folder]) -> str:
 
 
 def labels_hint(folders: Sequence[Path]) -> str:
-    """Return a sentence that names the files of the folders in which labels may be; empty if there are none."""
+    """Return a sentence that names files in the folders that may contain labels; empty if there are none."""
     places = [folder for folder in folders if folder.is_dir()]
     names = [e.name for place in places for e in os.scandir(place) if e.name.lower().endswith(_TABLES)]
     return f" The labels may be in {some(sorted(names), 3)}: sort the images into class folders." if names else ""
@@ -266,15 +246,13 @@ def _refuse_wrapper(top: Folder) -> None:
                 f"{printable(top.path.absolute())} contains a single folder with images, {printable(inner.name)}, which"
                 f" contains {some(list(inner.filled))}. Pass data.root={printable(top.path / inner.name)}."
             )
-    whole = [
-        one
-        for one in folders
-        if any(one.folders[name].filled for name, s in name_splits(one.filled).items() if s == "train")
-    ]
-    if len(whole) == 1:
+    trains = [(one, one.folders[n]) for one in folders for n, s in name_splits(one.filled).items() if s == "train"]
+    sets = {one.name: one for one, train in trains if train.filled}
+    if len(sets) == 1:
+        (only,) = sets.values()
         raise UserError(
-            f"{printable(top.path.absolute())} has no train/, but {whole[0]} contains {some(list(whole[0].filled))}."
-            f" Pass data.root={printable(top.path / whole[0].name)}."
+            f"{printable(top.path.absolute())} has no train/, but {only} contains {some(list(only.filled))}."
+            f" Pass data.root={printable(top.path / only.name)}."
         )
     keys = {same_class(folder.name): folder for folder in folders}
     if len(keys) == 2 and keys.keys() & _PICTURES and keys.keys() & _MASKS and keys.keys() <= _PICTURES | _MASKS:
@@ -292,22 +270,25 @@ def _require_clear(
     by_split: Mapping[Split, Sequence[str]] | None = None,
     evaluated: Sequence[Folder] = (),
 ) -> None:
-    """Reject class folders that may not be the classes; note classes whose images are in subfolders.
+    """Reject folders that may not be the classes, and note classes whose images are in subfolders.
 
-    Args:
-        top: the data set's folder.
-        place: the folder whose direct subfolders are the classes.
-        now: the layout as a value of ``data.splits``.
-        notes: the list to which notes are appended.
-        by_split: names of top folders that denote other splits.
-        evaluated: the folders of the other splits in `now`.
+    The classes are the direct subfolders of `place`, and `now` is the layout as a value of ``data.splits``.
     """
     classes = list(place.filled.values())
     depths: Counter[int] = Counter()
-    levels: list[dict[str, list[Folder]]] = []  # by depth below the classes: folders by normalized name
+    levels: list[dict[str, list[Folder]]] = []  # folders by normalized name, for each depth below the classes
     examples: dict[int, Folder] = {}
-    for one in classes:
-        _count(one, depths, levels, examples)
+    waiting = [(one, 0) for one in reversed(classes)]
+    while waiting:
+        one, at = waiting.pop()
+        if one.images:
+            depths[at] += one.images
+            examples.setdefault(at, one)
+        while one.filled and len(levels) <= at:
+            levels.append({})
+        for name, subfolder in one.filled.items():
+            levels[at].setdefault(same_class(name), []).append(subfolder)
+            waiting.append((subfolder, at + 1))
     if len(depths) < 2 and 0 in depths:
         return
     if len(classes) == 1:
@@ -318,10 +299,10 @@ def _require_clear(
                 f" If these are the classes: 'data.splits={show(inner)}', with the same folders in all splits."
             )
         return
-    deeper = sum(depths.values()) - depths[0]
-    shared = _shared(levels) if deeper > depths[0] else None
-    if shared is not None:
-        raise _same_folders(top, place, now, shared, by_split or {}, evaluated)
+    for level in levels if sum(depths.values()) > 2 * depths[0] else ():
+        shared = {key: folders for key, folders in level.items() if len(folders) > 1}
+        if shared and len(level) > 1:  # a single common subfolder, such as images, is ignored
+            raise _same_folders(top, place, now, shared, by_split or {}, evaluated)
     if len(depths) > 1:
         counts = [f"{counted(depths[d], 'image')} in folders such as {examples[d].shown}" for d in sorted(depths)[:3]]
         found = (
@@ -329,40 +310,11 @@ def _require_clear(
             " move all images to one depth."
         )
         raise ambiguous(top.path, found, [("the top folders are the classes, with all images below them", now)])
-    joined = sum(len(folders) for folders in levels[-1].values())
+    inner_count = sum(len(folders) for folders in levels[-1].values())
     notes.append(
         f"The classes are the top folders of {printable(place.path)} ({some(list(place.filled))}). The images in their"
-        f" {counted(joined, 'subfolder')} belong to them."
+        f" {counted(inner_count, 'subfolder')} belong to them."
     )
-
-
-def _count(
-    folder: Folder, depths: Counter[int], levels: list[dict[str, list[Folder]]], examples: dict[int, Folder]
-) -> None:
-    """Count images by their depth below a class folder, with an example, and collect the folders there by level."""
-    waiting = [(folder, 0)]
-    while waiting:
-        one, at = waiting.pop()
-        if one.images:
-            depths[at] += one.images
-            examples.setdefault(at, one)
-        while one.filled and len(levels) <= at:
-            levels.append({})
-        for name, inner in one.filled.items():
-            levels[at].setdefault(same_class(name), []).append(inner)
-            waiting.append((inner, at + 1))
-
-
-def _shared(levels: Sequence[Mapping[str, Sequence[Folder]]]) -> Mapping[str, Sequence[Folder]] | None:
-    """Return the subfolders of the first level where several folders have subfolders of the same names, or None.
-
-    A single common subfolder, such as ``images``, does not count.
-    """
-    for level in levels:
-        same = {key: folders for key, folders in level.items() if len(folders) > 1}
-        if same and len(level) > 1:
-            return same
-    return None
 
 
 def _same_folders(
@@ -373,7 +325,7 @@ def _same_folders(
     by_split: Mapping[Split, Sequence[str]],
     evaluated: Sequence[Folder],
 ) -> UserError:
-    """Return the error for top folders with the same subfolders: years, folds, languages, or unrecognized splits."""
+    """Return the error for top folders with equal subfolders, such as years, folds, languages or unknown splits."""
     inside = {folder.name.rpartition("/")[0] for folders in shared.values() for folder in folders}
     holders = [one for one in _walk(place) if one.name in inside]
     names = sorted({os.path.basename(folder.name) for folders in shared.values() for folder in folders})
@@ -384,32 +336,24 @@ def _same_folders(
         if any(folder.images for folders in shared.values() for folder in folders) or len(inner) > _MOST_PLACES:
             found += " To keep their splits, move the images to train/CLASS and test/CLASS."
             return ambiguous(top.path, found, [classes])
-        joined: Any = {split: _plain([name for s, name in inner if s == split]) for split in dict(inner)}
+        joined: Any = {split: [name for s, name in inner if s == split] for split in dict(inner)}
         return ambiguous(top.path, found, [("these are splits to be merged", joined), classes])
     splits = {name: split for split, of in by_split.items() for name in of}
     parts = [one for one in holders if one.name not in splits]
     readings: list[tuple[str, Chosen]] = []
-    others: Any = {split: value for split, value in now.items() if split != "train"}
-    others |= {split: of[0] if len(of) == 1 else list(of) for split, of in by_split.items()}
+    others: Any = {**{split: value for split, value in now.items() if split != "train"}, **by_split}
     if len(parts) <= _MOST_PLACES:
         if not others and len(parts) > 1:
             last = min(parts[::-1], key=lambda one: one.total) if len(parts) == 2 else parts[-1]
             train = [one.name for one in parts if one is not last]
-            readings.append(
-                (f"{printable(last.name)} is the test split", {"train": _plain(train), "test": last.name}),
-            )
+            readings.append((f"{printable(last.name)} is the test split", {"train": train, "test": last.name}))
         words = "all of them are training data" if len(parts) > 1 else f"{parts[0].name} is the training data"
-        readings.append((words, {"train": _plain([one.name for one in parts]), **others}))
+        readings.append((words, {"train": [one.name for one in parts], **others}))
     are_classes = all(place.filled.keys() & one.filled.keys() for one in evaluated)
     return ambiguous(top.path, found, [*readings, classes] if are_classes or not readings else readings)
 
 
-def _plain(names: list[str]) -> str | list[str]:
-    return names[0] if len(names) == 1 else names
-
-
 def _walk(folder: Folder) -> Iterator[Folder]:
-    """Yield the folders with images below a folder, in order."""
     for inner in folder.filled.values():
         yield inner
         yield from _walk(inner)

@@ -1,29 +1,49 @@
-"""Lists of a data set: samples with labels, class names, splits. Nothing is decoded here."""
+"""Lists of the samples of a data set, with labels, class names and splits. No file is decoded here."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from efficient_ft.data.inspection import spread
 from efficient_ft.data.paths import Paths
+from efficient_ft.data.splits import SPLITS
 
-_TEST_SEED = 0  # independent of the run's seed: all runs on a data set test on the same images
+_TEST_SEED = 0  # independent of the seed of the run, so that all runs on a data set test on the same images
 _TEST_FRACTION = 0.2
 
-#: Images of a split of which `Listing.digest` looks at the size: few, since a file system may be remote.
-_DIGEST_IMAGES = 256
+#: Number of files of a split whose sizes are read for a digest; it is small, because file systems may be remote.
+DIGEST_FILES = 256
+
+
+def splits_of(listing: Any) -> dict[str, Any]:
+    """Return the existing splits of a listing by name, in the order train, val, test."""
+    return {name: part for name in SPLITS if (part := getattr(listing, name)) is not None}
+
+
+def hash_files(hasher: Any, paths: Iterable[str]) -> str:
+    """Add the path, size and modification time of each file to a hash, and return the hash in hexadecimal."""
+    for path in paths:
+        try:
+            status = os.stat(path)
+            about = f"{status.st_size} {status.st_mtime_ns}"
+        except OSError:  # reported or skipped when the file is read
+            about = "?"
+        hasher.update(f"{os.path.abspath(path)} {about}\n".encode(errors="surrogateescape"))
+    return str(hasher.hexdigest())
 
 
 @dataclass
 class Samples:
-    """Images with labels; the images are file paths or pixels in memory.
+    """Images with labels.
 
     Args:
-        images: paths of N files, or uint8 (N, H, W, 3).
+        images: paths of N files, or pixels in memory, uint8 (N, H, W, 3).
         labels: int64 (N,).
     """
 
@@ -44,22 +64,15 @@ class Samples:
         return Samples(images, self.labels[indices])
 
     def content_digest(self) -> str:
-        """16 hex digits that tell any change apart: of the pixels in memory, or each file's path, size and date."""
-        found = hashlib.blake2b(_bytes(self.labels), digest_size=8)
-        if isinstance(self.images, np.ndarray):
-            found.update(np.ascontiguousarray(self.images).data)
-            return found.hexdigest()
-        for path in self.images:
-            try:
-                status = os.stat(path)
-                about = f"{status.st_size} {status.st_mtime_ns}"
-            except OSError:  # reported, or left out, where it is read
-                about = "?"
-            found.update(f"{os.path.abspath(path)} {about}\n".encode(errors="surrogateescape"))
-        return found.hexdigest()
+        """Return a digest (16 hex digits) of labels and pixels, or of labels, paths, sizes and dates of files."""
+        hasher = hashlib.blake2b(_bytes(self.labels), digest_size=8)
+        if not isinstance(self.images, np.ndarray):
+            return hash_files(hasher, self.images)
+        hasher.update(np.ascontiguousarray(self.images).data)
+        return hasher.hexdigest()
 
     def join(self, other: Samples) -> Samples:
-        """Concatenate with `other`; both hold paths."""
+        """Concatenate samples whose images are files."""
         assert isinstance(self.images, Paths)
         assert isinstance(other.images, Paths)
         return Samples(Paths.join([self.images, other.images]), np.concatenate([self.labels, other.labels]))
@@ -67,49 +80,36 @@ class Samples:
 
 @dataclass
 class Listing:
-    """A data set with the splits of its publisher or of the user's folders.
+    """The lists of an image data set, with the splits of its publisher or of the user's folders."""
 
-    Args:
-        class_names: by label.
-        train: the training split.
-        val: the official validation split; None: a fraction of `train` is held out.
-        test: the test split; None if the data set has validation images only.
-        recipe_trains_on_val: published results train on `train` and `val` together.
-        notes: facts that a user should know, one sentence each.
-        origins: short description of each split's source: ``Training/``, ``held out of Training/``.
-        left_out: number of unused files by reason: ``not images: .txt ×3`` → 3.
-    """
-
-    class_names: list[str]
-    train: Samples
-    val: Samples | None = None
-    test: Samples | None = None
-    recipe_trains_on_val: bool = False
-    notes: list[str] = field(default_factory=list)
-    origins: dict[str, str] = field(default_factory=dict)
-    left_out: dict[str, int] = field(default_factory=dict)
+    class_names: list[str]  # class names by label
+    train: Samples  # training split
+    val: Samples | None = None  # official validation split; if None, a fraction of `train` is held out
+    test: Samples | None = None  # test split; None if the data set only has validation images
+    recipe_trains_on_val: bool = False  # True if published results train on `train` and `val` together
+    notes: list[str] = field(default_factory=list)  # facts that a user should know, one sentence each
+    origins: dict[str, str] = field(default_factory=dict)  # short description of the source of each split
+    left_out: dict[str, int] = field(default_factory=dict)  # number of unused files by reason
 
     def digest(self) -> str:
-        """8 hex digits that tell two copies of a data set apart: other files, another resolution, other splits.
+        """Return a digest (8 hex digits) of class names, labels, and sizes or pixels of up to 256 images of each split.
 
-        Of class names, labels, and of up to 256 images spread evenly over each split: the size of a file in bytes, or
-        the pixels in memory. A place or a file date does not count; a file replaced by one of the same size, or one
-        that is not looked at, is not noticed.
+        Paths and file dates do not matter. A file that is replaced by a file of equal size is not detected.
         """
-        found = hashlib.blake2b("\n".join(self.class_names).encode(), digest_size=4)
-        for name, part in (("train", self.train), ("val", self.val), ("test", self.test)):
-            if part is None or not len(part):
+        hasher = hashlib.blake2b("\n".join(self.class_names).encode(), digest_size=4)
+        for name, part in splits_of(self).items():
+            if not len(part):
                 continue
-            found.update(f"{name} {len(part)}".encode())
-            found.update(_bytes(part.labels))
-            for i in np.linspace(0, len(part) - 1, min(len(part), _DIGEST_IMAGES)).round().astype(int):
+            hasher.update(f"{name} {len(part)}".encode())
+            hasher.update(_bytes(part.labels))
+            for i in spread(len(part), DIGEST_FILES):
                 image = part.images[i]
-                found.update(image.tobytes() if isinstance(image, np.ndarray) else _size(image))
-        return found.hexdigest()
+                hasher.update(image.tobytes() if isinstance(image, np.ndarray) else _size(image))
+        return hasher.hexdigest()
 
 
 class Labeled(Protocol):
-    """Samples with one label each."""
+    """Samples with one label each, int64 (N,)."""
 
     labels: np.ndarray
 
@@ -125,23 +125,23 @@ _Samples = TypeVar("_Samples", bound=Labeled)
 def stratified_split(samples: _Samples, fraction: float, seed: int) -> tuple[_Samples, _Samples]:
     """Hold out a fraction of every class.
 
-    Of a class with at least two samples at least one is held out and at least one kept. The choice within a class
-    depends on the seed and on that class's samples only: a new one in one class moves none of another.
+    At least one sample is held out of each class with two or more samples, and at least one is kept. The choice within
+    a class depends only on the seed and on the samples of this class.
 
     Args:
-        samples: the samples to split.
-        fraction: share held out of each class, in 0–1.
-        seed: of the choice.
+        samples: samples to split.
+        fraction: fraction to hold out of each class, between 0 and 1.
+        seed: seed of the random choice.
 
     Returns:
-        (kept, held out), each in the order of `samples`.
+        The kept and the held out samples, each in the order of `samples`.
     """
     held_out = np.zeros(len(samples), dtype=bool)
     by_class = np.argsort(samples.labels, kind="stable")
     ordered = samples.labels[by_class]
     starts = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
     labels = ordered[np.concatenate([[0], starts])] if len(ordered) else ordered
-    del ordered  # of a million images, as all of this, tens of MB that would stand next to each other
+    del ordered  # tens of MB for a million images
     for label, positions in zip(labels.tolist(), np.split(by_class, starts) if len(labels) else [], strict=True):
         n = len(positions)
         count = min(max(int(n * fraction + 0.5), 1), n - 1)
@@ -151,17 +151,16 @@ def stratified_split(samples: _Samples, fraction: float, seed: int) -> tuple[_Sa
 
 
 def _bytes(labels: np.ndarray) -> memoryview:
-    """The labels as bytes that are the same on every machine; on most no copy."""
     return np.ascontiguousarray(labels, dtype="<i8").data
 
 
 def _size(path: str) -> bytes:
     try:
         return b"%d " % os.path.getsize(path)
-    except OSError:  # reported, or left out, where it is read
+    except OSError:  # reported or skipped when the file is read
         return b"? "
 
 
 def hold_out_test(samples: _Samples) -> tuple[_Samples, _Samples]:
-    """Hold out a fifth of every class as a test split, the same samples in all runs. Returns (train, test)."""
+    """Hold out one fifth of every class for testing, the same samples in all runs, and return (train, test)."""
     return stratified_split(samples, _TEST_FRACTION, _TEST_SEED)

@@ -1,12 +1,12 @@
-"""Loading the images of a split: a dataset that augments by (seed, epoch, index), and the loader of its batches."""
+"""Load the images of a split, augmented by (seed, epoch, index), and combine them into batches."""
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,27 +21,28 @@ from efficient_ft.data.listing import Samples
 from efficient_ft.data.paths import Paths
 from efficient_ft.data.transforms import Transform
 
-_CACHE_BYTES = 64 << 20  # resized images are cached in memory below this size
+_CACHE_BYTES = 64 << 20  # resized images are cached in memory up to this size
+_Sample = TypeVar("_Sample")
 
 
 @dataclass
 class LoadFailure:
-    """A user error on its way out of a worker process; as an exception it would carry the worker's traceback."""
+    """The message of a user error in a worker process. An exception would include the worker's traceback."""
 
     message: str
 
 
 class SplitDataset(Dataset[tuple[Tensor, int]]):
-    """The images of a split by (epoch, index), augmented: float32 (C, H, W) and the label.
+    """A dataset of augmented images, float32 (C, H, W), with labels. Its keys are (epoch, index).
 
-    Augmentation depends on (seed, epoch, index) only: not on the number of worker processes, the order of access or
-    the state of any global generator. Small images that are in memory are resized once and cached.
+    Augmentation depends only on (seed, epoch, index). The number of worker processes, the order of access and the state
+    of global random generators do not matter. Small images in memory are resized once and cached.
 
     Args:
-        samples: the split.
-        transform: applied to each image.
-        seed: of the augmentation.
-        decoded: keeps the resized images of files; None: files are decoded whenever they are read.
+        samples: samples of the split.
+        transform: transform of the images.
+        seed: seed of the augmentation.
+        decoded: store of decoded images; None to decode files whenever they are read.
     """
 
     def __init__(self, samples: Samples, transform: Transform, seed: int, decoded: DecodedImages | None = None) -> None:
@@ -58,7 +59,7 @@ class SplitDataset(Dataset[tuple[Tensor, int]]):
             if len(pixels) * height * width * 3 <= _CACHE_BYTES:
                 pixels = np.stack([np.asarray(transform.resize(Image.fromarray(p))) for p in pixels])
                 self._resized = True
-            # A tensor: spawned worker processes share its memory.
+            # Spawned worker processes share the memory of tensors.
             self._pixels = torch.from_numpy(np.ascontiguousarray(pixels))
 
     def __len__(self) -> int:
@@ -66,7 +67,7 @@ class SplitDataset(Dataset[tuple[Tensor, int]]):
 
     @property
     def labels(self) -> Tensor:
-        """The label of every image, int64 (N,)."""
+        """The labels of all images, int64 (N,)."""
         return self._labels
 
     def _image(self, index: int) -> Image.Image:
@@ -82,30 +83,20 @@ class SplitDataset(Dataset[tuple[Tensor, int]]):
             self._decoded.keep(index, image)
         return image
 
-    def _augmented(self, keys: list[tuple[int, int]]) -> list[Image.Image]:
-        # torchvision's transforms draw from torch's CPU generator; its state is restored afterwards. Not through
-        # fork_rng and manual_seed, which would also seed a GPU's generator.
-        state = torch.default_generator.get_state()
-        try:
-            images = []
-            for epoch, index in keys:
-                torch.default_generator.manual_seed(sample_seed(self._seed, epoch, index))
-                images.append(self._transform.augment(self._image(index)))
-            return images
-        finally:
-            torch.default_generator.set_state(state)
+    def _augmented(self, keys: Sequence[tuple[int, int]]) -> list[Image.Image]:
+        return load_seeded(self._seed, keys, lambda index: self._transform.augment(self._image(index)))
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
         """Load one image.
 
         Raises:
-            UserError: its file cannot be read.
+            UserError: the file cannot be read.
         """
         image = self._transform.normalize(self._augmented([key]))[0]
         return image, int(self._labels[key[1]])
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> tuple[Tensor, Tensor] | LoadFailure:
-        """Load a batch: float32 (B, C, H, W) and int64 (B,), or the failure to read one of its files."""
+        """Load a batch: float32 (B, C, H, W) and int64 (B,), or a `LoadFailure` if a file cannot be read."""
         try:
             images = self._augmented(keys)
         except UserError as error:
@@ -113,17 +104,34 @@ class SplitDataset(Dataset[tuple[Tensor, int]]):
         return self._transform.normalize(images), self._labels[[index for _, index in keys]]
 
 
+def load_seeded(seed: int, keys: Sequence[tuple[int, int]], load: Callable[[int], _Sample]) -> list[_Sample]:
+    """Load samples, each with torch's CPU generator seeded by (seed, epoch, index), and restore the generator's state.
+
+    The keys are (epoch, index) pairs. The function `load` loads and augments the sample with a given index.
+    """
+    # fork_rng and torch.manual_seed would also seed the generator of a GPU.
+    state = torch.default_generator.get_state()
+    try:
+        samples = []
+        for epoch, index in keys:
+            torch.default_generator.manual_seed(sample_seed(seed, epoch, index))
+            samples.append(load(index))
+        return samples
+    finally:
+        torch.default_generator.set_state(state)
+
+
 def sample_seed(seed: int, epoch: int, index: int) -> int:
-    """Return a 63-bit seed for one image in one epoch, the same on every machine."""
+    """Return the 63-bit seed of a sample in an epoch, which is the same on all machines."""
     digest = hashlib.blake2b(struct.pack("<qqq", seed, epoch, index), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 class Loader(DataLoader[tuple[Tensor, int]]):
-    """A `DataLoader` that raises user errors of its worker processes without their tracebacks.
+    """A `DataLoader` that raises user errors of worker processes without their tracebacks.
 
-    No worker starts before the first batch is requested: Lightning creates the first iterator before it sets the epoch
-    of a resumed run, and workers running by then would load the wrong epoch.
+    Worker processes start when the first batch is requested, because Lightning creates the first iterator before it
+    sets the epoch of a resumed run.
     """
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -139,8 +147,7 @@ class Loader(DataLoader[tuple[Tensor, int]]):
                     raise UserError(batch.message)
                 yield batch
         except (UserError, RuntimeError) as error:
-            # End the workers now: the garbage collector may free their queues first and then wait five seconds for
-            # each of them.
+            # End the workers now. The garbage collector may free their queues first and wait five seconds for each.
             self._iterator = None
             del batches
             refuse_killed_worker(error)
@@ -148,13 +155,11 @@ class Loader(DataLoader[tuple[Tensor, int]]):
 
 
 def refuse_killed_worker(error: BaseException) -> None:
-    """Refuse to go on without a process that loads data.
-
-    PyTorch notices its end by a signal, wherever the program is then: not only while it waits for a batch.
+    """Raise a user error if a worker process was killed. PyTorch reports this at any time, from a signal handler.
 
     Raises:
-        KeyboardInterrupt, TerminatedRun: the same, after a signal that asked this process to end.
-        UserError: `error` says that such a process was killed.
+        KeyboardInterrupt, TerminatedRun: this process has received a signal to stop.
+        UserError: `error` reports that a worker process was killed.
     """
     text = str(error)
     if "DataLoader worker" not in text or not ("killed by signal" in text or "exited unexpectedly" in text):
@@ -169,18 +174,18 @@ def refuse_killed_worker(error: BaseException) -> None:
 
 
 def make_loader(dataset: Dataset[Any], sampler: Sampler[Any], num_workers: int, batch_size: int | None) -> Loader:
-    """Create the loader of a dataset whose `__getitems__` (or, without a batch size, `__getitem__`) gives batches."""
+    """Create a loader for a dataset that returns complete batches."""
     return Loader(
         dataset,
         batch_size=batch_size,
         sampler=sampler,
         num_workers=num_workers,
         persistent_workers=num_workers > 0,
-        collate_fn=_no_collate,
+        collate_fn=_unchanged,
         worker_init_fn=stopping.leave_to_parent,
         pin_memory=torch.cuda.is_available(),
     )
 
 
-def _no_collate(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch

@@ -1,4 +1,4 @@
-"""Read folders of images with masks: find the layout and the splits, and match masks to images."""
+"""Read a user's own images with masks from folders."""
 
 from __future__ import annotations
 
@@ -7,33 +7,29 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from efficient_ft.config.schema import MaskConfig
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.text import printable
-from efficient_ft.data.below import Below, files_below, links_in
-from efficient_ft.data.class_list import FILES
-from efficient_ft.data.counts import counted, verb
+from efficient_ft.data.class_list import ADVICE, FILES, NoClassListError, folder_classes
+from efficient_ft.data.counts import counted, some, verb
+from efficient_ft.data.file_list import FileList, links_in
 from efficient_ft.data.images import EXTENSIONS
 from efficient_ft.data.inspection import spread
-from efficient_ft.data.mask_classes import ADVICE, NoClassListError, folder_classes
 from efficient_ft.data.mask_layout import LAYOUT, Area, Places, Tree, mask_tree, named_places, recognized_places, shown
 from efficient_ft.data.mask_names import Matches, match_names
 from efficient_ft.data.mask_pixels import MASK_EXTENSIONS, read_pixels
 from efficient_ft.data.masks import MaskListing, MaskSamples, hold_out
-from efficient_ft.data.splits import Chosen, Split, some
+from efficient_ft.data.splits import Chosen, Split
 
-if TYPE_CHECKING:
-    from efficient_ft.config.schema import MaskConfig
-
-#: Number of masks decoded to show their values if there is no class list.
+#: Number of masks whose values are reported if there is no class list.
 _DECODED = 16
 
 
 def missing_mask_folder(root: Path) -> str | None:
-    """Return the error message for a folder that does not exist; None if it exists."""
+    """Return the error message if a folder does not exist, otherwise None."""
     return None if root.is_dir() else f"data.root={printable(root)}: no such folder. {LAYOUT}"
 
 
@@ -42,17 +38,16 @@ def read_mask_folder(
 ) -> MaskListing:
     """List the images and masks below `root`.
 
-    Images, masks and splits are recognized by the names of folders: ``SPLIT/images`` with ``SPLIT/masks``,
-    ``images/SPLIT`` with ``masks/SPLIT``, ``SPLIT`` with ``SPLIT_masks``, or ``images`` with ``masks``. If there is
-    neither a validation nor a test split, a fifth of the images is held out for testing, the same for every seed. A
-    mask has the name of its image, except for the extension and a constant prefix or suffix.
+    Images, masks and splits are recognized by folder names: ``SPLIT/images`` with ``SPLIT/masks``, ``images/SPLIT``
+    with ``masks/SPLIT``, ``SPLIT`` with ``SPLIT_masks``, or ``images`` with ``masks``. If there is neither a validation
+    nor a test split, one fifth of the images is held out for testing, the same images for every seed. A mask has the
+    name of its image, except for the extension and a constant prefix or suffix.
 
     Args:
-        root: the folder; may be a link.
+        root: the folder, which may be a link.
         settings: mask settings.
-        chosen: the setting ``data.splits``: folders with images and masks, or folders of images; None to recognize
-            splits by name.
-        follow_links: use the targets of links out of `root`, and list them in the notes.
+        chosen: folders with images and masks, or folders of images, as in ``data.splits``; None to recognize them.
+        follow_links: use the targets of links that lead out of `root`, and list them in the notes.
 
     Raises:
         UserError: the folder does not exist, there are no classes, the layout is ambiguous, an image has no mask, or a
@@ -70,28 +65,30 @@ def read_mask_folder(
     folders = {area.path for pairs in places.values() for pair in pairs for area in pair if area is not None}
     above = {one for area in folders for one in (area, *area.parents) if root in one.parents}
     notes += links_in([*sorted(above), *(root / name for name in FILES)], root, follow_links)
-    below = Below(
-        root=os.path.realpath(root), listed=frozenset(map(os.path.realpath, folders)), follow_links=follow_links
-    )
-    found = _Pairs(root, {area.path for area in tree.areas}, below, settings.suffix)
+    files = FileList(root, folders, follow_links)
+    found = _Pairs(root, {area.path for area in tree.areas}, files, settings.suffix)
     parts: dict[Split, MaskSamples] = {}
     origins: dict[str, str] = {}
     for split, pairs in places.items():
-        parts[split] = found.samples(split, pairs)
-        origins[split] = ", ".join(shown(pair[0].path, root) for pair in pairs)
-        if not len(parts[split]):
-            del parts[split], origins[split]
+        samples = found.samples(split, pairs)
+        if len(samples):
+            parts[split], origins[split] = samples, ", ".join(shown(pair[0].path, root) for pair in pairs)
     if "train" not in parts:
         raise UserError(f"{printable(root.absolute())} has no training images with masks. {LAYOUT}")
-    unused = {area.path for area in tree.areas} - folders
-    found.leave_out(tree, unused)
-    notes += below.notes(root) + found.notes
-    listing = MaskListing(
-        classes, parts["train"], parts.get("val"), parts.get("test"), notes, origins, dict(found.left_out)
-    )
-    if listing.val is None and listing.test is None:
-        _hold_out_test(root, listing)
-    return listing
+    found.leave_out(tree, {area.path for area in tree.areas} - folders)
+    notes += files.notes(root) + found.notes
+    train, val, test = parts["train"], parts.get("val"), parts.get("test")
+    if val is None and test is None:
+        total = len(train)
+        if total < 2:
+            raise UserError(f"{printable(root.absolute())} has a single image, so none can be held out for testing.")
+        train, test = hold_out(train, 0.2, seed=0)
+        origins["test"] = f"held out of {origins['train']}"
+        notes.append(
+            f"{len(test)} of {total} images {verb(len(test), 'is', 'are')} held out for testing, the same for every"
+            " seed."
+        )
+    return MaskListing(classes, train, val, test, notes, origins, dict(found.left_out))
 
 
 def _values_found(places: Places) -> str:
@@ -100,11 +97,11 @@ def _values_found(places: Places) -> str:
     paths = sorted(str(one) for folder in masks for one in folder.rglob("*") if one.suffix.lower() in MASK_EXTENSIONS)
     images: Counter[int] = Counter()
     read = 0
-    for path in (paths[i] for i in (spread(len(paths), _DECODED) if paths else ())):
+    for i in spread(len(paths), _DECODED) if paths else ():
         with contextlib.suppress(UserError):
-            pixels = read_pixels(path)
+            pixels = read_pixels(paths[i])
             if pixels.ids.min(initial=0) < 0:
-                return " The masks contain colors: give each class its color, in classes.txt or data.masks.colors."
+                return " The masks contain colors. Set the color of each class in classes.txt or data.masks.colors."
             images.update(np.unique(pixels.ids).tolist())
             read += 1
     if not read:
@@ -113,30 +110,14 @@ def _values_found(places: Places) -> str:
     return f" The values in {read} of {counted(len(paths), 'training mask')}: {listed}."
 
 
-def _hold_out_test(root: Path, listing: MaskListing) -> None:
-    whole = listing.train
-    if len(whole) < 2:
-        raise UserError(f"{printable(root.absolute())} has a single image, so no image can be held out for testing.")
-    listing.train, listing.test = hold_out(whole, 0.2, seed=0)
-    listing.origins["test"] = f"held out of {listing.origins['train']}"
-    listing.notes.append(
-        f"{len(listing.test)} of {len(whole)} images {verb(len(listing.test), 'is', 'are')} held out for testing, the"
-        " same for every seed."
-    )
-
-
 class _Pairs:
-    """Collects the images and masks of folders, and counts unused files.
+    """Collect the images and masks of folders, and count unused files.
 
-    Args:
-        root: root of the data set.
-        areas: all folders of images and of masks; files in a nested folder do not belong to the folders above it.
-        below: the rules for links.
-        suffix: the setting ``data.masks.suffix``.
+    A file belongs only to the innermost folder of `areas`. The setting ``data.masks.suffix`` selects the masks.
     """
 
-    def __init__(self, root: Path, areas: set[Path], below: Below, suffix: str | None) -> None:
-        self._root, self._areas, self._below, self._suffix = root, areas, below, suffix
+    def __init__(self, root: Path, areas: set[Path], files: FileList, suffix: str | None) -> None:
+        self._root, self._areas, self._file_list, self._suffix = root, areas, files, suffix
         self.notes: list[str] = []
         self.left_out: Counter[str] = Counter()
         self._unused: dict[Path, dict[str, str]] = {}
@@ -146,15 +127,13 @@ class _Pairs:
         found = MaskSamples([], [])
         for images, masks in pairs:
             if masks is None:
+                name, number = shown(images.path, self._root), counted(images.count, "image")
                 if split == "train":
-                    raise UserError(
-                        f"{printable(images.path.absolute())} has {counted(images.count, 'image')}, but no matching"
-                        f" folder of masks. {LAYOUT}"
-                    )
-                self.left_out[f"images without masks ({shown(images.path, self._root)})"] += images.count
+                    place = printable(images.path.absolute())
+                    raise UserError(f"{place} has {number}, but no matching folder of masks. {LAYOUT}")
+                self.left_out[f"images without masks ({name})"] += images.count
                 self.notes.append(
-                    f"{shown(images.path, self._root)} has {counted(images.count, 'image')} without masks, which"
-                    f" {verb(images.count, 'is', 'are')} not used."
+                    f"{name} has {number} without masks, which {verb(images.count, 'is', 'are')} not used."
                 )
                 continue
             part = self._matched(images.path, masks.path)
@@ -163,34 +142,34 @@ class _Pairs:
         return found
 
     def _matched(self, images: Path, masks: Path) -> MaskSamples:
-        pictures, _ = self._files(images, EXTENSIONS)
-        drawn, others = self._files(masks, MASK_EXTENSIONS)
-        if not pictures:
+        image_files, _ = self._files(images, EXTENSIONS)
+        mask_files, others = self._files(masks, MASK_EXTENSIONS)
+        if not image_files:
             raise UserError(f"{printable(images.absolute())} has no images.")
         if self._suffix is not None:
-            named = {name: path for name, path in drawn.items() if name.endswith(self._suffix)}
+            named = {name: path for name, path in mask_files.items() if name.endswith(self._suffix)}
             if not named:
-                known = f"the end of names of masks in {printable(masks)} without the extension"
-                raise SettingError("data.masks.suffix", self._suffix, known, f"Found: {some(sorted(drawn), 3)}.")
-            self.left_out["masks with another suffix"] += len(drawn) - len(named)
-            drawn = named
-        found = match_names(list(pictures), list(drawn))
+                known = f"a suffix of the mask names in {printable(masks)}, without the extension"
+                raise SettingError("data.masks.suffix", self._suffix, known, f"Found: {some(sorted(mask_files), 3)}.")
+            self.left_out["masks with another suffix"] += len(mask_files) - len(named)
+            mask_files = named
+        found = match_names(list(image_files), list(mask_files))
         if found.several:
-            raise _several(masks, found, drawn, len(pictures))
+            raise _several(masks, found, mask_files, len(image_files))
         if found.images:
-            raise _lacking(found, pictures, masks, drawn, others)
+            raise _lacking(found, image_files, masks, mask_files, others)
         for extension, count in others.items():
             self.left_out[f"not masks ({extension} in {shown(masks, self._root)})"] += count
         if found.rule:
             form = f"named {found.rule}" if "NAME" in found.rule else f"matched to images {found.rule}"
             self.notes.append(f"The masks in {shown(masks, self._root)} are {form}.")
-        rest = self._unused.setdefault(masks, dict(drawn))
+        rest = self._unused.setdefault(masks, dict(mask_files))
         for _, mask in found.pairs:
             rest.pop(mask, None)
-        return MaskSamples([pictures[a] for a, _ in found.pairs], [drawn[b] for _, b in found.pairs])
+        return MaskSamples([image_files[a] for a, _ in found.pairs], [mask_files[b] for _, b in found.pairs])
 
     def leave_out(self, tree: Tree, unused: set[Path]) -> None:
-        """Record masks without images, and unused folders."""
+        """Record masks without images and unused folders."""
         for folder, rest in self._unused.items():
             if rest:
                 self.left_out["masks without an image"] += len(rest)
@@ -209,16 +188,12 @@ class _Pairs:
             self.notes.append(f"Not used: {some(listed)}.")
 
     def _files(self, folder: Path, extensions: Sequence[str]) -> tuple[dict[str, str], Counter[str]]:
-        """Return the files with these extensions by relative path without extension, and counts of the others."""
-        below, other = self._below, Counter[str]()
+        """Return files with these extensions by relative path without extension, and the number of other files."""
+        other = Counter[str]()
         found: dict[str, str] = {}
-        files_below(folder, below)
-        if below.links or below.special or below.again:
-            raise UserError(below.notes(folder)[0])
-        files, below.files = below.files, []
-        inner = [os.fspath(area) + os.sep for area in self._areas if folder in area.parents]
-        for path in files:
-            if inner and path.startswith(tuple(inner)):
+        inner = tuple(os.fspath(area) + os.sep for area in self._areas if folder in area.parents)
+        for path in self._file_list.below(folder, strict=True):
+            if path.startswith(inner):
                 continue
             stem, extension = os.path.splitext(path)
             if extension.lower() not in extensions:
@@ -231,10 +206,9 @@ class _Pairs:
         return found, other
 
 
-def _several(masks: Path, found: Matches, drawn: Mapping[str, str], pictures: int) -> UserError:
-    """Return the error for several masks of one image."""
+def _several(masks: Path, found: Matches, mask_files: Mapping[str, str], images: int) -> UserError:
     assert found.several is not None
-    one, two = (printable(os.path.basename(drawn[name])) for name in found.several)
+    one, two = (printable(os.path.basename(mask_files[name])) for name in found.several)
     advice = "Keep one mask per image, with the ids of all classes."
     if found.suffixes:
         likely, *others = found.suffixes
@@ -246,22 +220,21 @@ def _several(masks: Path, found: Matches, drawn: Mapping[str, str], pictures: in
             advice += " Or use data=cityscapes, which reads the folders as published."
     return UserError(
         f"{printable(masks.absolute())} has several masks for one image: {one} and {two}"
-        f" ({counted(len(drawn), 'mask')}, {counted(pictures, 'image')}). {advice}"
+        f" ({counted(len(mask_files), 'mask')}, {counted(images, 'image')}). {advice}"
     )
 
 
 def _lacking(
-    found: Matches, pictures: Mapping[str, str], masks: Path, drawn: Mapping[str, str], others: Counter[str]
+    found: Matches, image_files: Mapping[str, str], masks: Path, mask_files: Mapping[str, str], others: Counter[str]
 ) -> UserError:
-    """Return the error for images without masks."""
-    first, total = found.images[0], len(pictures)
+    first, total = found.images[0], len(image_files)
     before, after = found.image_affix
     stem = Path(first).name
     core = stem[len(before) : len(stem) - len(after)]
     expected = found.rule.split()[0].replace("NAME", core) if "NAME" in found.rule else stem
     place = (masks.absolute() / first).parent / f"{expected}.png"
     more = f" {len(found.images)} of {total} images have no mask." if len(found.images) > 1 else ""
-    text = f"{printable(pictures[first])} has no mask {printable(place)}.{more}"
+    text = f"{printable(image_files[first])} has no mask {printable(place)}.{more}"
     lossy = {kind: count for kind, count in others.items() if kind in (".jpg", ".jpeg", ".jfif", ".webp")}
     if lossy:
         kind, count = max(lossy.items(), key=lambda item: item[1])
@@ -269,11 +242,11 @@ def _lacking(
             f"{text} {printable(masks)} contains {counted(count, f'{kind} file')}: JPEG and WebP change pixel values"
             " and cannot store masks. Export the masks as PNG from their source."
         )
-    if drawn and not found.pairs:
+    if mask_files and not found.pairs:
         text += (
-            f" No image and mask have the same name. {counted(total, 'image')}: {some(sorted(pictures), 3)};"
-            f" {counted(len(drawn), 'mask')}: {some(sorted(drawn), 3)}. Give each mask the name of its image; one mask"
-            " per image contains the ids of all classes."
+            f" No image and mask have the same name. {counted(total, 'image')}: {some(sorted(image_files), 3)};"
+            f" {counted(len(mask_files), 'mask')}: {some(sorted(mask_files), 3)}. Give each mask the name of its image;"
+            " one mask per image contains the ids of all classes."
         )
     elif found.masks:
         has = verb(len(found.masks))

@@ -1,25 +1,22 @@
-"""Find the layout of a folder of images with masks: the folders of each split, by their names or by settings."""
+"""Find the folders of images and masks of each split, by name or by settings."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from efficient_ft.config.schema import MaskConfig
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.text import printable
-from efficient_ft.data.counts import counted
+from efficient_ft.data.counts import counted, some
+from efficient_ft.data.file_list import is_folder, visible_entries
 from efficient_ft.data.images import EXTENSIONS
 from efficient_ft.data.mask_names import Kind, read_name
 from efficient_ft.data.mask_pixels import MASK_EXTENSIONS
-from efficient_ft.data.paths import is_hidden
-from efficient_ft.data.splits import SPLITS, Chosen, Split, ambiguous, chosen_places, name_splits, some
-
-if TYPE_CHECKING:
-    from efficient_ft.config.schema import MaskConfig
+from efficient_ft.data.splits import SPLITS, Chosen, Split, ambiguous, chosen_places, name_splits
 
 LAYOUT = (
     "Expected layout: {train,val,test}/images/NAME.jpg with {train,val,test}/masks/NAME.png, or"
@@ -31,40 +28,24 @@ _DEPTH = 4
 
 @dataclass
 class Area:
-    """A folder that contains images or masks at any depth.
+    """A folder that contains images or masks at any depth."""
 
-    Attributes:
-        path: path of the folder.
-        kind: kind of its files; None if no folder name denotes it.
-        split: split that the names denote; None if they denote none.
-        prefix: path, relative to the root, above the first folder whose name denotes a kind or a split.
-        key: the names of the folders without the words that denote images or masks.
-        count: number of image files.
-    """
-
-    path: Path
-    kind: Kind | None
-    split: Split | None
-    prefix: str
-    key: tuple[str, ...]
-    count: int = 0
+    path: Path  # path of the folder
+    kind: Kind | None  # kind of its files; None if no folder name denotes it
+    split: Split | None  # split that the folder names denote; None if they denote none
+    prefix: str  # path, relative to the root, above the first folder whose name denotes a kind or a split
+    key: tuple[str, ...]  # folder names without the words that denote images or masks
+    count: int = 0  # number of image files
 
 
 @dataclass
 class Tree:
-    """The folders of a data set.
+    """The folders of a data set."""
 
-    Attributes:
-        areas: folders with image files whose names denote a kind or a split.
-        plain: number of image files in each of the other folders.
-        inside: number of image files in other folders inside areas of unknown kind.
-        empty: folders whose names denote a kind or a split, without image files and without subfolders.
-    """
-
-    areas: list[Area] = field(default_factory=list)
-    plain: dict[str, int] = field(default_factory=dict)
-    inside: dict[str, int] = field(default_factory=dict)
-    empty: list[Area] = field(default_factory=list)
+    areas: list[Area] = field(default_factory=list)  # folders with image files whose names denote a kind or a split
+    plain: dict[str, int] = field(default_factory=dict)  # number of image files in each of the other folders
+    inside: dict[str, int] = field(default_factory=dict)  # image files in other folders inside areas of unknown kind
+    empty: list[Area] = field(default_factory=list)  # areas without image files and subfolders
 
 
 def shown(path: Path, root: Path) -> str:
@@ -73,7 +54,7 @@ def shown(path: Path, root: Path) -> str:
 
 
 def mask_tree(root: Path, settings: MaskConfig) -> Tree:
-    """Read the names of all folders below the root, and count their images."""
+    """Parse the names of all folders below the root, and count their images."""
     tree = Tree()
     seen: set[str] = set()
     areas: dict[Path, Area] = {}
@@ -96,34 +77,25 @@ def mask_tree(root: Path, settings: MaskConfig) -> Tree:
             read = names.get(name)
             kind, sticky = _kind(name, read.kind if read else None, settings)
             kind, sticky = (area.kind if area else None, True) if fixed else (kind, sticky)
-            if read and kind != read.kind and not sticky:  # a setting names a different folder of masks or images
+            if read and kind != read.kind and not sticky:  # a setting names a different folder for this kind
                 tree.plain[path.relative_to(root).as_posix()] = _images_below(path)
                 continue
             split = splits.get(read.rest) if read else None
             seen.update({name} if sticky else ())
-            if path.is_symlink() and kind is None and split is None:
-                continue
             if kind is None and split is None:
-                visit(path, area, (*prefix, name) if area is None else prefix, fixed, depth + 1)
+                if not path.is_symlink():
+                    visit(path, area, (*prefix, name) if area is None else prefix, fixed, depth + 1)
                 continue
-            rest = read.rest if read else ""
-            key = (*(area.key if area else prefix), *([rest] if rest else []))
-            inner = Area(
-                path,
-                kind or (area.kind if area else None),
-                split or (area.split if area else None),
-                area.prefix if area else "/".join(prefix),
-                key,
-            )
-            visit(path, inner if not fixed else (area if split is None else inner), prefix, fixed or sticky, depth + 1)
+            outer = area or Area(root, None, None, "/".join(prefix), prefix)
+            key = (*outer.key, read.rest) if read and read.rest else outer.key
+            inner = Area(path, kind or outer.kind, split or outer.split, outer.prefix, key)
+            visit(path, area if fixed and split is None else inner, prefix, fixed or sticky, depth + 1)
 
     visit(root, None, (), False, 0)
     for setting in ("folder", "image_folder"):
         value = getattr(settings, setting)
         if value is not None and value not in seen:
-            there = sorted(
-                {printable(area.path.relative_to(root).as_posix()) for area in areas.values()} | set(tree.plain)
-            )
+            there = sorted({*(area.path.relative_to(root).as_posix() for area in areas.values()), *tree.plain})
             known = f"the name of a folder in {printable(root)}"
             raise SettingError(f"data.masks.{setting}", value, known, f"Found: {some(there)}.")
     tree.areas = [area for area in areas.values() if area.count]
@@ -131,7 +103,7 @@ def mask_tree(root: Path, settings: MaskConfig) -> Tree:
 
 
 def _kind(name: str, read: Kind | None, settings: MaskConfig) -> tuple[Kind | None, bool]:
-    """Return the kind of a folder's files, and whether a setting names the folder."""
+    """Return the kind of a folder's files, and True if a setting names the folder."""
     if name in (settings.folder, settings.image_folder):
         return ("masks" if name == settings.folder else "images"), True
     if (read == "masks" and settings.folder) or (read == "images" and settings.image_folder):
@@ -140,19 +112,12 @@ def _kind(name: str, read: Kind | None, settings: MaskConfig) -> tuple[Kind | No
 
 
 def _entries(folder: Path) -> tuple[dict[str, Path], int]:
-    """Return the visible folders in a folder, and the number of its image files."""
     folders, count = {}, 0
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if is_hidden(entry.name):
-                    continue
-                if os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir():
-                    folders[entry.name] = folder / entry.name
-                elif entry.name.lower().endswith(EXTENSIONS):
-                    count += 1
-    except OSError as error:
-        raise UserError(f"{printable(folder)} cannot be read ({error.strerror}). Check its permissions.") from error
+    for entry in visible_entries(folder):
+        if is_folder(entry):
+            folders[entry.name] = folder / entry.name
+        elif entry.name.lower().endswith(EXTENSIONS):
+            count += 1
     return folders, count
 
 
@@ -161,12 +126,12 @@ def _images_below(folder: Path) -> int:
     return count + sum(_images_below(inner) for inner in folders.values() if not inner.is_symlink())
 
 
-#: By split, pairs of a folder of images and its folder of masks; None if there are no masks.
+#: Pairs of a folder of images and its folder of masks by split; None if there are no masks.
 Places = dict[Split, list[tuple[Area, Area | None]]]
 
 
 def recognized_places(root: Path, tree: Tree, settings: MaskConfig) -> Places:
-    """Return the folders of each split, by their names."""
+    """Return the folders of each split, recognized by name."""
     areas = tree.areas
     if "." in tree.plain and not any(a.kind == "images" or a.split for a in areas):
         areas = [*areas, Area(root, "images", None, "", (), tree.plain["."])]
@@ -193,7 +158,8 @@ def recognized_places(root: Path, tree: Tree, settings: MaskConfig) -> Places:
             ],
         )
     if not splits:
-        return {"train": [(_one(root, whole or images, "image_folder"), _one(root, _without_split(masks), "folder"))]}
+        masks = [area for area in masks if area.split is None] or masks
+        return {"train": [(_one(root, whole or images, "image_folder"), _one(root, masks, "folder"))]}
     if "train" not in splits:
         raise UserError(
             f"{printable(root.absolute())} contains {_counts(images, root)}, but no folder of training images."
@@ -208,65 +174,42 @@ def recognized_places(root: Path, tree: Tree, settings: MaskConfig) -> Places:
             raise _repeated(root, split, here, images)
         clear = [area for area in here if area.kind == "images"]
         area = _one(root, clear if settings.image_folder else here, "image_folder")
-        places[split] = [(area, _masks_of(root, area, masks))]
+        own = [mask for mask in masks if mask.split == area.split] or [mask for mask in masks if mask.split is None]
+        places[split] = [(area, _one(root, own, "folder") if own else None)]
     return places
 
 
-def _without_split(masks: list[Area]) -> list[Area]:
-    return [area for area in masks if area.split is None] or masks
-
-
 def _repeated(root: Path, split: Split, here: list[Area], images: list[Area]) -> UserError:
-    """Return the error for several folders of one split."""
-    others: dict[Split, list[str]] = defaultdict(list)
+    rest: dict[Split, list[str]] = defaultdict(list)
     for area in images:
         if area.split is not None and area.split != split:
-            others[area.split].append(_split_folder(area, root))
-    rest: dict[Split, str | Sequence[str]] = {
-        one: names[0] if len(names) == 1 else names for one, names in others.items()
-    }
+            rest[area.split].append(_split_folder(area, root))
     names = [_split_folder(area, root) for area in here]
-    return ambiguous(
-        root,
-        f"{_counts(here, root)} are all named after a {split} split.",
-        [
-            (f"{names[0]} alone is the {split} split", {**rest, split: names[0]}),
-            (f"all are the {split} split", {**rest, split: names}),
-        ],
-    )
+    readings: list[tuple[str, Chosen]] = [(f"{names[0]} alone is the {split} split", {**rest, split: names[0]})]
+    readings.append((f"all are the {split} split", {**rest, split: names}))
+    return ambiguous(root, f"{_counts(here, root)} are all named after a {split} split.", readings)
 
 
 def _split_folder(area: Area, root: Path) -> str:
-    """Return the folder to name in ``data.splits``: the parent of the images and the masks, if there is one."""
+    """Return the folder to name in ``data.splits``, which is the parent of images and masks if there is one."""
     folder = area.path
     while read_name(folder.name).kind == "images" and not read_name(folder.name).rest and folder.parent != root:
         folder = folder.parent
     return folder.relative_to(root).as_posix()
 
 
-def _masks_of(root: Path, images: Area, masks: list[Area]) -> Area | None:
-    """Return the folder of masks for a folder of images: of the same split, or of all splits."""
-    of_split = [area for area in masks if area.split == images.split]
-    of_all = [area for area in masks if area.split is None]
-    found = of_split or of_all
-    return _one(root, found, "folder") if found else None
-
-
 def _one(root: Path, areas: list[Area], setting: str) -> Area:
-    """Return the only folder of the list, or raise an error that lists the choices."""
+    """Return the only folder, or raise an error that lists the choices."""
     if len(areas) == 1:
         return areas[0]
     noun = "masks" if setting == "folder" else "images"
-    named = dict.fromkeys(_quoted(area.path.name) for area in areas if area.kind is not None)
-    choices = " or ".join(f"data.masks.{setting}={name}" for name in list(named)[:3])
+    names = dict.fromkeys(area.path.name for area in areas if area.kind is not None)
+    named = [n if n.replace("_", "").replace("-", "").isalnum() else f"'\"{printable(n)}\"'" for n in names]
+    choices = " or ".join(f"data.masks.{setting}={name}" for name in named[:3])
     raise UserError(
         f"{printable(root.absolute())} has several folders of {noun}: {_counts(areas, root)}. Choose one: {choices}, or"
         " move the other folders away."
     )
-
-
-def _quoted(name: str) -> str:
-    return name if name.replace("_", "").replace("-", "").isalnum() else f"'\"{printable(name)}\"'"
 
 
 def _counts(areas: Sequence[Area], root: Path) -> str:
@@ -280,32 +223,29 @@ def _refuse_prefixes(root: Path, areas: list[Area]) -> None:
         counts[area.prefix] += area.count
     if list(counts) == [""]:
         return
+    inner = next(prefix for prefix, _ in counts.most_common() if prefix)
     if len(counts) == 1:
-        inner = root / next(iter(counts))
         raise UserError(
-            f"The images and masks of {printable(root.absolute())} are in {printable(next(iter(counts)))}/."
-            f" Pass data.root={printable(inner)}."
+            f"The images and masks of {printable(root.absolute())} are in {printable(inner)}/."
+            f" Pass data.root={printable(root / inner)}."
         )
-    found = some([f"{printable(prefix) or '.'} ({counted(count, 'file')})" for prefix, count in counts.most_common()])
-    inner = root / next(prefix for prefix, _ in counts.most_common() if prefix)
+    found = some([f"{prefix or '.'} ({counted(count, 'file')})" for prefix, count in counts.most_common()])
     ordered = sorted(prefix or "." for prefix in counts)
-    parts: Chosen = {"train": ordered[:-1], "test": ordered[-1]}
     readings: list[tuple[str, Chosen]] = [
         ("all of them are training data", {"train": ordered}),
-        (f"{ordered[-1]} is the test split", parts),
+        (f"{ordered[-1]} is the test split", {"train": ordered[:-1], "test": ordered[-1]}),
     ]
     if "" in counts:
         readings = [("these folders are splits", {"train": "FOLDER", "test": "FOLDER"})]
     raise ambiguous(
         root,
         f"Images with masks are in several folders: {found}. If one is the data set, pass"
-        f" data.root={printable(inner)}.",
+        f" data.root={printable(root / inner)}.",
         readings,
     )
 
 
 def _nothing(root: Path, tree: Tree, has_masks: bool) -> UserError:
-    """Return the error for a folder without recognized images and masks."""
     lacks = "images" if has_masks else "masks"
     for area in tree.empty:
         if area.kind == "masks" and not has_masks:
@@ -315,12 +255,10 @@ def _nothing(root: Path, tree: Tree, has_masks: bool) -> UserError:
                 f"{printable(area.path.absolute())} has no masks (found: {listed}). Save one image file per"
                 f" mask ({', '.join(MASK_EXTENSIONS)})."
             )
-    there = [*(f"{shown(a.path, root)} ({counted(a.count, 'file')})" for a in tree.areas if a.kind)]
-    there += [
-        f"{shown(a.path, root)} ({counted(a.count, 'file')})" for a in tree.areas if not a.kind and not tree.inside
-    ]
-    there += [f"{printable(name)}/ ({counted(count, 'file')})" for name, count in tree.inside.items()]
-    there += [f"{printable(name)}/ ({counted(count, 'file')})" for name, count in tree.plain.items()]
+    counts = [(shown(a.path, root), a.count) for a in tree.areas if a.kind]
+    counts += [(shown(a.path, root), a.count) for a in tree.areas if not a.kind and not tree.inside]
+    counts += [(f"{name}/", count) for name, count in (*tree.inside.items(), *tree.plain.items())]
+    there = [f"{name} ({counted(count, 'file')})" for name, count in counts]
     if not there:
         return UserError(f"{printable(root.absolute())} has no folder of images with masks. {LAYOUT}")
     together = ""
@@ -333,19 +271,13 @@ def _nothing(root: Path, tree: Tree, has_masks: bool) -> UserError:
 
 
 def _named_masks(folder: Path) -> bool:
-    """Return True if a folder contains files whose names denote masks, and other images."""
+    """Return True if a folder contains files that are named like masks, and other images."""
     names = [entry.name for entry in os.scandir(folder) if entry.name.lower().endswith(EXTENSIONS)]
-    kinds = Counter(read_name(os.path.splitext(name)[0]).kind == "masks" for name in names)
-    return kinds[True] > 0 and kinds[False] > 0
+    return len({read_name(os.path.splitext(name)[0]).kind == "masks" for name in names}) == 2
 
 
 def named_places(root: Path, tree: Tree, chosen: Chosen) -> Places:
     """Return the folders of each split that the setting ``data.splits`` names.
-
-    Args:
-        root: the data set's folder.
-        tree: its folders.
-        chosen: by split, folders with images and masks, or folders of images.
 
     Raises:
         UserError: a folder does not exist, or has no images or no matching masks.
@@ -360,7 +292,6 @@ def named_places(root: Path, tree: Tree, chosen: Chosen) -> Places:
 
 
 def _named(root: Path, tree: Tree, split: Split, path: Path) -> tuple[Area, Area]:
-    """Return the images and masks of a folder that ``data.splits`` names."""
     inside = [area for area in tree.areas if area.path == path or path in area.path.parents]
     masks = [area for area in inside if area.kind == "masks"]
     images = [area for area in inside if area.kind != "masks"]
@@ -372,15 +303,11 @@ def _named(root: Path, tree: Tree, split: Split, path: Path) -> tuple[Area, Area
             raise SettingError(f"data.splits.{split}", path.relative_to(root).as_posix(), "a folder with images")
         images = [Area(path, "images", split, "", _key(path, root), count)]
     every = [area for area in tree.areas if area.kind == "masks"]
-    if not masks:  # next to it: images/a and masks/a, or a and a_masks
+    if not masks:  # a corresponding folder: images/a and masks/a, or a and a_masks
         masks = [area for area in every if area.key == _key(path, root)]
         tails = [path.relative_to(area.path) for area in above if area.kind != "masks"]
-        next_to_it = [(area, area.path / tail) for area in every for tail in tails]
-        masks = masks or [
-            Area(inner, "masks", split, area.prefix, area.key, area.count)
-            for area, inner in next_to_it
-            if inner.is_dir()
-        ]
+        other = [replace(area, path=area.path / tail, split=split) for area in every for tail in tails]
+        masks = masks or [area for area in other if area.path.is_dir()]
     if not masks:
         raise UserError(
             f"data.splits.{split}={printable(path.relative_to(root).as_posix())} has no matching folder of masks."

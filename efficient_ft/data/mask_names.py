@@ -1,4 +1,4 @@
-"""Read and match the names of folders and files of images and masks."""
+"""Parse and match names of folders and files of images and masks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from efficient_ft.data.splits import split_of
+from efficient_ft.data.splits import name_words, split_of
 
 Kind = Literal["images", "masks"]
 _IMAGES = frozenset(
@@ -31,22 +31,16 @@ _JOINED = re.compile(
 
 @dataclass(frozen=True)
 class FolderName:
-    """The meaning of a folder's name.
-
-    Attributes:
-        kind: kind of its files; None if the name denotes none.
-        rest: the other words, which may denote a split.
-    """
+    """The kind of files that a folder name denotes, or None, and the other words, which may denote a split."""
 
     kind: Kind | None
     rest: str
 
 
 def read_name(name: str) -> FolderName:
-    """Read a name such as ``train_labels``, ``annotations_png`` or ``SegmentationClass``, ignoring case."""
-    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", unicodedata.normalize("NFC", name))
+    """Parse a name such as ``train_labels``, ``annotations_png`` or ``SegmentationClass``, ignoring case."""
     words: list[str] = []
-    for word in re.findall(r"[^\W\d_]+|\d+", spaced.casefold()):
+    for word in name_words(name):
         joined = _JOINED.fullmatch(word)
         words += joined.groups() if joined and split_of(word) is None else [word]
     strong, images = _MASKS.intersection(words), _IMAGES.intersection(words)
@@ -57,35 +51,21 @@ def read_name(name: str) -> FolderName:
 
 @dataclass(frozen=True)
 class Matches:
-    """Images and masks with matching names.
+    """Images and masks with matching names."""
 
-    Attributes:
-        pairs: names of (image, mask), sorted.
-        images: names of images without a mask.
-        masks: names of masks without an image.
-        rule: description of how the names correspond; empty if they are equal.
-        image_affix: the (prefix, suffix) of images that masks lack.
-        several: two masks of one image; None if there is no such image.
-        suffixes: suffixes of the masks if images have several masks; the most likely class ids come first.
-    """
-
-    pairs: list[tuple[str, str]]
-    images: list[str]
-    masks: list[str]
-    rule: str = ""
-    image_affix: tuple[str, str] = ("", "")
-    several: tuple[str, str] | None = None
-    suffixes: tuple[str, ...] = ()
+    pairs: list[tuple[str, str]]  # sorted pairs of image and mask names
+    images: list[str]  # names of images without a mask
+    masks: list[str]  # names of masks without an image
+    rule: str = ""  # description of how the names correspond; empty if they are equal
+    image_affix: tuple[str, str] = ("", "")  # (prefix, suffix) of images that masks lack
+    several: tuple[str, str] | None = None  # two masks of one image; None if there is no such image
+    suffixes: tuple[str, ...] = ()  # suffixes of several masks of an image, beginning with the most likely class ids
 
 
 def match_names(images: Sequence[str], masks: Sequence[str]) -> Matches:
-    """Match images and masks by paths without extension: equal names, or names with a constant prefix or suffix.
+    """Match images and masks with equal names, or names that differ by a constant prefix or suffix.
 
-    A prefix or suffix of all images may also correspond to another one of all masks.
-
-    Args:
-        images: paths relative to the folder of images.
-        masks: paths relative to the folder of masks.
+    Images and masks may have different prefixes or suffixes. Names are relative paths without extension.
     """
     best = _matched(images, masks, {_plain(name): name for name in masks}, _plain, "")
     if best.images or best.masks:
@@ -94,7 +74,10 @@ def match_names(images: Sequence[str], masks: Sequence[str]) -> Matches:
             keys.pop(None, None)
             found = _matched(images, masks, keys, _plain, f"{prefix}NAME{suffix}")  # type: ignore[arg-type]
             best = found if len(found.pairs) > len(best.pairs) else best
-        for reading, rule in ((_folded, "ignoring case"), (_content, "ignoring words such as 'image' and 'mask'")):
+        for reading, rule in (
+            (lambda name: _plain(name).casefold(), "ignoring case"),
+            (_content, "ignoring words such as 'image' and 'mask'"),
+        ):
             names = Counter(map(reading, masks))
             if max(names.values(), default=2) > 1 or len(set(map(reading, images))) < len(images):
                 continue
@@ -113,9 +96,9 @@ def match_names(images: Sequence[str], masks: Sequence[str]) -> Matches:
 
 
 def _common(names: Sequence[str], others: Sequence[str]) -> tuple[str, str]:
-    """Return the prefix and the suffix that all names have, each up to the border of a word or number.
+    """Return the common prefix and suffix of all names, which end at the boundary of a word or number.
 
-    A single name has the suffix in which it differs from a single other name, unless that is a number.
+    For a single name and a single other name, return the suffix in which they differ unless it is a number.
     """
     stems = [_plain(name).rpartition("/")[2] for name in names]
     if len(stems) == len(others) == 1:
@@ -133,7 +116,7 @@ def _common(names: Sequence[str], others: Sequence[str]) -> tuple[str, str]:
 
 
 def _distinct(own: tuple[str, str], others: tuple[str, str]) -> tuple[tuple[str, str], tuple[str, str]]:
-    """Return two pairs of prefix and suffix without what they share."""
+    """Return two (prefix, suffix) pairs without their common parts."""
     at = _last_border(_start([own[1], others[1]]))
     prefixes = ("", "") if own[0] == others[0] else (own[0], others[0])
     return (prefixes[0], own[1][at:]), (prefixes[1], others[1][at:])
@@ -145,7 +128,6 @@ def _last_border(text: str) -> int:
 
 
 def _start(texts: Sequence[str]) -> str:
-    """Return the characters with which all texts begin."""
     low, high = min(texts), max(texts)
     return low[: next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))]
 
@@ -165,18 +147,13 @@ def _plain(name: str) -> str:
     return unicodedata.normalize("NFC", name)
 
 
-def _folded(name: str) -> str:
-    return _plain(name).casefold()
-
-
 def _content(name: str) -> str:
-    """Return a name without the words that denote images or masks."""
     folder, _, stem = _plain(name).rpartition("/")
     return f"{folder}/{read_name(stem).rest}".casefold()
 
 
 def _affixes(images: Sequence[str], masks: Sequence[str]) -> list[tuple[str, str]]:
-    """Return (prefix, suffix) pairs that masks may have around the names of images, the most frequent first."""
+    """Return the (prefix, suffix) pairs by which masks extend the names of images, the most frequent first."""
     found = Counter[tuple[str, str]]()
     by_folder: dict[str, list[str]] = {}
     for mask in masks:
@@ -192,7 +169,7 @@ def _affixes(images: Sequence[str], masks: Sequence[str]) -> list[tuple[str, str
 
 
 def _is_another_number(before: str, stem: str, after: str) -> bool:
-    """Whether digits around a name make another number of its own: 1 and 11, but not 1 and 001."""
+    """Return True if digits next to a name form a different number: 1 and 11, but not 1 and 001."""
     digits = before[len(before.rstrip("0123456789")) :]
     return (stem[:1].isdigit() and digits.strip("0") != "") or (stem[-1:].isdigit() and after[:1].isdigit())
 
@@ -200,10 +177,7 @@ def _is_another_number(before: str, stem: str, after: str) -> bool:
 def _several(images: Sequence[str], found: Matches, end: str) -> tuple[tuple[str, str], tuple[str, ...]] | None:
     """Return two masks of one image, and the suffixes of masks that most images have; None if no image has two masks.
 
-    Args:
-        images: names of images.
-        found: the masks matched, and the others.
-        end: suffix of images that masks lack.
+    Images may have the suffix `end`, which their masks lack.
     """
     chosen = sorted(images)[:: max(len(images) // 64, 1)]
     first: tuple[str, str] | None = None
@@ -230,7 +204,7 @@ def _several(images: Sequence[str], found: Matches, end: str) -> tuple[tuple[str
 
 
 def _cut(name: str, prefix: str, suffix: str) -> str | None:
-    """Return the name of a mask's image; None unless the mask has both affixes."""
+    """Remove a prefix and a suffix from a name; return None unless the name has both."""
     folder, slash, stem = _plain(name).rpartition("/")
     if not stem.startswith(prefix) or not stem.endswith(suffix) or len(stem) <= len(prefix) + len(suffix):
         return None

@@ -1,4 +1,4 @@
-"""Read the stored pixels of mask files: ids or colors, before they are mapped to classes."""
+"""Read the ids or colors of mask files without mapping them to classes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.core.text import printable
 from efficient_ft.data.images import FORMATS
 
+Color = tuple[int, int, int]
 #: Extensions of mask files: lossless formats.
 MASK_EXTENSIONS = (".png", ".bmp", ".tif", ".tiff", ".gif")
 _EXACT = ("BMP", "GIF", "PNG", "TIFF")
 #: Pillow scales gray values of 2 and 4 bits to 8 bits, by these factors.
 _FACTORS = {"L;2": 85, "L;2I": 85, "L;4": 17, "L;4I": 17}
-_INVERTED = 262  # TIFF's tag PhotometricInterpretation; 0: the value 0 is white
+_INVERTED = 262  # TIFF tag PhotometricInterpretation; if it is 0, the value 0 is white
 _ORIENTATION = 274
 #: Operations that turn an image upright, by EXIF orientation.
 _TURNS = {
@@ -34,57 +35,51 @@ _TURNS = {
 
 @dataclass(frozen=True)
 class Pixels:
-    """The pixels of a mask.
+    """The pixels of a mask."""
 
-    Attributes:
-        mode: Pillow's mode.
-        ids: int64 (H, W), values or palette indices; -1 where the three channels differ.
-        colors: int64 (H, W), red · 65536 + green · 256 + blue; None for gray pixels.
-    """
-
-    mode: str
-    ids: np.ndarray
-    colors: np.ndarray | None = None
+    mode: str  # Pillow's mode
+    ids: np.ndarray  # int64 (H, W), values or palette indices; -1 where the three channels differ
+    colors: np.ndarray | None = None  # int64 (H, W), red · 65536 + green · 256 + blue; None for gray pixels
 
 
 @dataclass(frozen=True)
 class Header:
-    """The header of a mask file, and its palette.
+    """The header of a mask file, and its palette."""
 
-    Attributes:
-        mode: Pillow's mode.
-        size: (width, height).
-        palette: uint8 (N, 3); None if the file has no palette.
-    """
+    mode: str  # Pillow's mode
+    size: tuple[int, int]  # (width, height)
+    palette: np.ndarray | None = None  # uint8 (N, 3); None if the file has no palette
 
-    mode: str
-    size: tuple[int, int]
-    palette: np.ndarray | None = None
+
+class _UnusableMaskError(Exception):
+    """A mask cannot be used; the message does not contain its path."""
 
 
 def read_pixels(path: str, orientation: int = 1) -> Pixels:
-    """Read the pixels of a mask.
-
-    Args:
-        path: the file.
-        orientation: EXIF orientation of the image, which is also applied to the mask.
+    """Read the pixels of a mask, and apply the EXIF orientation of its image.
 
     Raises:
         UserError: the file cannot be read, its format is lossy, or it has several pages.
     """
     try:
         with Image.open(path, formats=FORMATS) as image:
-            _require_exact(path, image)
+            _require_exact(image)
             raw = _raw_mode(image)
             image.load()
-            _require_plain(path, image, raw)
-            turned = image.transpose(_TURNS[orientation]) if orientation in _TURNS else image.copy()
-    except (MemoryError, UserError):
+            _require_upright(image)
+            if image.mode in ("RGB", "RGBA", "LA") and "16" in raw:  # Pillow has changed the values
+                raise _UnusableMaskError(
+                    f"the mask has {len(image.getbands())} channels of 16 bits. Save it with one class id per pixel, or"
+                    " with 8-bit colors."
+                )
+            return _pixels(image.transpose(_TURNS[orientation]) if orientation in _TURNS else image, raw)
+    except MemoryError:
         raise
+    except _UnusableMaskError as error:
+        raise UserError(f"{printable(path)}: {error}") from None
     except Exception as error:  # Pillow's decoders raise exceptions of many types on damaged files
         reason = str(error).replace(repr(path), "it") or type(error).__name__
         raise UserError(f"{printable(path)}: not readable as a mask ({reason}).") from error
-    return _pixels(path, turned, raw)
 
 
 def read_header(path: str) -> Header:
@@ -110,33 +105,32 @@ def read_header(path: str) -> Header:
 
 
 def stored_size(path: str) -> tuple[tuple[int, int], int] | None:
-    """Return the (width, height) of the stored pixels of an image, and its EXIF orientation (1: none).
+    """Return the (width, height) of the stored pixels of an image, and its EXIF orientation (1 by default).
 
-    Args:
-        path: path of the image.
-
-    Returns:
-        The size and the orientation; None if the file cannot be read, which is reported when the image is read.
+    The result is None if the file cannot be read, which is reported when the image is read.
     """
     try:
         with open(path, "rb") as file:
-            late = file.read(8) == b"\x89PNG\r\n\x1a\n" and not _png_has_exif(file)
+            without_exif = file.read(8) == b"\x89PNG\r\n\x1a\n" and not _png_has_exif(file)
         with Image.open(path, formats=FORMATS) as image:
-            number = 1
-            if not late:
-                with contextlib.suppress(Exception):  # a broken EXIF block has no orientation
-                    number = image.getexif().get(_ORIENTATION, 1)
-            tags = getattr(image, "tag_v2", {})  # the size of a TIFF image is that of the upright one
+            tags = getattr(image, "tag_v2", {})  # Pillow reports the upright size of TIFF images
             size = (tags.get(256, image.width), tags.get(257, image.height))
-            return size, number if number in _TURNS else 1
+            return size, 1 if without_exif else _orientation(image)
     except MemoryError:
         raise
     except Exception:
         return None
 
 
+def _orientation(image: Image.Image) -> int:
+    with contextlib.suppress(Exception):  # a broken EXIF block has no orientation
+        number = image.getexif().get(_ORIENTATION, 1)
+        return number if number in _TURNS else 1
+    return 1
+
+
 def _png_has_exif(file: object) -> bool:
-    """Return True if a PNG file has a chunk with an orientation; Pillow would decode the whole image to find it."""
+    """Return True if a PNG file has a chunk with an orientation. Pillow would decode the entire image to find it."""
     read, seek = file.read, file.seek  # type: ignore[attr-defined]
     while len(start := read(8)) == 8:
         kind, length = start[4:], int.from_bytes(start[:4], "big")
@@ -152,7 +146,7 @@ def _png_has_exif(file: object) -> bool:
 
 
 def _raw_mode(image: Image.Image) -> str:
-    """Return Pillow's raw mode of the stored pixels, which are converted to `image.mode`."""
+    """Return Pillow's raw mode of the stored pixels, which Pillow converts to `image.mode`."""
     tiles = getattr(image, "tile", None)
     arguments = tiles[0][3] if tiles else None
     if isinstance(arguments, tuple) and arguments:
@@ -160,65 +154,44 @@ def _raw_mode(image: Image.Image) -> str:
     return arguments if isinstance(arguments, str) else image.mode
 
 
-def _require_exact(path: str, image: Image.Image) -> None:
+def _require_exact(image: Image.Image) -> None:
     """Reject lossy formats, files with several pages, and masks with an orientation."""
     compression = str(image.info.get("compression", ""))
     if image.format not in _EXACT or "jpeg" in compression or "webp" in compression:
         kind = image.format if image.format not in _EXACT else f"{image.format} with {compression} compression"
-        raise UserError(
-            f"{printable(path)}: a mask must be a PNG, TIFF, BMP or GIF file, got {kind}, which does not keep exact"
-            " values. Export the mask as PNG from its source."
+        raise _UnusableMaskError(
+            f"a mask must be a PNG, TIFF, BMP or GIF file, got {kind}, which does not keep exact values. Export the"
+            " mask as PNG from its source."
         )
     frames = getattr(image, "n_frames", 1)
     if frames > 1:
-        raise UserError(
-            f"{printable(path)}: a mask must have one page, got {frames}. Save only the page with the class ids."
-        )
-    if image.format != "TIFF":
-        return
-    _require_upright(path, image)  # Pillow turns it while it loads
-    if getattr(image, "tag_v2", {}).get(_INVERTED) == 0:
-        raise UserError(
-            f"{printable(path)}: the value 0 is white in this file (PhotometricInterpretation WhiteIsZero), so its"
-            " values are ambiguous. Save it as PNG."
-        )
+        raise _UnusableMaskError(f"a mask must have one page, got {frames}. Save only the page with the class ids.")
+    if image.format == "TIFF":
+        _require_upright(image)  # Pillow rotates TIFF images while loading
+        if getattr(image, "tag_v2", {}).get(_INVERTED) == 0:
+            raise _UnusableMaskError(
+                "the value 0 is white in this file (PhotometricInterpretation WhiteIsZero), so its values are"
+                " ambiguous. Save it as PNG."
+            )
 
 
-def _require_upright(path: str, image: Image.Image) -> None:
-    orientation = 1
-    with contextlib.suppress(Exception):  # a broken EXIF block has no orientation
-        orientation = image.getexif().get(_ORIENTATION, 1)
-    if orientation in _TURNS:
-        raise UserError(
-            f"{printable(path)}: the mask has its own EXIF orientation ({orientation}). Save it without orientation."
-        )
+def _require_upright(image: Image.Image) -> None:
+    orientation = _orientation(image)
+    if orientation != 1:
+        raise _UnusableMaskError(f"the mask has its own EXIF orientation ({orientation}). Save it without orientation.")
 
 
-def _require_plain(path: str, image: Image.Image, raw: str) -> None:
-    """Reject decoded files whose values Pillow has changed."""
-    _require_upright(path, image)
-    if image.mode in ("RGB", "RGBA", "LA") and "16" in raw:
-        raise UserError(
-            f"{printable(path)}: the mask has {len(image.getbands())} channels of 16 bits. Save it with one class id"
-            " per pixel, or with 8-bit colors."
-        )
-
-
-def _pixels(path: str, image: Image.Image, raw: str) -> Pixels:
-    """Return the values of a decoded mask."""
+def _pixels(image: Image.Image, raw: str) -> Pixels:
     mode = image.mode
     if mode in ("LA", "RGBA"):
         alpha = np.asarray(image.getchannel("A"))
         if alpha.size and (alpha != alpha.flat[0]).any():
-            raise UserError(
-                f"{printable(path)}: the transparency of the mask varies (mode {mode}). Save it without transparency."
-            )
+            raise _UnusableMaskError(f"the mask has varying transparency (mode {mode}). Save it without transparency.")
         image = image.convert("RGB") if mode == "RGBA" else image.getchannel("L")
     elif mode not in ("1", "L", "P", "RGB") and not mode.startswith("I"):
         kind = "floating-point values" if mode == "F" else f"the mode {mode}"
-        raise UserError(
-            f"{printable(path)}: a mask must have one class id (8 or 16 bits, or a palette index) or one color per"
-            f" pixel, got {kind}."
+        raise _UnusableMaskError(
+            f"a mask must have one class id (8 or 16 bits, or a palette index) or one color per pixel, got {kind}."
         )
     values = np.asarray(image).astype(np.int64)
     if image.mode == "P":

@@ -1,40 +1,39 @@
-"""The base of opened data sets: splits, their loaders, and the record of them."""
+"""The base class of data sets ready for training: splits, loaders and summaries."""
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from efficient_ft.config.identity import OWN_FOLDERS
+from efficient_ft.config.schema import DataConfig
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.text import printable
 from efficient_ft.data.contents import Contents, looked_at
+from efficient_ft.data.counts import counted, verb
 from efficient_ft.data.inspection import Inspection, spread
 from efficient_ft.data.loader import Loader, LoadFailure, make_loader
 from efficient_ft.data.reading import Reading
 from efficient_ft.data.sampler import CounterSampler
 from efficient_ft.data.summary import SplitSummary, Summary
 
-if TYPE_CHECKING:
-    from efficient_ft.config.schema import DataConfig
-
 Split = Literal["val", "test"]
 
 
-class Lists(Protocol):
-    """The listing of a data set: `listing.Listing`, `masks.MaskListing` or `texts.TextListing`."""
+class AnyListing(Protocol):
+    """The lists of a data set: `listing.Listing`, `masks.MaskListing` or `texts.TextListing`."""
 
     notes: list[str]
     origins: dict[str, str]
     left_out: dict[str, int]
 
     def digest(self) -> str:
-        """Return hex digits that differ between copies of a data set with different content."""
+        """Return a digest of the lists in hexadecimal."""
 
 
 class Part(Protocol):
@@ -43,31 +42,27 @@ class Part(Protocol):
     def __len__(self) -> int: ...
 
     def content_digest(self) -> str:
-        """Hex digits that tell any change apart."""
+        """Return a digest of the samples in hexadecimal."""
 
 
 _Part = TypeVar("_Part", bound=Part)
 _Dataset = TypeVar("_Dataset", bound=Dataset[Any])
 
 
-def _unchanged(dataset: Any) -> Any:
-    return dataset
-
-
 class OpenedData(ABC, Generic[_Part, _Dataset]):
     """A data set ready for training and evaluation.
 
-    A subclass sets `_parts` to the result of `_choose_splits`, and implements `_dataset` and `inspect`.
+    A subclass sets `_parts` to the result of `_choose_splits`, and implements `_dataset`, `inspect` and `reading`.
 
     Args:
         config: the `data` section of the configuration.
-        seed: of the run; decides the validation split, the order and the augmentation.
-        class_names: by label.
-        listing: the lists of the data set.
+        seed: seed of the run, which determines the validation split, the order and the augmentation.
+        class_names: class names by label.
+        listing: lists of the data set.
 
     Attributes:
-        class_names: by label.
-        best_split: the split on which the best epoch is selected.
+        class_names: class names by label.
+        best_split: split on which the best epoch is selected.
     """
 
     #: The task of the data set, and the noun for one sample.
@@ -75,7 +70,7 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
     noun: ClassVar[str]
     _parts: Mapping[str, _Part]
 
-    def __init__(self, config: DataConfig, seed: int, class_names: Sequence[str], listing: Lists) -> None:
+    def __init__(self, config: DataConfig, seed: int, class_names: Sequence[str], listing: AnyListing) -> None:
         self._config, self._seed, self._digest = config, seed, listing.digest()
         self.class_names, self._notes = list(class_names), list(listing.notes)
         self._origins, self._left_out = dict(listing.origins), dict(listing.left_out)
@@ -90,18 +85,18 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         test: _Part | None,
         hold_out: Callable[[_Part, float, int], tuple[_Part, _Part]],
     ) -> dict[str, _Part]:
-        """Return the samples by split, with validation samples or those of the test that choose the best epoch.
+        """Return the samples by split, and hold out validation samples if necessary.
 
         Args:
-            train: the training samples.
-            val: the validation samples; None: `data.val_fraction` of the training samples is held out, unless the best
+            train: training samples.
+            val: validation samples; if None, `data.val_fraction` of the training samples is held out, unless the best
                 epoch is selected on the test samples.
-            test: the test samples; None: there are none.
-            hold_out: returns (kept, held out), given samples, a fraction and a seed.
+            test: test samples; None if there are none.
+            hold_out: function that returns the kept and the held out samples, given samples, a fraction and a seed.
 
         Raises:
             SettingError: `data.select_best_on` or `data.val_fraction` does not fit the data set.
-            UserError: too few training samples to hold one out.
+            UserError: there are too few training samples to hold out one.
         """
         noun = self.noun
         if self.best_split == "test":
@@ -117,28 +112,35 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
             train, val = hold_out(train, fraction, self._seed)
             if not len(val):
                 raise UserError(
-                    f"None of the {len(train)} training {noun}s can be held out for validation: that takes two of a"
-                    f" class. Add {noun}s" + (f", or {other}" if test is not None else ".")
+                    f"None of the {len(train)} training {noun}s can be held out for validation, because no class has"
+                    f" two {noun}s. Add {noun}s" + (f", or {other}" if test is not None else ".")
                 )
             self._origins["val"] = f"held out of train (data.val_fraction={fraction:g})"
         parts = {"train": train, "val": val, "test": test}
         return {name: part for name, part in parts.items() if part is not None}
 
+    def _note_skipped(self, kind: str) -> None:
+        """Add a note on the skipped samples, if there are any."""
+        count = len(self._skipped)
+        if count:
+            samples = counted(count, f"{kind} {self.noun}")
+            self._notes.append(f"{samples} {verb(count, 'is', 'are')} left out (data.on_corrupt=skip).")
+
     @abstractmethod
     def _dataset(self, split: str, *, training: bool) -> _Dataset:
-        """The samples of a split, augmented in training."""
+        """Return the samples of a split, augmented if `training` is True."""
 
     @abstractmethod
     def inspect(self, *, thorough: bool = False) -> Inspection:
         """Inspect the samples.
 
         Args:
-            thorough: read every sample; otherwise headers and some samples, in about half a second.
+            thorough: read every sample; otherwise read headers and some samples, which takes about half a second.
         """
 
     @abstractmethod
     def reading(self, *, training: bool) -> Reading:
-        """Estimate the memory of reading batches: of the training samples, or of all evaluated splits."""
+        """Estimate the memory of reading batches of training samples, or of all evaluated splits."""
 
     def inspection_bytes(self) -> int:
         """Estimate the memory of `inspect` without ``thorough``."""
@@ -149,20 +151,16 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         return None
 
     def contents(self) -> Contents:
-        """Read the contents of the data set; see `data.contents`."""
+        """Read the files of the data set, and return their hashes."""
         return self._looked.contents()
 
     @property
     def name(self) -> str:
-        """The name of the data set, or the path of the user's own folder."""
+        """Name of the data set, or path of the user's own folder."""
         return printable(self._config.root) if self._config.name in OWN_FOLDERS else self._config.name
 
     def summary(self, *, thorough: bool = False) -> Summary:
-        """Return a summary of the data set as the run reads it.
-
-        Args:
-            thorough: see `inspect`.
-        """
+        """Return a summary of the data set; see `inspect` for `thorough`."""
         splits = {}
         for split, part in self._parts.items():
             labels = self._labels(part)
@@ -182,16 +180,15 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         )
 
     def training_batch(self, count: int) -> tuple[Any, list[int]]:
-        """Load training samples as transformed in the first epoch, from as many classes as possible.
+        """Load up to `count` training samples, transformed as in the first epoch, from as many classes as possible.
 
-        Args:
-            count: maximum number of samples.
+        Unreadable samples are skipped.
 
         Returns:
-            The batch as a training loader returns it, and the indices of its samples.
+            A batch of the training loader, and the indices of its samples.
 
         Raises:
-            UserError: no sample can be read. Single unreadable samples are skipped.
+            UserError: no sample can be read.
         """
         part = self._parts["train"]
         labels = self._labels(part)
@@ -227,36 +224,31 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         return {name: len(part) for name, part in self._parts.items()}
 
     def train_loader(
-        self, rank: int = 0, world: int = 1, wrap: Callable[[_Dataset], Dataset[Any]] = _unchanged
+        self, rank: int = 0, world: int = 1, wrap: Callable[[_Dataset], Dataset[Any]] | None = None
     ) -> Loader:
-        """Load shuffled, augmented batches of `data.batch_size` for one of `world` processes.
+        """Return a loader of shuffled, augmented batches of `data.batch_size` for one of `world` processes.
 
-        `loader.sampler` is a `CounterSampler`, which says what is left out at the end of an epoch. The last batch may
-        be smaller.
+        The sampler is a `CounterSampler`, which may skip samples at the end of an epoch. The last batch may be smaller.
 
         Args:
-            rank: of the process.
+            rank: rank of the process.
             world: number of processes.
-            wrap: returns the data set that is loaded, given that of the images.
+            wrap: function that converts the dataset before it is loaded; None to load it unchanged.
         """
         size = self._config.batch_size
         sampler = CounterSampler(len(self._parts["train"]), self._seed, rank, world, batch_size=size)
         dataset = self._dataset("train", training=True)
-        return make_loader(wrap(dataset), sampler, self._config.num_workers, size)
+        return make_loader(wrap(dataset) if wrap else dataset, sampler, self._config.num_workers, size)
 
     def eval_loader(
-        self, split: Split, rank: int = 0, world: int = 1, wrap: Callable[[_Dataset], Dataset[Any]] = _unchanged
+        self, split: Split, rank: int = 0, world: int = 1, wrap: Callable[[_Dataset], Dataset[Any]] | None = None
     ) -> Loader:
-        """Load batches of a split in one fixed order, without augmentation, each image once over all processes.
+        """Return a loader of a split in a fixed order, without augmentation.
 
-        Args:
-            split: the split.
-            rank: of the process.
-            world: number of processes.
-            wrap: as in `train_loader`.
+        Each process loads different samples. See `train_loader` for the arguments.
 
         Raises:
-            UserError: the data set has no such split.
+            UserError: the data set does not have this split.
         """
         if split not in self._parts:
             have = [name for name in self._parts if name != "train"]
@@ -264,30 +256,23 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         sampler = CounterSampler(len(self._parts[split]), self._seed, rank, world, shuffle=False)
         batch_size = self._config.eval_batch_size or self._config.batch_size
         dataset = self._dataset(split, training=False)
-        return make_loader(wrap(dataset), sampler, self._config.num_workers, batch_size)
+        return make_loader(wrap(dataset) if wrap else dataset, sampler, self._config.num_workers, batch_size)
 
     def keep_decoded(self, epochs: int) -> None:
-        """Keep decoded images on disk, where a data set can; here nothing is kept.
-
-        Args:
-            epochs: of the run.
+        """Keep decoded images on disk for a run of `epochs` epochs, if the data set supports this.
 
         Raises:
-            SettingError: with ``data.keep_decoded=on``.
+            SettingError: ``data.keep_decoded=on`` is not supported.
         """
         if self._config.keep_decoded == "on":
             raise SettingError("data.keep_decoded", "on", "auto or off with this data set")
 
     def content_digest(self) -> str:
-        """Hex digits of the training samples and of those that choose the best epoch."""
+        """Return a digest of the training samples and of the samples on which the best epoch is selected."""
         return "".join(self._parts[split].content_digest() for split in ("train", self.best_split))
 
     def report(self) -> dict[str, Any]:
-        """Return what a run records of its data, in plain containers.
-
-        Sizes, splits, the digest of the lists, the unusable files left out (`skipped`: path → reason), and notes for a
-        person.
-        """
+        """Return the record of the data set for a run: sizes, splits, digest, skipped files and notes."""
         return {
             "name": self._config.name,
             "classes": self.num_classes,

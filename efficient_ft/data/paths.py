@@ -1,4 +1,4 @@
-"""Paths of many files, kept in a few arrays."""
+"""Compact sequences of file paths, and the names of hidden files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-#: Folders and files of operating systems and servers, which are no part of a data set.
+#: Folders and files that operating systems and file servers create.
 _SYSTEM = frozenset(
     ["__MACOSX", "$RECYCLE.BIN", "System Volume Information", "lost+found", "@eaDir", "#recycle", "@Recycle",
      "Thumbs.db", "desktop.ini"]
@@ -15,18 +15,18 @@ _SYSTEM = frozenset(
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a file or folder is hidden, a lock file of Office, or one of an operating system."""
+    """Return True for hidden files, Office lock files, and files of the operating system."""
     return name.startswith((".", "~$")) or name in _SYSTEM
 
 
 class Paths:
-    """An immutable sequence of paths of files, which are given and returned as text.
+    """An immutable sequence of file paths, stored in a few arrays.
 
-    A million take about 30 MB, a fifth of what a list of them takes. The processes that load images share the arrays,
-    where each would copy the list: reading a Python object writes its count of references.
+    One million paths take about 30 MB, one fifth of the memory of a list. Worker processes share the arrays. A list
+    would be copied, because reading a Python object changes its reference count.
 
     Args:
-        paths: in their order.
+        paths: the paths, in order.
     """
 
     def __init__(self, paths: Iterable[str] = ()) -> None:
@@ -36,10 +36,10 @@ class Paths:
             cut = path.rfind(os.sep) + 1
             folder.append(folders.setdefault(path[:cut], len(folders)))
             names.append(os.fsencode(path[cut:]))
-        #: Folders with their last separator, and for each path which of them it is in.
+        #: Folders, including the trailing separator, and the index of each path's folder.
         self._folders: Sequence[str] = list(folders)
         self._folder = np.asarray(folder, dtype=np.int32)
-        #: All names in the folders as bytes, one after another, and where each begins and how long it is.
+        #: Concatenated bytes of all file names, and the offset and length of each name.
         self._names = b"".join(names)
         self._length = np.fromiter(map(len, names), dtype=np.int32, count=len(names))
         start = np.cumsum(self._length, dtype=np.int64) - self._length
@@ -60,32 +60,26 @@ class Paths:
         """Return the paths at `indices`, in that order; the bytes of the names are shared."""
         taken = Paths()
         taken._folders, taken._names = self._folders, self._names
-        taken._folder, taken._length, taken._start = (
-            array[indices] for array in (self._folder, self._length, self._start)
-        )
+        taken._folder, taken._length = self._folder[indices], self._length[indices]
+        taken._start = self._start[indices]
         return taken
 
     @staticmethod
     def join(parts: Sequence[Paths]) -> Paths:
         """Concatenate `parts`."""
-        whole = Paths()
+        joined = Paths()
         if not parts:
-            return whole
-        before = np.cumsum([0, *(len(part._folders) for part in parts)])
-        begin = np.cumsum([0, *(len(part._names) for part in parts)])
-        whole._folders = [folder for part in parts for folder in part._folders]
-        whole._names = b"".join(part._names for part in parts)
-        whole._length = np.concatenate([part._length for part in parts])
-        whole._folder = np.concatenate(
-            [part._folder + np.int32(shift) for part, shift in zip(parts, before, strict=False)]
-        )
-        offset = _offset_type(len(whole._names))
-        whole._start = np.concatenate(
-            [(part._start + shift).astype(offset) for part, shift in zip(parts, begin, strict=False)]
-        )
-        return whole
+            return joined
+        joined._folders = [folder for part in parts for folder in part._folders]
+        joined._names = b"".join(part._names for part in parts)
+        joined._length = np.concatenate([part._length for part in parts])
+        folders = np.cumsum([0, *(len(part._folders) for part in parts[:-1])])
+        offsets = np.cumsum([0, *(len(part._names) for part in parts[:-1])])
+        kind = _offset_type(len(joined._names))
+        joined._folder = np.concatenate([p._folder + np.int32(at) for p, at in zip(parts, folders, strict=True)])
+        joined._start = np.concatenate([(p._start + at).astype(kind) for p, at in zip(parts, offsets, strict=True)])
+        return joined
 
 
 def _offset_type(size: int) -> type[np.unsignedinteger]:
-    """The smaller type that holds an offset within `size` bytes."""
     return np.uint32 if size < 2**32 else np.uint64

@@ -1,4 +1,7 @@
-"""The published data sets: the files of each, where they are downloaded from, and what is missing."""
+"""Published data sets of labeled images: their files, downloads and lists.
+
+Most lists are read by torchvision, so that splits and labels are the usual ones.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torchvision import datasets
+from torchvision.datasets.utils import check_integrity
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.network import unreachable
 from efficient_ft.core.text import printable
-from efficient_ft.data.below import refuse_elsewhere
 from efficient_ft.data.counts import counted, verb
 from efficient_ft.data.fetch import Archive
-from efficient_ft.data.listing import Listing, Samples
+from efficient_ft.data.file_list import refuse_elsewhere
+from efficient_ft.data.listing import Listing, Samples, splits_of
 from efficient_ft.data.paths import Paths
-from efficient_ft.data.readers import (
-    cifar_reader,
-    read_aircraft,
-    read_cars,
-    read_cub,
-    read_flowers,
-    read_food,
-    read_pets,
-)
 
 _ALTERNATIVES = (
     "Or use data=folder data.root=DIR (your own images, DIR/train/CLASS/*.jpg and DIR/test/CLASS/*.jpg, "
@@ -36,18 +32,18 @@ _ALTERNATIVES = (
 
 @dataclass(frozen=True)
 class PublishedSet:
-    """A published data set: its files below `data.root`, and the reader of its lists.
+    """A published data set: its files below `data.root`, and the function that reads its lists.
 
     Args:
-        title: its name in messages.
-        classes: the number of classes.
-        folder: the subfolder that holds everything; `data.root` may also be this folder.
-        archives: the files.
-        read: lists the samples below the root; of texts it takes `data.text` as well. May raise any exception on
-            damaged lists.
-        intact: checks the unpacked files against the publisher's checksums, where there are any.
-        by_hand: the reason why it cannot be downloaded; None if it can.
-        alternatives: other data, for messages.
+        title: name in messages.
+        classes: number of classes.
+        folder: subfolder that contains all files; `data.root` may also be this folder.
+        archives: files of the data set.
+        read: function that lists the samples, given the root (and `data.text` for texts); it may raise any exception if
+            lists are damaged.
+        intact: function that compares the unpacked files with checksums; None if the publisher gives none.
+        by_hand: reason why the data set cannot be downloaded; None if it can.
+        alternatives: sentence about other data, for messages.
     """
 
     title: str
@@ -60,26 +56,27 @@ class PublishedSet:
     alternatives: str = _ALTERNATIVES
 
     def root(self, root: str | os.PathLike[str]) -> Path:
-        """Return the folder that contains `folder`, also if `root` names `folder`."""
+        """Return the folder that contains `folder`, even if `root` is `folder` itself."""
         path = Path(root).expanduser()
         if path.name == self.folder and not (path / self.folder).exists() and path.is_dir():
             return path.parent
         return path
 
     def pending(self, root: Path) -> list[Archive]:
-        """Return the archives that are to be fetched or unpacked."""
+        """Return the archives that must be downloaded or unpacked."""
         return [archive for archive in self.archives if archive.state(root) != "ready"]
 
     def missing(self, name: str, root: Path, download: bool) -> str | None:
-        """Look for the files below `root`; ask the host for those that are absent.
+        """Look for the files below `root`, and ask the server for missing files.
 
         Args:
-            name: the value of `data.name`, for the message.
+            name: value of `data.name`, for the message.
             root: the folder that contains `folder`.
-            download: whether absent files may be fetched.
+            download: True if missing files may be downloaded.
 
         Returns:
-            None if all files are present or can be fetched, else a message: which file belongs where, and alternatives.
+            None if all files exist or can be downloaded, otherwise a message that lists the missing files, their
+            expected locations and alternatives.
         """
         absent = [archive for archive in self.archives if archive.state(root) in ("absent", "partial", "broken")]
         for archive in absent:
@@ -105,7 +102,7 @@ class PublishedSet:
             if reason is None:
                 return None
             why = f"They cannot be fetched: {reason}."
-        lines = [f"data={name}: {self.title} is not complete in {root.absolute()}. {why}", "Put there by hand:"]
+        lines = [f"data={name}: {self.title} is not complete in {root.absolute()}. {why}", "Put these files there:"]
         for archive in absent:
             lines.append(f"  {archive.describe(root)}")
             if archive.url is not None:
@@ -114,12 +111,12 @@ class PublishedSet:
 
 
 def read_published(name: str, root: Path, follow_links: bool = False) -> Listing:
-    """List the published data set `name`, whose archives are all `ready` below `root`.
+    """List the published data set `name`, all of whose archives are ``ready`` below `root`.
 
     Args:
-        name: the data set.
-        root: contains its folder.
-        follow_links: use the targets of links out of its folder.
+        name: name of the data set.
+        root: folder that contains the folder of the data set.
+        follow_links: use the targets of links that lead out of that folder.
 
     Raises:
         UserError: a list is damaged, or listed images do not exist or are outside of the data set.
@@ -128,42 +125,98 @@ def read_published(name: str, root: Path, follow_links: bool = False) -> Listing
     where = (root / source.folder).absolute()
     again = f"Remove {where} and run again (its archives are kept), or put a complete copy there."
     try:
-        listing = source.read(root)
-    except Exception as error:  # every format raises its own kinds on damage
+        listing: Listing = source.read(root)
+    except Exception as error:  # the readers raise exceptions of many types on damaged lists
         raise UserError(f"data={name}: the lists in {where} cannot be read ({error}). {again}") from error
-    splits = {"train": listing.train, "val": listing.val, "test": listing.test}
-    listing.origins = {split: "official" for split, part in splits.items() if part is not None}
-    parts = [part for part in splits.values() if part is not None]
-    for part in parts:
+    splits: dict[str, Samples] = splits_of(listing)
+    listing.origins = dict.fromkeys(splits, "official")
+    for part in splits.values():
         if len(part) and not 0 <= part.labels.min() <= part.labels.max() < len(listing.class_names):
-            raise UserError(f"data={name}: the lists in {where} hold labels without a class. {again}")
-    gone = _nonexistent(parts)
+            raise UserError(f"data={name}: the lists in {where} contain labels without a class. {again}")
+    files = [part.images for part in splits.values() if isinstance(part.images, Paths)]
+    gone = _nonexistent(files)
     if gone:
         raise UserError(
             f"data={name}: {counted(len(gone), 'listed image')} {verb(len(gone), 'does', 'do')} not exist, such as"
             f" {printable(gone[0])}. {again}"
         )
-    for part in parts:
-        refuse_elsewhere(part.images if isinstance(part.images, Paths) else (), where, follow_links)
+    for paths in files:
+        refuse_elsewhere(paths, where, follow_links)
     return listing
 
 
-def _nonexistent(parts: Sequence[Samples]) -> list[str]:
-    """Listed files that do not exist; reads each folder once instead of asking for each file."""
+def _nonexistent(parts: Sequence[Paths]) -> list[str]:
+    """Return the listed files that do not exist. Each folder is read once, which is faster than checking each file."""
     folders: dict[str, set[str]] = {}
     gone = []
-    for part in parts:
-        for path in part.images if isinstance(part.images, Paths) else ():
-            folder, name = os.path.split(path)
-            if folder not in folders:
-                folders[folder] = set(os.listdir(folder)) if os.path.isdir(folder) else set()
-            if name not in folders[folder]:
-                gone.append(path)
+    for path in (path for paths in parts for path in paths):
+        folder, name = os.path.split(path)
+        if folder not in folders:
+            folders[folder] = set(os.listdir(folder)) if os.path.isdir(folder) else set()
+        if name not in folders[folder]:
+            gone.append(path)
     return gone
 
 
-def _cifar_source(kind: type[datasets.CIFAR10], title: str, classes: int, size: int) -> PublishedSet:
-    read, intact = cifar_reader(kind)
+def _samples(dataset: Any) -> Samples:
+    """Return the paths and labels of a torchvision data set; its classes store them under different names."""
+    if hasattr(dataset, "_samples"):
+        paths, labels = zip(*dataset._samples, strict=True)
+    else:
+        paths = dataset._images if hasattr(dataset, "_images") else dataset._image_files
+        labels = dataset._labels
+    return Samples(Paths(map(os.fspath, paths)), np.asarray(labels, dtype=np.int64))
+
+
+def _reader(kind: Any, *splits: str) -> Callable[[Path], Listing]:
+    """Return the reader of a torchvision data set with the official splits (train, test) or (train, val, test)."""
+
+    def read(root: Path) -> Listing:
+        parts = [kind(root, split) for split in splits]
+        names = getattr(parts[0], "classes", None)  # Flowers-102 has no names in older torchvision
+        names = [f"flower {i}" for i in range(1, 103)] if names is None else [str(name) for name in names]
+        train, *val, test = map(_samples, parts)
+        return Listing(names, train, val[0] if val else None, test, recipe_trains_on_val=bool(val))
+
+    return read
+
+
+def _read_cub(root: Path) -> Listing:
+    """List CUB-200-2011 from its text files. Damaged lists raise OSError, ValueError or KeyError."""
+    folder = root / "CUB_200_2011"
+
+    def table(name: str) -> dict[int, str]:
+        lines = (folder / name).read_text(encoding="utf-8").splitlines()
+        return {int(key): value for key, value in (line.split(maxsplit=1) for line in lines if line.strip())}
+
+    images, classes = table("images.txt"), table("classes.txt")
+    labels, training = table("image_class_labels.txt"), table("train_test_split.txt")
+    if not images.keys() == labels.keys() == training.keys():
+        raise ValueError("images.txt, image_class_labels.txt and train_test_split.txt name different images")
+    order = {number: position for position, number in enumerate(sorted(classes))}
+
+    def part(flag: str) -> Samples:
+        chosen = [number for number in sorted(images) if training[number].strip() == flag]
+        paths = [os.fspath(folder / "images" / images[number].strip()) for number in chosen]
+        return Samples(Paths(paths), np.asarray([order[int(labels[number])] for number in chosen], dtype=np.int64))
+
+    names = [classes[number].strip().split(".", 1)[-1].replace("_", " ") for number in sorted(classes)]
+    return Listing(names, part("1"), test=part("0"))
+
+
+def _cifar(kind: type[datasets.CIFAR10], title: str, classes: int, size: int) -> PublishedSet:
+    def read(root: Path) -> Listing:
+        train, test = kind(root, train=True), kind(root, train=False)
+        return Listing(
+            list(train.classes),
+            Samples(train.data, np.asarray(train.targets, dtype=np.int64)),
+            test=Samples(test.data, np.asarray(test.targets, dtype=np.int64)),
+        )
+
+    def intact(root: Path) -> bool:
+        files = [*kind.train_list, *kind.test_list, (kind.meta["filename"], kind.meta["md5"])]
+        return all(check_integrity(root / kind.base_folder / name, md5) for name, md5 in files)
+
     archive = Archive(kind.filename, kind.base_folder, kind.url, kind.tgz_md5, size)
     return PublishedSet(title, classes, kind.base_folder, (archive,), read, intact)
 
@@ -172,114 +225,69 @@ _OXFORD = "https://www.robots.ox.ac.uk/~vgg/data"
 _FLOWERS = f"{_OXFORD}/flowers/102"
 _PETS = f"{_OXFORD}/pets/data"
 
-#: By name. URLs and checksums are torchvision's (a test compares them), sizes the publishers'.
+#: Data sets by name. URLs and checksums are equal to those of torchvision; sizes are those of the publishers.
+# fmt: off
 PUBLISHED: dict[str, PublishedSet] = {
-    "cifar10": _cifar_source(datasets.CIFAR10, "CIFAR-10", 10, 170498071),
-    "cifar100": _cifar_source(datasets.CIFAR100, "CIFAR-100", 100, 169001437),
+    "cifar10": _cifar(datasets.CIFAR10, "CIFAR-10", 10, 170498071),
+    "cifar100": _cifar(datasets.CIFAR100, "CIFAR-100", 100, 169001437),
     "flowers102": PublishedSet(
-        "Flowers-102",
-        102,
-        "flowers-102",
+        "Flowers-102", 102, "flowers-102",
         (
-            Archive(
-                "flowers-102/102flowers.tgz",
-                "flowers-102/jpg",
-                f"{_FLOWERS}/102flowers.tgz",
-                "52808999861908f626f3c1f4e79d11fa",
-                344862509,
-            ),
-            Archive(
-                "flowers-102/imagelabels.mat",
-                url=f"{_FLOWERS}/imagelabels.mat",
-                md5="e0620be6f572b9609742df49c70aed4d",
-            ),
-            Archive("flowers-102/setid.mat", url=f"{_FLOWERS}/setid.mat", md5="a5357ecc9cb78c4bef273ce3793fc85c"),
+            Archive("flowers-102/102flowers.tgz", "flowers-102/jpg", f"{_FLOWERS}/102flowers.tgz",
+                    "52808999861908f626f3c1f4e79d11fa", 344862509),
+            Archive("flowers-102/imagelabels.mat", None, f"{_FLOWERS}/imagelabels.mat",
+                    "e0620be6f572b9609742df49c70aed4d"),
+            Archive("flowers-102/setid.mat", None, f"{_FLOWERS}/setid.mat", "a5357ecc9cb78c4bef273ce3793fc85c"),
         ),
-        read_flowers,
+        _reader(datasets.Flowers102, "train", "val", "test"),
     ),
     "food101": PublishedSet(
-        "Food-101",
-        101,
-        "food-101",
+        "Food-101", 101, "food-101",
         (
-            Archive(
-                "food-101.tar.gz",
-                "food-101",
-                "http://data.vision.ee.ethz.ch/cvl/food-101.tar.gz",
-                "85eeb15f3717b99a5da872d97d918f87",
-                4996278331,
-                ("images", "meta/train.json", "meta/test.json"),
-            ),
+            Archive("food-101.tar.gz", "food-101", "http://data.vision.ee.ethz.ch/cvl/food-101.tar.gz",
+                    "85eeb15f3717b99a5da872d97d918f87", 4996278331, ("images", "meta/train.json", "meta/test.json")),
         ),
-        read_food,
+        _reader(datasets.Food101, "train", "test"),
     ),
     "pets": PublishedSet(
-        "Oxford-IIIT Pet",
-        37,
-        "oxford-iiit-pet",
+        "Oxford-IIIT Pet", 37, "oxford-iiit-pet",
         (
-            Archive(
-                "oxford-iiit-pet/images.tar.gz",
-                "oxford-iiit-pet/images",
-                f"{_PETS}/images.tar.gz",
-                "5c4f3ee8e5d25df40f4fd59a7f44e54c",
-                791918971,
-            ),
-            Archive(
-                "oxford-iiit-pet/annotations.tar.gz",
-                "oxford-iiit-pet/annotations",
-                f"{_PETS}/annotations.tar.gz",
-                "95a8c909bbe2e81eed6a22bccdf3f68f",
-                19173078,
-                ("trainval.txt", "test.txt"),
-            ),
+            Archive("oxford-iiit-pet/images.tar.gz", "oxford-iiit-pet/images", f"{_PETS}/images.tar.gz",
+                    "5c4f3ee8e5d25df40f4fd59a7f44e54c", 791918971),
+            Archive("oxford-iiit-pet/annotations.tar.gz", "oxford-iiit-pet/annotations", f"{_PETS}/annotations.tar.gz",
+                    "95a8c909bbe2e81eed6a22bccdf3f68f", 19173078, ("trainval.txt", "test.txt")),
         ),
-        read_pets,
+        _reader(datasets.OxfordIIITPet, "trainval", "test"),
     ),
     "aircraft": PublishedSet(
-        "FGVC-Aircraft",
-        100,
-        "fgvc-aircraft-2013b",
+        "FGVC-Aircraft", 100, "fgvc-aircraft-2013b",
         (
-            Archive(
-                "fgvc-aircraft-2013b.tar.gz",
-                "fgvc-aircraft-2013b",
-                f"{_OXFORD}/fgvc-aircraft/archives/fgvc-aircraft-2013b.tar.gz",
-                size=2753340328,
-                contents=("data/images", "data/variants.txt"),
-            ),
+            Archive("fgvc-aircraft-2013b.tar.gz", "fgvc-aircraft-2013b",
+                    f"{_OXFORD}/fgvc-aircraft/archives/fgvc-aircraft-2013b.tar.gz",
+                    size=2753340328, contents=("data/images", "data/variants.txt")),
         ),
-        read_aircraft,
+        _reader(datasets.FGVCAircraft, "train", "val", "test"),
     ),
     "cars": PublishedSet(
-        "Stanford Cars",
-        196,
-        "stanford_cars",
+        "Stanford Cars", 196, "stanford_cars",
         (
             Archive("stanford_cars/cars_train.tgz", "stanford_cars/cars_train"),
             Archive("stanford_cars/cars_test.tgz", "stanford_cars/cars_test"),
-            Archive(
-                "stanford_cars/car_devkit.tgz",
-                "stanford_cars/devkit",
-                contents=("cars_train_annos.mat", "cars_meta.mat"),
-            ),
+            Archive("stanford_cars/car_devkit.tgz", "stanford_cars/devkit",
+                    contents=("cars_train_annos.mat", "cars_meta.mat")),
             Archive("stanford_cars/cars_test_annos_withlabels.mat"),
         ),
-        read_cars,
-        by_hand="Its publisher has withdrawn the download, so its files have to come from a copy you have.",
+        _reader(datasets.StanfordCars, "train", "test"),
+        by_hand="Its publisher has withdrawn the download, so an existing copy of its files is required.",
     ),
     "cub200": PublishedSet(
-        "CUB-200-2011",
-        200,
-        "CUB_200_2011",
+        "CUB-200-2011", 200, "CUB_200_2011",
         (
-            Archive(
-                "CUB_200_2011.tgz",
-                "CUB_200_2011",
-                contents=("images", "images.txt", "classes.txt", "image_class_labels.txt", "train_test_split.txt"),
-            ),
+            Archive("CUB_200_2011.tgz", "CUB_200_2011",
+                    contents=("images", "images.txt", "classes.txt", "image_class_labels.txt", "train_test_split.txt")),
         ),
-        read_cub,
-        by_hand="It is read from a local copy: https://data.caltech.edu/records/65de6-vp158 has the archive.",
+        _read_cub,
+        by_hand="Download its archive by hand: https://data.caltech.edu/records/65de6-vp158.",
     ),
 }
+# fmt: on

@@ -1,6 +1,4 @@
-"""Readers of published segmentation data sets. Their files come from a copy of yours: none may be fetched without an
-account, or is hosted by its publisher as one archive.
-"""
+"""Published segmentation data sets, which must be downloaded by hand."""
 
 from __future__ import annotations
 
@@ -8,14 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from efficient_ft.config.schema import MaskConfig
 from efficient_ft.core.errors import UserError, first_line
 from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.core.text import printable
-from efficient_ft.data.below import refuse_elsewhere
+from efficient_ft.data.file_list import refuse_elsewhere
 from efficient_ft.data.mask_folder import read_mask_folder
 from efficient_ft.data.masks import Classes, MaskListing, MaskSamples
 
-#: Brostow, Fauqueur, Cipolla, "Semantic object classes in video", 2009: the eleven classes that are evaluated.
+#: The eleven evaluated classes (Brostow, Fauqueur, Cipolla, "Semantic object classes in video", 2009).
 _CAMVID = (
     "sky", "building", "pole", "road", "pavement", "tree", "sign_symbol", "fence", "car", "pedestrian", "bicyclist",
 )  # fmt: skip
@@ -23,7 +22,7 @@ _VOC = (
     "background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow", "diningtable",
     "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor",
 )  # fmt: skip
-#: The 19 classes that are evaluated, by their ids in ``*_gtFine_labelIds.png``.
+#: The 19 evaluated classes by their ids in ``*_gtFine_labelIds.png``.
 _CITYSCAPES = {
     7: "road", 8: "sidewalk", 11: "building", 12: "wall", 13: "fence", 17: "pole", 19: "traffic light",
     20: "traffic sign", 21: "vegetation", 22: "terrain", 23: "sky", 24: "person", 25: "rider", 26: "car", 27: "truck",
@@ -34,31 +33,22 @@ _CITYSCAPES_IDS = 34
 
 @dataclass(frozen=True)
 class MaskSet:
-    """A published segmentation data set.
+    """A published segmentation data set."""
 
-    Attributes:
-        title: its name.
-        folder: the folder below `data.root` that it is in by default.
-        classes: of its masks.
-        contents: what the folder has, relative paths.
-        read: lists its splits, given the folder and whether links out of it are followed.
-        source: where it comes from.
-    """
-
-    title: str
-    folder: str
-    classes: Classes
-    contents: tuple[str, ...]
-    read: Callable[[Path, bool], MaskListing]
-    source: str
+    title: str  # name in messages
+    folder: str  # default folder below `data.root`
+    classes: Classes  # classes of the masks
+    contents: tuple[str, ...]  # paths that the folder must contain, relative to it
+    read: Callable[[Path, bool], MaskListing]  # lists the splits, given the folder and ``data.follow_links``
+    source: str  # origin of the files, for messages
 
     def root(self, root: Path) -> Path:
-        """The data set's folder: `root` itself, or the one in it."""
+        """Return the folder of the data set, which is `root` or a folder below it."""
         inside = root / self.folder
         return inside if inside.is_dir() else root
 
     def missing(self, name: str, root: Path) -> str | None:
-        """Say which files are missing and what belongs where; None: none are."""
+        """Return a message about missing files and their expected location; None if all files exist."""
         folder = self.root(root)
         absent = [entry for entry in self.contents if not (folder / entry).exists()]
         if not absent:
@@ -71,8 +61,6 @@ class MaskSet:
 
 
 def _camvid(root: Path, follow_links: bool) -> MaskListing:
-    from efficient_ft.config.schema import MaskConfig  # imports pydantic, which listing data sets does not need
-
     names = None if (root / "classes.txt").is_file() else [*_CAMVID, "void"]
     return read_mask_folder(root, MaskConfig(classes=names), follow_links=follow_links)
 
@@ -87,11 +75,6 @@ def _voc(root: Path, follow_links: bool) -> MaskListing:
 
 
 def _names(file: Path) -> list[str]:
-    """The first word of each line of a list.
-
-    Raises:
-        UserError: the list cannot be read, or is empty.
-    """
     again = "Restore this list from the data set."
     try:
         found = [line.split()[0] for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -103,8 +86,7 @@ def _names(file: Path) -> list[str]:
 
 
 def _listed(root: Path, names: Sequence[str], follow_links: bool) -> MaskSamples:
-    """Images and masks by the names in a list; some lists have paths, of which the last part counts."""
-    stems = [Path(name).stem for name in names]
+    stems = [Path(name).stem for name in names]  # some lists contain paths
     images = [str(root / "JPEGImages" / f"{stem}.jpg") for stem in stems]
     masks = [str(root / "SegmentationClassAug" / f"{stem}.png") for stem in stems]
     return _existing(MaskSamples(images, masks), root, follow_links)
@@ -133,38 +115,26 @@ def _existing(samples: MaskSamples, root: Path, follow_links: bool) -> MaskSampl
 
 
 def _on_val(title: str) -> list[str]:
-    return [
-        f"The labels of {title}'s test images are not public: as in the papers, its validation images are tested on."
-    ]
+    return [f"The {title} test labels are not public. As in the papers, the validation images are used for testing."]
 
 
+_UNLABELED = frozenset({IGNORED, *(i for i in range(_CITYSCAPES_IDS) if i not in _CITYSCAPES)})
+# fmt: off
 MASK_SETS: dict[str, MaskSet] = {
     "camvid": MaskSet(
-        "CamVid",
-        "camvid",
-        Classes(_CAMVID, tuple(range(len(_CAMVID))), frozenset({len(_CAMVID), IGNORED})),
-        ("train/images", "train/masks"),
-        _camvid,
+        "CamVid", "camvid", Classes(_CAMVID, tuple(range(len(_CAMVID))), frozenset({len(_CAMVID), IGNORED})),
+        ("train/images", "train/masks"), _camvid,
         "http://mi.eng.cam.ac.uk/research/projects/VideoRec/CamVid/, as train, val and test with images/ and masks/",
     ),
     "voc2012_aug": MaskSet(
-        "Pascal VOC 2012, augmented",
-        "VOCdevkit/VOC2012",
-        Classes(_VOC, tuple(range(len(_VOC)))),
-        ("JPEGImages", "SegmentationClassAug", "ImageSets/Segmentation/val.txt"),
-        _voc,
+        "Pascal VOC 2012, augmented", "VOCdevkit/VOC2012", Classes(_VOC, tuple(range(len(_VOC)))),
+        ("JPEGImages", "SegmentationClassAug", "ImageSets/Segmentation/val.txt"), _voc,
         "http://host.robots.ox.ac.uk/pascal/VOC/voc2012/ and http://home.bharathh.info/pubs/codes/SBD/download.html",
     ),
     "cityscapes": MaskSet(
-        "Cityscapes",
-        "cityscapes",
-        Classes(
-            tuple(_CITYSCAPES.values()),
-            tuple(_CITYSCAPES),
-            frozenset({IGNORED, *(i for i in range(_CITYSCAPES_IDS) if i not in _CITYSCAPES)}),
-        ),
-        ("leftImg8bit/train", "gtFine/train", "leftImg8bit/val", "gtFine/val"),
-        _cityscapes,
-        "https://www.cityscapes-dataset.com (an account is needed)",
+        "Cityscapes", "cityscapes", Classes(tuple(_CITYSCAPES.values()), tuple(_CITYSCAPES), _UNLABELED),
+        ("leftImg8bit/train", "gtFine/train", "leftImg8bit/val", "gtFine/val"), _cityscapes,
+        "https://www.cityscapes-dataset.com (requires an account)",
     ),
 }
+# fmt: on

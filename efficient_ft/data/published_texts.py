@@ -1,4 +1,4 @@
-"""Readers of published data sets of texts."""
+"""Published text data sets."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from efficient_ft.data.counts import counted
 from efficient_ft.data.fetch import Archive
 from efficient_ft.data.published import PublishedSet
 from efficient_ft.data.splits import Split
-from efficient_ft.data.text_folders import Places
+from efficient_ft.data.text_folders import SplitRows
 from efficient_ft.data.text_places import origin
 from efficient_ft.data.text_rows import read_rows
 from efficient_ft.data.texts import TextListing, listing_of
 
-#: Rows of the splits of RTE.
+#: Files of RTE by split, and their numbers of rows.
 _RTE: dict[Split, tuple[str, int]] = {"train": ("train.tsv", 2490), "test": ("dev.tsv", 277)}
 
 
 def _read_rte(root: Path, settings: TextConfig) -> TextListing:
-    """Wang et al., "GLUE", ICLR 2019: does the first sentence entail the second?"""
-    folder, found = root / "RTE", Places()
+    """List RTE (Wang et al., "GLUE", ICLR 2019): does the first sentence entail the second?"""
+    folder, found = root / "RTE", SplitRows()
     for split, (name, count) in _RTE.items():
         read = read_rows(folder / name, settings)
         if len(read.rows) != count:
@@ -34,24 +34,20 @@ def _read_rte(root: Path, settings: TextConfig) -> TextListing:
         found.notes += read.notes
     listing = listing_of(found, folder, settings)
     listing.notes.append(
-        "The labels of RTE's test texts are not public: as in the papers, its validation texts are tested on."
+        "The RTE test labels are not public. As in the papers, the validation texts are used for testing."
     )
     return listing
 
 
+_ARCHIVE = Archive(
+    "RTE.zip", "RTE", "https://dl.fbaipublicfiles.com/glue/data/RTE.zip", contents=("train.tsv", "dev.tsv")
+)
 TEXT_SETS: dict[str, PublishedSet] = {
     "rte": PublishedSet(
         "RTE (GLUE)",
         2,
         "RTE",
-        (
-            Archive(
-                "RTE.zip",
-                unpacks="RTE",
-                url="https://dl.fbaipublicfiles.com/glue/data/RTE.zip",
-                contents=("train.tsv", "dev.tsv"),
-            ),
-        ),
+        (_ARCHIVE,),
         _read_rte,
         alternatives="Or use data=text_folder data.root=FILE (your own texts, .csv, .tsv or .jsonl).",
     ),

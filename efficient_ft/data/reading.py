@@ -1,4 +1,4 @@
-"""The memory that reading a batch takes in the process that reads it, estimated from the headers of image files."""
+"""Estimate the memory of reading a batch from the headers of image files."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from efficient_ft.core.errors import UserError
-from efficient_ft.data.images import Decoding, opened
+from efficient_ft.data.images import Decoding, opened, reduce_resolution
 from efficient_ft.data.inspection import HEADERS, in_threads, spread
 from efficient_ft.data.paths import Paths
 
-#: Of a larger split, the headers of evenly spread files and of the longest files are read.
+#: Number of the longest files of a large split whose headers are read, and number of files whose sizes are compared.
 _LONGEST, _STATED = 256, 50_000
-#: Bytes per pixel of decoding as RGB, by Pillow's mode, measured with 9-megapixel files. Other modes are composited
-#: over white. Turning an image upright copies it.
+#: Bytes per pixel for decoding as RGB by Pillow's mode, measured with 9-megapixel files. Other modes are composited
+#: over white. Rotating an image creates a copy.
 _BYTES = {"RGB": 4, "L": 5, "1": 5, "P": 5, "CMYK": 8, "YCbCr": 8}
 _COMPOSITED, _DEEP, _WEBP, _TURNED = 20, 28, 14, 4
 _ORIENTATION = 274
@@ -25,57 +25,43 @@ _ORIENTATION = 274
 
 @dataclass(frozen=True)
 class Reading:
-    """The memory of reading batches of a split.
+    """The memory of reading batches of a split."""
 
-    Attributes:
-        size: (H, W) of the largest inputs, or (L,) of texts.
-        decode_bytes: of reading the largest sample, gone afterwards.
-        kept_bytes: of each sample until the batch is complete.
-        stack_bytes: of each sample while the batch is stacked, without the batch.
-        file_size: (width, height) of the largest image file; None if there are no files.
-    """
-
-    size: tuple[int, ...]
-    decode_bytes: int = 0
-    kept_bytes: int = 0
-    stack_bytes: int = 0
-    file_size: tuple[int, int] | None = None
+    size: tuple[int, ...]  # (H, W) of the largest inputs, or (L,) for texts
+    decode_bytes: int = 0  # temporary memory of reading the largest sample
+    kept_bytes: int = 0  # memory of each sample until the batch is complete
+    stack_bytes: int = 0  # additional memory of each sample while the batch is stacked, without the batch itself
+    file_size: tuple[int, int] | None = None  # (width, height) of the largest image file; None if there are no files
 
     def load_bytes(self, samples: int) -> int:
-        """Bytes that reading a batch of `samples` takes in addition to the batch."""
+        """Return the bytes required to read a batch of `samples` samples, in addition to the batch itself."""
         reading = self.kept_bytes * (samples - 1) + self.decode_bytes
         return max(reading, (self.kept_bytes + self.stack_bytes) * samples)
 
 
 @dataclass(frozen=True)
 class Header:
-    """The header of an image file.
+    """The header of an image file."""
 
-    Attributes:
-        size: (width, height) of the upright image.
-        pixels: that are decoded; JPEG files may be decoded at a fraction of their size.
-        bytes_per_pixel: of decoding them.
-    """
-
-    size: tuple[int, int]
-    pixels: int
-    bytes_per_pixel: int
+    size: tuple[int, int]  # (width, height) of the upright image
+    pixels: int  # number of decoded pixels; JPEG files may be decoded at reduced resolution
+    bytes_per_pixel: int  # bytes for decoding a pixel
 
     @property
     def decode_bytes(self) -> int:
-        """Bytes of decoding the image as RGB."""
+        """Bytes for decoding the image as RGB."""
         return self.pixels * self.bytes_per_pixel
 
 
 def headers(
     paths: Sequence[str] | Paths, decoding: Decoding | None = None, target_size: tuple[int, int] | None = None
 ) -> list[Header]:
-    """Read the headers of image files: of all, or of a large split of some of them, the longest included.
+    """Read the headers of image files. For large splits, evenly spread files and the longest files are read.
 
     Args:
-        paths: the files; unreadable ones are left out.
-        decoding: the size limit.
-        target_size: (height, width) that they are resized to, see `images.read_image`.
+        paths: image files; unreadable files are skipped.
+        decoding: size limit.
+        target_size: see `images.read_image`.
     """
     chosen = list(paths)
     if len(chosen) > HEADERS:
@@ -97,17 +83,13 @@ def _header(path: str, decoding: Decoding | None, target_size: tuple[int, int] |
         turned = image.format in ("JPEG", "MPO", "TIFF") and image.getexif().get(_ORIENTATION, 1) != 1
         upright = (image.height, image.width) if turned else image.size
         each = _DEEP if image.mode.startswith("I") or image.mode == "F" else _BYTES.get(image.mode, _COMPOSITED)
-        if "transparency" in image.info:
-            each = _COMPOSITED
-        if image.format == "WEBP":
-            each = max(each, _WEBP)
-        if target_size is not None:
-            side = 2 * max(target_size)
-            image.draft(None, (side, side))
+        each = _COMPOSITED if "transparency" in image.info else each
+        each = max(each, _WEBP) if image.format == "WEBP" else each
+        reduce_resolution(image, target_size)
         return Header(upright, image.width * image.height, each + (_TURNED if turned else 0))
     return None
 
 
 def largest_file(found: Sequence[Header]) -> tuple[int, int] | None:
-    """The size of the largest image; None: there is none."""
+    """Return the size of the largest image; None if there are no images."""
     return max((one.size for one in found), key=lambda size: size[0] * size[1], default=None)

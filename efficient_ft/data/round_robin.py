@@ -1,8 +1,8 @@
-"""Several data sets in round robin: one optimizer step of each task in turn.
+"""Load several data sets in round robin, with one optimizer step of each task in turn.
 
-Step k belongs to task k mod T of the T tasks, in their order. An epoch has as many rounds as the largest set needs for
-one pass; a smaller set starts over, in a new order, each time it is used up, also in the middle of an epoch. Everything
-follows from counters: a resumed run continues with the batch that was next.
+Optimizer step k uses task k mod T of T tasks. The number of rounds of an epoch is determined by the largest data set.
+Smaller data sets are repeated in a new order, even within an epoch. All orders depend only on counters, so that a
+resumed run continues with the next batch.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from efficient_ft.data.sampler import CounterSampler
 
 
 class RoundRobinData:
-    """Several data sets by task, with the interface of `ImageData`.
+    """Several image data sets by task, with the interface of `ImageData`.
 
     Args:
-        parts: data sets by task, in the order of the round.
-        grad_accum_steps: batches per optimizer step.
+        parts: data sets by task, in the order of training.
+        grad_accum_steps: number of batches per optimizer step.
 
     Attributes:
-        parts: as given.
-        best_split: the split on which the best epoch is selected, the same for all tasks.
+        parts: data sets by task.
+        best_split: split on which the best epoch is selected, the same for all tasks.
     """
 
     def __init__(self, parts: Mapping[str, ImageData], grad_accum_steps: int) -> None:
@@ -47,9 +47,9 @@ class RoundRobinData:
         return {task: part.num_classes for task, part in self.parts.items()}
 
     def train_loader(self, rank: int = 0, world: int = 1) -> Loader:
-        """Load batches (images, labels, task) in round robin; `loader.sampler` is a `RoundRobinSampler`.
+        """Return a loader of batches (images, labels, task), whose sampler is a `RoundRobinSampler`.
 
-        All tasks share one set of worker processes, as many as the largest `num_workers`.
+        All tasks share the worker processes. Their number is the maximum of `num_workers` over all tasks.
 
         Raises:
             UserError: the training images of a task yield no batch.
@@ -69,31 +69,31 @@ class RoundRobinData:
         )
 
     def eval_loader(self, split: Split, rank: int = 0, world: int = 1) -> list[Loader]:
-        """Return the evaluation loader of each task, in their order.
+        """Return the evaluation loaders of all tasks.
 
         Raises:
-            UserError: a data set has no such split.
+            UserError: a data set does not have this split.
         """
         return [part.eval_loader(split, rank, world) for part in self.parts.values()]
 
     def report(self) -> dict[str, Any]:
-        """Return `ImageData.report` by task, and all notes, each with its task's name."""
+        """Return the reports of all tasks, and all notes with the names of their tasks."""
         reports = {task: part.report() for task, part in self.parts.items()}
         notes = [f"{task}: {note}" for task, report in reports.items() for note in report["notes"]]
         return {"tasks": reports, "notes": notes}
 
 
 class RoundRobinSampler(Sampler[tuple[str, list[Any]]]):
-    """(task, keys of a batch) pairs of one process.
+    """Yield (task, keys of a batch) pairs for one process.
 
     Args:
-        batches: by task: the batches of one pass over its images, over a `CounterSampler`.
-        grad_accum_steps: consecutive batches of a task, for one optimizer step.
+        batches: batch samplers by task, each with a `CounterSampler`.
+        grad_accum_steps: number of consecutive batches of a task, for one optimizer step.
 
     Attributes:
-        epoch: the epoch of the next iteration, see `set_epoch`.
-        start: number of batches that the *next* iteration skips, because an interrupted run has used them; 0 again
-            afterwards. `len` stays that of the whole epoch.
+        epoch: epoch of the next iteration.
+        start: number of batches that the next iteration skips because an interrupted run has used them. It is reset
+            afterwards, and does not change `len`.
     """
 
     def __init__(self, batches: Mapping[str, BatchSampler], grad_accum_steps: int) -> None:
@@ -103,7 +103,7 @@ class RoundRobinSampler(Sampler[tuple[str, list[Any]]]):
         self.start = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration. Lightning calls this."""
+        """Set the epoch of the next iteration. Lightning calls this method."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -123,7 +123,7 @@ class RoundRobinSampler(Sampler[tuple[str, list[Any]]]):
 
 
 def _endless(batches: BatchSampler, used: int) -> Iterator[list[Any]]:
-    """The batches of pass after pass without end, from number `used` on."""
+    """Repeat the batches without end, starting with batch number `used`."""
     sampler: Any = batches.sampler
     assert isinstance(sampler, CounterSampler)
     epoch, used = divmod(used, len(batches))
@@ -135,7 +135,7 @@ def _endless(batches: BatchSampler, used: int) -> Iterator[list[Any]]:
 
 
 class _RoundRobinDataset(Dataset[Any]):
-    """Whole batches of images by (task, keys)."""
+    """Batches of images by (task, keys)."""
 
     def __init__(self, parts: Mapping[str, SplitDataset]) -> None:
         self._parts = dict(parts)

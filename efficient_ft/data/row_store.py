@@ -1,8 +1,8 @@
-"""Rows of equal length in a file, each with a checksum, read and written by several processes.
+"""Store rows of equal length in a file, with checksums, for several processes.
 
-A row is there once its checksum is. Writing a row ends with its checksum, so a process that is killed leaves no half
-row, and two processes that write the same row write the same bytes. Rows are read with ordinary reads: pages of a
-mapped file would count as memory of the process.
+A row exists if its checksum exists. The checksum is written last, so that a killed process leaves no incomplete row.
+Processes that write the same row write the same bytes. The file is not memory-mapped, because mapped pages would count
+as memory of the process.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from efficient_ft.core.files import open_file, refuse_link, write_text_atomicall
 from efficient_ft.core.format import bytes_setting, format_bytes
 from efficient_ft.core.units import parse_bytes
 
-#: What a disk without room, or a user without a share of it left, answers.
+#: Errors of a full disk or an exhausted quota.
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-#: Marks a checksum as written.
+#: Bit that marks a checksum as written.
 _WRITTEN = 1 << 32
 
 
 class StoreFullError(Exception):
-    """The disk has no room for another row."""
+    """The disk has no space for another row."""
 
 
 class RowStore:
-    """Rows of bytes in a folder; the same folder may be open in several processes and threads.
+    """Rows of bytes in a folder, which several processes and threads may open at the same time.
 
-    A copy that is pickled for a worker process opens the files there again.
+    A store that is pickled for a worker process opens the files again.
 
     Args:
-        folder: of the store; created.
-        about: what the rows depend on, written next to them for people.
-        rows: their number.
-        row_bytes: of a row.
+        folder: folder of the store, which is created.
+        about: description of the rows, which is written to about.json.
+        rows: number of rows.
+        row_bytes: size of each row.
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any], rows: int, row_bytes: int) -> None:
@@ -55,9 +55,9 @@ class RowStore:
         refuse_link(folder)
         write_text_atomically(folder / "about.json", json.dumps(about, indent=1) + "\n")
         for name, size in (("rows", rows * row_bytes), ("checksums", rows * 8)):
-            with open_file(folder / name, "ab") as file:  # creates it
+            with open_file(folder / name, "ab") as file:
                 if os.path.getsize(folder / name) != size:
-                    file.truncate(size)  # grows without taking space
+                    file.truncate(size)  # creates a sparse file
         self._reset()
 
     def _reset(self) -> None:
@@ -73,33 +73,31 @@ class RowStore:
         self._reset()
 
     def _open(self) -> None:
-        """Open the files in this process: a forked one would share the places in them with its parent."""
+        """Open the files in this process, since a forked process would share file positions with its parent."""
         if self._process != os.getpid():
             files = (open_file(self.folder / name, "rb+", 0) for name in ("rows", "checksums"))
             self._file, self._sums = (cast(FileIO, file) for file in files)
             self._process, self._lock = os.getpid(), threading.Lock()
 
     def written(self) -> Tensor:
-        """Which rows have been written: bool (rows,)."""
+        """Return a mask of the rows that have been written: bool (rows,)."""
         return torch.from_numpy(np.fromfile(self.folder / "checksums", dtype="<u8") != 0)
 
     def missing(self) -> int:
-        """The number of rows not written yet."""
+        """Return the number of rows that have not been written."""
         return int((~self.written()).sum())
 
     def read(self, rows: Sequence[int]) -> Tensor | None:
-        """Read rows.
-
-        Returns:
-            uint8 (B, `row_bytes`); None if one is not there, or damaged: such a row is not there from then on.
-        """
+        """Read rows: uint8 (B, `row_bytes`), or None if a row does not exist or is damaged. Damaged rows are erased."""
         self._open()
         found = np.empty((len(rows), self.row_bytes), dtype=np.uint8)
         with self._lock:
             for k, row in enumerate(rows):
-                total = 0 if self._checked[row] else self._sum(row)
-                if not total and not self._checked[row]:
-                    return None
+                if not self._checked[row]:
+                    self._sums.seek(row * 8)
+                    total = int.from_bytes(self._sums.read(8), "little")
+                    if not total:
+                        return None
                 self._file.seek(row * self.row_bytes)
                 complete = self._file.readinto(memoryview(found[k])) == self.row_bytes
                 if self._checked[row] and complete:
@@ -112,14 +110,10 @@ class RowStore:
         return torch.from_numpy(found)
 
     def write(self, rows: Sequence[int], values: Tensor) -> None:
-        """Write rows.
-
-        Args:
-            rows: their numbers.
-            values: uint8 (B, `row_bytes`).
+        """Write rows, uint8 (B, `row_bytes`).
 
         Raises:
-            StoreFullError: the disk has no room.
+            StoreFullError: the disk is full.
         """
         self._open()
         data = values.numpy()
@@ -141,23 +135,19 @@ class RowStore:
                 raise StoreFullError from error
             raise
 
-    def _sum(self, row: int) -> int:
-        self._sums.seek(row * 8)
-        return int.from_bytes(self._sums.read(8), "little")
-
 
 def require_room(settings: str, limit: str | int | float, stores: Mapping[Path, int], what: str, how: str) -> None:
-    """Refuse rows that are larger than a limit, or than what the disk has left for them.
+    """Reject stores that exceed a limit or the free disk space.
 
     Args:
-        settings: the beginning of the names of two settings, ``<settings>_limit`` and ``<settings>_folder``.
-        limit: the largest size, with a unit.
-        stores: bytes of all rows of each store, by its folder, which need not exist; all in one folder.
-        what: they are.
-        how: the user can do without them.
+        settings: common prefix of the settings ``<settings>_limit`` and ``<settings>_folder``.
+        limit: maximum size, with a unit.
+        stores: total bytes of each store by folder; all folders have the same parent and need not exist.
+        what: noun for the rows, for messages.
+        how: sentence on how to avoid the stores, for messages.
 
     Raises:
-        SettingError: `limit` is no size, or is too small, or the disk is too full.
+        SettingError: `limit` is invalid or too small, or the disk does not have enough free space.
     """
     size = sum(stores.values())
     if size > parse_bytes(f"{settings}_limit", limit):
@@ -167,14 +157,9 @@ def require_room(settings: str, limit: str | int | float, stores: Mapping[Path, 
     taken = sum(file.stat().st_blocks * 512 for folder in stores for file in folder.glob("*"))
     free = shutil.disk_usage(there).free
     if size - taken > free:
-        raise SettingError(
-            f"{settings}_folder",
-            parent,
-            f"on a disk with {format_bytes(size - taken)} left for these {what} ({format_bytes(free)} are)",
-            how,
-        )
+        known = f"on a disk with {format_bytes(size - taken)} left for these {what} ({format_bytes(free)} are free)"
+        raise SettingError(f"{settings}_folder", parent, known, how)
 
 
 def _checksum(row: np.ndarray) -> int:
-    """The checksum of a row's bytes; never 0."""
     return zlib.crc32(np.ascontiguousarray(row).data) | _WRITTEN

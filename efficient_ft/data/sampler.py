@@ -1,4 +1,4 @@
-"""The order of the images in an epoch, a function of (seed, epoch)."""
+"""A sampler whose order is a function of (seed, epoch)."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from torch.utils.data import Sampler
 
 
 class CounterSampler(Sampler[tuple[int, int]]):
-    """(epoch, index) pairs of one process's share of an epoch; the order depends on (seed, epoch) only.
+    """Yield (epoch, index) pairs of one process in an order that depends only on (seed, epoch).
 
-    Every image occurs at most once over all processes, whose shares differ by one image at most. With a `batch_size` a
-    few images at the end of the order are left out where they would give a process one more batch than another, or a
-    batch of a single image, on which BatchNorm fails.
+    Each image occurs at most once over all processes, whose numbers of images differ by at most one. If `batch_size` is
+    given, a few images at the end of the order are skipped so that all processes have the same number of batches, and
+    no batch contains a single image, for which BatchNorm fails.
 
     Args:
         size: number of images.
-        seed: of the order.
-        rank: this process, 0 ≤ rank < world.
+        seed: seed of the order.
+        rank: rank of this process, 0 ≤ rank < world.
         world: number of processes.
-        shuffle: False for evaluation: one fixed order for every seed and epoch.
-        batch_size: of each process, in training; None: all images are used.
+        shuffle: True to shuffle each epoch differently; False for one fixed order in evaluation.
+        batch_size: training batch size of each process; None to use all images.
 
     Attributes:
         used: number of images of an epoch, over all processes.
-        epoch: the epoch of the next iteration, see `set_epoch`.
-        start: number of samples that the *next* iteration skips, because an interrupted run has used them; 0 again
-            afterwards. `len` stays that of the whole epoch.
+        epoch: epoch of the next iteration.
+        start: number of samples that the next iteration skips because an interrupted run has used them. It is reset
+            afterwards, and does not change `len`.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class CounterSampler(Sampler[tuple[int, int]]):
         self.start = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration. Lightning calls this."""
+        """Set the epoch of the next iteration. Lightning calls this method."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -58,16 +58,17 @@ class CounterSampler(Sampler[tuple[int, int]]):
         if self.shuffle:
             order = np.random.default_rng([self.seed, epoch]).permutation(self.size)
         else:
-            # Fixed but shuffled: data sets are sorted by class, and a limited evaluation takes the first batches.
+            # The fixed order is random, because data sets are sorted by class and a limited evaluation uses the first
+            # batches.
             order = np.random.default_rng(0).permutation(self.size)
-        for index in order[: self.used][self.rank :: self.world][start:]:  # a list of all would be five times the array
+        for index in order[: self.used][self.rank :: self.world][start:]:  # a list would need five times the memory
             yield epoch, int(index)
 
 
 def _used(size: int, world: int, batch_size: int) -> int:
-    """Number of images of which all processes make the same number of batches, none of a single image."""
+    """Return the number of images that form equally many batches in all processes, and no batch of one image."""
     each, more = divmod(size, world)
-    if each < batch_size:  # one batch each; too few to leave any out
+    if each < batch_size:  # one batch for each process, so that no image is skipped
         return size if each else 0
     last = each % batch_size
     if last == 1:

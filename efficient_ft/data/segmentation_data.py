@@ -1,12 +1,11 @@
-"""A segmentation data set opened for training: its splits and their loaders, of images with masks."""
+"""Segmentation data sets ready for training, with transforms of images and masks."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,40 +16,36 @@ from torch.utils.data import Dataset
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as VF
-from tqdm import tqdm
 
+from efficient_ft.config.schema import DataConfig, MaskConfig
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.input_spec import IGNORED, InputSpec
-from efficient_ft.data.counts import counted, verb
 from efficient_ft.data.images import Decoding, read_image
 from efficient_ft.data.inspect_masks import inspect_masks
-from efficient_ft.data.inspection import Inspection
-from efficient_ft.data.loader import LoadFailure, sample_seed
+from efficient_ft.data.inspection import Inspection, find_failures
+from efficient_ft.data.loader import LoadFailure, load_seeded
 from efficient_ft.data.mask_survey import mask_orientation, refuse_unclear_masks
 from efficient_ft.data.masks import Classes, MaskListing, MaskSamples, hold_out, read_mask
 from efficient_ft.data.opened import OpenedData
 from efficient_ft.data.reading import Header, Reading, headers, largest_file
 
-if TYPE_CHECKING:
-    from efficient_ft.config.schema import DataConfig, MaskConfig
-
-#: Whole images are padded to multiples of this, the largest stride of an encoder.
+#: Evaluated images are padded to multiples of this number, the largest stride of an encoder.
 STRIDE = 32
-#: Bytes per pixel, measured with 4-megapixel files: of reading an image with its mask, in addition to decoding the
-#: image, and of resizing both for training, per resized pixel.
+#: Bytes per pixel, measured with 4-megapixel files. The first number is the memory of reading a mask, in addition to
+#: decoding its image. The second number is the memory of resizing both in training, per resized pixel.
 _READ, _ZOOMED = 22, 6
 
 
 class MaskTransform:
     """Transform images and masks together.
 
-    Training: the image is resized by a random factor, a random part of the network's size is cut out (padded where the
-    image is smaller; padding has no label), and half of the images are mirrored. Evaluation: the whole image.
+    In training, an image is resized by a random factor, padded without labels if it is smaller than the input size, and
+    randomly cropped to that size. Half of the images are mirrored. In evaluation, the entire image is used.
 
     Args:
-        input: the network's size in training, and its normalization.
-        masks: the settings of the transform.
-        training: False: that of evaluation.
+        input: input size in training, and normalization of the network.
+        masks: mask settings.
+        training: True for training, False for evaluation.
     """
 
     def __init__(self, input: InputSpec, masks: MaskConfig, training: bool) -> None:
@@ -63,7 +58,7 @@ class MaskTransform:
         self._part = v2.Compose([*steps, v2.RandomHorizontalFlip()] if masks.flip else steps)
 
     def __call__(self, image: Image.Image, mask: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Return uint8 (3, H, W) and uint8 (H, W)."""
+        """Return the transformed image and mask: uint8 (3, H, W) and uint8 (H, W)."""
         pixels = tv_tensors.Image(VF.pil_to_tensor(image))
         target = tv_tensors.Mask(torch.from_numpy(mask.copy())[None])
         if not self._training:
@@ -71,61 +66,42 @@ class MaskTransform:
         low, high = self._zoom
         factor = low + (high - low) * float(torch.rand(()))
         size = [max(round(side * factor), 1) for side in mask.shape]
-        # Masks are resized to the nearest pixel, and padded without a label.
+        # Masks are resized by nearest-neighbor interpolation, and padded with the ignore index.
         pixels, target = self._part(VF.resize(pixels, size, antialias=True), VF.resize(target, size))
         return pixels, target[0]
 
     def batch(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Stack images and masks, padded to a common size: float32 (B, 3, H, W), normalized, and int64 (B, H, W)."""
+        """Pad, normalize and stack images and masks: float32 (B, 3, H, W) and int64 (B, H, W)."""
         sizes = [pixels.shape[-2:] for pixels, _ in pairs]
         stride = 1 if self._training else STRIDE
         height, width = (-(-max(size[k] for size in sizes) // stride) * stride for k in (0, 1))
-        whole = (max(target.shape[k] for _, target in pairs) for k in (0, 1))
-        # A mask covers what its image covers, also where the image was resized.
-        tall, wide = whole if self._resize is not None and not self._training else (height, width)
-        images = torch.stack([_padded(self._normalized(pixels), height, width, 0.0) for pixels, _ in pairs])
+        # If images are resized in evaluation, masks keep their own size.
+        largest = (max(target.shape[k] for _, target in pairs) for k in (0, 1))
+        tall, wide = largest if self._resize is not None and not self._training else (height, width)
+        floats = [pixels.as_subclass(Tensor).float().div_(255).sub_(self._mean).div_(self._std) for pixels, _ in pairs]
+        images = torch.stack([_padded(one, height, width, 0.0) for one in floats])
         targets = torch.stack([_padded(target.as_subclass(Tensor), tall, wide, IGNORED) for _, target in pairs])
         return images, targets.long()
 
-    def _normalized(self, pixels: Tensor) -> Tensor:
-        return pixels.as_subclass(Tensor).float().div_(255).sub_(self._mean).div_(self._std)
-
 
 def _padded(x: Tensor, height: int, width: int, value: float) -> Tensor:
-    """Pad (..., h, w) at the right and the bottom."""
     return F.pad(x, (0, width - x.shape[-1], 0, height - x.shape[-2]), value=value)
 
 
+@dataclass(eq=False)
 class MaskDataset(Dataset[tuple[Tensor, Tensor]]):
-    """The images and masks of a split by (epoch, index). Augmentation depends only on (seed, epoch, index).
+    """The images and masks of a split by (epoch, index). Augmentation depends only on (seed, epoch, index)."""
 
-
-    Args:
-        samples: images and masks of the split.
-        classes: classes of the data set.
-        transform: transform of images and masks.
-        seed: seed of the run.
-        exif: the setting ``data.masks.exif``.
-        labeled: reject masks without labeled pixels, from which a network learns nothing.
-        decoding: options for decoding images.
-    """
-
-    def __init__(
-        self,
-        samples: MaskSamples,
-        classes: Classes,
-        transform: MaskTransform,
-        seed: int,
-        exif: str,
-        labeled: bool,
-        decoding: Decoding | None = None,
-    ) -> None:
-        self._decoding = decoding
-        self._samples, self._classes, self._transform, self._seed = samples, classes, transform, seed
-        self._exif, self._labeled = exif, labeled
+    samples: MaskSamples
+    classes: Classes
+    transform: MaskTransform
+    seed: int  # seed of the run
+    exif: str  # the setting ``data.masks.exif``
+    labeled: bool  # reject masks without labeled pixels, which do not contribute to training
+    decoding: Decoding | None = None
 
     def __len__(self) -> int:
-        return len(self._samples)
+        return len(self.samples)
 
     def read(self, index: int) -> tuple[Image.Image, np.ndarray]:
         """Read an image and its mask.
@@ -133,40 +109,32 @@ class MaskDataset(Dataset[tuple[Tensor, Tensor]]):
         Raises:
             UserError: one of the files cannot be used.
         """
-        path, mask = self._samples.images[index], self._samples.masks[index]
-        image = read_image(path, decoding=self._decoding)
-        orientation = mask_orientation(path, mask, self._exif)
-        return image, read_mask(mask, self._classes, image.size, orientation, self._labeled)
+        path, mask = self.samples.images[index], self.samples.masks[index]
+        image = read_image(path, decoding=self.decoding)
+        orientation = mask_orientation(path, mask, self.exif)
+        return image, read_mask(mask, self.classes, image.size, orientation, self.labeled)
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> tuple[Tensor, Tensor] | LoadFailure:
-        """Load a batch: float32 (B, 3, H, W) and int64 (B, H, W), or the failure to read one of its files."""
-        state = torch.default_generator.get_state()  # see `loader.SplitDataset`
+        """Load a batch: float32 (B, 3, H, W) and int64 (B, H, W), or a `LoadFailure` if a file cannot be read."""
         try:
-            pairs = []
-            for epoch, index in keys:
-                torch.default_generator.manual_seed(sample_seed(self._seed, epoch, index))
-                pairs.append(self._transform(*self.read(index)))
-            return self._transform.batch(pairs)
+            pairs = load_seeded(self.seed, keys, lambda index: self.transform(*self.read(index)))
         except UserError as error:
             return LoadFailure(str(error))
-        finally:
-            torch.default_generator.set_state(state)
+        return self.transform.batch(pairs)
 
 
 class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
     """A segmentation data set ready for training and evaluation.
 
     Args:
-        listing: the lists of the data set.
+        listing: lists of the data set.
         config: the `data` section of the configuration, with `masks`.
-        input: the network's input: the size of training crops, and the normalization.
-        seed: of the run; decides the validation split, the order and the augmentation.
+        input: size of training crops, and normalization of the network.
+        seed: seed of the run, which determines the validation split, the order and the augmentation.
 
     Attributes:
         classes: classes with their ids in the masks.
         masks: mask settings.
-        class_names: by index.
-        best_split: the split on which the best epoch is selected.
 
     Raises:
         SettingError: a setting does not fit the data set.
@@ -184,15 +152,10 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
             Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, config.max_pixels)
         self._transforms = {training: MaskTransform(input, config.masks, training) for training in (True, False)}
         self._parts = self._choose_splits(listing.train, listing.val, listing.test, hold_out)
-        own = config.name == "mask_folder"
-        refuse_unclear_masks(self._parts, self.classes, config.masks, own)
+        refuse_unclear_masks(self._parts, self.classes, config.masks, own=config.name == "mask_folder")
         if config.on_corrupt == "skip":
             self._parts = {name: self._readable(name, part) for name, part in self._parts.items()}
-            if self._skipped:
-                self._notes.append(
-                    f"{counted(len(self._skipped), 'unusable image')} {verb(len(self._skipped), 'is', 'are')} left out"
-                    " (data.on_corrupt=skip)."
-                )
+            self._note_skipped("unusable")
 
     def inspect(self, *, thorough: bool = False) -> Inspection:
         """Inspect the images and masks; see `inspect_masks`."""
@@ -226,34 +189,17 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
         return MaskDataset(part, self.classes, transform, self._seed, exif, labeled, self.decoding)
 
     def _readable(self, name: str, part: MaskSamples) -> MaskSamples:
-        """The samples whose files can be used; the others are recorded in `_skipped`."""
+        """Return the samples whose files can be used, and record the other samples as skipped."""
         images = self._samples(part, False, name == "train")
-
-        def problem(index: int) -> str | None:
-            try:
-                images.read(index)
-            except UserError as error:
-                return str(error)
-            return None
-
-        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-            reasons = list(
-                tqdm(
-                    pool.map(problem, range(len(part))),
-                    total=len(part),
-                    desc=f"reading {name}",
-                    leave=False,
-                    disable=None,
-                )
-            )
-        self._skipped.update({part.images[i]: why for i, why in enumerate(reasons) if why is not None})
-        left = [i for i, why in enumerate(reasons) if why is None]
+        failures = find_failures(images.read, range(len(part)), len(part), f"reading {name}")
+        self._skipped.update({part.images[i]: why for i, why in failures.items()})
+        left = [i for i in range(len(part)) if i not in failures]
         if not left:
             raise UserError(f"No usable image is left in the {name} split (data.on_corrupt=skip). Replace its files.")
         return part.take(left)
 
     def examples(self, count: int) -> list[tuple[Image.Image, np.ndarray]]:
-        """Some images with their masks, evenly spread over the test images, or those that choose the best epoch."""
+        """Return `count` evenly spread images and masks of the test split, or else of the validation split."""
         split = "test" if "test" in self._parts else self.best_split
         images, size = self._dataset(split, training=False), len(self._parts[split])
         return [images.read(i) for i in sorted({round(k * (size - 1) / max(count - 1, 1)) for k in range(count)})]

@@ -1,10 +1,10 @@
-"""The data set that a configuration names: what is missing of it, how many classes it has, and opening it."""
+"""Open the data set that a configuration names."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from efficient_ft.config.schema import DataConfig
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.tokenizer import Tokenizer
@@ -22,55 +22,48 @@ from efficient_ft.data.segmentation_data import SegmentationData
 from efficient_ft.data.text_data import TextData
 from efficient_ft.data.texts import TextListing, missing_text_folder, read_texts
 
-if TYPE_CHECKING:
-    from efficient_ft.config.schema import DataConfig
+#: Functions that return the error message for a missing folder, by data set.
+_MISSING = {"folder": missing_folder, "mask_folder": missing_mask_folder, "text_folder": missing_text_folder}
 
 
 def missing_data(config: DataConfig) -> str | None:
-    """Look for the files of a data set without fetching any; takes at most about `core.network.PROBE_SECONDS`.
+    """Check that the files of a data set exist or can be downloaded, within about `core.network.PROBE_SECONDS`.
 
     Returns:
-        None if the data are present or can be fetched now, else a message: what belongs where, and alternatives.
+        None if the data exist or can be downloaded now, otherwise a message about the missing files, their expected
+        locations and alternatives.
     """
     if config.name == "digits":
         return None
     root = Path(config.root).expanduser()
-    if config.name == "folder":
-        return missing_folder(root)
-    if config.name == "mask_folder":
-        return missing_mask_folder(root)
-    if config.name == "text_folder":
-        return missing_text_folder(root)
+    if config.name in _MISSING:
+        return _MISSING[config.name](root)
     if config.name in MASK_SETS:
         return MASK_SETS[config.name].missing(config.name, root)
     source = _published(config)
-    return source.missing(config.name, source.root(config.root), config.download)
+    return source.missing(config.name, source.root(root), config.download)
 
 
 def class_count(config: DataConfig) -> int | None:
-    """Count the classes without opening an image; None for a folder that does not exist."""
+    """Count the classes without opening an image; None for a folder that cannot be read."""
     if config.name == "digits":
         return 10
-    root = Path(config.root).expanduser()
     if config.name == "folder":
-        return folder_classes(root, config.splits, config.follow_links)
+        return folder_classes(Path(config.root).expanduser(), config.splits, config.follow_links)
     if config.name in MASK_SETS:
         return len(MASK_SETS[config.name].classes.names)
-    if config.masks is not None:
-        try:
+    try:
+        if config.masks is not None:
             return len(_read_masks(config).classes.names)
-        except UserError:
-            return None
-    if config.name == "text_folder":
-        try:
+        if config.name == "text_folder":
             return len(_read_texts(config).class_names)
-        except UserError:
-            return None
+    except UserError:
+        return None
     return _published(config).classes
 
 
 def read_data(config: DataConfig) -> Listing | MaskListing | TextListing:
-    """Fetch the files if necessary, and read the lists.
+    """Download the files if necessary, and read the lists.
 
     Raises:
         UserError: the data are missing or damaged.
@@ -83,13 +76,45 @@ def read_data(config: DataConfig) -> Listing | MaskListing | TextListing:
         return _read_masks(config)
     if config.text is not None:
         return _read_texts(config)
-    source = _published(config)
-    root = _fetched(config, source)
-    return read_published(config.name, root, config.follow_links)
+    return read_published(config.name, _fetched(config, _published(config)), config.follow_links)
+
+
+def open_data(config: DataConfig, input: InputSpec, seed: int) -> ImageData | SegmentationData:
+    """Open an image data set: download the files if necessary, read the lists, and split the samples.
+
+    Args:
+        config: the `data` section of the configuration.
+        input: input size, normalization and interpolation of the network.
+        seed: seed of the run, which determines the validation split, the order and the augmentation.
+
+    Raises:
+        UserError: the data are missing, damaged, or cannot be split as configured.
+    """
+    listing = read_data(config)
+    if isinstance(listing, MaskListing):
+        return SegmentationData(listing, config, input, seed)
+    if not isinstance(listing, Listing):
+        raise UserError(f"data={config.name} contains texts, but images are required. Choose an image data set.")
+    return ImageData(listing, config, input, seed)
+
+
+def open_texts(config: DataConfig, tokenizer: Tokenizer, max_length: int, seed: int) -> TextData:
+    """Open a text data set; see `open_data` for `config` and `seed`.
+
+    Args:
+        config: the `data` section of the configuration.
+        tokenizer: tokenizer of the network.
+        max_length: maximum number of tokens of a sample.
+        seed: seed of the run.
+
+    Raises:
+        UserError: the data are missing, damaged, or cannot be split as configured.
+    """
+    return TextData(_read_texts(config), config, tokenizer, max_length, seed)
 
 
 def _fetched(config: DataConfig, source: PublishedSet) -> Path:
-    """Fetch the files of a published data set if necessary; return the folder that contains its own."""
+    """Download and unpack the files of a published data set if necessary, and return its root folder."""
     root = source.root(config.root)
     problem = source.missing(config.name, root, config.download)
     if problem is not None:
@@ -99,55 +124,19 @@ def _fetched(config: DataConfig, source: PublishedSet) -> Path:
 
 
 def _read_texts(config: DataConfig) -> TextListing:
-    """The lists of a data set of texts."""
     assert config.text is not None, "refused by `config.check`"
     if config.name == "text_folder":
         return read_texts(Path(config.root).expanduser(), config.text, config.follow_links, config.splits)
     source = TEXT_SETS[config.name]
-    found: TextListing = source.read(_fetched(config, source), config.text)
-    return found
-
-
-def open_texts(config: DataConfig, tokenizer: Tokenizer, max_length: int, seed: int) -> TextData:
-    """Fetch the files of a data set of texts if necessary, read the lists, and split.
-
-    Args:
-        config: the `data` section of the configuration.
-        tokenizer: of the network.
-        max_length: the largest number of tokens.
-        seed: of the run; decides the validation split and the order.
-
-    Raises:
-        UserError: the data are missing, damaged, or cannot be split as configured.
-    """
-    return TextData(_read_texts(config), config, tokenizer, max_length, seed)
-
-
-def open_data(config: DataConfig, input: InputSpec, seed: int) -> ImageData | SegmentationData:
-    """Fetch the files of a data set of images if necessary, read the lists, and split.
-
-    Args:
-        config: the `data` section of the configuration.
-        input: the network's input size, normalization and interpolation.
-        seed: of the run; decides the validation split, the order and the augmentation.
-
-    Raises:
-        UserError: the data are missing, damaged, or cannot be split as configured.
-    """
-    listing = read_data(config)
-    if isinstance(listing, MaskListing):
-        return SegmentationData(listing, config, input, seed)
-    if not isinstance(listing, Listing):
-        raise UserError(f"data={config.name} has texts; this serves data sets of images.")
-    return ImageData(listing, config, input, seed)
+    listing: TextListing = source.read(_fetched(config, source), config.text)
+    return listing
 
 
 def _read_masks(config: DataConfig) -> MaskListing:
-    """The lists of a segmentation data set."""
-    root, masks = Path(config.root).expanduser(), config.masks
+    root = Path(config.root).expanduser()
     if config.name not in MASK_SETS:
-        assert masks is not None, "refused by `config.check`"
-        return read_mask_folder(root, masks, config.splits, config.follow_links)
+        assert config.masks is not None, "refused by `config.check`"
+        return read_mask_folder(root, config.masks, config.splits, config.follow_links)
     source = MASK_SETS[config.name]
     problem = source.missing(config.name, root)
     if problem is not None:
@@ -156,8 +145,7 @@ def _read_masks(config: DataConfig) -> MaskListing:
 
 
 def _published(config: DataConfig) -> PublishedSet:
-    if config.name in TEXT_SETS:
-        return TEXT_SETS[config.name]
-    if config.name not in PUBLISHED:
+    known = {**PUBLISHED, **TEXT_SETS}
+    if config.name not in known:
         raise SettingError("data.name", config.name, ["folder", "digits", *PUBLISHED])
-    return PUBLISHED[config.name]
+    return known[config.name]

@@ -1,7 +1,7 @@
-"""Recognize splits by the names of folders and files, for images, masks and texts.
+"""Recognize splits by the names of folders and files of images, masks and texts.
 
-A name denotes a split if it contains one word of `_WORDS` in any case, possibly with neutral affixes (``train_set``,
-``Validation-images``, ``seg_test``, ``train2017``). Names that share their other words denote splits together:
+A name denotes a split if it contains one of the words in `_WORDS`, possibly with neutral affixes: ``train_set``,
+``Validation-images``, ``seg_test``, ``train2017``. Several names with the same other words also denote splits:
 ``birds_train`` and ``birds_test``.
 """
 
@@ -17,6 +17,7 @@ from typing import Literal
 
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean
 from efficient_ft.core.text import printable
+from efficient_ft.data.counts import some
 from efficient_ft.data.paths import is_hidden
 
 Split = Literal["train", "val", "test"]
@@ -28,7 +29,7 @@ _WORDS: dict[str, Split] = {
     **dict.fromkeys(("train", "training", "trn"), "train"),
     **dict.fromkeys(("val", "valid", "validation", "validate", "dev", "devel", "eval", "evaluation"), "val"),
     **dict.fromkeys(("test", "testing", "tst"), "test"),
-    # Spanish, French, Portuguese, Italian, German, Russian, Chinese, Japanese: words that are no names of classes.
+    # Spanish, French, Portuguese, Italian, German, Russian, Chinese and Japanese words that rarely name classes.
     **dict.fromkeys(
         ("entrenamiento", "entrainement", "entraînement", "treinamento", "treino", "addestramento", "обучение",
          "训练", "训练集", "訓練", "学習"), "train"
@@ -39,54 +40,14 @@ _WORDS: dict[str, Split] = {
     ),
     **dict.fromkeys(("prueba", "pruebas", "teste", "тест", "测试", "测试集", "テスト"), "test"),
 }  # type: ignore[dict-item]  # fmt: skip
-#: Neutral words next to the word of a split.
+#: Words that may accompany the word of a split.
 _AFFIXES = frozenset(
-    [
-        "data",
-        "dataset",
-        "datasets",
-        "set",
-        "sets",
-        "split",
-        "splits",
-        "subset",
-        "part",
-        "folder",
-        "folders",
-        "file",
-        "files",
-        "image",
-        "images",
-        "img",
-        "imgs",
-        "pic",
-        "pics",
-        "picture",
-        "pictures",
-        "photo",
-        "photos",
-        "sample",
-        "samples",
-        "text",
-        "texts",
-        "seg",
-        "cls",
-        "clf",
-        "classification",
-        "the",
-        "my",
-        "all",
-        "full",
-        "final",
-        "raw",
-        "new",
-        "original",
-        "orig",
-        "copy",
-        "v",
-    ]
-)
-#: Words that denote a part of a data set next to a letter or a number: ``fold_a``, ``part 2``.
+    ["data", "dataset", "datasets", "set", "sets", "split", "splits", "subset", "part", "folder", "folders", "file",
+     "files", "image", "images", "img", "imgs", "pic", "pics", "picture", "pictures", "photo", "photos", "sample",
+     "samples", "text", "texts", "seg", "cls", "clf", "classification", "the", "my", "all", "full", "final", "raw",
+     "new", "original", "orig", "copy", "v"]
+)  # fmt: skip
+#: Words that denote a part of a data set if a letter or a number follows: ``fold_a``, ``part 2``.
 _PARTS = frozenset({"fold", "folds", "kfold", "split", "part", "subset", "batch", "chunk", "shard", "set"})
 #: Words that Hydra reads as a number, a boolean or null.
 _READ_AS_VALUES = frozenset({"true", "false", "null", "nan", "inf"})
@@ -94,11 +55,7 @@ _JOINED = re.compile(rf"({'|'.join(sorted(_WORDS, key=len, reverse=True))})(data
 
 
 def split_of(name: str) -> Split | None:
-    """Return the split that a name alone denotes; None if it denotes none or several.
-
-    Args:
-        name: name of a folder, or of a file without its extension.
-    """
+    """Return the split that a folder name or file stem denotes; None if it denotes none or several."""
     split, rest = _read(name)
     return split if not rest else None
 
@@ -107,7 +64,7 @@ def name_splits(names: Iterable[str]) -> dict[str, Split]:
     """Return the split of each name that denotes one, alone or together with another name.
 
     Args:
-        names: names of the folders, or of the files without extensions, in one folder.
+        names: names of the subfolders, or stems of the files, of one folder.
     """
     found: dict[str, Split] = {}
     together: dict[tuple[str, ...], dict[str, Split]] = defaultdict(dict)
@@ -122,35 +79,24 @@ def name_splits(names: Iterable[str]) -> dict[str, Split]:
 
 
 def part_names(names: Iterable[str]) -> list[str]:
-    """Return the names that denote a split or a part of a data set next to letters and numbers: ``trainA``, ``fold1``.
-
-    Args:
-        names: names of the folders in one folder.
-    """
+    """Return the names that denote numbered or lettered splits or parts of a data set: ``trainA``, ``fold1``."""
 
     def is_part(name: str) -> bool:
         split, rest = _read(name)
         if split is not None:
             return all(len(word) == 1 for word in rest)
         words = _words(name)
-        return len(words) > 1 and not _PARTS.isdisjoint(words) and all(w in _PARTS or _is_index(w) for w in words)
+        known = [word in _PARTS or word.isdigit() or len(word) == 1 for word in words]
+        return len(words) > 1 and all(known) and not _PARTS.isdisjoint(words)
 
     return [name for name in names if is_part(name)]
-
-
-def _is_index(word: str) -> bool:
-    return word.isdigit() or len(word) == 1
 
 
 def chosen_places(root: Path, chosen: Chosen) -> dict[Split, list[Path]]:
     """Return the folders or files that the setting ``data.splits`` names, by split; ``.`` is `root` itself.
 
-    Args:
-        root: ``data.root``.
-        chosen: the value of the setting.
-
     Raises:
-        SettingError: there is no training data, or a path does not exist, is outside of `root`, or is named twice.
+        SettingError: there is no training data, or a path does not exist, is outside of `root`, or occurs twice.
     """
     if not chosen.get("train"):
         raise SettingError("data.splits", show(chosen), "a mapping that names the training data", "Add train: FOLDER.")
@@ -186,34 +132,26 @@ def ambiguous(root: Path, found: str, readings: Sequence[tuple[str, Chosen]]) ->
 
     Args:
         root: ``data.root``.
-        found: a sentence that describes the content of `root`, with counts.
-        readings: each as text ("the folders are classes"), with the value of ``data.splits`` that selects it.
+        found: sentence that describes the contents of `root`, with counts.
+        readings: possible interpretations as text, each with the value of ``data.splits`` that selects it.
     """
     choices = "; ".join(f"if {words}: 'data.splits={show(chosen)}'" for words, chosen in readings)
     return UserError(f"{printable(root)} can be read in several ways. {found} Choose one: {choices}.")
 
 
 def repeated(root: Path, split: Split, places: Sequence[Path], others: Mapping[Split, Sequence[Path]]) -> UserError:
-    """Return the error for several folders or files of one split.
-
-    Args:
-        root: ``data.root``.
-        split: the split.
-        places: the folders or files whose names denote it.
-        others: the folders or files of the other splits.
-    """
-    rest = {one: [p.name for p in of] for one, of in others.items() if one != split}
-    plain = {one: names[0] if len(names) == 1 else names for one, names in rest.items()}
+    """Return the error for several folders or files of one split (`places`), given those of all splits (`others`)."""
+    rest: Chosen = {one: [place.name for place in of] for one, of in others.items() if one != split}
     names = [place.name for place in places]
-    readings: list[tuple[str, Chosen]] = [(f"{names[0]} alone is the {split} split", {**plain, split: names[0]})]
-    readings.append((f"all are the {split} split", {**plain, split: names}))
+    readings: list[tuple[str, Chosen]] = [(f"{names[0]} alone is the {split} split", {**rest, split: names[0]})]
+    readings.append((f"all are the {split} split", {**rest, split: names}))
     if split == "val" and "test" not in rest and len(names) == 2:
-        readings.append((f"{names[1]} is the test split", {**plain, "val": names[0], "test": names[1]}))
+        readings.append((f"{names[1]} is the test split", {**rest, "val": names[0], "test": names[1]}))
     return ambiguous(root, f"{some(names)} all denote the {split} split.", readings)
 
 
 def show(chosen: Chosen) -> str:
-    """Return the value of ``data.splits`` as it is written on the command line."""
+    """Format a value of ``data.splits`` for the command line; a list with a single name becomes that name."""
     parts = []
     for split in SPLITS:
         value = chosen.get(split)
@@ -224,23 +162,14 @@ def show(chosen: Chosen) -> str:
     return "{" + ", ".join(parts) + "}"
 
 
-def some(names: Sequence[str], count: int = 6) -> str:
-    """Return up to `count` names with commas, and the number of the others."""
-    more = f" and {len(names) - count} more" if len(names) > count else ""
-    return ", ".join(printable(name) for name in names[:count]) + more
-
-
 def _quoted(name: str) -> str:
-    """Return a folder's name as a value in Hydra's grammar, quoted unless it is a plain word."""
+    """Return a name in Hydra's grammar: quoted unless it is a plain word."""
     plain = re.fullmatch(r"[A-Za-z_][\w.\-/]*", name, re.ASCII) and name.lower() not in _READ_AS_VALUES
-    if plain or name == ".":
-        return name
-    escaped = name.replace('"', '\\"')
-    return f'"{escaped}"'
+    return name if plain or name == "." else '"{}"'.format(name.replace('"', '\\"'))
 
 
 def _read(name: str) -> tuple[Split | None, tuple[str, ...]]:
-    """Return the split that a name contains, or None if it does not contain exactly one, and the other words."""
+    """Return the only split in a name (otherwise None), and the other words."""
     words = _words(name)
     at = [i for i, word in enumerate(words) if word in _WORDS]
     if len(at) != 1:
@@ -249,13 +178,16 @@ def _read(name: str) -> tuple[Split | None, tuple[str, ...]]:
     return _WORDS[words[at[0]]], tuple(rest)
 
 
-def _words(name: str) -> list[str]:
+def name_words(name: str) -> list[str]:
     """Return the words and numbers in a name, in lower case."""
     spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", unicodedata.normalize("NFC", name))
-    return [part for word in re.findall(r"[^\W\d_]+|\d+", spaced.casefold()) for part in _parts(word)]
+    return re.findall(r"[^\W\d_]+|\d+", spaced.casefold())
 
 
-def _parts(word: str) -> Sequence[str]:
-    """Return a word, or the two words in a joined word such as ``trainset``."""
-    joined = _JOINED.fullmatch(word)
-    return joined.groups() if joined else (word,)
+def _words(name: str) -> list[str]:
+    """Return the words and numbers in a name; words such as ``trainset`` are split."""
+    words: list[str] = []
+    for word in name_words(name):
+        joined = _JOINED.fullmatch(word)
+        words += joined.groups() if joined else [word]
+    return words

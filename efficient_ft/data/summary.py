@@ -1,4 +1,4 @@
-"""Summarize a data set as a run reads it, for the terminal and for results.json."""
+"""Summarize a data set for the terminal and for results.json."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from efficient_ft.core.text import plain_line, printable
-from efficient_ft.data.counts import counted
+from efficient_ft.data.counts import counted, shortened, some, verb
 from efficient_ft.data.inspection import Inspection
 
-#: Maximum number of class names in the output, and of their letters.
+#: Maximum number of class names in the output, and maximum number of their characters.
 _NAMES, _LETTERS = 8, 60
 #: Maximum number of recorded skipped samples.
 _RECORDED = 100
@@ -20,49 +20,30 @@ _RECORDED = 100
 
 @dataclass(frozen=True)
 class SplitSummary:
-    """The summary of one split.
+    """The summary of one split."""
 
-    Attributes:
-        samples: number of images or texts.
-        origin: short description of their source.
-        per_class: number of samples of each class, int64 (classes,); None if samples have no class (masks).
-    """
-
-    samples: int
-    origin: str = ""
-    per_class: np.ndarray | None = None
+    samples: int  # number of images or texts
+    origin: str = ""  # short description of the source
+    per_class: np.ndarray | None = None  # number of samples by class, int64 (classes,); None for masks
 
 
 @dataclass
 class Summary:
-    """The summary of a data set as a run reads it.
+    """The summary of a data set."""
 
-    Attributes:
-        name: name of the data set, or path of the user's own folder.
-        task: ``classification``, ``segmentation`` or ``text``.
-        noun: noun for one sample.
-        class_names: class names by label.
-        splits: summaries by name of the split, in the order train, val, test.
-        best_split: the split that selects the best epoch.
-        inspection: result of inspecting the samples.
-        left_out: number of unused files by reason.
-        skipped: reason by path, for unusable samples that are skipped (``data.on_corrupt=skip``).
-        notes: further facts that a user should know, one sentence each.
-    """
-
-    name: str
-    task: str
-    noun: str
-    class_names: Sequence[str]
-    splits: Mapping[str, SplitSummary]
-    best_split: str
-    inspection: Inspection
-    left_out: Mapping[str, int] = field(default_factory=dict)
-    skipped: Mapping[str, str] = field(default_factory=dict)
-    notes: Sequence[str] = ()
+    name: str  # name of the data set, or path of the user's own folder
+    task: str  # ``classification``, ``segmentation`` or ``text``
+    noun: str  # noun for one sample
+    class_names: Sequence[str]  # class names by label
+    splits: Mapping[str, SplitSummary]  # summaries by name of the split, in the order train, val, test
+    best_split: str  # split on which the best epoch is selected
+    inspection: Inspection  # result of inspecting the samples
+    left_out: Mapping[str, int] = field(default_factory=dict)  # number of unused files by reason
+    skipped: Mapping[str, str] = field(default_factory=dict)  # reason by path, for skipped samples
+    notes: Sequence[str] = ()  # further facts that a user should know, one sentence each
 
     def lines(self) -> list[str]:
-        """Return the short lines that a run prints before training."""
+        """Return short lines for the terminal, which are shown before training."""
         found = [f"data: {self.name}, {self.task}, {len(self.class_names)} classes: {abridged(self.class_names)}"]
         for split, one in self.splits.items():
             parts = [counted(one.samples, self.noun)]
@@ -80,9 +61,8 @@ class Summary:
             found.append(f"  not used: {reasons}")
         if self.skipped:
             path, reason = next(iter(self.skipped.items()))
-            more = f" and {len(self.skipped) - 1:,} more" if len(self.skipped) > 1 else ""
             why = reason.removeprefix(f"{printable(path)}: ")
-            found.append(f"  skipped: {printable(path)}{more} ({why.rstrip('.')})")
+            found.append(f"  skipped: {some(list(self.skipped), 1)} ({why.rstrip('.')})")
         return found
 
     @property
@@ -93,25 +73,23 @@ class Summary:
         if train.per_class is not None:
             empty = [name for name, count in zip(self.class_names, train.per_class, strict=True) if not count]
             if empty:
-                which = "One class has" if len(empty) == 1 else f"{len(empty)} classes have"
-                found.append(f"{which} no training {self.noun}: {abridged(empty)}.")
+                classes = f"{counted(len(empty), 'class')} {verb(len(empty))}"
+                found.append(f"{classes} no training {self.noun}: {abridged(empty)}.")
         return found
 
     def record(self) -> dict[str, Any]:
         """Return the summary in plain containers."""
+        splits: dict[str, dict[str, Any]] = {}
+        for split, one in self.splits.items():
+            splits[split] = {"samples": one.samples, "origin": one.origin}
+            if one.per_class is not None:
+                splits[split]["per_class"] = one.per_class.tolist()
         return {
             "name": self.name,
             "task": self.task,
             "classes": len(self.class_names),
             "class_names": list(self.class_names),
-            "splits": {
-                split: {
-                    "samples": one.samples,
-                    "origin": one.origin,
-                    **({} if one.per_class is None else {"per_class": one.per_class.tolist()}),
-                }
-                for split, one in self.splits.items()
-            },
+            "splits": splits,
             "best_split": self.best_split,
             **self.inspection.facts,
             "not_used": dict(self.left_out),
@@ -122,11 +100,10 @@ class Summary:
 
 
 def abridged(names: Sequence[str]) -> str:
-    """Return the first names with commas, and the last one, in at most about 70 letters."""
+    """Join the first names with commas, and append the number of remaining names, in about 70 characters."""
     shown: list[str] = []
     for name in names[:_NAMES]:
-        text = plain_line(name)
-        text = text if len(text) <= _LETTERS else f"{text[: _LETTERS - 1]}…"
+        text = shortened(plain_line(name), _LETTERS)
         if shown and sum(map(len, shown)) + len(text) > _LETTERS:
             break
         shown.append(text)

@@ -1,14 +1,13 @@
-"""A data set of texts opened for training: its splits and their loaders, which tokenize batch by batch."""
+"""Text data sets ready for training; loaders tokenize each batch."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from efficient_ft.config.schema import DataConfig
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.tokenizer import Tokenizer
 from efficient_ft.data.inspect_texts import inspect_texts
@@ -17,9 +16,6 @@ from efficient_ft.data.listing import stratified_split
 from efficient_ft.data.opened import OpenedData
 from efficient_ft.data.reading import Reading
 from efficient_ft.data.texts import TextListing, Texts, reasons_of
-
-if TYPE_CHECKING:
-    from efficient_ft.config.schema import DataConfig
 
 
 class TextDataset(Dataset[tuple[dict[str, Tensor], Tensor]]):
@@ -33,28 +29,28 @@ class TextDataset(Dataset[tuple[dict[str, Tensor], Tensor]]):
         return len(self._samples)
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> tuple[dict[str, Tensor], Tensor]:
-        """Load a batch: the network's inputs, int64 (B, L) each, and the labels (B,)."""
+        """Load a batch: the inputs of the network, int64 (B, L) each, and the labels, int64 (B,)."""
         numbers = [index for _, index in keys]
         texts = [self._samples.texts[index] for index in numbers]
         return self._tokenizer.batch(texts, self._max_length), self._labels[numbers]
 
 
 class TextData(OpenedData[Texts, TextDataset]):
-    """A data set of texts ready for training and evaluation.
+    """A text data set ready for training and evaluation.
 
     Args:
-        listing: the lists of the data set.
+        listing: lists of the data set.
         config: the `data` section of the configuration.
-        tokenizer: of the network.
-        max_length: the largest number of tokens; what is beyond is cut.
-        seed: of the run; decides the validation split and the order.
+        tokenizer: tokenizer of the network.
+        max_length: maximum number of tokens; longer texts are truncated.
+        seed: seed of the run, which determines the validation split and the order.
 
     Attributes:
-        tokenizer: of the network.
+        tokenizer: tokenizer of the network.
 
     Raises:
         SettingError: a setting does not fit the data set.
-        UserError: the data set cannot be split, or rows of it cannot be used.
+        UserError: the data set cannot be split, or some rows cannot be used.
     """
 
     task, noun = "text", "text"
@@ -75,7 +71,7 @@ class TextData(OpenedData[Texts, TextDataset]):
 
     @property
     def columns(self) -> int:
-        """Texts of a sample: 1, or 2 of a pair."""
+        """Number of texts of each sample: 1, or 2 for pairs."""
         return len(self._parts["train"].texts[0])
 
     def inspect(self, *, thorough: bool = False) -> Inspection:

@@ -1,10 +1,9 @@
-"""Decode text files: encodings, compression, and files that are not text."""
+"""Read text files in various encodings, and reject files that are not text."""
 
 from __future__ import annotations
 
 import codecs
 import gzip
-import io
 import re
 import zlib
 from pathlib import Path
@@ -12,16 +11,17 @@ from pathlib import Path
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.text import printable
 from efficient_ft.data.counts import counted, verb
+from efficient_ft.data.file_list import unreadable
 
-#: Byte order marks. UTF-32 comes first, because its mark begins with the mark of UTF-16.
-_MARKS = (
+#: Byte order marks. UTF-32 precedes UTF-16, because its mark begins with the mark of UTF-16.
+MARKS = (
     (codecs.BOM_UTF8, "utf-8"),
     (codecs.BOM_UTF32_LE, "utf-32-le"),
     (codecs.BOM_UTF32_BE, "utf-32-be"),
     (codecs.BOM_UTF16_LE, "utf-16-le"),
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
-#: The first bytes of files that are not text.
+#: First bytes of files that are not text.
 _OTHERS = (
     (b"PK\x03\x04", "a ZIP archive (.xlsx spreadsheets are ZIP archives). Unpack it, or save the sheet as .csv"),
     (b"\xd0\xcf\x11\xe0", "an old spreadsheet or document. Save it as .csv"),
@@ -39,8 +39,8 @@ def read_text(path: Path, encoding: str | None) -> tuple[str, str | None]:
     """Read a text file, which may be gzip-compressed.
 
     Args:
-        path: the file.
-        encoding: ``data.text.encoding``; None: UTF-8. A byte order mark takes precedence.
+        path: path of the file.
+        encoding: ``data.text.encoding``; None for UTF-8. A byte order mark takes precedence.
 
     Returns:
         The text without a byte order mark, and a sentence about its encoding unless it is plain UTF-8.
@@ -50,10 +50,12 @@ def read_text(path: Path, encoding: str | None) -> tuple[str, str | None]:
     """
     raw = _bytes(path)
     name = printable(path)
-    marked = next(((mark, known) for mark, known in _MARKS if raw.startswith(mark)), None)
+    marked = next(((mark, known) for mark, known in MARKS if raw.startswith(mark)), None)
     chosen = marked[1] if marked else encoding or "utf-8"
-    if not marked and encoding is None:
-        _refuse_unmarked(name, raw[:2000])
+    zeros = raw[:2000:2].count(0), raw[1:2000:2].count(0)
+    if not marked and encoding is None and sum(zeros) > min(len(raw), 2000) / 5:
+        likely = "utf-16-le" if zeros[1] > zeros[0] else "utf-16-be"
+        raise UserError(f"{name} looks like {likely} without a byte order mark: set data.text.encoding={likely}.")
     try:
         text = (raw[len(marked[0]) :] if marked else raw).decode(chosen)
     except (LookupError, ValueError) as error:
@@ -72,11 +74,6 @@ def read_text(path: Path, encoding: str | None) -> tuple[str, str | None]:
     return text, f"{name} is read as {chosen} (byte order mark)." if marked and chosen != "utf-8" else None
 
 
-def lines_of(text: str) -> list[str]:
-    """Split a text after line feeds and carriage returns, which are included; other Unicode separators do not count."""
-    return io.StringIO(text, newline="").readlines()
-
-
 def _bytes(path: Path) -> bytes:
     try:
         raw = path.read_bytes()
@@ -85,7 +82,7 @@ def _bytes(path: Path) -> bytes:
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(f"{printable(path)} is a damaged gzip file ({error}). Copy it again.") from error
     except OSError as error:
-        raise UserError(f"{printable(path)} cannot be read ({error.strerror}). Check its permissions.") from error
+        raise unreadable(path, error) from error
     except MemoryError as error:
         raise UserError(f"{printable(path)} does not fit into memory. Split it into several files.") from error
     for first, kind in _OTHERS:
@@ -95,7 +92,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def _is_utf8(raw: bytes) -> bool:
-    """Return True if bytes are UTF-8 with at least one non-ASCII character."""
+    """Return True if the bytes are UTF-8 and contain a non-ASCII character."""
     try:
         return not raw.decode().isascii()
     except UnicodeDecodeError:
@@ -103,7 +100,7 @@ def _is_utf8(raw: bytes) -> bool:
 
 
 def _undecodable(name: str, raw: bytes, error: UnicodeDecodeError, chosen: str) -> UserError:
-    """Return the error for bytes that are not valid in the encoding, with a likely encoding."""
+    """Return the error for bytes that are invalid in the encoding, with a likely encoding."""
     line = raw.count(b"\n", 0, error.start) + 1
     where = f"{name}, line {line}: invalid {'UTF-8' if chosen == 'utf-8' else chosen} (byte {raw[error.start]:#04x})."
     if chosen != "utf-8":
@@ -133,13 +130,6 @@ def _undecodable(name: str, raw: bytes, error: UnicodeDecodeError, chosen: str) 
 
 
 def _is_eastern(raw: bytes) -> bool:
-    """Whether most bytes beyond ASCII follow one another, as in multi-byte encodings; accented letters stand alone."""
+    """Return True if most non-ASCII bytes are adjacent, as in multi-byte encodings and unlike accented letters."""
     runs = re.findall(rb"[\x80-\xff]+", raw)
     return sum(len(run) for run in runs if len(run) >= 4) * 2 > sum(map(len, runs))
-
-
-def _refuse_unmarked(name: str, start: bytes) -> None:
-    """Reject UTF-16 without a byte order mark, detected by zeros in the first bytes."""
-    if start.count(0) > len(start) / 5:
-        likely = "utf-16-le" if start[1::2].count(0) > start[::2].count(0) else "utf-16-be"
-        raise UserError(f"{name} looks like {likely} without a byte order mark: set data.text.encoding={likely}.")

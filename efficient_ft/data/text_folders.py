@@ -1,4 +1,4 @@
-"""Read class folders of texts: one file per text, in folders named after the classes."""
+"""Read class folders of texts, which contain one file per text."""
 
 from __future__ import annotations
 
@@ -7,124 +7,85 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from efficient_ft.config.schema import TextConfig
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.text import printable
-from efficient_ft.data.below import Below, files_below, links_in
-from efficient_ft.data.paths import is_hidden
-from efficient_ft.data.splits import Chosen, Split, ambiguous, name_splits, show, some
+from efficient_ft.data.counts import some
+from efficient_ft.data.file_list import FileList, links_in, visible_entries
+from efficient_ft.data.splits import Chosen, Split, ambiguous, name_splits, show
 from efficient_ft.data.text_files import read_text
 from efficient_ft.data.text_rows import Row, clean_name
-
-if TYPE_CHECKING:
-    from efficient_ft.config.schema import TextConfig
 
 LAYOUT = (
     "Expected: a file of rows (.csv, .tsv or .jsonl); a folder with such files named train, val and test; or a folder"
     " with CLASS/*.txt or {train,val,test}/CLASS/*.txt."
 )
-#: Folders of texts without a class, next to class folders.
+#: Names of folders of texts without a class, next to class folders.
 _UNLABELED = frozenset(["unsup", "unsupervised", "unlabeled", "unlabelled"])
+#: Maximum number of notes about encodings.
+_NOTES = 8
 
 
 @dataclass
-class Places:
-    """The rows of a data set by split, and facts found while reading them.
+class SplitRows:
+    """The rows of a data set by split, and facts found while reading them."""
 
-    Attributes:
-        rows: rows by split.
-        files: paths relative to the root, by split.
-        origins: short description of each split's source.
-        notes: facts that a user should know, one sentence each.
-        left_out: number of unused files by reason.
-        columns: columns of the training files; empty for class folders.
-    """
-
-    rows: dict[Split, list[Row]] = field(default_factory=dict)
-    files: dict[Split, list[str]] = field(default_factory=dict)
-    origins: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    left_out: Counter[str] = field(default_factory=Counter)
-    columns: list[str] = field(default_factory=list)
+    rows: dict[Split, list[Row]] = field(default_factory=dict)  # rows by split
+    files: dict[Split, list[str]] = field(default_factory=dict)  # paths relative to the root, by split
+    origins: dict[str, str] = field(default_factory=dict)  # short description of the source of each split
+    notes: list[str] = field(default_factory=list)  # facts that a user should know, one sentence each
+    left_out: Counter[str] = field(default_factory=Counter)  # number of unused files by reason
+    columns: list[str] = field(default_factory=list)  # columns of the training files; empty for class folders
 
     def without(self, split: str) -> str:
-        """Return a sentence with the setting that leaves a split out; empty if there is none."""
-        rest: Chosen = {one: plain(names) for one, names in self.files.items() if one != split}
+        """Return a sentence with the setting that excludes a split; empty if there is none."""
+        rest: Chosen = {one: names for one, names in self.files.items() if one != split}
         return f" To leave the split out: 'data.splits={show(rest)}'." if rest.get("train") else ""
 
 
+@dataclass
 class ClassFolders:
-    """Reads folders whose subfolders are classes.
+    """Read folders whose subfolders are classes."""
 
-    Args:
-        root: ``data.root``, a folder.
-        settings: ``data.text``.
-        follow_links: use the targets of links out of `root`.
-        found: collects notes and unused files.
-        places: the places of all splits.
-    """
-
-    def __init__(
-        self,
-        root: Path,
-        settings: TextConfig,
-        follow_links: bool,
-        found: Places,
-        places: Mapping[Split, Sequence[Path]],
-    ) -> None:
-        self._root, self._settings, self._follow, self._found, self._places = (
-            root,
-            settings,
-            follow_links,
-            found,
-            places,
-        )
-
-    def _name(self, place: Path) -> str:
-        return os.path.relpath(place, self._root)
+    root: Path  # ``data.root``, a folder
+    settings: TextConfig
+    follow_links: bool  # use the targets of links that lead out of the root
+    found: SplitRows  # collects notes and unused files
+    places: Mapping[Split, Sequence[Path]]  # folders and files of all splits
 
     def read(self, split: Split, folder: Path) -> list[Row]:
-        """Return the texts in the class folders of a folder, at any depth."""
-        if len(self._settings.columns) > 1:
-            raise SettingError(
-                "data.text.columns",
-                self._settings.columns,
-                f"a single column, because {printable(folder)} contains one file per text",
-            )
+        """Return the texts at any depth in the class folders of a folder."""
+        if len(self.settings.columns) > 1:
+            known = f"a single column, because {printable(folder)} contains one file per text"
+            raise SettingError("data.text.columns", self.settings.columns, known)
         classes = folders_in(folder)
         loose = texts_in(folder)
         if loose:
-            where = "" if folder == self._root else f" in {self._name(folder)}"
-            self._found.left_out[f"outside of class folders{where} (.txt)"] += loose
-        listed = frozenset(os.path.realpath(place) for place in classes)
-        self._found.notes += links_in(classes, self._root, self._follow)
-        below = {}
-        for place in classes:
-            below[place] = files_below(
-                place, Below(root=os.path.realpath(self._root), listed=listed, follow_links=self._follow)
-            )
-            if below[place].links or below[place].special or below[place].again:
-                raise UserError(below[place].notes(place)[0])
-            self._found.notes += below[place].notes(place)
-        bare = not any(path.lower().endswith(".txt") for one in below.values() for path in one.files)
+            where = "" if folder == self.root else f" in {os.path.relpath(folder, self.root)}"
+            self.found.left_out[f"outside of class folders{where} (.txt)"] += loose
+        self.found.notes += links_in(classes, self.root, self.follow_links)
+        files = FileList(self.root, classes, self.follow_links)
+        below = {place: files.below(place, strict=True) for place in classes}
+        self.found.notes += files.notes(folder)
+        bare = not any(path.lower().endswith(".txt") for paths in below.values() for path in paths)
         rows: list[Row] = []
         empty: list[str] = []
-        for place, one in below.items():
-            texts = [path for path in map(Path, one.files) if _is_text(path, without_extension=bare)]
-            others = Counter(Path(path).suffix.lower() or "no extension" for path in one.files)
+        for place, paths in below.items():
+            texts = [path for path in map(Path, paths) if _is_text(path, without_extension=bare)]
+            others = Counter(Path(path).suffix.lower() or "no extension" for path in paths)
             others.subtract(path.suffix.lower() or "no extension" for path in texts)
             for extension, count in (+others).items():
-                self._found.left_out[f"not .txt ({extension})"] += count
+                self.found.left_out[f"not .txt ({extension})"] += count
             if place.name.casefold() in _UNLABELED:
-                self._found.left_out[f"unlabeled ({place.name}/)"] += len(texts)
+                self.found.left_out[f"unlabeled ({place.name}/)"] += len(texts)
                 continue
             if not texts:
                 empty.append(place.name)
             rows += [self._row(path, place.name) for path in texts]
         if not rows:
             there = some([path.name for path in visible(folder)]) or "nothing"
-            not_used = "".join(f" Not used: {reason} ({count})." for reason, count in self._found.left_out.items())
+            not_used = "".join(f" Not used: {reason} ({count})." for reason, count in self.found.left_out.items())
             raise UserError(
                 f"{printable(folder.absolute())} has no texts in class folders. Found: {there}.{not_used} {LAYOUT}"
             )
@@ -134,18 +95,18 @@ class ClassFolders:
                 " remove the folders."
             )
         if bare:
-            self._found.notes.append(f"Files without an extension in {printable(folder)} are read as texts.")
+            self.found.notes.append(f"Files without an extension in {printable(folder)} are read as texts.")
         return rows
 
     def _row(self, path: Path, label: str) -> Row:
-        text, note = read_text(path, self._settings.encoding)
-        if note and note not in self._found.notes and len(self._found.notes) < 8:
-            self._found.notes.append(note)
+        text, note = read_text(path, self.settings.encoding)
+        if note and note not in self.found.notes and len(self.found.notes) < _NOTES:
+            self.found.notes.append(note)
         text = text.strip()
         return Row((text,), clean_name(printable(label)), printable(path), None, None if text else "no text")
 
     def refuse_unclear(self, split: Split, folder: Path) -> None:
-        """Reject folders that may be parts of the data set or classes."""
+        """Reject folders that may be either parts of the data set or classes."""
         used = [
             place
             for place in folders_in(folder)
@@ -159,7 +120,7 @@ class ClassFolders:
         nested = [place for place in used if inner[place] and place not in direct]
         mixed = [place for place in direct if inner[place]]
         if mixed:
-            self._found.notes.append(
+            self.found.notes.append(
                 f"Texts in subfolders of {some([place.name for place in mixed], 3)}, such as {inner[mixed[0]][0]},"
                 " belong to the class of the outer folder."
             )
@@ -167,11 +128,10 @@ class ClassFolders:
             return
         if len(used) == 1:
             raise self._wrapped(folder, used[0], inner[used[0]])
-        top, names = some([p.name for p in nested], 4), [self._name(place) for place in nested]
-        others: Chosen = {
-            one: plain([self._name(place) for place in places]) for one, places in self._places.items() if one != split
-        }
-        chosen = show({**others, split: self._name(folder)})
+        relative = {one: [os.path.relpath(place, self.root) for place in of] for one, of in self.places.items()}
+        top_classes: Chosen = {**relative, split: os.path.relpath(folder, self.root)}
+        inner_classes: Chosen = {**relative, split: [os.path.relpath(place, self.root) for place in nested]}
+        top = some([place.name for place in nested], 4)
         if "train" in name_splits(inner[nested[0]]).values():
             raise UserError(
                 f"{printable(folder)} contains folders with their own splits: {top} with {some(inner[nested[0]])}. Pass"
@@ -181,53 +141,40 @@ class ClassFolders:
             raise UserError(
                 f"{printable(folder)} has texts at two depths: directly in {some([p.name for p in direct], 3)}, and in"
                 f" subfolders of {top} ({some(inner[nested[0]], 3)}). If the top folders are classes:"
-                f" 'data.splits={chosen}'. Otherwise move the inner folders up."
+                f" 'data.splits={show(top_classes)}'. Otherwise move the inner folders up."
             )
         shared = Counter(name for place in nested for name in inner[place])
         common = sorted(name for name, count in shared.items() if count > 1)
         if common and len(common) >= len(shared) / 2:
             raise ambiguous(
-                self._root,
+                self.root,
                 f"{top} contain the same folders: {some(common, 4)}.",
                 [
-                    ("the inner folders are the classes", {**others, split: names}),
-                    ("the top folders are the classes", {**others, split: self._name(folder)}),
+                    ("the inner folders are the classes", inner_classes),
+                    ("the top folders are the classes", top_classes),
                 ],
             )
-        self._found.notes.append(
+        self.found.notes.append(
             f"The classes are the top folders of {printable(folder)} ({top}). Texts in their subfolders, such as"
             f" {inner[nested[0]][0]}, belong to them."
         )
 
     def _wrapped(self, folder: Path, only: Path, inside: Sequence[str]) -> UserError:
         """Return the error for a folder whose class folders are one level deeper."""
-        if folder == self._root:
-            advice = f"Pass data.root={printable(only)}."
-        else:
-            deeper = {
-                split: [self._name(only_folder(place) or place) for place in places]
-                for split, places in self._places.items()
-            }
-            chosen: Chosen = {split: plain(names) for split, names in deeper.items()}
-            advice = f"Pass 'data.splits={show(chosen)}'."
+        chosen: Chosen = {
+            split: [os.path.relpath(_only_folder(place) or place, self.root) for place in places]
+            for split, places in self.places.items()
+        }
+        setting = f"data.root={printable(only)}" if folder == self.root else f"'data.splits={show(chosen)}'"
         return UserError(
             f"The texts of {printable(folder)} are in its only folder, {only.name}, which contains {some(inside, 4)}."
-            f" {advice}"
+            f" Pass {setting}."
         )
-
-
-def plain(names: Sequence[str]) -> str | Sequence[str]:
-    """Return one name as a string, and several names as a list, as in ``data.splits``."""
-    return names[0] if len(names) == 1 else names
 
 
 def visible(folder: Path) -> list[Path]:
     """Return the files and folders in a folder that are not hidden, sorted by name."""
-    try:
-        paths = sorted(folder.iterdir())
-    except OSError as error:
-        raise UserError(f"{printable(folder)} cannot be read ({error.strerror}). Check its permissions.") from error
-    return [path for path in paths if not is_hidden(path.name)]
+    return sorted(Path(entry.path) for entry in visible_entries(folder))
 
 
 def folders_in(folder: Path) -> list[Path]:
@@ -235,8 +182,8 @@ def folders_in(folder: Path) -> list[Path]:
     return [path for path in visible(folder) if path.is_dir()]
 
 
-def only_folder(place: Path) -> Path | None:
-    """Return the only folder in a folder if it has folders itself."""
+def _only_folder(place: Path) -> Path | None:
+    """Return the only subfolder of a folder if it contains folders, otherwise None."""
     folders = folders_in(place) if place.is_dir() else []
     return folders[0] if len(folders) == 1 and folders_in(folders[0]) else None
 
@@ -252,10 +199,6 @@ def _is_text(path: Path, *, without_extension: bool) -> bool:
 
 
 def has_texts(folder: Path, *, without_extension: bool = False) -> bool:
-    """Return whether there is a text file below a folder."""
-    return any(
-        _is_text(Path(name), without_extension=without_extension)
-        for _, _, names in os.walk(folder)
-        for name in names
-        if not name.startswith(".")
-    )
+    """Return True if there is a text file at any depth in a folder."""
+    names = (name for _, _, files in os.walk(folder) for name in files if not name.startswith("."))
+    return any(_is_text(Path(name), without_extension=without_extension) for name in names)

@@ -1,4 +1,4 @@
-"""Map labels of texts to classes: spelling variants, missing labels, and columns that do not contain classes."""
+"""Map labels of texts to classes, and reject columns that do not contain classes."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from decimal import Decimal
 
 from efficient_ft.core.errors import UserError, did_you_mean
 from efficient_ft.core.text import plain_line
-from efficient_ft.data.counts import counted, verb
+from efficient_ft.data.counts import and_more, counted, shortened, some, verb
 
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
-#: More distinct decimal numbers than this are a quantity; ratings in half stars have ten.
+#: Number of distinct decimal numbers above which labels are considered a quantity; ratings in half stars have ten.
 _DECIMALS = 20
-#: Fewer labels than this are not free text.
+#: Minimum number of distinct labels that may be considered free text.
 _FREE = 10
 #: Maximum number of labels, or groups of labels, in a message.
 _SHOWN = 3
 
 
 def is_number(name: str) -> bool:
-    """Return whether a label is a number."""
+    """Return True if a label is a number."""
     return _NUMBER.fullmatch(name) is not None
 
 
 def in_order(name: str) -> tuple[int, float, str]:
-    """Return the sort key of a class: numbers by their value, before words."""
+    """Return a sort key that orders numbers by value and before words."""
     with contextlib.suppress(ValueError):
         if math.isfinite(value := float(name)):
             return (0, value, name)
@@ -39,15 +39,15 @@ def in_order(name: str) -> tuple[int, float, str]:
 def spellings(counts: Mapping[str, int], ignore_case: bool | None) -> tuple[dict[str, str], list[str]]:
     """Return the class of each label, and notes on merged labels.
 
-    Equal numbers are one class. `ignore_case` decides whether labels that differ only in case, quotes or compatible
-    characters are one class.
+    Labels that are equal numbers form one class.
 
     Args:
         counts: number of texts by label, over all splits.
-        ignore_case: ``data.text.ignore_case``.
+        ignore_case: True to merge labels that differ only in case, quotes or compatible characters; False to keep them
+            separate; None to reject them (``data.text.ignore_case``).
 
     Raises:
-        UserError: there are labels that differ only in case, and `ignore_case` is None.
+        UserError: labels differ only in case, and `ignore_case` is None.
     """
     same, notes = {name: name for name in counts}, []
     numbers: dict[Decimal, list[str]] = defaultdict(list)
@@ -81,16 +81,13 @@ def spellings(counts: Mapping[str, int], ignore_case: bool | None) -> tuple[dict
 
 
 def require_classes(labels: Sequence[str], source: str, column: str | None, columns: Sequence[str]) -> None:
-    """Reject labels of training texts that are a quantity or free text.
+    """Raise `UserError` if the labels of the training texts are a quantity or free text.
 
     Args:
         labels: labels of all training texts.
-        source: their file or folder, for messages.
-        column: the column of the labels; None if labels are names of folders.
-        columns: all columns of the file.
-
-    Raises:
-        UserError: the labels are not classes.
+        source: file or folder of the texts, for messages.
+        column: column of the labels; None if labels are names of folders, which are not checked.
+        columns: all columns of the file, for messages.
     """
     if column is None:
         return
@@ -106,25 +103,15 @@ def require_classes(labels: Sequence[str], source: str, column: str | None, colu
             )
     single = sum(count == 1 for count in counts.values())
     if len(counts) >= _FREE and single > len(labels) / 2:
-        longest = max(counts, key=len)
-        example = longest if len(longest) <= 40 else f"{longest[:39]}…"
         raise UserError(
             f"{source}: the {len(labels)} rows have {len(counts)} different labels in column {column!r}, such as"
-            f" {plain_line(example)!r}. They look like free text or identifiers, not classes. {choose}"
+            f" {plain_line(shortened(max(counts, key=len), 40))!r}. They look like free text or identifiers, not"
+            f" classes. {choose}"
         )
 
 
 def require_texts(counts: Mapping[str, int], source: str, places: Mapping[str, str]) -> None:
-    """Reject a single class, and classes with a single text.
-
-    Args:
-        counts: number of training texts by class.
-        source: their file or folder, for messages.
-        places: the location of one text, by class.
-
-    Raises:
-        UserError: there is a single class, or a class with a single text.
-    """
+    """Raise `UserError` if there is a single class, or a class with a single training text."""
     if len(counts) < 2:
         name, count = next(iter(counts.items()))
         raise UserError(
@@ -133,29 +120,24 @@ def require_texts(counts: Mapping[str, int], source: str, places: Mapping[str, s
         )
     single = [name for name, count in counts.items() if count == 1]
     if single:
-        shown = ", ".join(f"{plain_line(name)!r} ({places[name]})" for name in single[:_SHOWN])
-        more = f" and {len(single) - _SHOWN} more" if len(single) > _SHOWN else ""
-        which = "1 class has" if len(single) == 1 else f"{len(single)} classes have"
+        shown = some([f"{plain_line(name)!r} ({places[name]})" for name in single], _SHOWN)
         raise UserError(
-            f"{source}: {which} a single training text: {shown}{more}. Each class needs at least two. Add texts,"
-            " or remove the class."
+            f"{source}: {counted(len(single), 'class')} {verb(len(single))} a single training text: {shown}. Each class"
+            " needs at least two. Add texts, or remove the class."
         )
 
 
 def refuse_unknown(
     counts: Mapping[str, int], places: Mapping[str, str], train: Sequence[str], split: str, advice: str
 ) -> None:
-    """Reject classes without training texts.
+    """Raise `UserError` if a class of a split has no training texts.
 
     Args:
         counts: number of texts of the split by class.
-        places: the location of one text, by class.
-        train: the classes of the training texts.
+        places: location of one text by class, for messages.
+        train: classes of the training texts.
         split: name of the split.
-        advice: a sentence on how to leave the split out.
-
-    Raises:
-        UserError: a class has no training texts.
+        advice: last sentence of the message.
     """
     unknown = [name for name in counts if name not in train]
     if not unknown:
@@ -170,17 +152,14 @@ def refuse_unknown(
 
 
 def refuse_unlabeled(labels: Sequence[str], missing: int, split: str, source: str, advice: str) -> None:
-    """Reject a split whose texts have no labels or only -1, like the test sets of benchmarks.
+    """Raise `UserError` if the texts of a split have no labels, or only the label -1 as in test sets of benchmarks.
 
     Args:
-        labels: the existing labels.
+        labels: existing labels.
         missing: number of texts without a label.
         split: name of the split.
-        source: its file or folder.
-        advice: a sentence on how to leave the split out.
-
-    Raises:
-        UserError: the split has no labels.
+        source: file or folder of the split, for messages.
+        advice: last sentence of the message.
     """
     if set(labels) - {"-1"} or not (labels or missing):
         return
@@ -196,4 +175,4 @@ def _groups(groups: Sequence[Sequence[str]], counts: Mapping[str, int]) -> str:
     shown = "; ".join(
         " and ".join(f"{plain_line(name)!r} ({counts[name]})" for name in group[:4]) for group in groups[:_SHOWN]
     )
-    return shown + (f" and {len(groups) - _SHOWN} more" if len(groups) > _SHOWN else "")
+    return shown + and_more(len(groups) - _SHOWN)

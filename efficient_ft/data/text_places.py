@@ -1,4 +1,4 @@
-"""Find a user's texts: the files and class folders of each split."""
+"""Find and read a user's texts: the files and class folders of each split."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from efficient_ft.config.schema import TextConfig
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.text import printable
-from efficient_ft.data.below import links_in
-from efficient_ft.data.counts import counted
+from efficient_ft.data.counts import and_more, counted, some
+from efficient_ft.data.file_list import links_in
 from efficient_ft.data.splits import (
     SPLITS,
     Chosen,
@@ -22,46 +22,38 @@ from efficient_ft.data.splits import (
     part_names,
     repeated,
     show,
-    some,
     split_of,
-)
-from efficient_ft.data.text_folders import LAYOUT, ClassFolders, Places, folders_in, has_texts, plain, texts_in, visible
+)  # fmt: skip
+from efficient_ft.data.text_folders import LAYOUT, ClassFolders, SplitRows, folders_in, has_texts, texts_in, visible
 from efficient_ft.data.text_rows import EXTENSIONS, NoColumnError, Row, RowFile, extension_of, read_rows
 
-if TYPE_CHECKING:
-    from efficient_ft.config.schema import TextConfig
-
-#: The name of a shard, as written by Hugging Face datasets: train-00000-of-00002.
+#: The name of a shard, as Hugging Face datasets writes it: train-00000-of-00002.
 _SHARD = re.compile(r"(.+?)[-_.](\d+)[-_]of[-_](\d+)")
 
 
 class Reader:
-    """Finds and reads the texts of a folder.
+    """Find and read the texts of a folder.
 
     Args:
         root: ``data.root``, a folder.
         settings: ``data.text``.
-        follow_links: use the targets of links out of `root`.
+        follow_links: use the targets of links that lead out of `root`.
     """
 
     def __init__(self, root: Path, settings: TextConfig, follow_links: bool) -> None:
         self.root, self._settings, self._follow = root, settings, follow_links
-        self.found = Places()
+        self.found = SplitRows()
 
-    def read(self, chosen: Chosen | None) -> Places:
-        """Return the rows of all splits.
-
-        Args:
-            chosen: the setting ``data.splits``; None to recognize splits by name.
+    def read(self, chosen: Chosen | None) -> SplitRows:
+        """Return the rows of all splits. If `chosen` (``data.splits``) is None, splits are recognized by name.
 
         Raises:
             UserError: there are no training texts, the folder is ambiguous, or a file cannot be read.
             SettingError: ``data.splits`` does not fit the folder.
         """
         places = self._recognized() if chosen is None else chosen_places(self.root, chosen)
-        self.found.notes += links_in(
-            [p for of in places.values() for p in of if p != self.root], self.root, self._follow
-        )
+        used = [path for of in places.values() for path in of if path != self.root]
+        self.found.notes += links_in(used, self.root, self._follow)
         folders = ClassFolders(self.root, self._settings, self._follow, self.found, places)
         for split in SPLITS:
             if split in places:
@@ -88,9 +80,7 @@ class Reader:
                 origins.append(f"{self._name(file)} ({origin(read)})")
                 if split == "train":
                     self.found.columns = self.found.columns or read.columns
-        self.found.rows[split] = rows
-        more = f" and {len(origins) - 3} more" if len(origins) > 3 else ""
-        self.found.origins[split] = ", ".join(origins[:3]) + more
+        self.found.rows[split], self.found.origins[split] = rows, some(origins, 3)
 
     def rows_of(self, file: Path) -> RowFile:
         """Read a file of rows, and collect its notes."""
@@ -99,10 +89,9 @@ class Reader:
         return read
 
     def _name(self, place: Path) -> str:
-        return os.path.relpath(place, self.root) if place != self.root else "."
+        return os.path.relpath(place, self.root)
 
     def _recognized(self) -> Mapping[Split, list[Path]]:
-        """Return the files and folders of each split, by their names."""
         files, folders = _row_files(self.root), folders_in(self.root)
         lost = [path.name for path in visible(self.root) if path.is_symlink() and not path.exists()]
         if lost:
@@ -122,8 +111,11 @@ class Reader:
         if "train" in here:
             train = here["train"][0]
             if train.is_dir() and not self._files_of(train) and not folders_in(train) and texts_in(train):
-                raise self._no_classes(train)
-            self._refuse_half_named(here, [path for path in rest if path.is_dir() or path in files])
+                raise UserError(
+                    f"{printable(train)} has {counted(texts_in(train), '.txt file')} and no class folders. {LAYOUT} If"
+                    f" the folders of {printable(self.root)} are classes: 'data.splits={{train: .}}'."
+                )
+            self._refuse_half_named(here, rest)
             if rest:
                 self.found.left_out[f"in no split: {some([path.name for path in rest], 3)}"] += len(rest)
             return here
@@ -132,23 +124,20 @@ class Reader:
         return {"train": self._single(files, folders)}
 
     def _refuse_half_named(self, here: Mapping[Split, Sequence[Path]], rest: Sequence[Path]) -> None:
-        """Reject unused data whose name contains the word of a missing split."""
+        """Reject unused files and folders whose names contain the name of a missing split."""
+        used: Chosen = {one: [place.name for place in places] for one, places in here.items()}
         for path in rest:
             words = re.split(r"[\W_]+", _base(path) if path.is_file() else path.name)
             split = next((found for word in words if (found := split_of(word)) is not None), None)
             if split is not None and split not in here:
-                rest_of: Chosen = {one: plain([place.name for place in places]) for one, places in here.items()}
                 raise ambiguous(
                     self.root,
                     f"The name {printable(path.name)} may denote a {split} split.",
-                    [
-                        (f"it is the {split} split", {**rest_of, split: path.name}),
-                        ("it is not used", rest_of),
-                    ],
+                    [(f"it is the {split} split", {**used, split: path.name}), ("it is not used", used)],
                 )
 
     def note_siblings(self, file: Path) -> None:
-        """Note files of other splits next to the only file that is read."""
+        """Add a note on files of other splits next to the only file that is read."""
         bases = {path: _base(path) for path in _row_files(file.parent)}
         splits = name_splits(dict.fromkeys(bases.values()))
         others = [path.name for path in bases if splits.get(bases[path], "train") != "train"]
@@ -157,12 +146,6 @@ class Reader:
                 f"Not used: {some(others)} (next to {printable(file.name)}). To use all files, pass"
                 f" data.root={printable(file.parent)}."
             )
-
-    def _no_classes(self, train: Path) -> UserError:
-        return UserError(
-            f"{printable(train)} has {counted(texts_in(train), '.txt file')} and no class folders. {LAYOUT} If"
-            f" the folders of {printable(self.root)} are classes: 'data.splits={{train: .}}'."
-        )
 
     def _without_train(self, here: Mapping[Split, Sequence[Path]], rest: Sequence[Path]) -> UserError:
         names: dict[Split, list[str]] = {split: [place.name for place in places] for split, places in here.items()}
@@ -176,11 +159,11 @@ class Reader:
         return UserError(f"{printable(self.root.absolute())} has no training texts. Found: {found}. {advice} {LAYOUT}")
 
     def _single(self, files: Sequence[Path], folders: Sequence[Path]) -> list[Path]:
-        """Return the training data of a folder without names of splits: one file, or class folders."""
+        """Return the training data of a folder in which no name denotes a split: one file, or class folders."""
         classes = [folder for folder in folders if has_texts(folder)]
+        names = [path.name for path in classes]
         if not files:
             self._refuse_wrapper(folders)
-            names = [path.name for path in classes]
             if len(names) > 1 and part_names(names) == names and not any(folders_in(path) for path in classes):
                 raise UserError(
                     f"{printable(self.root.absolute())} has the folders {some(names)}, which look like parts of a data"
@@ -189,15 +172,10 @@ class Reader:
             return [self.root]
         shards = self._shards(files)
         if classes:
-            raise ambiguous(
-                self.root,
-                f"It contains {some([path.name for path in files], 3)}, and folders of .txt files:"
-                f" {some([path.name for path in classes], 3)}.",
-                [
-                    ("the file contains the texts", {"train": files[0].name}),
-                    ("the folders are classes", {"train": "."}),
-                ],
-            )
+            found = f"{some([path.name for path in files], 3)}, and folders of .txt files: {some(names, 3)}"
+            readings: list[tuple[str, Chosen]] = [("the file contains the texts", {"train": files[0].name})]
+            readings.append(("the folders are classes", {"train": "."}))
+            raise ambiguous(self.root, f"It contains {found}.", readings)
         if shards is not None:
             return shards
         raise self._several(files)
@@ -212,12 +190,11 @@ class Reader:
                 rows[file.name] = None
         order = sorted(rows, key=lambda name: -(rows[name] or 0))
         shown = ", ".join(f"{name} ({'not readable' if n is None else counted(n, 'row')})" for name, n in rows.items())
-        more = f" and {len(files) - 6} more" if len(files) > 6 else ""
         readings: list[tuple[str, Chosen]] = [
             (f"{order[0]} is the training data", {"train": order[0], "test": order[1]}),
             ("all are training data", {"train": order}),
         ]
-        return ambiguous(self.root, f"No file name denotes a split: {shown}{more}.", readings)
+        return ambiguous(self.root, f"No file name denotes a split: {shown}{and_more(len(files) - 6)}.", readings)
 
     def _refuse_wrapper(self, folders: Sequence[Path]) -> None:
         """Reject a folder whose data are one level deeper."""
@@ -237,9 +214,9 @@ class Reader:
                     f" data.root={printable(first)}."
                 )
             raise UserError(
-                f"{printable(self.root.absolute())} has no texts, but its subfolders do: {printable(deeper[0])}"
-                f"{f' and {len(deeper) - 1} more' if len(deeper) > 1 else ''}. Pass data.root=FOLDER, or name the"
-                f" files: 'data.splits={show({'train': os.path.relpath(deeper[0], self.root)})}'."
+                f"{printable(self.root.absolute())} has no texts, but its subfolders do:"
+                f" {some(list(map(str, deeper)), 1)}. Pass data.root=FOLDER, or name the files:"
+                f" 'data.splits={show({'train': self._name(deeper[0])})}'."
             )
 
     def _shards(self, places: Sequence[Path]) -> list[Path] | None:
@@ -266,7 +243,7 @@ class Reader:
         return order
 
     def _files_of(self, folder: Path) -> list[Path]:
-        """Return the files of rows of a folder without class folders: one file, or shards."""
+        """Return the file or the shards in a folder without class folders."""
         files = _row_files(folder)
         if not files or any(map(has_texts, folders_in(folder))):
             return []

@@ -1,9 +1,10 @@
-"""Read the rows of text files: tables (.csv, .tsv) and JSON lines."""
+"""Read rows of texts from tables (.csv, .tsv) and JSON lines."""
 
 from __future__ import annotations
 
 import csv
 import functools
+import io
 import json
 import math
 import re
@@ -12,20 +13,18 @@ from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from efficient_ft.config.schema import TextConfig
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean, first_line
 from efficient_ft.core.text import plain_line, printable
-from efficient_ft.data.counts import counted
-from efficient_ft.data.text_files import lines_of, read_text
-
-if TYPE_CHECKING:
-    from efficient_ft.config.schema import TextConfig
+from efficient_ft.data.counts import counted, shortened, some
+from efficient_ft.data.text_files import read_text
 
 _TABLES, _JSON = (".csv", ".tsv"), (".jsonl", ".ndjson")
 EXTENSIONS = (*_TABLES, *_JSON)
 _DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|"}
-#: Missing labels as programs write them, in addition to ``data.text.missing``.
+#: Missing labels as written by common programs, in addition to ``data.text.missing``.
 _MISSING = frozenset(
     ["", "nan", "NaN", "NAN", "-nan", "<NA>", "NaT", r"\N", "#N/A", "#REF!", "#VALUE!", "#NAME?", "#DIV/0!", "#NUM!",
      "#NULL!"]
@@ -42,21 +41,13 @@ class NoColumnError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A text or a pair of texts, with its label and location.
+    """A text or a pair of texts, with its label and location."""
 
-    Attributes:
-        text: one or two texts.
-        label: name of the class; empty if missing.
-        file: name of the file, for messages.
-        line: line number; None if the file contains a single text.
-        problem: why the row cannot be used, in a few words; None if it can be used.
-    """
-
-    text: tuple[str, ...]
-    label: str
-    file: str
-    line: int | None = None
-    problem: str | None = None
+    text: tuple[str, ...]  # one or two texts
+    label: str  # class name; empty if missing
+    file: str  # name of the file, for messages
+    line: int | None = None  # line number; None if the file contains a single text
+    problem: str | None = None  # reason why the row cannot be used, in a few words; None if it can be used
 
     @property
     def place(self) -> str:
@@ -66,24 +57,17 @@ class Row:
 
 @dataclass
 class RowFile:
-    """The rows of a file.
+    """The rows of a file."""
 
-    Attributes:
-        rows: all rows, including unusable ones.
-        lines: number of lines in the file.
-        notes: assumptions made while reading it, one sentence each.
-        columns: names of its columns.
-    """
-
-    rows: list[Row] = field(default_factory=list)
-    lines: int = 0
-    notes: list[str] = field(default_factory=list)
-    columns: list[str] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)  # all rows, including unusable rows
+    lines: int = 0  # number of lines in the file
+    notes: list[str] = field(default_factory=list)  # assumptions made while reading the file, one sentence each
+    columns: list[str] = field(default_factory=list)  # column names
 
 
 @dataclass
 class _Record:
-    """Cells by column, with their first and last line; `width` is the number of cells if it is wrong."""
+    """The cells of a row by column, its first and last line, and the number of cells if it is wrong."""
 
     cells: dict[str, Any]
     first: int
@@ -93,22 +77,17 @@ class _Record:
 
 def extension_of(path: Path) -> str:
     """Return the extension of a file in lower case, without ``.gz``."""
-    name = path.name.lower()
-    return Path(name.removesuffix(".gz")).suffix
+    return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
 @functools.lru_cache(maxsize=4096)
 def clean_name(name: str) -> str:
-    """Normalize the name of a class: NFC, without repeated or outer spaces and zero-width characters."""
+    """Normalize a class name: NFC, without repeated, leading or trailing spaces and zero-width characters."""
     return " ".join(re.sub("[\ufeff\u200b\u2060]", "", unicodedata.normalize("NFC", name)).split())
 
 
 def read_rows(path: Path, settings: TextConfig) -> RowFile:
     """Read the rows of a .csv, .tsv or .jsonl file, which may be gzip-compressed.
-
-    Args:
-        path: the file.
-        settings: its columns and format.
 
     Raises:
         UserError: the file type or encoding is not supported, a column is missing, or the rows are malformed.
@@ -121,7 +100,7 @@ def read_rows(path: Path, settings: TextConfig) -> RowFile:
     text, note = read_text(path, settings.encoding)
     if re.match(r"\s*<(!doctype html|html)", text, re.IGNORECASE):
         raise UserError(f"{name} is a web page, not a file of rows. Download the file itself.")
-    lines = lines_of(text)
+    lines = io.StringIO(text, newline="").readlines()  # unlike splitlines, keeps other Unicode line separators
     found = RowFile(lines=len(lines), notes=[note] if note else [])
     if kind in _JSON:
         records = list(_json_records(name, lines))
@@ -142,32 +121,28 @@ def read_rows(path: Path, settings: TextConfig) -> RowFile:
 
 
 def _require_columns(name: str, line: int, columns: Sequence[str], settings: TextConfig, *, table: bool) -> None:
-    """Reject a file that lacks a required column, or has it twice."""
     for setting, column in (*(("columns", c) for c in settings.columns), ("label", settings.label)):
         if columns.count(column) > 1:
             raise UserError(f"{name} has two columns {column!r}. Rename one of them.")
         if column in columns:
             continue
         place = name if table else f"{name}, line {line}"
-        shown = ", ".join(_short(one) or "(no name)" for one in columns[:10])
-        advice = ""
-        if table and settings.names is None:
-            quoted = [one for one in columns if one.strip("\"'") == column]
-            advice = (
-                " Its cells are in quotes: set data.text.quotes=true."
-                if quoted
-                else " The first line is read as the names of the columns. Set data.text.columns=[NAME] and"
+        shown = some([_short(one) or "(no name)" for one in columns], 10)
+        same = [one for one in columns if one.casefold() == column.casefold()]
+        advice = f" Did you mean {same[0]!r}?" if same else did_you_mean(column, columns)
+        if table and settings.names is None and column in (one.strip("\"'") for one in columns):
+            advice += " Its cells are in quotes: set data.text.quotes=true."
+        elif table and settings.names is None:
+            advice += (
+                " The first line is read as the names of the columns. Set data.text.columns=[NAME] and"
                 " data.text.label=NAME. If the line is a row, name all columns in order:"
                 f" {_names_of(columns, settings)}."
             )
-        raise NoColumnError(
-            f"{place}: no column {column!r} (data.text.{setting}). Columns: {shown}"
-            f"{f' and {len(columns) - 10} more' if len(columns) > 10 else ''}.{_near(column, columns)}{advice}"
-        )
+        raise NoColumnError(f"{place}: no column {column!r} (data.text.{setting}). Columns: {shown}.{advice}")
 
 
 def _names_of(cells: Sequence[str], settings: TextConfig) -> str:
-    """The setting that names the columns of a file without a header, by its first row: the longest cell is the text."""
+    """Suggest ``data.text.names`` for a file without a header. The longest cell of its first row is the text."""
     if not 2 <= len(cells) <= 8 or len(settings.columns) != 1:
         return "data.text.names=[label,text]"
     order = sorted(range(len(cells)), key=lambda index: len(cells[index]))
@@ -175,16 +150,10 @@ def _names_of(cells: Sequence[str], settings: TextConfig) -> str:
     return f"data.text.names=[{','.join(named.get(index, f'other{index}') for index in range(len(cells)))}]"
 
 
-def _near(column: str, columns: Sequence[str]) -> str:
-    """Return a hint to a column with a similar name, preferably one that differs only in case."""
-    same = [one for one in columns if one.casefold() == column.casefold()]
-    return f" Did you mean {same[0]!r}?" if same else did_you_mean(column, columns)
-
-
 def _row(
     name: str, record: _Record, settings: TextConfig, missing: Container[str], numbers: Counter[str], width: int
 ) -> Row:
-    """Convert a record to a row; count values that are not text in `numbers`."""
+    """Convert a record to a row, and count values that are not text by column in `numbers`."""
     for column in (*settings.columns, settings.label):
         value = record.cells.get(column)
         if isinstance(value, list | dict):
@@ -208,37 +177,24 @@ def _row(
     elif label == settings.label and text == tuple(settings.columns):
         problem = "a repeated header line"
     elif label in missing:
-        setting = "" if label in _MISSING else "; data.text.missing"
-        why = (
-            f"{label!r}{setting}"
-            if label
-            else f"the key {lacks[0]!r} is missing; {_keys(record.cells)}"
-            if lacks
-            else ""
-        )
-        problem = f"no label ({why})" if why else "no label"
-    if not _is_unicode("".join((*text, label))):
+        problem = "no label"
+        if label:
+            problem += f" ({label!r}{'' if label in _MISSING else '; data.text.missing'})"
+        elif lacks:
+            problem += f" (the key {lacks[0]!r} is missing; {_keys(record.cells)})"
+    try:
+        "".join((*text, label)).encode()
+    except UnicodeEncodeError:
         problem = "not valid Unicode"
     return Row(text, label, name, record.first, problem)
 
 
 def _keys(cells: Mapping[str, Any]) -> str:
-    """Return the keys of a row as text."""
-    more = f" and {len(cells) - 5} more" if len(cells) > 5 else ""
-    return f"keys: {', '.join(_short(key) for key in list(cells)[:5])}{more}" if cells else "no keys"
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return f"keys: {some([_short(key) for key in cells], 5)}" if cells else "no keys"
 
 
 def _short(text: str) -> str:
-    text = plain_line(text)
-    return text if len(text) <= _LETTERS else f"{text[: _LETTERS - 1]}…"
+    return shortened(plain_line(text), _LETTERS)
 
 
 def _json_records(name: str, lines: Sequence[str]) -> Iterator[_Record]:
@@ -265,21 +221,14 @@ def _json_records(name: str, lines: Sequence[str]) -> Iterator[_Record]:
 
 
 class _Table:
-    """A table of cells: detects the delimiter, reads the rows, and detects quotes that swallow rows.
+    """Read a table: detect the delimiter, and detect quotes that merge rows.
 
-    Args:
-        name: name of the file, for messages.
-        kind: its extension.
-        lines: its lines, with line ends.
-        settings: the columns and the format.
-        found: collects the names of the columns, and notes.
+    The column names and notes are added to `found`.
     """
 
     def __init__(self, name: str, kind: str, lines: Sequence[str], settings: TextConfig, found: RowFile) -> None:
-        self._name, self._settings, self._found = name, settings, found
-        self._kind = kind
+        self._name, self._kind, self._lines, self._settings, self._found = name, kind, lines, settings, found
         self._start = next((number for number, line in enumerate(lines) if line.strip()), 0)
-        self._lines = lines
         default = _DELIMITERS[settings.delimiter] if settings.delimiter else "\t" if kind == ".tsv" else ","
         sep = re.fullmatch(r'"?sep=(.)"?\s*', lines[self._start]) if lines else None
         if sep and settings.delimiter is None:  # written by spreadsheet programs
@@ -287,30 +236,28 @@ class _Table:
         self._delimiter = default if settings.delimiter or sep else self._likely(default)
         if self._delimiter != default:
             names = {character: word for word, character in _DELIMITERS.items()}
-            found.notes.append(f"{name}: the delimiter is read as {names[self._delimiter]} (data.text.delimiter).")
+            self._note(f"the delimiter is read as {names[self._delimiter]} (data.text.delimiter)")
+
+    def _note(self, text: str) -> None:
+        self._found.notes.append(f"{self._name}: {text}.")
 
     def _quotes(self, delimiter: str) -> bool:
-        """Return True if quotes enclose cells."""
-        if self._settings.quotes is not None:
-            return self._settings.quotes
-        return self._kind == ".csv" or delimiter != "\t"
+        quotes = self._settings.quotes
+        return (self._kind == ".csv" or delimiter != "\t") if quotes is None else quotes
 
     def _cells(self, lines: Sequence[str], delimiter: str, *, quotes: bool) -> Any:
-        if not quotes:
-            return csv.reader(iter(lines), delimiter=delimiter, quoting=csv.QUOTE_NONE, strict=True)
-        return csv.reader(iter(lines), delimiter=delimiter, strict=True, skipinitialspace=True)
+        quoting: Any = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
+        return csv.reader(iter(lines), delimiter=delimiter, quoting=quoting, strict=True, skipinitialspace=quotes)
 
     def _first_cells(self, delimiter: str) -> list[str]:
+        rows = self._cells(self._lines[self._start :], delimiter, quotes=self._quotes(delimiter))
         try:
-            return [
-                cell.strip()
-                for cell in next(self._cells(self._lines[self._start :], delimiter, quotes=self._quotes(delimiter)))
-            ]
+            return [cell.strip() for cell in next(rows)]
         except (csv.Error, StopIteration):
             return []
 
     def _likely(self, default: str) -> str:
-        """Return the delimiter that yields the columns, or else the one that yields the most cells."""
+        """Return the delimiter that yields the required columns, or else the delimiter that yields the most cells."""
         settings = self._settings
 
         def fits(delimiter: str) -> bool:
@@ -326,7 +273,7 @@ class _Table:
         """Return the rows.
 
         Raises:
-            UserError: quotes are unbalanced, or enclose whole rows.
+            UserError: quotes are unbalanced, or enclose entire rows.
             SettingError: ``data.text.names`` does not fit the first line.
         """
         quotes = self._quotes(self._delimiter)
@@ -351,20 +298,15 @@ class _Table:
         return found
 
     def _note_cells(self, records: Sequence[_Record], *, quotes: bool) -> None:
-        """Report quotes that are read as characters, and cells beyond the named columns."""
+        """Add notes on quotes that are read as characters, and on values in columns without a name."""
         if not quotes and self._settings.quotes is None:
             quoted = sum(any(re.fullmatch('".*"', cell.strip()) for cell in one.cells.values()) for one in records)
             if quoted:
-                self._found.notes.append(
-                    f"{self._name}: quotes around cells are part of the texts in {counted(quoted, 'row')}"
-                    " (data.text.quotes)."
-                )
-        if "" in self._found.columns[1:]:  # the first one may number the rows
+                self._note(f"quotes around cells are part of the texts in {counted(quoted, 'row')} (data.text.quotes)")
+        if "" in self._found.columns[1:]:  # the first column may contain row numbers
             beyond = sum(bool(one.cells.get("", "").strip()) for one in records)
             if beyond:
-                self._found.notes.append(
-                    f"{self._name}: columns without a name contain values in {counted(beyond, 'row')}."
-                )
+                self._note(f"columns without a name contain values in {counted(beyond, 'row')}")
 
     def _record(self, cells: list[str], first: int, last: int) -> _Record:
         columns = self._found.columns
@@ -381,9 +323,8 @@ class _Table:
         assert names is not None
         given = [cell.strip() for cell in cells]
         if len(given) != len(names):
-            raise SettingError(
-                "data.text.names", names, f"{len(given)} names, one for each cell of line {line} of {self._name}"
-            )
+            known = f"{len(given)} names, one for each cell of line {line} of {self._name}"
+            raise SettingError("data.text.names", names, known)
         if sorted(given) == sorted(names) or {self._settings.label, *self._settings.columns} <= set(given):
             raise SettingError("data.text.names", names, f"null, because the first line of {self._name} is a header")
 
@@ -396,7 +337,7 @@ class _Table:
         )
 
     def _look_at_long_cells(self, records: Sequence[_Record]) -> None:
-        """Report rows that span several lines; reject them if their lines look like rows."""
+        """Add a note on rows that span several lines, and reject them if their lines look like rows."""
         long = [record for record in records if record.last > record.first]
         if not long:
             return
@@ -406,22 +347,18 @@ class _Table:
             known = {clean_name(record.cells[label]) for record in short or long if label in record.cells} - {""}
             swallowed = [record for record in long if self._rows_in(record, known) > 1]
             if swallowed:
-                places = ", ".join(f"{one.first}–{one.last}" for one in swallowed[:3])
-                more = f" and {len(swallowed) - 3} more" if len(swallowed) > 3 else ""
+                places = some([f"{one.first}–{one.last}" for one in swallowed], 3)
                 raise UserError(
-                    f"{self._name}, lines {places}{more}: a quote opens in the first line and closes in the last, so"
+                    f"{self._name}, lines {places}: a quote opens in the first line and closes in the last, so"
                     f" {sum(one.last - one.first + 1 for one in swallowed)} lines that look like rows are read as"
                     f" {counted(len(swallowed), 'row')}. If quotes are plain characters, set data.text.quotes=false; if"
                     " they enclose cells, set data.text.quotes=true."
                 )
-        first = long[0]
-        self._found.notes.append(
-            f"{self._name}: quoted cells span several lines in {counted(len(long), 'row')}, such as lines"
-            f" {first.first}–{first.last}."
-        )
+        example = f"lines {long[0].first}–{long[0].last}"
+        self._note(f"quoted cells span several lines in {counted(len(long), 'row')}, such as {example}")
 
     def _rows_in(self, record: _Record, known: set[str]) -> int:
-        """Count the lines of a row that look like rows with a known label if quotes are plain characters."""
+        """Count the lines of a row that would be rows with a known label if quotes were plain characters."""
         columns = self._found.columns
         at = columns.index(self._settings.label)
         cells = self._cells(self._lines[record.first - 1 : record.last], self._delimiter, quotes=False)

@@ -8,16 +8,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from efficient_ft.config.schema import TextConfig
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.text import printable
-from efficient_ft.data.counts import counted, verb
-from efficient_ft.data.listing import hold_out_test
-from efficient_ft.data.splits import Chosen, show, some
-from efficient_ft.data.text_folders import LAYOUT, Places
+from efficient_ft.data.counts import and_more, counted, some, verb
+from efficient_ft.data.listing import hold_out_test, splits_of
+from efficient_ft.data.splits import Chosen, show
+from efficient_ft.data.text_folders import LAYOUT, SplitRows
 from efficient_ft.data.text_labels import (
     in_order,
     refuse_unknown,
@@ -25,20 +25,17 @@ from efficient_ft.data.text_labels import (
     require_classes,
     require_texts,
     spellings,
-)
+)  # fmt: skip
 from efficient_ft.data.text_places import Reader, origin
 from efficient_ft.data.text_rows import Row
-
-if TYPE_CHECKING:
-    from efficient_ft.config.schema import TextConfig
 
 
 @dataclass
 class Texts:
-    """Texts, or pairs of them, with labels.
+    """Texts or pairs of texts, with labels.
 
     Attributes:
-        texts: N texts, each a tuple of one or two.
+        texts: N tuples of one or two texts.
         labels: int64 (N,).
     """
 
@@ -53,20 +50,20 @@ class Texts:
         return Texts([self.texts[i] for i in indices], self.labels[indices])
 
     def content_digest(self) -> str:
-        """16 hex digits that tell any change apart."""
-        found = hashlib.blake2b(self.labels.astype("<i8").tobytes(), digest_size=8)
+        """Return a digest (16 hex digits) of the texts and labels."""
+        hasher = hashlib.blake2b(self.labels.astype("<i8").tobytes(), digest_size=8)
         for text in self.texts:
-            found.update("\0".join((*text, "")).encode(errors="surrogateescape"))
-        return found.hexdigest()
+            hasher.update("\0".join((*text, "")).encode(errors="surrogateescape"))
+        return hasher.hexdigest()
 
 
 @dataclass
 class TextListing:
-    """A data set of texts with the splits of its publisher or of the user's files; see `listing.Listing`.
+    """The lists of a text data set, with the splits of its publisher or of the user's files; see `listing.Listing`.
 
     Attributes:
-        class_names: by label.
-        skipped: rows and files that cannot be used, with the reason.
+        class_names: class names by label.
+        skipped: reason by place, for rows and files that cannot be used.
     """
 
     class_names: list[str]
@@ -80,35 +77,29 @@ class TextListing:
 
     @property
     def size(self) -> int:
-        """Number of all texts, including unusable ones."""
-        return len(self.skipped) + sum(len(part) for part in (self.train, self.val, self.test) if part is not None)
+        """Number of all texts, including unusable texts."""
+        return len(self.skipped) + sum(map(len, splits_of(self).values()))
 
     def digest(self) -> str:
-        """8 hex digits that tell two copies apart."""
-        found = hashlib.blake2b("\n".join(self.class_names).encode(errors="surrogateescape"), digest_size=4)
-        for name, part in (("train", self.train), ("val", self.val), ("test", self.test)):
-            if part is not None:
-                found.update(f"{name} {part.content_digest()}".encode())
-        return found.hexdigest()
+        """Return a digest (8 hex digits) of the texts, labels and class names."""
+        hasher = hashlib.blake2b("\n".join(self.class_names).encode(errors="surrogateescape"), digest_size=4)
+        for name, part in splits_of(self).items():
+            hasher.update(f"{name} {part.content_digest()}".encode())
+        return hasher.hexdigest()
 
 
 def missing_text_folder(root: Path) -> str | None:
-    """Return the error message if `data.root` does not exist; None if it is a file or a folder."""
+    """Return the error message if `data.root` does not exist, otherwise None."""
     return None if root.exists() else f"data.root={printable(root)}: no such file or folder. {LAYOUT}"
 
 
 def read_texts(
     root: Path, settings: TextConfig, follow_links: bool = False, splits: Chosen | None = None
 ) -> TextListing:
-    """List the texts of a file, or below a folder.
+    """List the texts of a file or a folder.
 
-    Without validation and test texts a fifth of every class is held out for testing, the same for every seed.
-
-    Args:
-        root: the file or folder; may be a link.
-        settings: columns and format of files, and label options.
-        follow_links: use the targets of links out of `root`, and list them in the notes.
-        splits: the files or folders of each split, relative to `root`; None to recognize them by name.
+    If there is neither a validation nor a test split, one fifth of every class is held out for testing, the same texts
+    for every seed. See `read_folder` for the arguments.
 
     Raises:
         UserError: a file or column does not exist, a file cannot be read, the labels are not classes, the folder is
@@ -132,13 +123,10 @@ def read_texts(
     return listing_of(reader.found, root, settings)
 
 
-def listing_of(found: Places, root: Path, settings: TextConfig) -> TextListing:
-    """Assign labels to classes, and hold out test texts if there is neither a validation nor a test split.
+def listing_of(found: SplitRows, root: Path, settings: TextConfig) -> TextListing:
+    """Map labels to classes, and hold out test texts if there is neither a validation nor a test split.
 
-    Args:
-        found: the rows by split, and their sources; the training rows come first.
-        root: the file or folder, for messages.
-        settings: label options.
+    The rows of the training split must come first. The file or folder `root` is named in messages.
 
     Raises:
         UserError: a split has no usable texts, or the labels are not classes.
@@ -187,7 +175,7 @@ def listing_of(found: Places, root: Path, settings: TextConfig) -> TextListing:
 
 
 def _classes(
-    usable: Mapping[str, Sequence[Row]], top: str, settings: TextConfig, found: Places
+    usable: Mapping[str, Sequence[Row]], top: str, settings: TextConfig, found: SplitRows
 ) -> tuple[dict[str, str], list[str]]:
     """Return the class of each label, and notes on the labels."""
     raw = {split: Counter(row.label for row in rows) for split, rows in usable.items()}
@@ -210,11 +198,7 @@ def _classes(
 
 
 def reasons_of(skipped: Mapping[str, str]) -> str:
-    """Return the reasons why texts cannot be used, with counts, as text.
-
-    Args:
-        skipped: place → "PLACE: REASON.", as in `TextListing`.
-    """
+    """Return the most frequent reasons in `TextListing.skipped` as text, with counts."""
     counts = Counter(why.removeprefix(f"{place}: ").rstrip(".") for place, why in skipped.items())
     shown = ", ".join(f"{why} ×{count:,}" for why, count in counts.most_common(4))
-    return shown + (f" and {counted(len(counts) - 4, 'more reason')}" if len(counts) > 4 else "")
+    return shown + and_more(len(counts) - 4, "reason")

@@ -1,7 +1,6 @@
-"""Transform images into a network's input tensor: resize, augment, normalize.
+"""Transform images into input tensors of a network: resize, augment and normalize.
 
-Everything before the normalization works on PIL images, for all data sets, so that training, evaluation and prediction
-resample in the same way.
+All steps before normalization work on PIL images, so that training, evaluation and prediction resample in the same way.
 """
 
 from __future__ import annotations
@@ -22,34 +21,35 @@ from efficient_ft.data.images import Decoding, read_image
 #: Augmentations of training images.
 AUGMENT = ("resize_crop", "none")
 _BANDS = (
-    "Image files are read as RGB or gray; model.kwargs.in_chans > 3 works only with your own tensors, in the library."
-    " Save three bands of each image as RGB."
+    "Image files are read as RGB or gray. model.kwargs.in_chans > 3 is supported only by the library, with your own"
+    " tensors. Save three bands of each image as RGB."
 )
 
 
 class Transform:
     """Transform a PIL image into a normalized tensor, as in the recipe of LBP-WHT.
 
-    Evaluation is Resize(size) → normalize; training with `resize_crop` is Resize(`resize`) → RandomResizedCrop(size) →
-    flips → normalize. Random numbers come from torch's CPU generator; the caller seeds it.
+    The steps of evaluation are Resize(size) and normalization. The steps of training with ``resize_crop`` are
+    Resize(`resize`), RandomResizedCrop(size), flips and normalization. Random numbers are drawn from torch's CPU
+    generator, which the caller seeds.
 
     Args:
-        input: the network's input size, normalization and interpolation.
+        input: input size, normalization and interpolation of the network.
         augment: ``resize_crop`` or ``none``.
-        scale: smallest and largest area of the crop, as fractions of the image.
-        flip: mirror half of the images left to right.
-        resize: the size before the crop: ``input`` (the network's), a number of pixels (square), or ``none`` (the
-            image's own, with `resize_crop` only).
-        vertical_flip: turn half of the images upside down.
-        pick: number of augmentations (the crop and the enabled flips) drawn for each image; None for all of them.
+        scale: minimum and maximum area of the crop, as fractions of the image.
+        flip: mirror half of the images horizontally.
+        resize: size before the crop: ``input`` for the input size of the network, a number of pixels for a square, or
+            ``none`` for the original size (only with ``resize_crop``).
+        vertical_flip: mirror half of the images vertically.
+        pick: number of augmentations (the crop and the enabled flips) that are drawn for each image; None for all.
         decoding: options for decoding files; None for the default.
 
     Attributes:
-        resize_size: (height, width) before the crop; None: the image's own.
+        resize_size: (height, width) before the crop; None for the original size.
 
     Raises:
-        SettingError: an unknown augmentation or interpolation, a scale outside of (0, 1], or a mean or std without one
-            value per channel.
+        SettingError: the augmentation or interpolation is unknown, the scale is outside of (0, 1], or the number of
+            values of mean or std does not match the channels.
     """
 
     def __init__(
@@ -71,14 +71,13 @@ class Transform:
         channels = len(input.mean)
         for name, values in (("mean", input.mean), ("std", input.std)):
             if len(values) not in (1, 3) or len(values) != channels:
-                raise SettingError(
-                    f"model.{name}", list(values), "three values (red, green, blue) or one (gray)", _BANDS
-                )
+                known = "three values (red, green, blue) or one (gray)"
+                raise SettingError(f"model.{name}", list(values), known, _BANDS)
         try:
             mode = InterpolationMode(input.interpolation)
         except ValueError:
-            known = [m.value for m in InterpolationMode]
-            raise SettingError("InputSpec.interpolation", input.interpolation, known) from None
+            modes = [m.value for m in InterpolationMode]
+            raise SettingError("InputSpec.interpolation", input.interpolation, modes) from None
         size = list(input.size)
         self.input, self.decoding = input, decoding or Decoding()
         self._gray = channels == 1
@@ -103,13 +102,13 @@ class Transform:
 
     @property
     def resized_shape(self) -> tuple[int, ...] | None:
-        """Shape of a resized image, (H, W, 3), or (H, W) if it is gray; None: images keep their own size."""
+        """Shape of a resized image, (H, W, 3), or (H, W) for gray images; None if images are not resized."""
         if self.resize_size is None:
             return None
         return self.resize_size if self._gray else (*self.resize_size, 3)
 
     def read(self, path: str | os.PathLike[str]) -> Image.Image:
-        """Read a file as RGB, not smaller than `resize` needs.
+        """Read a file as RGB, with at least the size that `resize` requires.
 
         Raises:
             UserError: the file cannot be read as an image.
@@ -117,16 +116,16 @@ class Transform:
         return read_image(path, self.resize_size, self.decoding)
 
     def resize(self, image: Image.Image) -> Image.Image:
-        """Resize an image; deterministic, so the result may be cached."""
+        """Resize an image. The result is deterministic and may be cached."""
         image = image.convert("L") if self._gray else image
         return image if self._resize is None else self._resize(image)
 
     def augment(self, image: Image.Image) -> Image.Image:
-        """Augment a resized image at random."""
+        """Apply random augmentations to a resized image."""
         return image if self._augment is None else self._augment(image)
 
     def normalize(self, images: Sequence[Image.Image]) -> Tensor:
-        """Stack B images of the network's size into float32 (B, C, H, W), normalized; C is 3, or 1 for gray."""
+        """Stack and normalize B images of the input size: float32 (B, C, H, W) with C = 3, or C = 1 for gray."""
         pixels = torch.from_numpy(np.stack([np.asarray(image) for image in images]))
         if self._gray:
             pixels = pixels.unsqueeze(-1)
@@ -134,7 +133,7 @@ class Transform:
         return floats.div_(255).sub_(self._mean).div_(self._std)
 
     def __call__(self, image: Image.Image | str | os.PathLike[str]) -> Tensor:
-        """Transform one RGB image, or the file at a path, into float32 (C, H, W).
+        """Transform an RGB image or an image file into float32 (C, H, W).
 
         Raises:
             UserError: the file cannot be read as an image.
@@ -154,10 +153,7 @@ def to_pictures(pixels: Tensor, input: InputSpec) -> list[Image.Image]:
 class _Pick(torch.nn.Module):
     """Apply a random subset of augmentations to each image, in order.
 
-    Args:
-        steps: the augmentations; the crop is the first.
-        count: number of augmentations drawn.
-        resize: resizes an image without the crop to the input size; None if it already has this size.
+    The first augmentation is the crop. Images without the crop are resized to the input size by `resize`.
     """
 
     def __init__(self, steps: Sequence[torch.nn.Module], count: int, resize: torch.nn.Module | None) -> None:

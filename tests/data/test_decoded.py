@@ -114,7 +114,7 @@ def test_a_full_disk_ends_the_keeping_and_not_the_run(
         assert torch.equal(epoch_of(data)[0], epoch_of(opened("off"))[0])
         epoch_of(data, epoch=2)
     assert [record.getMessage().split(" is full.")[1] for record in caplog.records] == [
-        " Images that are not kept there are decoded in every epoch."
+        " Further images are decoded in every epoch."
     ]
 
 

@@ -48,7 +48,10 @@ def test_a_validation_folder_validates_and_nothing_is_taken_from_train(
     root = folders(train={"a": 5, "b": 5}, **{name: {"a": 2, "b": 1}})
     data = opened(data_config("folder", root=str(root)))
     assert data.splits == {"train": 10, "val": 3}
-    assert any(f"no test split. The accuracy is reported on {name}/" in n for n in data.report()["notes"])
+    assert any(
+        f"no test split. The best epoch is selected and the accuracy is reported on {name}/" in n
+        for n in data.report()["notes"]
+    )
     with pytest.raises(UserError, match=r"no test split\. It has val\."):
         data.eval_loader("test")
     with pytest.raises(SettingError, match=r"data\.select_best_on must be val, got test.*no test images"):
@@ -134,7 +137,7 @@ def test_a_pipe_is_no_image_and_a_link_is_no_way_back(folders: Make) -> None:
     notes = " ".join(listing.notes)
     assert f"not followed: {root / 'train/b/up'}." in notes
     assert f"ignored: {root / 'train/a/9.jpg'} and 2 more" in notes
-    assert f"Ignored: {root / 'train/nothing'}, a link to what does not exist." in notes
+    assert f"Ignored broken links: {root / 'train/nothing'}." in notes
 
 
 def test_a_link_to_an_image_counts_if_the_image_is_not_in_the_data_set_itself(folders: Make, tmp_path: Path) -> None:
@@ -150,7 +153,7 @@ def test_a_link_to_an_image_counts_if_the_image_is_not_in_the_data_set_itself(fo
     listing = read_folder(root, follow_links=True)
     assert [Path(str(path)).name for path in listing.train.images][8:] == ["x.jpg", "y.jpg"]
     notes = " ".join(listing.notes)
-    assert "under their own names are not counted: " in notes
+    assert "already part of the data set are not counted: " in notes
     assert " and 2 more" in notes
     assert f"Links to files outside of {root} are followed: {root / 'train/b/x.jpg'}." in notes
 
@@ -194,7 +197,7 @@ def test_a_class_missing_in_test_is_noted(folders: Make, data_config: Config) ->
     listing = read_folder(root)
     assert listing.test is not None
     assert listing.test.labels.tolist() == [0, 0, 2]
-    assert "One class has no test image: 'b'." in opened(data_config("folder", root=str(root))).inspect().warnings
+    assert "1 class has no test image: 'b'." in opened(data_config("folder", root=str(root))).inspect().warnings
 
 
 @pytest.mark.parametrize(

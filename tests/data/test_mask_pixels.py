@@ -100,7 +100,7 @@ def _alpha() -> Image.Image:
         ),
         (lambda p: Image.fromarray(IDS.astype(np.float32)).save(p, format="tiff"), "got floating-point values"),
         (lambda p: Image.fromarray(IDS).convert("CMYK").save(p, format="tiff"), "got the mode CMYK"),
-        (lambda p: _alpha().save(p), "the transparency of the mask varies"),
+        (lambda p: _alpha().save(p), "the mask has varying transparency"),
         (lambda p: _png(p, 16, [bytes([0, 1] * 3)], 1, 2), "3 channels of 16 bits"),
         (
             lambda p: Image.fromarray(IDS).convert("1").save(p, format="tiff", tiffinfo={262: 0}),

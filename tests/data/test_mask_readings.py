@@ -368,7 +368,7 @@ def test_masks_that_mostly_cannot_be_used_stop_before_the_training(tmp_path: Pat
 def test_masks_of_0_and_1_among_masks_of_0_and_255_are_ambiguous(tmp_path: Path) -> None:
     root = write(tmp_path, lambda number: Image.fromarray(ids(number) * (255 if number % 2 else 1)))
     text = message(root)
-    assert "Of 6 train masks examined, 3 hold the value 1, and 3 hold 0 and 255" in text
+    assert "3 of 6 examined train masks contain the value 1, 3 contain 0 and 255, and none contains both" in text
     assert "'data.masks.values={0: background, 1: cell, 255: cell}'" in text
     data = opened(root, {"values": {0: "background", 1: "cell", 255: "cell"}})
     assert set(np.unique(np.stack([data._dataset("train", training=False).read(k)[1] for k in (0, 1)]))) == {0, 1}

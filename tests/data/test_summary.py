@@ -46,7 +46,7 @@ def test_lines_state_classes_samples_origin_and_facts() -> None:
 
 def test_a_class_without_a_training_sample_is_a_warning() -> None:
     summary = make(splits={"train": SplitSummary(2, "", np.array([2, 0]))})
-    assert summary.warnings == ["Two images are black.", "One class has no training image: dog."]
+    assert summary.warnings == ["Two images are black.", "1 class has no training image: dog."]
     record = json.loads(json.dumps(summary.record()))
     assert record["splits"]["train"] == {"samples": 2, "origin": "", "per_class": [2, 0]}
     assert record["examined"] == 5

@@ -210,7 +210,7 @@ def test_mistakes_in_folders(tmp_path: Path) -> None:
     write(tmp_path / "linked" / "a" / "1.txt", "zinc")
     write(tmp_path / "linked" / "b" / "2.txt", "plum")
     (tmp_path / "linked" / "b" / "3.txt").symlink_to("../a/1.txt")
-    with pytest.raises(UserError, match=r"under their own names are not counted: .*b/3\.txt"):
+    with pytest.raises(UserError, match=r"already part of the data set are not counted: .*b/3\.txt"):
         read_texts(tmp_path / "linked", PLAIN)
     with pytest.raises(SettingError, match=r"data\.val_fraction"):
         opened(write_texts(tmp_path / "texts.csv", 20), val_fraction=0.0)

@@ -87,8 +87,8 @@ def test_a_link_out_of_the_data_set_is_refused_or_followed_and_said(
     with pytest.raises(UserError) as caught:
         read_data(config)
     assert str(caught.value) == (
-        f"{link} is a link to {target}, outside of {tmp_path / 'data'}. Set data.follow_links=true to use what such"
-        " links lead to, or remove the link."
+        f"{link} is a link to {target}, outside of {tmp_path / 'data'}. Set data.follow_links=true to follow such"
+        " links, or remove the link."
     )
     follows = config.model_copy(update={"follow_links": True})
     assert _sizes(follows) == expected
@@ -111,7 +111,7 @@ def test_classes_named_like_splits_change_nothing(tmp_path: Path) -> None:
     (tmp_path / "b/of_a.jpg").symlink_to("../a/0.jpg")
     listing = read_data(config)
     assert (len(listing.class_names), sum(_sizes(config))) == (4, 8)
-    assert "under their own names are not counted: " in " ".join(listing.notes)
+    assert "already part of the data set are not counted: " in " ".join(listing.notes)
 
 
 def test_links_that_are_not_used_are_not_refused(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_links_between_the_parts_of_a_segmentation_data_set_are_refused(tmp_path
     config = _masks(tmp_path)
     (tmp_path / "val/images/000.jpg").unlink()
     (tmp_path / "val/images/000.jpg").symlink_to("../../train/images/000.jpg")
-    with pytest.raises(UserError, match=r"under their own names are not counted: .*val/images/000\.jpg"):
+    with pytest.raises(UserError, match=r"already part of the data set are not counted: .*val/images/000\.jpg"):
         read_data(config)
     (tmp_path / "test").symlink_to("train")
     with pytest.raises(UserError, match=r"test is a link to .*, a folder of the same data set"):

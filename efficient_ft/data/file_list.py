@@ -1,0 +1,188 @@
+"""List the files of a data set, and handle links."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from efficient_ft.core.errors import UserError
+from efficient_ft.core.text import printable
+from efficient_ft.data.counts import some
+from efficient_ft.data.paths import is_hidden
+
+
+def unreadable(path: str | Path, error: OSError) -> UserError:
+    """Return the error for a file or folder that cannot be read."""
+    return UserError(f"{printable(path)} cannot be read ({error.strerror}). Check its permissions.")
+
+
+def visible_entries(folder: str | Path) -> Iterator[os.DirEntry[str]]:
+    """Yield the entries of a folder that are not hidden.
+
+    Raises:
+        UserError: the folder cannot be read.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            yield from (entry for entry in entries if not is_hidden(entry.name))
+    except OSError as error:
+        raise unreadable(folder, error) from error
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Return True if an entry is a folder or a link to a folder."""
+    return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
+
+
+class FileList:
+    """List the files below folders of a data set, and record the files that are ignored.
+
+    Args:
+        root: folder of the data set.
+        listed: folders whose files are listed. A link to a file in one of them is ignored, because the file would count
+            twice or belong to two classes.
+        follow_links: use the targets of links that lead out of `root`.
+
+    Attributes:
+        links: links to folders. They are ignored, because they may form a cycle or lead to another class.
+        special: pipes, sockets, devices and broken links.
+        again: links to files in `listed`.
+        outside: links to files outside of `root`.
+    """
+
+    def __init__(self, root: Path, listed: Iterable[Path], follow_links: bool) -> None:
+        self._root, self._follow_links = os.path.realpath(root), follow_links
+        self._listed = frozenset(map(os.path.realpath, listed))
+        self._places: dict[str, tuple[bool, bool]] = {}
+        self.links: list[str] = []
+        self.special: list[str] = []
+        self.again: list[str] = []
+        self.outside: list[str] = []
+
+    def below(self, folder: str | Path, strict: bool = False) -> list[str]:
+        """Return the sorted paths of the visible files at any depth in a folder, which may be a link.
+
+        Raises:
+            UserError: a folder cannot be read, a link leads out of the data set, or `strict` is True and the folder
+                contains entries that are ignored.
+        """
+        files: list[str] = []
+        waiting = [os.fspath(folder)]
+        while waiting:
+            for entry in visible_entries(waiting.pop()):
+                try:
+                    is_file = entry.is_file()
+                except OSError:  # a link to itself
+                    self.special.append(entry.path)
+                    continue
+                if is_file:
+                    if not entry.is_symlink() or self._counts(entry.path):
+                        files.append(entry.path)
+                elif entry.is_dir():
+                    (self.links if entry.is_symlink() else waiting).append(entry.path)
+                else:
+                    self.special.append(entry.path)
+        if strict and (self.links or self.special or self.again):
+            raise UserError(self.notes(Path(folder))[0])
+        return sorted(files)
+
+    def _counts(self, link: str) -> bool:
+        """Return True if a link to a file counts as a file of the data set."""
+        target = os.path.join(os.path.dirname(link), os.readlink(link))
+        if os.path.islink(target):
+            target = os.path.realpath(target)
+        folder = os.path.dirname(target)
+        if folder not in self._places:
+            real = os.path.realpath(folder)
+            above = {real, *map(str, Path(real).parents)}
+            self._places[folder] = (not above.isdisjoint(self._listed), self._root not in above)
+        again, outside = self._places[folder]
+        if again:
+            self.again.append(link)
+        elif outside:
+            if not self._follow_links:
+                raise _outside(link, self._root)
+            self.outside.append(link)
+        return not again
+
+    def notes(self, folder: Path) -> list[str]:
+        """Return a sentence for each kind of ignored entry, and for followed links."""
+        inside, root = printable(folder), printable(self._root)
+        return [
+            f"{text}: {some(paths, 1)}{advice}."
+            for text, paths, advice in (
+                (f"Links to folders in {inside} are not followed", self.links, ". Replace them with the folders"),
+                (
+                    f"Entries in {inside} that are neither files nor folders are ignored",
+                    self.special,
+                    " (a pipe, a device or a broken link)",
+                ),
+                ("Links to files that are already part of the data set are not counted", self.again, ""),
+                (f"Links to files outside of {root} are followed", self.outside, ""),
+            )
+            if paths
+        ]
+
+
+def refuse_elsewhere(listed: Iterable[str], root: Path, follow_links: bool) -> None:
+    """Reject listed files that exist outside of the data set's folder.
+
+    Links that lead out of `root` are accepted if `follow_links` is True. Other paths outside of `root` are rejected.
+
+    Raises:
+        UserError: a file is outside of the folder.
+    """
+    top, written = os.path.realpath(root), os.path.normpath(root)
+    links: dict[str, set[str]] = {}
+    for path in listed:
+        folder, name = os.path.split(path)
+        if folder not in links:
+            if not _within(os.path.normpath(folder), written):
+                raise UserError(
+                    f"The lists in {printable(root)} name {printable(path)}, a file outside of this folder. Remove such"
+                    " lines, or put a complete copy of the data set there."
+                )
+            if not follow_links and not _within(os.path.realpath(folder), top):
+                raise _outside(folder, root)
+            with os.scandir(folder) as entries:
+                links[folder] = {entry.name for entry in entries if entry.is_symlink()}
+        if name in links[folder] and not follow_links and not _within(os.path.realpath(path), top):
+            raise _outside(path, root)
+
+
+def _within(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
+
+
+def links_in(places: Iterable[Path], root: Path, follow_links: bool) -> list[str]:
+    """Return a sentence for each of the given paths that is a link out of the data set.
+
+    Raises:
+        UserError: a link leads out of `root` and `follow_links` is False, or a link leads to a folder inside or above
+            `root`, whose files would belong to two classes or splits.
+    """
+    notes = []
+    top = Path(os.path.realpath(root))
+    for place in places:
+        if not place.is_symlink():
+            continue
+        target = Path(os.path.realpath(place))
+        if target == top or top in target.parents or target in top.parents:
+            if target.is_dir():
+                raise UserError(
+                    f"{printable(place)} is a link to {printable(target)}, a folder of the same data set or above it:"
+                    " its files would have two classes, or be in two splits. Remove the link."
+                )
+        elif follow_links:
+            notes.append(f"The link {printable(place)} is followed to {printable(target)}.")
+        else:
+            raise _outside(place, root)
+    return notes
+
+
+def _outside(link: str | Path, root: str | Path) -> UserError:
+    return UserError(
+        f"{printable(link)} is a link to {printable(os.path.realpath(link))}, outside of {printable(root)}. Set"
+        " data.follow_links=true to follow such links, or remove the link."
+    )
