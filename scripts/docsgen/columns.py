@@ -52,7 +52,6 @@ COLUMNS: dict[str, tuple[str, Callable[[str, str], str]]] = {
     "backward-exact": ("backward / exact", lambda f, n: times(records.time(f, n, "backward"))),
     "cosine": ("cosine, this network", lambda f, n: records.cosine("gradient_random", n)),
     "cosine-trained": ("cosine, trained network", _trained_cosine),
-    "cosine-trained": ("cosine, trained network", _trained_cosine),
     "error": ("relative error", lambda f, n: f"{recipe(f, n)['error']['blocks']['mean']:.3f}"),
     "cosine-mean": ("cosine", records.cosine),
     "cosine-range": (
