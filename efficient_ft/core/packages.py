@@ -20,6 +20,8 @@ from efficient_ft.core.errors import UserError
 
 #: The group of entry points through which other packages add methods.
 GROUP = "efficient_ft.methods"
+#: The group of entry points through which other packages add kinds of task.
+KINDS_GROUP = "efficient_ft.kinds"
 
 
 def configuration_folders() -> dict[str, list[Path]]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from efficient_ft.core.text import printable
 from efficient_ft.data.inspection import in_threads, spread
+from efficient_ft.data.listing import label_bytes
 
 #: Files of a split that are read: evenly spread, and the first one of each class. Further ones are not looked at.
 FILES = 2048
@@ -150,7 +151,7 @@ def _add_files(
     if labels is not None:
         key = f"{part} labels"
         looked.counts[key], looked.names[key] = len(labels), [part]
-        looked.known[key] = _hash(np.ascontiguousarray(labels, dtype="<i8").tobytes())
+        looked.known[key] = _hash(label_bytes(labels))
 
 
 def _add_blocks(looked: Looked, part: str, samples: Any, labels: np.ndarray) -> None:

@@ -45,7 +45,7 @@ class Samples:
 
     def content_digest(self) -> str:
         """16 hex digits that tell any change apart: of the pixels in memory, or each file's path, size and date."""
-        found = hashlib.blake2b(_bytes(self.labels), digest_size=8)
+        found = hashlib.blake2b(label_bytes(self.labels), digest_size=8)
         if isinstance(self.images, np.ndarray):
             found.update(np.ascontiguousarray(self.images).data)
             return found.hexdigest()
@@ -101,7 +101,7 @@ class Listing:
             if part is None or not len(part):
                 continue
             found.update(f"{name} {len(part)}".encode())
-            found.update(_bytes(part.labels))
+            found.update(label_bytes(part.labels))
             for i in np.linspace(0, len(part) - 1, min(len(part), _DIGEST_IMAGES)).round().astype(int):
                 image = part.images[i]
                 found.update(image.tobytes() if isinstance(image, np.ndarray) else _size(image))
@@ -150,9 +150,9 @@ def stratified_split(samples: _Samples, fraction: float, seed: int) -> tuple[_Sa
     return samples.take(np.flatnonzero(~held_out)), samples.take(np.flatnonzero(held_out))
 
 
-def _bytes(labels: np.ndarray) -> memoryview:
-    """The labels as bytes that are the same on every machine; on most no copy."""
-    return np.ascontiguousarray(labels, dtype="<i8").data
+def label_bytes(labels: np.ndarray) -> memoryview:
+    """Return labels, integers or numbers, as bytes that are the same on every machine; on most machines no copy."""
+    return np.ascontiguousarray(labels, dtype="<f8" if labels.dtype.kind == "f" else "<i8").data
 
 
 def _size(path: str) -> bytes:

@@ -33,6 +33,7 @@ class Reading:
         kept_bytes: of each sample until the batch is complete.
         stack_bytes: of each sample while the batch is stacked, without the batch.
         file_size: (width, height) of the largest image file; None if there are no files.
+        own_size: True if `size` is that of the files, and not the input size of the network.
     """
 
     size: tuple[int, ...]
@@ -40,6 +41,7 @@ class Reading:
     kept_bytes: int = 0
     stack_bytes: int = 0
     file_size: tuple[int, int] | None = None
+    own_size: bool = False
 
     def load_bytes(self, samples: int) -> int:
         """Bytes that reading a batch of `samples` takes in addition to the batch."""

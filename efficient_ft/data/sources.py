@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.input_spec import InputSpec
@@ -26,6 +26,23 @@ if TYPE_CHECKING:
     from efficient_ft.config.schema import DataConfig
 
 
+class DataSource(Protocol):
+    """A data set that a kind of task of another package adds."""
+
+    def missing(self, config: DataConfig) -> str | None:
+        """Return a message if files are missing; see `missing_data`."""
+
+    def class_count(self, config: DataConfig) -> int | None:
+        """Return the number of outputs of a network for the data; None if the files do not exist."""
+
+    def read(self, config: DataConfig) -> Any:
+        """Return the lists of the data set, which have the attributes of `listing.Listing`."""
+
+
+#: The data sets of other packages by name; `training.kinds.registry.register` adds them.
+SOURCES: dict[str, DataSource] = {}
+
+
 def missing_data(config: DataConfig) -> str | None:
     """Look for the files of a data set without fetching any; takes at most about `core.network.PROBE_SECONDS`.
 
@@ -34,6 +51,8 @@ def missing_data(config: DataConfig) -> str | None:
     """
     if config.name == "digits":
         return None
+    if config.name in SOURCES:
+        return SOURCES[config.name].missing(config)
     root = Path(config.root).expanduser()
     if config.name == "folder":
         return missing_folder(root)
@@ -51,6 +70,8 @@ def class_count(config: DataConfig) -> int | None:
     """Count the classes without opening an image; None for a folder that does not exist."""
     if config.name == "digits":
         return 10
+    if config.name in SOURCES:
+        return SOURCES[config.name].class_count(config)
     root = Path(config.root).expanduser()
     if config.name == "folder":
         return folder_classes(root, config.splits, config.follow_links)
@@ -77,6 +98,8 @@ def read_data(config: DataConfig) -> Listing | MaskListing | TextListing:
     """
     if config.name == "digits":
         return read_digits()
+    if config.name in SOURCES:
+        return cast("Listing", SOURCES[config.name].read(config))
     if config.name == "folder":
         return read_folder(Path(config.root).expanduser(), config.follow_links, config.splits)
     if config.masks is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.tokenizer import Tokenizer
 from efficient_ft.data.inspect_texts import inspect_texts
 from efficient_ft.data.inspection import Inspection
@@ -84,6 +85,9 @@ class TextData(OpenedData[Texts, TextDataset]):
 
     def reading(self, *, training: bool) -> Reading:
         return Reading((self._max_length,))
+
+    def shown(self, inputs: Any, input: InputSpec) -> list[Any]:
+        return self.tokenizer.decode(inputs["input_ids"])
 
     def _labels(self, part: Texts) -> np.ndarray:
         return part.labels

@@ -103,18 +103,13 @@ _SIZES = {
 _ALTERNATIVES = "Or use model.weights=DIR, a local folder with these files."
 
 
-def is_text(config: ModelConfig) -> bool:
-    """Whether a model configuration names a text classifier."""
-    return config.task == "text"
-
-
-def input_of_text(config: ModelConfig) -> InputSpec:
+def input_of(config: ModelConfig) -> InputSpec:
     """The largest number of tokens of a text; the tokenizer is not read."""
     assert config.max_length is not None
     return InputSpec((config.max_length,), (), ())
 
 
-def build_text(config: ModelConfig, classes: int) -> nn.Module:
+def build(config: ModelConfig, classes: int) -> nn.Module:
     """Build a text classifier with random weights.
 
     Args:
@@ -160,19 +155,20 @@ def _check_sizes(config: ModelConfig, about: Any) -> None:
             raise SettingError(place, size, f"an integer from 1 to {most:,}")
 
 
-def load_text(config: ModelConfig, classes: int) -> nn.Module:
+def load(config: ModelConfig, classes: int, random: nn.Module | None = None) -> nn.Module:
     """Build a text classifier with the weights of its repository, of a local folder, or of a file.
 
     Args:
         config: the `model` section of the configuration.
         classes: number of classes.
+        random: not used; the loaded network is built without it.
 
     Returns:
         The network, with its `LoadingReport`.
 
     Raises:
-        SettingError: as `build_text`; the weights do not fit.
-        UserError: as `build_text`; files cannot be fetched or read.
+        SettingError: as `build`; the weights do not fit.
+        UserError: as `build`; files cannot be fetched or read.
     """
     about, source = _architecture(config, classes), _local(config)
     if (source / "adapter_config.json").is_file():
@@ -184,7 +180,7 @@ def load_text(config: ModelConfig, classes: int) -> nn.Module:
     kind: Any = type(plain)
     own, base = plain.state_dict(), f"{plain.base_model_prefix}."
 
-    def load(weights: dict[str, Tensor] | None, prefix: str) -> Fit:
+    def fit(weights: dict[str, Tensor] | None, prefix: str) -> Fit:
         model, found = kind.from_pretrained(
             None if source.is_file() else str(source),
             config=about,
@@ -204,9 +200,9 @@ def load_text(config: ModelConfig, classes: int) -> nn.Module:
             held = read_contents(source)
             whole = any(f".{base}" in f".{name}" for name in held.tensors)
             names = own if whole else {name.removeprefix(base) for name in own}
-            contents, chosen = choose(config, source, held, names, lambda part, at: load(part.weights_under(at), at))
+            contents, chosen = choose(config, source, held, names, lambda part, at: fit(part.weights_under(at), at))
         else:
-            contents, chosen = Contents({}, {}), load(None, "")
+            contents, chosen = Contents({}, {}), fit(None, "")
     except (*_REFUSALS, OSError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
         if isinstance(error, UserError):
             raise
@@ -282,7 +278,7 @@ def portable(config: ModelConfig, model: nn.Module) -> ModelConfig:
         model: the network made of it.
     """
     own = config.weights is not None and Path(config.weights).expanduser().is_dir()
-    if not is_text(config) or (config.name in TEXT_MODELS and not own):
+    if config.name in TEXT_MODELS and not own:
         return config
     about: Any = model.config
     plain = _transformers(config).AutoConfig.for_model(about.model_type)
@@ -296,8 +292,8 @@ def portable(config: ModelConfig, model: nn.Module) -> ModelConfig:
     return config.model_copy(update={"name": about.model_type, "kwargs": kwargs})
 
 
-def missing_text(config: ModelConfig) -> str | None:
-    """Say which files of a text classifier are missing; see `models.hub.missing_weights`."""
+def missing(config: ModelConfig) -> str | None:
+    """Return a message if files of a text classifier are missing; see `factory.missing_weights`."""
     if config.weights is not None:
         path = Path(config.weights).expanduser()
         if os.path.isdir(path):  # pathlib raises for a name that is too long
@@ -376,9 +372,9 @@ def _local(config: ModelConfig, tokenizer: bool = False) -> Path:
     path = None if config.weights is None else Path(config.weights).expanduser()
     if path is not None and path.is_file() and not (tokenizer and TOKENIZER not in _metadata(path)):
         return path
-    missing = missing_text(config)
-    if missing is not None:
-        raise UserError(missing)
+    problem = missing(config)
+    if problem is not None:
+        raise UserError(problem)
     if path is not None and path.is_dir():
         return path
     from huggingface_hub import snapshot_download
@@ -490,5 +486,5 @@ def _positions(model: nn.Module) -> int | None:
 
 def _noted(config: ModelConfig, model: nn.Module) -> nn.Module:
     """Note the length at which the view of the network looks at it, as timm's models do."""
-    model.pretrained_cfg = {"architecture": config.name, "input_size": input_of_text(config).size}  # type: ignore[assignment]
+    model.pretrained_cfg = {"architecture": config.name, "input_size": input_of(config).size}  # type: ignore[assignment]
     return model
