@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean, first_line
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.models.checkpoint import Contents, read_contents
+from efficient_ft.models.hub import fetch_weights, missing_files
 from efficient_ft.models.hub_code import refuse_code
 from efficient_ft.models.loading_report import set_loading_report
 from efficient_ft.models.matching import Fit, choose, compare, fit_of_transformers, no_fit
 from efficient_ft.models.mismatch import explain
-from efficient_ft.models.hub import fetch_weights, missing_files
 from efficient_ft.models.timm_config import build as build_timm
 from efficient_ft.models.timm_config import pretrained_cfg
 from efficient_ft.models.weights import match_timm, report_of

@@ -133,9 +133,7 @@ def contact_sheet(data: OpenedData[Any, Any], input: InputSpec, count: int) -> C
         UserError: a sample cannot be read.
     """
     (inputs, targets), indices = data.training_batch(count)
-    title = (
-        f"{len(indices)} training {data.noun}s of {data.name} as the network sees them in training ({input})"
-    )
+    title = f"{len(indices)} training {data.noun}s of {data.name} as the network sees them in training ({input})"
     cells = [Cell(content, label) for content, label in data.labeled(inputs, targets, input)]
     return ContactSheet(title, cells, data.legend())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -70,7 +71,7 @@ class Task(ABC):
             raise UserError(f"{type(model).__name__} must return logits {self._shape}, got {found}.")
         return logits
 
-    #: Of the logits: the number of their dimensions, and these in words.
+    #: The number of dimensions of the logits, and these dimensions in words.
     _dimensions: ClassVar[int]
     _shape: ClassVar[str]
 
@@ -87,6 +88,19 @@ class Task(ABC):
     def labeled(self, targets: Tensor) -> Tensor | None:
         """Number of items that the mean of `loss` is taken over, a scalar; None: one per sample."""
         return None
+
+    def predicted(self, logits: Tensor) -> Tensor | None:
+        """Return the predicted class of each item, int64; None if predictions are not classes."""
+        return logits.argmax(1)
+
+    def chance_loss(self, num_classes: int) -> float:
+        """Return the loss of predictions that know nothing, here of equal probabilities."""
+        return math.log(num_classes)
+
+    @property
+    def class_metric(self) -> str:
+        """The name of the metric of a single class."""
+        return self.metric
 
     def evaluation_logits(self, model: nn.Module, inputs: Inputs) -> Tensor:
         """Run a network as in evaluation; see `logits`."""

@@ -35,6 +35,10 @@ class Segmentation(Task):
     def __init__(self, window: tuple[int, int] | None = None) -> None:
         self._window = window
 
+    @property
+    def class_metric(self) -> str:
+        return "iou"
+
     def evaluation_logits(self, model: nn.Module, inputs: Inputs) -> Tensor:
         if self._window is None:
             return self.logits(model, inputs)

@@ -21,9 +21,9 @@ from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.core.seeding import seed_of, seed_step
 from efficient_ft.models.tasks import tasks_of
 from efficient_ft.task.metrics import MeanLoss
+from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.optimizer import build_optimizer, lr_factor, warmup_steps
 from efficient_ft.training.output.console import say
-from efficient_ft.training.run_task import run_task
 
 if TYPE_CHECKING:
     from efficient_ft.config import Config
@@ -82,7 +82,7 @@ class FineTuner(L.LightningModule):
         self.total_steps = total_steps
         self.tasks = tasks_of(network)
         counts = [num_classes] if isinstance(num_classes, int) else list(num_classes.values())
-        self.task = run_task(config)
+        self.task = kind_of(config).task_of(config)
         # One metric per data set; as modules, so that Lightning moves them to the device.
         self.scores: Any = nn.ModuleList(self.task.scores(n) for n in counts)
         self.eval_loss: Any = nn.ModuleList(MeanLoss() for _ in counts)
@@ -93,7 +93,7 @@ class FineTuner(L.LightningModule):
         self.evaluated_classes: dict[int, float] = {}
         #: By task: see `_keep_range`; of the present evaluation.
         self._classes: dict[int, Tensor] = {}
-        self._chance = math.log(max(counts))  # the loss of equal probabilities
+        self._chance = max(map(self.task.chance_loss, counts))
         self._first_loss: float | None = None
         #: Warnings of the training, for results.json.
         self.warnings: list[str] = []
@@ -314,7 +314,7 @@ class FineTuner(L.LightningModule):
         with self._input(images, more) as x:
             logits = self.task.evaluation_logits(self.model, x).float()
         self.scores[dataloader_idx].update(logits, labels)
-        self._keep_range(dataloader_idx, logits.argmax(1), labels)
+        self._keep_range(dataloader_idx, self.task.predicted(logits), labels)
         self.eval_loss[dataloader_idx].update(self.task.loss(logits, labels), self._items(labels))
 
     def on_validation_epoch_end(self) -> None:
@@ -330,11 +330,13 @@ class FineTuner(L.LightningModule):
             metric.reset()
         self._warn_if_constant()
 
-    def _keep_range(self, task: int, predicted: Tensor, labels: Tensor) -> None:
+    def _keep_range(self, task: int, predicted: Tensor | None, labels: Tensor) -> None:
         """Keep the smallest and the negated largest class of the predictions and of the labels, on their device.
 
         With the largest negated, one minimum combines batches and processes.
         """
+        if predicted is None:
+            return
         labeled = labels != IGNORED
         first, last = labels.where(labeled, NO_CLASS).min(), -labels.where(labeled, -NO_CLASS).max()
         found = torch.stack([predicted.min(), -predicted.max(), first, last])

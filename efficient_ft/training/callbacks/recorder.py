@@ -208,10 +208,9 @@ class Recorder(L.Callback):
 
     def _each_class(self, module: FineTuner) -> dict[str, float]:
         """Return the metric of single classes for loggers; empty with more classes than `LARGEST_CHART`."""
-        measure = "iou" if module.task.metric == "mean_iou" else module.task.metric
         named = len(self.class_names) <= LARGEST_CHART
         return {
-            f"{self.split}_{measure}/{self.class_names[number]}": value
+            f"{self.split}_{module.task.class_metric}/{self.class_names[number]}": value
             for number, value in (module.evaluated_classes if named else {}).items()
         }
 

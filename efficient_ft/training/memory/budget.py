@@ -26,14 +26,13 @@ from efficient_ft.core.process_memory import (
     resident_bytes,
 )
 from efficient_ft.cost import Demand, Forward, Prediction, count_evaluation, executed, predict
-from efficient_ft.data import RoundRobinData, class_count
 from efficient_ft.data.reading import Reading
-from efficient_ft.data.segmentation_data import STRIDE
 from efficient_ft.methods.base import Method
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
-from efficient_ft.task import TASKS, Segmentation, tensors_of
-from efficient_ft.training.datamodule import RunData
+from efficient_ft.task import tensors_of
+from efficient_ft.training.kinds.base import RunData
+from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory.libraries import LibrarySizes, libraries
 from efficient_ft.training.memory.measured import accumulated_gradients
 from efficient_ft.training.memory.watch import budget_of
@@ -44,18 +43,12 @@ from efficient_ft.training.processes import world_size
 from efficient_ft.training.run_task import step_spec
 from efficient_ft.training.trainer import on_device
 
-#: Classes of a network if there are no images to count them: ImageNet's.
-_UNKNOWN_CLASSES = 1000
 #: Bytes that a process that loads data takes of its own, without the batches: it is a fork, and writes to few pages.
 _WORKER = 96 * 2**20
 #: Batches that each of these processes loads ahead (torch's ``prefetch_factor``).
 _AHEAD = 2
 #: The counts of `Demand` that a training step decides.
 _OF_A_STEP = ("model_bytes", "batch_bytes", "step_bytes", "largest_bytes", "optimizer_bytes", "gradient_bytes")
-#: Images with masks that a segmentation predicts at its end, and bytes per pixel of each while all are read.
-_EXAMPLES, _EXAMPLE_BYTES = 4, 6
-#: Factors of the image size that are tried where no batch size fits.
-_SMALLER_IMAGES = (0.75, 0.5)
 
 
 class Predictor:
@@ -74,10 +67,8 @@ class Predictor:
     ) -> None:
         self._images, self.base_bytes, self._device = images, base_bytes, device
         self._resumed = folder is not None and config.resume == "auto" and checkpoint.exists(folder / checkpoint.NAME)
-        if images is None:
-            self._classes: object = class_count(config.data) or _UNKNOWN_CLASSES
-        else:
-            self._classes = images.num_classes
+        self._kind = kind_of(config)
+        self._classes = self._kind.classes(config) if images is None else images.num_classes
         self._networks: dict[str, nn.Module] = {}
         self._steps: dict[str, Demand] = {}
         self._forwards: dict[tuple[str, int, tuple[int, ...]], Forward] = {}
@@ -89,7 +80,7 @@ class Predictor:
         warm = any(method.warmup_steps for method in build_methods(config))
         key = config.model.model_dump_json() + str(warm)
         if key not in self._networks:
-            network = factory.random_model(config.model, self._classes)  # type: ignore[arg-type]
+            network = factory.random_model(config.model, self._classes)
             self._networks = {key: network if warm else network.to("meta")}  # the last one is enough
         return self._networks[key]
 
@@ -111,13 +102,11 @@ class Predictor:
         size = factory.input_of(config.model).size
         if self._images is None:
             return Reading(size), Reading(size)
-        parts = list(self._images.parts.values()) if isinstance(self._images, RoundRobinData) else [self._images]
         found = []
         for training in (True, False):
-            each = [part.reading(training=training) for part in parts]
+            each = [part.reading(training=training) for part in self._images.parts.values()]
             largest = max(each, key=lambda one: one.decode_bytes)
-            own = training or config.task != "segmentation"  # these have the size of the network
-            found.append(largest if not own else Reading(size, *_fields(largest)))
+            found.append(largest if largest.own_size else replace(largest, size=size))
         return found[0], found[1]
 
     def demand(self, config: Config) -> Demand:
@@ -141,17 +130,15 @@ class Predictor:
         batch, evaluated = _samples(config, self._images)
         here = config.data.num_workers == 0
         if self._inspection is None:
-            parts = self._images.parts.values() if isinstance(self._images, RoundRobinData) else [self._images]
-            self._inspection = max((part.inspection_bytes() for part in parts if part is not None), default=0)
+            parts = () if self._images is None else self._images.parts.values()
+            self._inspection = max((part.inspection_bytes() for part in parts), default=0)
         examples, examples_load = Forward(), 0
-        if config.task == "segmentation" and evaluation.file_size is not None:  # whole, also if evaluation resizes
-            width, height = evaluation.file_size
-            whole = replace(spec, task=Segmentation())
-            size = (-(-height // STRIDE) * STRIDE, -(-width // STRIDE) * STRIDE)
+        if (figure := self._kind.figure_input(evaluation)) is not None:
+            size, examples_load = figure
             if size not in self._examples:
+                whole = replace(spec, task=self._kind.task)
                 self._examples[size] = count_evaluation(network, whole, 1, size, methods)
             examples = self._examples[size]
-            examples_load = _EXAMPLES * _EXAMPLE_BYTES * width * height + evaluation.decode_bytes
         weights = sum(t.numel() * t.element_size() for t in (*network.parameters(), *network.buffers()))
         inputs, targets = spec.example(1)
         return Demand(
@@ -219,17 +206,14 @@ class Predictor:
         return total
 
 
-def _fields(reading: Reading) -> tuple[int, int, int, tuple[int, int] | None]:
-    return reading.decode_bytes, reading.kept_bytes, reading.stack_bytes, reading.file_size
-
-
 def _samples(config: Config, images: RunData | None) -> tuple[int, int]:
     """Samples of the largest training batch and of the largest evaluation batch."""
     train, evaluated = config.data.batch_size, config.data.eval_batch_size or config.data.batch_size
-    if images is None or isinstance(images, RoundRobinData):
+    if images is None or len(images.parts) > 1:  # their batches have the sizes of the settings
         return train, evaluated
-    others = [count for split, count in images.splits.items() if split != "train"]
-    return min(train, images.splits["train"]), min(evaluated, max(others, default=evaluated))
+    (part,) = images.parts.values()
+    others = [count for split, count in part.splits.items() if split != "train"]
+    return min(train, part.splits["train"]), min(evaluated, max(others, default=evaluated))
 
 
 def require_within_budget(config: Config, images: RunData, folder: Path | None) -> Prediction | None:
@@ -292,11 +276,12 @@ def _too_much(config: Config, predicted: Prediction, budget: int, on_cpu: bool) 
 
 def _decided_by(config: Config, phase: str) -> str:
     """The settings that decide the memory of a phase, in parentheses."""
-    data, noun = config.data, TASKS[config.task].sample
+    data, kind = config.data, kind_of(config)
+    noun = kind.task.sample
     if phase in ("training", "reading training batches"):
-        return f" (data.batch_size={data.batch_size}, {_size(config)})"
+        return f" (data.batch_size={data.batch_size}, {kind.size_setting(config)})"
     if phase in ("evaluation", "reading evaluation batches", "evaluating the saved weights"):
-        size = "the size of the evaluated images" if config.task == "segmentation" else _size(config)
+        size = kind.evaluation_size(config)
         if data.eval_batch_size is None:
             return f" (data.eval_batch_size=null: batches of {data.batch_size} {noun}s, {size})"
         return f" (data.eval_batch_size={data.eval_batch_size}, {size})"
@@ -305,37 +290,16 @@ def _decided_by(config: Config, phase: str) -> str:
     return ""
 
 
-def _size(config: Config) -> str:
-    """The setting of the input size with its value."""
-    size = factory.input_of(config.model).size
-    if config.task == "text":
-        return f"model.max_length={size[0]}"
-    return f"model.image_size={size[0] if size[0] == size[-1] else list(size)}"
-
-
 def _what_fits(config: Config, predictor: Predictor, budget: int) -> str:
     """Sentences on what would fit the budget: the nearest smaller sizes, and the command that finds more."""
     if predictor.base_bytes + predictor.demand(config).weights_bytes > budget:
         return "No recipe of this model fits. Pass a larger memory=, or choose a smaller model."
     plan = f"efficient-ft plan with the same model, data and memory={config.memory} finds recipes that fit."
-    for start in _starts(config):
+    for start in (config, *kind_of(config).smaller_inputs(config)):
         fits = fitting(start, predictor, budget)
         if fits is not None:
             return f"{_changes(config, fits)} would fit; or {plan}"
     return plan
-
-
-def _starts(config: Config) -> list[Config]:
-    """The run, and the same run with smaller images."""
-    found = [config]
-    size = factory.input_of(config.model).size
-    if config.task != "text" and size[0] == size[-1]:
-        for factor in _SMALLER_IMAGES:
-            side = max(32, int(size[0] * factor) // 32 * 32)
-            smaller = config.model_copy(update={"model": config.model.model_copy(update={"image_size": side})})
-            if side < size[0]:
-                found.append(smaller)
-    return found
 
 
 def fitting(config: Config, predictor: Predictor, budget: int) -> Config | None:
@@ -361,7 +325,7 @@ def fitting(config: Config, predictor: Predictor, budget: int) -> Config | None:
 def _smaller(config: Config, phase: str) -> Config | None:
     """The run with less memory in a phase; None: there is no setting for it."""
     data, trainer = config.data, config.trainer
-    if phase.startswith("reading") and data.num_workers == 0 and config.task != "text":
+    if phase.startswith("reading") and data.num_workers == 0 and kind_of(config).decodes_files:
         return config.model_copy(update={"data": data.model_copy(update={"num_workers": 1})})
     if phase in ("evaluation", "evaluating the saved weights", "reading evaluation batches"):
         size = data.eval_batch_size or data.batch_size

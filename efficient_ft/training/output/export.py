@@ -6,11 +6,9 @@ import inspect
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError, model_validator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -19,7 +17,7 @@ from torch import Tensor, nn
 from efficient_ft import __version__
 from efficient_ft.config import ModelConfig
 from efficient_ft.config.schema import LARGEST_SIDE
-from efficient_ft.core.errors import UserError, first_line
+from efficient_ft.core.errors import SettingError, UserError, first_line
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.tokenizer import Tokenizer
 from efficient_ft.data.images import MAX_PIXELS, Decoding
@@ -30,32 +28,11 @@ from efficient_ft.models.tasks import tasks_of
 from efficient_ft.models.text import TOKENIZER
 from efficient_ft.record.files import write_atomically
 from efficient_ft.record.formats import OtherVersionError
-from efficient_ft.task import Classification, Inputs, TextClassification, moved
+from efficient_ft.training.kinds.base import Trained
+from efficient_ft.training.kinds.registry import kind_named
 
 NAME = "model.safetensors"
 _Names = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A trained network, ready to use.
-
-    Attributes:
-        model: in evaluation mode, on the CPU; its parameters require no gradient.
-        class_names: by output index; with several tasks those of the chosen task.
-        input: size and normalization of the images; or length and tokenizer of the texts.
-        notes: further metadata of the file: epoch, accuracy, split.
-        tasks: class names by task, where there are several; `models.tasks.tasks_of(model).active` is the task that the
-            model works on.
-        decoding: options for decoding image files.
-    """
-
-    model: nn.Module
-    class_names: list[str]
-    input: InputSpec
-    notes: dict[str, Any]
-    tasks: dict[str, list[str]] = field(default_factory=dict)
-    decoding: Decoding = field(default_factory=Decoding)
 
 
 def save(
@@ -197,6 +174,7 @@ def load(run: Path, task: str | None = None) -> Trained:
         input=InputSpec(size, tuple(about.mean), tuple(about.std), about.interpolation, tokenizer),
         notes={k: v for k, v in metadata.items() if k not in _READ},
         tasks=tasks,
+        task=about.task,
         decoding=Decoding(**about.decoding.get(switch.active if switch is not None else "", _Decoding()).model_dump()),
     )
 
@@ -257,7 +235,7 @@ class _About(BaseModel):
     added: Json[list[_Added]] = []
     decoding: Json[dict[str, _Decoding]] = {}
     tokenizer: str | None = None
-    task: Literal["classification", "segmentation", "text"] = "classification"
+    task: str = "classification"
     class_ids: Json[list[Annotated[int, Field(ge=0, le=65535)]]] | None = None
     class_colors: Json[list[tuple[_Channel, _Channel, _Channel]]] | None = None
     columns: Json[Literal[1, 2]] | None = None
@@ -269,8 +247,6 @@ class _About(BaseModel):
             raise ValueError("image_size is one number with a tokenizer, and else two")
         if len(self.mean) != len(self.std) or len(self.mean) not in ((0,) if texts else (1, 3)):
             raise ValueError("mean and std have one number per channel")
-        if self.task == "segmentation" and len(self.class_ids or ()) != len(self.class_names):
-            raise ValueError("class_ids has one number per class")
         if self.class_colors is not None and len(self.class_colors) != len(self.class_names):
             raise ValueError("class_colors must have one color per class")
         return self
@@ -279,11 +255,17 @@ class _About(BaseModel):
 def _checked(file: Path, metadata: dict[str, str]) -> _About:
     """Read the metadata of `file`."""
     try:
-        return _About.model_validate(metadata)
+        about = _About.model_validate(metadata)
+        kind_named(about.task).check_notes(about.model_dump(), len(about.class_names))
+        return about
+    except SettingError as error:
+        raise _altered(file, f"its {error}") from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "metadata"
         raise _altered(file, f"its {where}: {first['msg'].removeprefix('Value error, ')}") from error
+    except ValueError as error:
+        raise _altered(file, f"its metadata: {error}") from error
 
 
 def _altered(file: Path, why: str) -> UserError:
@@ -321,21 +303,6 @@ def _noted_method(file: Path, part: _Added) -> Method:
         return METHODS[name](**settings)
     except UserError as error:
         raise OtherVersionError(file, f"it notes the method {name} with {error}", do) from error
-
-
-@torch.inference_mode()
-def probabilities(model: nn.Module, inputs: Inputs) -> Tensor:
-    """Images (B, 3, H, W), or tensors of texts by name → probabilities (B, classes) on the CPU; computed on the model's
-    device.
-
-    Raises:
-        UserError: an output is not finite.
-    """
-    device = next(model.parameters()).device
-    task = Classification() if isinstance(inputs, Tensor) else TextClassification()
-    logits = task.logits(model, moved(inputs, device)).float()
-    require_finite(logits)
-    return logits.softmax(-1).cpu()
 
 
 def require_finite(logits: Tensor) -> None:

@@ -14,8 +14,8 @@ from efficient_ft.config import Config
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.terminal import shown_path, unbroken
 from efficient_ft.record.results import final_accuracy, flatten
+from efficient_ft.training.kinds.base import Sample
 from efficient_ft.training.output.console import say
-from efficient_ft.training.output.samples import Sample
 
 
 def start_loggers(config: Config, folder: Path, run_id: str, arguments: Sequence[str] = ()) -> list[Logger]:
