@@ -216,7 +216,7 @@ def _refuse_setting_of_other_family(model: ModelConfig) -> None:
     """Reject a setting of text classifiers or segmentation networks for an image classifier."""
     given = {"max_length": model.max_length, "encoder": model.encoder}
     for name, owners in (("max_length", "text classifiers"), ("encoder", "segmentation networks (model=smp)")):
-        if given[name] is not None and _is_classifier(model.name):
+        if given[name] is not None and _is_known_classifier(model.name):
             raise SettingError(
                 f"model.{name}",
                 given[name],
@@ -225,7 +225,7 @@ def _refuse_setting_of_other_family(model: ModelConfig) -> None:
             )
 
 
-def _is_classifier(name: str) -> bool:
+def _is_known_classifier(name: str) -> bool:
     """Return True for the name of an image classifier; loads timm."""
     import timm
 

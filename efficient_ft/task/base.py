@@ -44,12 +44,14 @@ class Task(ABC):
         metric: name of the measure that chooses the best epoch; a fraction, the larger the better.
         item: what has one class, in a word.
         sample: what a batch consists of, in a word.
+        input_dimensions: number of entries of an input size: 2 of images (height, width), 1 of sequences (length).
     """
 
     name: ClassVar[str]
     metric: ClassVar[str]
     item: ClassVar[str]
     sample: ClassVar[str] = "image"
+    input_dimensions: ClassVar[int] = 2
 
     def logits(self, model: nn.Module, inputs: Inputs) -> Tensor:
         """Run a network.

@@ -16,6 +16,7 @@ class TextClassification(Classification):
 
     name = "text"
     item = sample = "text"
+    input_dimensions = 1
     _shape = "(texts, classes)"
 
     def example_inputs(
