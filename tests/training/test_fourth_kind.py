@@ -14,18 +14,18 @@ from PIL import Image
 
 HERE = Path(__file__).parent
 
-#: Runs each command line of its argument in turn.
-PROGRAM = """
-import json, sys
-from efficient_ft.cli.entry import main
-for words in json.loads(sys.argv[1]):
-    sys.argv = ["efficient-ft", *words]
-    try:
-        main()
-    except SystemExit as end:
-        if end.code:
-            raise
+#: Evaluates, predicts and checks as the commands do, given the run, the images and the settings of the data.
+AFTERWARDS = """
+import sys
+from pathlib import Path
+from efficient_ft.cli.commands import check, predict
+from efficient_ft.training.evaluate import evaluate
+run, images, *data = sys.argv[1:]
+evaluate(Path(run))
+predict.main([run, f"{images}/0.png", "--json", "--device", "cpu"])
+check.main([*data, "model=vit_digits", "--out", "check"])
 """
+COMMAND = "from efficient_ft.cli.entry import main; main()"
 
 
 def _install(site: Path) -> None:
@@ -59,38 +59,39 @@ def _write_images(root: Path) -> None:
         csv.writer(file).writerows([["file", "number", "split"], *rows])
 
 
+def _call(folder: Path, program: str, *arguments: object) -> str:
+    """Run a program with the package installed, and return its output."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder / "site")},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def test_a_kind_of_another_package_trains_evaluates_and_predicts(tmp_path: Path) -> None:
     _install(tmp_path / "site")
     _write_images(tmp_path / "images")
     data = ["task=regression", "data=numbers", f"data.root={tmp_path / 'images'}"]
     model = ["model=vit_digits", "method=full", "optim.lr=0.002", "optim.warmup_steps=0", "trainer.epochs=12"]
     quick = ["trainer.progress=false", "cost.steps=1", "trainer.accelerator=cpu", "seed=1"]
-    commands = [
-        [*data, *model, *quick, "cost_only=true"],
-        [*data, *model, *quick, f"hydra.run.dir={tmp_path / 'run'}"],
-        [f"evaluate={tmp_path / 'run'}"],
-        ["predict", str(tmp_path / "run"), str(tmp_path / "images" / "0.png"), "--json", "--device", "cpu"],
-        ["check", *data, "model=vit_digits", "--out", str(tmp_path / "check")],
-    ]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(commands)],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    folder = tmp_path / "run"
+    _call(tmp_path, COMMAND, *data, *model, *quick, f"hydra.run.dir={folder}")
+    shown = _call(tmp_path, AFTERWARDS, folder, tmp_path / "images", *data)
+    results = json.loads((folder / "results.json").read_text())
     assert results["accuracy"]["metric"] == "r2"
     assert results["accuracy"]["best"] > 0.5
     scores = results["data"]["scores"]["test"]
     assert scores["r2"] == results["accuracy"]["test"]
     assert 0 < scores["mean_squared_error"] < 0.1
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert any("val_r2" in row for row in rows)
-    assert f"test  {100 * scores['r2']:.2f} %" in done.stdout  # of `evaluate`
+    assert f"test  {100 * scores['r2']:.2f} %" in shown  # of `evaluate`
     with open(tmp_path / "images" / "numbers.csv", newline="") as file:
         true = float(next(csv.DictReader(file))["number"])
-    predicted = json.loads(done.stdout[done.stdout.index("[\n") : done.stdout.index("]\n") + 1])
+    predicted = json.loads(shown[shown.index("[\n") : shown.index("]\n") + 1])
     assert abs(predicted[0]["number"] - true) < 0.3
     assert (tmp_path / "check" / "samples.png").is_file()
