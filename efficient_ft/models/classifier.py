@@ -90,7 +90,7 @@ def _refused_size(config: ModelConfig, cfg: PretrainedCfg) -> SettingError:
 
 
 def _is_usable(config: ModelConfig, side: int) -> bool:
-    """Whether the network processes square images of `side` pixels."""
+    """Return True if the network can process square images of `side` pixels."""
     changed = config.model_copy(update={"image_size": side, "weights": None})
     cfg = pretrained_cfg(changed)
     try:

@@ -136,6 +136,6 @@ def random_model(config: ModelConfig, num_classes: int | Mapping[str, int]) -> n
 
 
 def _zero_head(model: nn.Module) -> None:
-    """Let the classifier give 0 for every class."""
+    """Set the parameters of the classifier to 0, so that all logits are 0."""
     for name in view(model).head:
         zero_parameters(model.get_submodule(name))

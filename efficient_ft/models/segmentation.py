@@ -41,10 +41,10 @@ SEGFORMERS: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
 }
 
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-#: Pixels of a side that a network is trained at by default.
+#: Default size of training crops in pixels.
 _SIZE = 512
 
-#: Arguments of the networks that have a setting of their own, and which.
+#: Arguments of the networks that other settings determine, with a hint.
 _SET_ELSEWHERE = {
     "classes": "It follows from the data.",
     "num_labels": "It follows from the data.",
@@ -56,7 +56,7 @@ _SET_ELSEWHERE = {
 
 
 def input_of(config: ModelConfig) -> InputSpec:
-    """The size of training crops, and the normalization, of a segmentation network.
+    """Return the size of training crops and the normalization of a segmentation network.
 
     Raises:
         SettingError: an unknown encoder.
@@ -71,7 +71,7 @@ def input_of(config: ModelConfig) -> InputSpec:
 
 
 def encoder_cfg(config: ModelConfig) -> PretrainedCfg:
-    """timm's record of the encoder.
+    """Return timm's record of the encoder.
 
     Raises:
         SettingError: timm has no such model.
@@ -85,7 +85,7 @@ def encoder_cfg(config: ModelConfig) -> PretrainedCfg:
 
 
 def weights_cfg(config: ModelConfig) -> PretrainedCfg:
-    """Where the pretrained weights are: of Segformer trained on ADE20K, or those of the encoder.
+    """Return the record of the pretrained weights: Segformer trained on ADE20K, or the encoder.
 
     Raises:
         SettingError: an unknown encoder.
@@ -99,15 +99,15 @@ def weights_cfg(config: ModelConfig) -> PretrainedCfg:
 
 
 def build(config: ModelConfig, classes: int, encoder: dict[str, Tensor] | None = None) -> nn.Module:
-    """Build a segmentation network: images (B, 3, H, W) to logits (B, classes, h, w), or an object that has them.
+    """Build a segmentation network. It maps images (B, 3, H, W) to logits (B, classes, h, w), or an object with them.
 
     Args:
         config: the `model` section of the configuration.
         classes: number of classes.
-        encoder: weights of the encoder in timm's names; None: random ones.
+        encoder: weights of the encoder in timm's names; None for random weights.
 
     Raises:
-        SettingError: an unknown network, or an argument that has a setting of its own.
+        SettingError: an unknown network, or an argument that another setting determines.
         UserError: a library is missing, or the network refuses an argument.
     """
     refuse_code(config.kwargs)
@@ -125,7 +125,7 @@ def _segformer(config: ModelConfig, classes: int) -> nn.Module:
 
 
 def _segformer_class(config: ModelConfig, classes: int) -> tuple[Any, Any]:
-    """transformers' class of the network, and its configuration."""
+    """Return the class of the network in transformers, and its configuration."""
     try:
         import transformers
         from transformers import SegformerConfig, SegformerForSemanticSegmentation
@@ -270,6 +270,6 @@ def _load_segformer(config: ModelConfig, classes: int, path: Path, random: nn.Mo
 
 
 def _note_input(config: ModelConfig, network: nn.Module) -> None:
-    """Note the size at which the view of the network looks at it, as timm's models do."""
+    """Record the input size for the model view, like timm's models."""
     size = input_of(config).size
     network.pretrained_cfg = {"architecture": config.name, "input_size": (3, *size)}  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""The cost of a run's training step, and that of its baseline."""
+"""The cost of a training step of a run and of its baseline."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Timing:
         device: takes the steps.
         steps: number of timed steps; 0 to count only.
         max_seconds: no further step is timed after this time; None for no limit.
-        largest_batch: maximum number of samples in a batch: those of the training split; None for no limit.
+        largest_batch: maximum number of samples in a batch, the size of the training split; None for no limit.
     """
 
     device: torch.device
@@ -42,7 +42,7 @@ class Timing:
 
 
 def cost_only(config: Config) -> dict[str, Any]:
-    """Count and print the cost of a training step, and that of the baseline; needs no data and no weights.
+    """Count and print the cost of a training step and of its baseline. Needs neither data nor weights.
 
     Returns:
         A `record.results.CostReport`.
@@ -72,13 +72,13 @@ def cost_report(
     classes: int | Mapping[str, int],
     timing: Timing,
 ) -> CostReport:
-    """Return the cost of a training step of `network` with its methods, and that of the baseline (`cost.baseline`).
+    """Return the costs of a training step of `network` with its methods and of the baseline (`cost.baseline`).
 
     Args:
         config: the configuration of the run.
         network: the model; with several tasks the step is one of the first task.
         methods: the methods to apply, or applied, to it.
-        classes: number of classes, or that of each task.
+        classes: number of classes, or a mapping from tasks to numbers of classes.
         timing: how steps are timed.
 
     Raises:

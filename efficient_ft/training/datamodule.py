@@ -1,4 +1,4 @@
-"""The images or texts of a run: opened as the configuration asks, and handed to Lightning where the run is."""
+"""The data of a run: their summaries and contents, the length of the run, and the loaders for Lightning."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def run_contents(config: Config, images: RunData | None = None) -> Contents:
     """Read the contents of the data and of the weights that a run begins with.
 
     Args:
-        config: of the run.
-        images: its data; None: they are listed, and not opened.
+        config: the configuration of the run.
+        images: the opened data; None to list the data without opening them.
 
     Raises:
         UserError: as `data.read_data`.
@@ -79,11 +79,11 @@ def summary_text(found: Mapping[str, Summary]) -> str:
 
 
 def refuse_unusable(config: Config, found: Mapping[str, Summary]) -> None:
-    """Refuse samples of which the inspection shows that training would stop at them.
+    """Reject data with samples that the inspection found to be unusable.
 
     Args:
-        config: of the run.
-        found: the summaries of its data sets, by task.
+        config: the configuration of the run.
+        found: the summaries of the data sets, by task.
 
     Raises:
         UserError: there are such samples, and ``data.on_corrupt`` does not leave them out.
@@ -103,11 +103,11 @@ def refuse_unusable(config: Config, found: Mapping[str, Summary]) -> None:
 
 
 def keep_decoded(images: RunData, epochs: int) -> None:
-    """Keep decoded images on disk, as `ImageData.keep_decoded`, of each data set of the run.
+    """Keep decoded images of each data set on disk; see `ImageData.keep_decoded`.
 
     Args:
-        images: of the run.
-        epochs: of the run.
+        images: the data of the run.
+        epochs: number of epochs.
 
     Raises:
         SettingError: as `ImageData.keep_decoded`; with several tasks named as in `open_images`.
@@ -157,8 +157,8 @@ class RunDataModule(L.LightningDataModule):
 
     Attributes:
         features: stored features that are loaded instead of images; None: there are none.
-        repeated: indices of the evaluation loaders that have no sample for this process, and repeat another's, which
-            must not count.
+        repeated: indices of the evaluation loaders without samples for this process, which repeat the samples of
+            another process and do not count.
     """
 
     features: RunFeatures | None = None

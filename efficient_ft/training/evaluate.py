@@ -37,8 +37,8 @@ def evaluate(run: Path, config: Config | None = None) -> Evaluated:
 
     Raises:
         OtherVersionError: an earlier version of this package wrote the run folder.
-        UserError: `run` is not a run folder, `config` changes what it may not, or the images are missing or have other
-            classes.
+        UserError: `run` is not a run folder, `config` changes settings that are fixed, or the images are missing or
+            have other classes.
     """
     stored = read_config(run, PASS_A_RUN, USE_ITS_VERSION)
     if config is None:
@@ -75,7 +75,7 @@ def _by_task(found: Evaluated) -> dict[str, dict[str, float]]:
 
 
 def _refuse_changes(run: Path, stored: Config, config: Config) -> None:
-    """Refuse another model, methods or tasks, and splits that could evaluate on training images."""
+    """Reject another model, methods or tasks, and splits that could evaluate on training images."""
     had, got = ("+".join(one.method) for one in (stored, config))
     if had != got:
         raise UserError(
@@ -93,7 +93,7 @@ def _refuse_changes(run: Path, stored: Config, config: Config) -> None:
 
 
 def _fixed(config: Config, other: Config) -> dict[str, Any]:
-    """The settings of `config` that evaluation may not change."""
+    """Return the settings of `config` that evaluation may not change."""
     plain = config.model_dump(mode="json", include={"model", "method", "seed"})
 
     def splits(data: DataConfig, other: DataConfig | None) -> dict[str, Any]:

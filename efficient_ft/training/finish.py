@@ -146,7 +146,7 @@ def _write(results: Results, run: Training, fitted: Fitted, device: torch.device
 
 
 def _accuracy(recorder: Recorder) -> Accuracy:
-    """Best and last accuracy of a training that has ended."""
+    """Return the best and the last accuracy."""
     if recorder.best is None or recorder.last is None:
         raise UserError("No epoch was finished, so there is no result. Run the same command again to continue.")
     accuracy: Accuracy = {"best": recorder.best, "last": recorder.last, "split": recorder.split, "test": None}

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Evaluation", "FineTuner", "build_optimizer", "lr_factor"]
 
-#: A training loss has diverged if its mean over an epoch is this many times that of its first batch and of chance.
+#: The training has diverged if the mean loss of an epoch exceeds the first loss and the chance loss by this factor.
 DIVERGED = 10.0
 
-#: On an accelerator the losses are read, which synchronizes, once per this many batches; on a CPU in each.
+#: On an accelerator, losses are read once per this many batches, because reading synchronizes; on a CPU in each.
 READ_EVERY = 50
 #: Larger than the number of any class.
 NO_CLASS = 2**31
-#: Optimizer steps before which equal predictions for all samples are no sign of a mistake.
+#: Number of optimizer steps before which equal predictions for all samples are normal.
 MEANINGFUL_STEPS = 50
 
 
@@ -58,13 +58,13 @@ class FineTuner(L.LightningModule):
     methods before the optimizer is built.
 
     Args:
-        network: images (B, 3, H, W) → logits, as the task has them.
+        network: maps images (B, 3, H, W) to logits of the task.
         config: the run's configuration.
-        num_classes: the number of classes; with several tasks (`models.tasks`) that of each task.
+        num_classes: number of classes; with several tasks (`models.tasks`) a mapping from tasks to numbers.
         total_steps: optimizer steps of the whole run, for the schedule.
 
     Attributes:
-        features: of the frozen prefix, stored or in a form of its own; None: the network computes as it is.
+        features: the frozen prefix, with stored features or in another form; None if the network is unchanged.
     """
 
     features: RunFeatures | PrefixInput | None = None
@@ -134,7 +134,7 @@ class FineTuner(L.LightningModule):
         return loss if self.trainer.world_size == 1 else self._share(loss, items)
 
     def _share(self, loss: Tensor, items: Tensor) -> Tensor:
-        """Scale this process's mean loss so that the mean over the processes is that over all their items."""
+        """Scale the mean loss of this process so that the mean over all processes is the mean over all items."""
         sums = torch.stack([items.double(), loss.detach().double() * items])
         torch.distributed.all_reduce(sums)
         total, added = sums
@@ -144,7 +144,7 @@ class FineTuner(L.LightningModule):
         return share
 
     def _items(self, labels: Tensor) -> Tensor:
-        """Number of items that the mean loss of a batch is taken over, on its device."""
+        """Return the number of items in the mean loss of a batch, on the device of the labels."""
         items = self.task.labeled(labels)
         return torch.full((), len(labels), device=labels.device) if items is None else items
 
@@ -158,7 +158,7 @@ class FineTuner(L.LightningModule):
         super().backward(loss if factor == 1 else loss * factor, *args, **kwargs)
 
     def _of_last_step(self) -> float:
-        """Factor of a loss that Lightning has divided by `grad_accum_steps`, where fewer batches are left."""
+        """Return the factor for a loss that Lightning divided by `grad_accum_steps` although fewer batches are left."""
         accumulated, batches = self.trainer.accumulate_grad_batches, int(self.trainer.num_training_batches)
         left = batches % accumulated
         in_last_step = self.trainer.fit_loop.batch_idx >= batches - left
@@ -212,7 +212,7 @@ class FineTuner(L.LightningModule):
         )
 
     def require_finite(self) -> None:
-        """Refuse what the last update made of the network, before it is kept anywhere.
+        """Reject trained parameters that are not finite, before they are saved.
 
         Raises:
             DivergedError: a trained parameter is not finite.
@@ -227,10 +227,10 @@ class FineTuner(L.LightningModule):
             )
 
     def require_finite_evaluation(self, split: str) -> None:
-        """Refuse an evaluation of a network whose outputs are not finite.
+        """Reject an evaluation with outputs that are not finite.
 
         Args:
-            split: the split evaluated.
+            split: the evaluated split.
 
         Raises:
             DivergedError: the mean loss is not finite.
@@ -263,14 +263,14 @@ class FineTuner(L.LightningModule):
         self.warnings.append(text)
 
     def _diverged(self, what: str) -> DivergedError:
-        """The error for a training that cannot be continued, with what to try."""
+        """Return the error for a training that cannot continue, with settings to try."""
         return DivergedError(
             f"{what}: training stopped. Try {', '.join(self._tries())}. Other settings start another run; nothing of"
             " this step was saved."
         )
 
     def _tries(self) -> list[str]:
-        """Settings to try after a loss that diverged."""
+        """Return settings to try after divergence."""
         optim, trainer = self.config.optim, self.config.trainer
         tries = [f"a smaller optim.lr (now {optim.lr:g})"]
         if optim.grad_clip_norm is None:

@@ -105,7 +105,7 @@ def _run(config: Config, folder: Path, arguments: Sequence[str], begun: Callable
 
 
 def _opened_within_budget(config: Config, folder: Path) -> tuple[RunData | None, Prediction | None]:
-    """The data of a run with a budget and the prediction of its memory, before anything is written; else None."""
+    """Open the data and predict the memory of a run with a budget, before writing; otherwise None."""
     if config.memory is None:
         return None, None
     with out_of_memory(config):

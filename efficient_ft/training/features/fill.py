@@ -43,7 +43,7 @@ def fill_features(config: Config) -> RunFeatures:
     missing = [factory.missing_weights(config.model), *missing_images(config)]
     if any(missing):
         raise UserError("\n".join(message for message in missing if message is not None))
-    L.seed_everything(config.seed, verbose=False)  # random weights are those of the run
+    L.seed_everything(config.seed, verbose=False)  # the same random weights as in the run
     images: Any = open_images(config, factory.input_of(config.model))
     network = factory.create_model(config.model, images.num_classes)
     device = on_device(config)
@@ -74,7 +74,7 @@ def _store(features: RunFeatures, pixels: Tensor, rows: Tensor) -> None:
 
 
 def _loaders(images: ImageData, features: RunFeatures) -> Iterator[Any]:
-    """Yield a loader for each view of the training images, and one for those on which the best epoch is chosen."""
+    """Yield a loader for each view of the training images, and one for the split that selects the best epoch."""
     for view in range(features.views):
         loader = images.train_loader(wrap=features.training)
         sampler: Any = loader.sampler

@@ -250,7 +250,7 @@ class Kind(ABC):
             UserError: an output is not finite.
         """
         task = self.task_of(config)
-        (part,) = data.parts.values()
+        part = only(data)
         each = split_scores(config, task, model, part, device)
         found: Evaluated = {"accuracy": {split: of[task.metric] for split, of in each.items()}}
         further = {split: self.further_scores(of, part.class_names) for split, of in each.items()}
@@ -289,8 +289,7 @@ class Kind(ABC):
 
     def largest_batch(self, data: RunData) -> int | None:
         """Return the number of samples that a training batch can have at most; None if it is not limited."""
-        (part,) = data.parts.values()
-        return part.splits["train"]
+        return int(only(data).splits["train"])
 
     def size_setting(self, config: Config) -> str:
         """Return the setting of the input size with its value."""
@@ -331,3 +330,9 @@ def settings_of_task(task: str) -> Iterator[None]:
         error.setting = error.setting.replace("data.", f"tasks.{task}.", 1)
         error.args = (str(error).replace("data.", f"tasks.{task}.", 1),)
         raise
+
+
+def only(data: RunData) -> Any:
+    """Return the data set of a run on one data set."""
+    (part,) = data.parts.values()
+    return part

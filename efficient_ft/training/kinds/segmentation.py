@@ -24,7 +24,16 @@ from efficient_ft.data.reading import Reading
 from efficient_ft.data.segmentation_data import STRIDE
 from efficient_ft.models.factory import input_of
 from efficient_ft.task import TASKS, Segmentation, Task
-from efficient_ft.training.kinds.base import Kind, Prediction, Predictions, PredictOptions, RunData, Sample, Trained
+from efficient_ft.training.kinds.base import (
+    Kind,
+    Prediction,
+    Predictions,
+    PredictOptions,
+    RunData,
+    Sample,
+    Trained,
+    only,
+)
 from efficient_ft.training.kinds.classes import SAMPLES
 from efficient_ft.training.kinds.files import image_files, short_path
 from efficient_ft.training.kinds.registry import register
@@ -49,7 +58,7 @@ class SegmentationKind(Kind):
         return open_data(config.data, spec, config.seed)
 
     def notes(self, config: Config, data: RunData) -> dict[str, Any]:
-        classes = _masks(data).classes
+        classes = only(data).classes
         colors = {"class_colors": classes.colors} if classes.colors else {}
         about = {"task": self.rules.name, "metric": self.task.metric, "class_ids": list(classes.ids)}
         return {**about, **colors, **super().notes(config, data)}
@@ -64,7 +73,7 @@ class SegmentationKind(Kind):
         return {**{k: v for k, v in scores.items() if not k.startswith("iou_")}, "iou": each}
 
     def write_figures(self, folder: Path, data: RunData, device: torch.device) -> None:
-        write_examples(folder, _masks(data), device)
+        write_examples(folder, only(data), device)
 
     def samples(self, trained: Trained, data: Any, device: torch.device) -> list[Sample]:
         model, count, images = trained.model.to(device), data.num_classes, data
@@ -83,12 +92,6 @@ class SegmentationKind(Kind):
         width, height = evaluation.file_size  # whole images, even if evaluation resizes them
         size = (-(-height // STRIDE) * STRIDE, -(-width // STRIDE) * STRIDE)
         return size, _EXAMPLES * _EXAMPLE_BYTES * width * height + evaluation.decode_bytes
-
-
-def _masks(data: RunData) -> Any:
-    """Return the only data set of a run."""
-    (part,) = data.parts.values()
-    return part
 
 
 class MaskPredictions(Predictions):

@@ -19,7 +19,7 @@ from efficient_ft.data import open_texts
 from efficient_ft.models import factory
 from efficient_ft.models.text import portable, require_fitting, tokenizer_of
 from efficient_ft.task import TASKS, Inputs
-from efficient_ft.training.kinds.base import PredictOptions, RunData, Trained
+from efficient_ft.training.kinds.base import PredictOptions, RunData, Trained, only
 from efficient_ft.training.kinds.classes import ClassKind
 from efficient_ft.training.kinds.files import Item
 from efficient_ft.training.kinds.registry import register
@@ -41,17 +41,17 @@ class TextKind(ClassKind):
 
     def network(self, config: Config, data: RunData) -> nn.Module:
         network = super().network(config, data)
-        require_fitting(_texts(data).tokenizer, network)
+        require_fitting(only(data).tokenizer, network)
         return network
 
     def network_input(self, spec: InputSpec, data: RunData) -> InputSpec:
-        return replace(spec, tokenizer=_texts(data).tokenizer)
+        return replace(spec, tokenizer=only(data).tokenizer)
 
     def portable(self, config: Config, network: nn.Module) -> ModelConfig:
         return portable(config.model, network)
 
     def notes(self, config: Config, data: RunData) -> dict[str, Any]:
-        return {"task": self.rules.name, "columns": _texts(data).columns}
+        return {"task": self.rules.name, "columns": only(data).columns}
 
     def items(self, trained: Trained, options: PredictOptions) -> list[Item]:
         return read_lines(options.files, int(trained.notes.get("columns", 1)))
@@ -68,12 +68,6 @@ class TextKind(ClassKind):
 
     def smaller_inputs(self, config: Config) -> list[Config]:
         return []  # a shorter text has another meaning
-
-
-def _texts(data: RunData) -> Any:
-    """Return the only data set of a run."""
-    (part,) = data.parts.values()
-    return part
 
 
 def read_lines(files: Sequence[Path], columns: int) -> list[Item]:

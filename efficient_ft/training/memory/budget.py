@@ -43,11 +43,11 @@ from efficient_ft.training.processes import world_size
 from efficient_ft.training.run_task import step_spec
 from efficient_ft.training.trainer import on_device
 
-#: Bytes that a process that loads data takes of its own, without the batches: it is a fork, and writes to few pages.
+#: Bytes of a data-loading process without its batches. It is a fork and writes to few pages.
 _WORKER = 96 * 2**20
-#: Batches that each of these processes loads ahead (torch's ``prefetch_factor``).
+#: Number of batches that each process loads ahead (torch's ``prefetch_factor``).
 _AHEAD = 2
-#: The counts of `Demand` that a training step decides.
+#: The counts of `Demand` that depend on the training step.
 _OF_A_STEP = ("model_bytes", "batch_bytes", "step_bytes", "largest_bytes", "optimizer_bytes", "gradient_bytes")
 
 
@@ -56,10 +56,10 @@ class Predictor:
 
     Args:
         config: of the run.
-        images: its opened data; None: they are not there, and evaluation images have the size of training images.
+        images: the opened data; None if they are missing. Evaluation images then have the size of training images.
         base_bytes: resident memory before the model, in bytes; 0 on a GPU.
         device: where it trains.
-        folder: of the run; a checkpoint in it is loaded. None: there is none.
+        folder: the run folder, whose checkpoint is loaded; None if there is none.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Predictor:
         self._inspection: int | None = None
 
     def network(self, config: Config) -> nn.Module:
-        """The network of a run: without memory for its weights, unless a method looks at them in its first steps."""
+        """Return the network of a run, on the meta device unless a method reads the weights in its first steps."""
         warm = any(method.warmup_steps for method in build_methods(config))
         key = config.model.model_dump_json() + str(warm)
         if key not in self._networks:
@@ -98,7 +98,7 @@ class Predictor:
         return predict(self.demand(config), self.base_bytes, allocator_in_use(), self._device.type)
 
     def readings(self, config: Config) -> tuple[Reading, Reading]:
-        """The memory of reading training batches and evaluation batches of a run."""
+        """Return the memory of reading training batches and evaluation batches."""
         size = factory.input_of(config.model).size
         if self._images is None:
             return Reading(size), Reading(size)
@@ -123,7 +123,7 @@ class Predictor:
 
         Args:
             config: of the run.
-            methods: those that take part in evaluation.
+            methods: the methods that change the evaluated network.
         """
         training, evaluation = self.readings(config)
         network, spec = self.network(config), step_spec(config)
@@ -194,7 +194,7 @@ class Predictor:
         return self._forwards[key]
 
     def workers(self, config: Config) -> int:
-        """Bytes of the processes that load data: they are not part of the budget. 0: the run has none."""
+        """Return the bytes of the data-loading processes, which are not part of the budget; 0 if there are none."""
         count = config.data.num_workers
         if not count:
             return 0
@@ -207,7 +207,7 @@ class Predictor:
 
 
 def _samples(config: Config, images: RunData | None) -> tuple[int, int]:
-    """Samples of the largest training batch and of the largest evaluation batch."""
+    """Return the sizes of the largest training batch and of the largest evaluation batch."""
     train, evaluated = config.data.batch_size, config.data.eval_batch_size or config.data.batch_size
     if images is None or len(images.parts) > 1:  # their batches have the sizes of the settings
         return train, evaluated
@@ -225,7 +225,7 @@ def require_within_budget(config: Config, images: RunData, folder: Path | None) 
         folder: of the run; None: the run trains nothing.
 
     Returns:
-        The prediction; None: the run has no budget.
+        The prediction; None for a run without a budget.
 
     Raises:
         UserError: the prediction is above the budget; names settings that fit. Or the run and its workers need more
@@ -258,14 +258,14 @@ def require_within_budget(config: Config, images: RunData, folder: Path | None) 
 
 
 def _base_bytes(config: Config) -> int:
-    """The size of the process before the model, with the libraries that the run loads later."""
+    """Return the resident memory without the model, with the libraries that the run loads later."""
     LibrarySizes()(libraries(config.optim.state_bits, build_methods(config)))  # loads them
     release_freed_memory()
     return resident_bytes()
 
 
 def _too_much(config: Config, predicted: Prediction, budget: int, on_cpu: bool) -> str:
-    """Sentences that name the prediction, the largest phase, and the settings that decide it."""
+    """Return sentences with the prediction, the largest phase, and the settings that determine it."""
     base = f", {format_bytes(predicted.base_bytes)} of them for the interpreter and its libraries" if on_cpu else ""
     phase = f"{predicted.phase}{_decided_by(config, predicted.phase)}"
     return (
@@ -275,7 +275,7 @@ def _too_much(config: Config, predicted: Prediction, budget: int, on_cpu: bool) 
 
 
 def _decided_by(config: Config, phase: str) -> str:
-    """The settings that decide the memory of a phase, in parentheses."""
+    """Return the settings that determine the memory of a phase, in parentheses."""
     data, kind = config.data, kind_of(config)
     noun = kind.task.sample
     if phase in ("training", "reading training batches"):
@@ -291,7 +291,7 @@ def _decided_by(config: Config, phase: str) -> str:
 
 
 def _what_fits(config: Config, predictor: Predictor, budget: int) -> str:
-    """Sentences on what would fit the budget: the nearest smaller sizes, and the command that finds more."""
+    """Return sentences that name smaller sizes that fit the budget, and the command that finds more."""
     if predictor.base_bytes + predictor.demand(config).weights_bytes > budget:
         return "No recipe of this model fits. Pass a larger memory=, or choose a smaller model."
     plan = f"efficient-ft plan with the same model, data and memory={config.memory} finds recipes that fit."
@@ -323,7 +323,7 @@ def fitting(config: Config, predictor: Predictor, budget: int) -> Config | None:
 
 
 def _smaller(config: Config, phase: str) -> Config | None:
-    """The run with less memory in a phase; None: there is no setting for it."""
+    """Return the run with a setting that needs less memory in a phase; None if no setting does."""
     data, trainer = config.data, config.trainer
     if phase.startswith("reading") and data.num_workers == 0 and kind_of(config).decodes_files:
         return config.model_copy(update={"data": data.model_copy(update={"num_workers": 1})})
@@ -346,7 +346,7 @@ def _smaller(config: Config, phase: str) -> Config | None:
 
 
 def _changes(config: Config, fits: Config) -> str:
-    """The settings by which `fits` differs from `config`, as on the command line."""
+    """Return the settings that differ between `config` and `fits`, as on the command line."""
     keys: Sequence[tuple[str, object, object]] = (
         ("model.image_size", config.model.image_size, fits.model.image_size),
         ("data.batch_size", config.data.batch_size, fits.data.batch_size),
@@ -386,7 +386,7 @@ def _require_room(config: Config, predictor: Predictor, predicted: Prediction, d
 
 
 def smaller_evaluation(config: Config, device: torch.device, base_bytes: int, room: int) -> int | None:
-    """The evaluation batch size with which the run is predicted to fit into `room`, if only evaluation is too large.
+    """Return the evaluation batch size that is predicted to fit into `room`, if only evaluation is too large.
 
     Args: as of `largest_batch`.
     """
@@ -418,7 +418,7 @@ def largest_batch(config: Config, device: torch.device, base_bytes: int, room: i
     low, high = predicted(1), predicted(2)
     if low > room:
         return 0
-    # Nearly linear in the batch: the guess is tried, and lowered where it is too large.
+    # Memory is nearly linear in the batch size. The guess is lowered until it fits.
     guess = min(most - 1, 1 + math.floor((room - low) / max(high - low, 1)))
     while guess > 1 and predicted(guess) > room:
         guess = guess * 9 // 10

@@ -29,7 +29,7 @@ def libraries(state_bits: int, methods: Iterable[Method]) -> tuple[str, ...]:
 
 
 class LibrarySizes:
-    """Bytes that libraries add to this process: each is loaded when it is first asked for, and measured."""
+    """Return the bytes that libraries add to this process. Each library is loaded and measured on first use."""
 
     def __init__(self) -> None:
         self._bytes: dict[str, int] = {}

@@ -113,7 +113,7 @@ class MemoryMeter(L.Callback):
         return dict(self._measured)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Keep what was measured before the run was interrupted."""
+        """Restore the sizes that were measured before the run was interrupted."""
         self._measured = dict(state_dict)
 
 

@@ -31,7 +31,7 @@ _CLOSE = 0.85
 _NEAR, _RELEASE_INTERVAL = 0.97, 0.5
 #: Seconds after which a run that did not stop is stopped again: an exception within a finalizer is ignored.
 _AGAIN = 5.0
-#: What wakes the main thread; nothing else in a run uses it.
+#: The signal that wakes the main thread; nothing else in a run uses it.
 _SIGNAL: signal.Signals = getattr(signal, "SIGUSR2", None) or getattr(signal, "SIGBREAK")  # noqa: B009 (Windows)
 
 
@@ -41,7 +41,7 @@ def budget_of(config: Config) -> int | None:
 
 
 class _PassedError(BaseException):
-    """The budget was passed; no handler of mistakes in the block turns it into a message of its own."""
+    """The budget was exceeded. A BaseException, so that no handler of errors in the block catches it."""
 
 
 @contextmanager
@@ -150,7 +150,7 @@ class _Watch(threading.Thread):
 
     @property
     def ended(self) -> bool:
-        """Whether the block is over: a request that is still on its way has no effect."""
+        """True after the end of the block; a pending request has no effect then."""
         return self._ended.is_set()
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""``model.safetensors``: the trained weights under timm's own names, with all that is needed to use them."""
+"""``model.safetensors``: the trained weights under timm's names, with the metadata that is needed to use them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def save(
     notes: dict[str, Any],
     methods: Sequence[Method] = (),
 ) -> None:
-    """Write `weights`, with all that `load` needs in the file's metadata.
+    """Write `weights`, with the metadata for `load`.
 
     Args:
         path: the file.
@@ -53,8 +53,8 @@ def save(
         class_names: by output index; with several tasks, by task.
         input: size and normalization of the images.
         notes: further metadata.
-        methods: those that cannot be merged into the model's own weights are noted with their settings, since
-            `weights` hold what they added, and with them the selection that chose the adapted layers.
+        methods: the methods of the run. The metadata contain the settings of methods that cannot be merged into the
+            model's weights, and of the selection that chose the layers of adapters.
     """
     adapted = any(m.axis == "adapters" and not m.merges for m in methods)
     added = [m for m in in_order(methods) if not m.merges or (adapted and m.axis == "selection")]
@@ -103,7 +103,7 @@ def _sort_metadata(file: Path) -> None:
 
 
 def _without_shared_storages(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors that are part of another's storage (tied weights, views), which the format refuses."""
+    """Copy tensors that share a storage (tied weights, views), which the format does not allow."""
     seen: set[int] = set()
     separate: dict[str, Tensor] = {}
     for name, weight in weights.items():
@@ -115,7 +115,7 @@ def _without_shared_storages(weights: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def load(run: Path, task: str | None = None) -> Trained:
-    """The trained network of a run.
+    """Load the trained network of a run.
 
     Args:
         run: a run folder, or its model.safetensors.
@@ -180,7 +180,7 @@ def load(run: Path, task: str | None = None) -> Trained:
 
 
 def _metadata(run: Path, file: Path) -> dict[str, str]:
-    """The metadata of `file`, the model.safetensors of `run`."""
+    """Read the metadata of `file`, the model.safetensors of `run`."""
     if not file.is_file():
         if not run.exists():
             raise UserError(f"{run}: no such folder. Pass the run folder printed when training ended.")
@@ -253,7 +253,7 @@ class _About(BaseModel):
 
 
 def _checked(file: Path, metadata: dict[str, str]) -> _About:
-    """Read the metadata of `file`."""
+    """Validate the metadata of `file`."""
     try:
         about = _About.model_validate(metadata)
         kind_named(about.task).check_notes(about.model_dump(), len(about.class_names))
@@ -275,7 +275,7 @@ def _altered(file: Path, why: str) -> UserError:
 
 
 def _require_same_shapes(file: Path, model: nn.Module) -> None:
-    """Refuse a file whose weights are not all taken over as they are, e.g. a head of another number of classes.
+    """Reject a file whose tensors do not have the shapes of the model, e.g. a head with another number of classes.
 
     Raises:
         UserError: for the first tensor that differs.
@@ -290,7 +290,7 @@ def _require_same_shapes(file: Path, model: nn.Module) -> None:
 
 
 def _noted_method(file: Path, part: _Added) -> Method:
-    """The method that the metadata of `file` notes, with its settings."""
+    """Build the method that the metadata of `file` name, with its settings."""
     name, settings = part.method, part.settings
     do = "Train again with this version, or use the version that wrote the file."
     if name not in METHODS:
@@ -306,7 +306,7 @@ def _noted_method(file: Path, part: _Added) -> Method:
 
 
 def require_finite(logits: Tensor) -> None:
-    """Refuse outputs of a network that has weights, or is given a normalization, that are of no use.
+    """Reject outputs that are not finite.
 
     Raises:
         UserError: an output is not finite.

@@ -81,7 +81,7 @@ def refuse_split_run(folder: Path) -> None:
 
 
 def _traces(folder: Path) -> list[str]:
-    """The files of a run in a folder, by name; others refuse links and folders in their places."""
+    """Return the files of a run in a folder by name; links and folders in their places are rejected."""
     return [name for name in _TRACES if (folder / name).is_file() and not (folder / name).is_symlink()]
 
 
@@ -179,7 +179,7 @@ class RunFolder:
         return LambdaCallback(on_train_start=lambda *_: setattr(self, "trains", True))
 
     def _small(self) -> list[Path]:
-        """Files that are written before the first step."""
+        """Return the files that are written before the first step."""
         named = [self.path / name for name in (config_file.NAME, IMAGES, CONTENTS, checkpoint.RUN_ID, *LOGS)]
         return [*named, *(self.path / RECORD).glob("*")]
 
