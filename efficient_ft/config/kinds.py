@@ -25,7 +25,7 @@ OWN_CLASSIFIERS = ("vit_digits", "vit_micro", "proxyless_mobile")
 
 @dataclass(frozen=True)
 class KindRules:
-    """What a configuration with ``task=NAME`` may contain.
+    """The rules for a configuration with ``task=NAME``.
 
     Attributes:
         name: the value of ``task``.
@@ -37,7 +37,7 @@ class KindRules:
             messages name the setting ``task`` instead.
         model_words: the same for its networks.
         augmentation: where the settings of augmentation are, if ``data.augment`` does not apply; empty if it does.
-        unsupported: what the kind does not support, with a hint for messages: ``tasks`` (several data sets),
+        unsupported: unsupported features, each with a hint for messages: ``tasks`` (several data sets),
             ``cache_features``, ``prefix`` (forms of the frozen prefix), ``tokens`` (methods that drop or merge tokens).
     """
 
@@ -150,7 +150,7 @@ def rules_of(name: str) -> KindRules:
         name: the value of ``task``.
 
     Raises:
-        SettingError: there is no such kind.
+        SettingError: the kind is unknown.
     """
     if name not in RULES:
         for entry in entry_points(group=KINDS_GROUP, name=name):

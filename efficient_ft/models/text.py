@@ -283,7 +283,7 @@ def portable(config: ModelConfig, model: nn.Module) -> ModelConfig:
     about: Any = model.config
     plain = _transformers(config).AutoConfig.for_model(about.model_type)
     usual = plain.to_dict()
-    # A published config.json may have entries that are no arguments of the network.
+    # A published config.json may have entries that are not arguments of the network.
     kwargs = {
         name: value
         for name, value in about.to_dict().items()

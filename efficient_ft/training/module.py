@@ -91,14 +91,14 @@ class FineTuner(L.LightningModule):
         self.evaluated_tasks: dict[str, Evaluation] = {}
         #: The metric of each class in the last evaluation, by class number; empty with several tasks.
         self.evaluated_classes: dict[int, float] = {}
-        #: By task: see `_keep_range`; of the present evaluation.
+        #: The ranges of classes in the current evaluation by task; see `_keep_range`.
         self._classes: dict[int, Tensor] = {}
         self._chance = max(map(self.task.chance_loss, counts))
         self._first_loss: float | None = None
         #: Warnings of the training, for results.json.
         self.warnings: list[str] = []
         self._constant = False  # whether the last evaluation predicted one class for all images
-        #: Of the present batch: the items of its loss in all processes, and what the other processes add to the mean.
+        #: The items of the current batch in all processes, and the share of the other processes in the mean loss.
         self._weight = torch.ones(())
         self._elsewhere: Tensor | None = None
         self._unread: list[tuple[Tensor, Tensor]] = []  # losses and their items, still on the device
@@ -165,9 +165,9 @@ class FineTuner(L.LightningModule):
         return accumulated / left if left and in_last_step else 1.0
 
     def on_total_loss(self, loss: Tensor) -> None:
-        """Keep the loss of a micro-batch, those of methods included: called by `MethodCallback`.
+        """Record the loss of a micro-batch with the losses of methods; `MethodCallback` calls this.
 
-        It is the mean over the items of all processes; of the methods' own losses it has those of this process.
+        The loss is the mean over the items of all processes, plus the losses of methods in this process.
         """
         own = loss.detach()
         self._unread.append((own if self._elsewhere is None else own + self._elsewhere, self._weight))
@@ -287,7 +287,7 @@ class FineTuner(L.LightningModule):
         return total / count if count else None
 
     def mean_loss(self, over: str) -> float | None:
-        """The mean training loss since the last call with the same `over`, and start again; None: no batch since then.
+        """Return the mean training loss since the last call with the same `over`, and restart; None without batches.
 
         Args:
             over: ``epoch`` or ``window``, two independent means.
@@ -343,12 +343,12 @@ class FineTuner(L.LightningModule):
         self._classes[task] = torch.minimum(self._classes.get(task, found), found)
 
     def _warn_if_constant(self) -> None:
-        """Warn when an evaluation gives all images one class, and name what likely caused it.
+        """Warn if an evaluation predicts one class for all images, and name likely causes.
 
         Before the end of the warmup and of `MEANINGFUL_STEPS` optimizer steps, this is normal: a network that starts
-        from random weights or has a new classifier has not learned anything yet. There is no warning then.
+        from random weights or has a new classifier has not learned anything yet.
         """
-        none = torch.full((4,), NO_CLASS, device=self.device)  # a process may have no image of a task
+        none = torch.full((4,), NO_CLASS, device=self.device)  # a process may have no images of a task
         ranges = torch.stack([self._classes.get(task, none) for task in range(len(self.scores))])
         if self.trainer.world_size > 1:
             torch.distributed.all_reduce(ranges, op=torch.distributed.ReduceOp.MIN)
@@ -374,7 +374,7 @@ class FineTuner(L.LightningModule):
 
 
 def likely_causes(module: FineTuner) -> list[str]:
-    """Sentences that name what may make a network predict one class for all images, the likeliest first."""
+    """Return sentences with causes of one predicted class for all images, the likeliest first."""
     config = module.config
     warmup = f"optim.warmup_steps (now {warmup_steps(config.optim, module.total_steps)})"
     found = []

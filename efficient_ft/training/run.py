@@ -65,7 +65,7 @@ def run(
         the costs (`record.results.CostReport`).
 
     Raises:
-        UserError: a mistake or circumstance that the user can mend: weights or data are missing (both in one message),
+        UserError: a problem that the user can fix: weights or data are missing (both in one message),
             the folder holds another run or one of an earlier version, the loss is not finite, …
     """
     quiet_lightning()
@@ -123,6 +123,6 @@ def _train(
     data: RunData | None,
     predicted: Prediction | None,
 ) -> dict[str, Any]:
-    """Train and finish a run; `out_of_memory` frees what this function holds."""
+    """Train and finish a run. `out_of_memory` frees the objects of this frame."""
     training = prepare(config, held, begun, data)
     return finish(training, fit(training, arguments), arguments, predicted)

@@ -82,7 +82,7 @@ class Totals(L.Callback):
     def gather(self) -> None:
         """Add the images of the other processes. Every process has to call it.
 
-        Until then `values` assumes that each of them has had as many images as this one.
+        Until then `values` assumes that all processes had as many images as this one.
         """
         self._images += int(all_reduce_sum(torch.tensor(self._own_images)))
         self._own_images = 0

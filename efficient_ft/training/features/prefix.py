@@ -102,7 +102,7 @@ class RunFeatures:
         self._evaluated = views * train
         self._known = store.written()
         self._told = False
-        #: True once the disk had no room for a row.
+        #: True after the disk had no space for a row.
         self.full = False
         self._computed = self._read = 0
 
@@ -201,7 +201,7 @@ class FeatureCallback(L.Callback):
         self._ready = False
         #: None: none are stored.
         self.features: RunFeatures | None = None
-        #: None: the run has no frozen prefix.
+        #: The report of the frozen prefix; None without a frozen prefix.
         self.prefix: PrefixReport | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

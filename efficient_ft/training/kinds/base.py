@@ -30,14 +30,14 @@ from efficient_ft.training.kinds.scoring import split_scores
 #: The data of a run: one data set, or several in turn.
 RunData = OpenedData[Any, Any] | RoundRobinData
 
-#: Number of classes if there are no data to count them: that of ImageNet.
+#: Number of classes if the data are missing, the same as in ImageNet.
 UNKNOWN_CLASSES = 1000
 #: Factors of the image size that are tried if no batch size fits into memory.
 _SMALLER_IMAGES = (0.75, 0.5)
 
 
 class Evaluated(TypedDict):
-    """The metric by split; with several data sets the mean, and that of each; further measures by split."""
+    """The metric by split, further metrics by split, and the metric of each of several data sets."""
 
     accuracy: dict[str, float]
     scores: NotRequired[dict[str, dict[str, Any]]]
@@ -58,7 +58,7 @@ class Trained:
 
     Attributes:
         model: in evaluation mode, on the CPU; its parameters require no gradient.
-        class_names: by output index; with several tasks those of the chosen task.
+        class_names: class names by output index, of the chosen task if there are several.
         input: size and normalization of the images; or length and tokenizer of the texts.
         notes: further metadata of the file: epoch, accuracy, split.
         tasks: class names by task, if there are several; `models.tasks.tasks_of(model).active` is the task that the
@@ -143,11 +143,11 @@ class Kind(ABC):
     networks of images with one output per class.
 
     Attributes:
-        rules: what a configuration of this kind may contain, and what the kind does not support.
+        rules: the allowed data sets and networks, and the unsupported settings.
         task: loss and metric, with default settings.
         sources: data sets that the kind adds, by name.
         decodes_files: True if samples are decoded when a batch is loaded, which worker processes can do.
-        table_classes: number of classes for the costs of published tables; None to count those of the data.
+        table_classes: number of classes for the costs of published tables; None to count the classes of the data.
         fixed_batches: True if all training batches have the same shape, so that a loop over them can be timed.
     """
 
@@ -198,11 +198,11 @@ class Kind(ABC):
         """
 
     def check_settings(self, config: Config) -> Config:
-        """Return the configuration with which all unusable samples are found: `data.inspect` finds them here."""
+        """Return the configuration for ``efficient-ft check``, with which `inspect` finds all unusable samples."""
         return config.model_copy(update={"data": config.data.model_copy(update={"on_corrupt": "stop"})})
 
     def classes(self, config: Config) -> int | dict[str, int]:
-        """Return the number of classes without opening the data; that of ImageNet if the data are missing."""
+        """Return the number of classes without opening the data; `UNKNOWN_CLASSES` if the data are missing."""
         return class_count(config.data) or UNKNOWN_CLASSES
 
     def network(self, config: Config, data: RunData) -> nn.Module:
@@ -210,7 +210,7 @@ class Kind(ABC):
         return factory.create_model(config.model, data.num_classes)
 
     def network_input(self, spec: InputSpec, data: RunData) -> InputSpec:
-        """Return the input of the network, with what the data add to it."""
+        """Return the input of the network, extended by the data (a tokenizer)."""
         return spec
 
     def portable(self, config: Config, network: nn.Module) -> ModelConfig:
@@ -218,7 +218,7 @@ class Kind(ABC):
         return config.model
 
     def notes(self, config: Config, data: RunData) -> dict[str, Any]:
-        """Return what model.safetensors notes about the data: the decoding of image files, unless it is the default."""
+        """Return the metadata of model.safetensors about the data: decoding options that are not the default."""
         changed = {
             task: asdict(part.decoding)
             for task, part in data.parts.items()
@@ -321,7 +321,7 @@ class Kind(ABC):
 
 @contextmanager
 def settings_of_task(task: str) -> Iterator[None]:
-    """Rename ``data`` in errors about settings to ``tasks.TASK``; an empty name is that of a single data set."""
+    """Rename ``data`` in errors about settings to ``tasks.TASK``, unless the name is empty."""
     try:
         yield
     except SettingError as error:

@@ -58,7 +58,7 @@ def kind_named(name: str) -> Kind:
 
 
 def kind_of(config: Config) -> Kind:
-    """Return the kind of a run: that of its task, or several data sets of that kind in turn."""
+    """Return the kind of a run, which wraps the kind of its task if there are several data sets."""
     kind = kind_named(config.task)
     if not config.tasks:
         return kind

@@ -243,7 +243,7 @@ def require_within_budget(config: Config, images: RunData, folder: Path | None) 
         )
         budget = limit
     predictor = Predictor(config, images, 0, device, folder)
-    predictor.demand(config)  # loads what the run loads, and is measured below
+    predictor.demand(config)  # loads the libraries of the run, which are measured below
     predictor.forget()
     if on_cpu:
         predictor.base_bytes = _base_bytes(config)

@@ -123,7 +123,7 @@ def load(run: Path, task: str | None = None) -> Trained:
 
     Raises:
         OtherVersionError: the file notes a method or a setting that this version does not know.
-        UserError: there is no such file, it is damaged, or no run wrote it; or there is no such task.
+        UserError: the file does not exist, is damaged, or was not written by a run; or the task is unknown.
     """
     file = run / NAME if run.is_dir() else run
     metadata = _metadata(run, file)

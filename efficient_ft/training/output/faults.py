@@ -17,7 +17,7 @@ from efficient_ft.core.format import format_bytes
 from efficient_ft.record import config_file
 from efficient_ft.training.output import checkpoint
 
-#: Texts of errors of torch and safetensors that stand for a write that failed; neither passes on the system's number.
+#: Texts of errors of torch and safetensors for a failed write, which do not contain the system's error number.
 _FAILED_WRITES = ("PytorchStreamWriter", "inline_container", "unexpected pos", "I/O error", "os error")
 
 #: Texts of errors of gloo, which waits for the other processes of a run, when one of them has ended.
@@ -72,7 +72,7 @@ def faults_of_the_system(folder: Path, begun: Callable[[], bool] = lambda: True)
         begun: returns whether the run has written its configuration into it.
 
     Raises:
-        UserError: the disk is full, the folder is gone, there is no permission, another process of the run ended, ...
+        UserError: a full disk, a removed folder, missing permission, a process of the run that ended, ...
     """
     try:
         yield

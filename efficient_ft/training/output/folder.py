@@ -1,4 +1,4 @@
-"""The run folder: one run per folder, one process at a time, and nothing of an earlier run is deleted."""
+"""The run folder: one run per folder, one process at a time. Files of earlier runs are never deleted."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ CONTENTS = "contents.json"
 RECORD, LOGS = ".hydra", ("train.log",)
 #: Any of these files shows that a run was started in a folder.
 _TRACES = (results.NAME, config_file.NAME, checkpoint.NAME, export.NAME, "metrics.jsonl")
-#: What a run writes under these names; a folder in the place of one is refused before the training.
+#: Files that a run writes. A folder with one of these names is rejected before training.
 _FILES = (*_TRACES, "metrics.csv", checkpoint.RUN_ID, IMAGES, CONTENTS, f"{checkpoint.NAME}.prev")
-#: What a run appends to, which a link in its place would lead elsewhere; other files replace a link.
+#: Files that a run appends to. Links with these names are rejected; other files replace a link.
 _APPENDED = ("metrics.jsonl", step_stats.NAME, "tensorboard", "wandb")
 
 
@@ -133,7 +133,7 @@ def differences(stored: Config, config: Config) -> str:
 
 
 class RunFolder:
-    """A run folder that this process has locked, and what it writes there before the first step.
+    """A run folder locked by this process, and the files written before the first step.
 
     Args:
         path: the folder.
@@ -242,12 +242,12 @@ def _acquired(folder: Path) -> FileLock:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[RunFolder]:
-    """Hold the folder's lock, so that no other process trains in it. The first of several DDP processes locks for all.
+    """Lock the folder, so that no other process trains in it. The first of several DDP processes locks for all.
 
     If the block ends before the first step, the folder is left as it was.
 
     Raises:
-        UserError: another process holds it, there is a folder in place of a file that the run writes, or a link in
+        UserError: another process holds the lock, a folder has the name of a file of the run, or a link in
             place of one it appends to.
     """
     if rank() != 0:

@@ -59,7 +59,7 @@ def start_loggers(config: Config, folder: Path, run_id: str, arguments: Sequence
             mode="offline" if options.mode == "offline" else None,
             log_model=False,
             config=plain,
-            settings=wandb.Settings(silent=True),  # its warnings are still printed
+            settings=wandb.Settings(silent=True),  # warnings are still shown
         )
         logger._wandb_init.pop("anonymous", None)  # Lightning passes it, and wandb warns of it
         define_metrics(logger.experiment)
@@ -80,7 +80,7 @@ def start_loggers(config: Config, folder: Path, run_id: str, arguments: Sequence
 
 
 def _require_key(mode: str) -> None:
-    """Refuse an online run without a key at once; wandb itself waits for one and says so after a minute and a half.
+    """Reject an online run without a key at once; wandb itself waits for a key for 90 seconds.
 
     Raises:
         UserError: no key is configured.
