@@ -151,7 +151,7 @@ def _add_files(
     if labels is not None:
         key = f"{part} labels"
         looked.counts[key], looked.names[key] = len(labels), [part]
-        looked.known[key] = _hash(label_bytes(labels))
+        looked.known[key] = _hash(label_bytes(labels).tobytes())
 
 
 def _add_blocks(looked: Looked, part: str, samples: Any, labels: np.ndarray) -> None:
