@@ -167,8 +167,8 @@ def load(config: ModelConfig, classes: int, random: nn.Module | None = None) -> 
         The network, with its `LoadingReport`.
 
     Raises:
-        SettingError: as `build`; the weights do not fit.
-        UserError: as `build`; files cannot be fetched or read.
+        SettingError: see `build`; or the weights do not fit.
+        UserError: see `build`; or files cannot be fetched or read.
     """
     about, source = _architecture(config, classes), _local(config)
     if (source / "adapter_config.json").is_file():

@@ -42,7 +42,7 @@ def run_contents(config: Config, images: RunData | None = None) -> Contents:
         images: the opened data; None to list the data without opening them.
 
     Raises:
-        UserError: as `data.read_data`.
+        UserError: see `data.read_data`.
     """
     if images is None:
         data = {task: (one, read_data(one)) for task, one in (config.tasks or {"": config.data}).items()}
@@ -110,7 +110,7 @@ def keep_decoded(images: RunData, epochs: int) -> None:
         epochs: number of epochs.
 
     Raises:
-        SettingError: as `ImageData.keep_decoded`; with several tasks named as in `open_images`.
+        SettingError: see `ImageData.keep_decoded`; with several tasks the message names ``tasks.TASK``.
     """
     for task, part in images.parts.items():
         with settings_of_task(task):

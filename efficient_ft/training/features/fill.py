@@ -28,7 +28,7 @@ def fill_features(config: Config) -> RunFeatures:
     """Compute the features of a run that are not stored yet; interrupted, the next call continues.
 
     Args:
-        config: of the run.
+        config: the configuration of the run.
 
     Returns:
         The features, all of them stored unless the disk is full.

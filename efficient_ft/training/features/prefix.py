@@ -59,7 +59,7 @@ class FeatureDataset(Dataset[Any]):
 
     Args:
         images: the split.
-        store: has the features.
+        store: the stored features.
         first: the row of the first view's first image.
         views: the number of views; epoch e has view e mod `views`.
     """
@@ -90,10 +90,10 @@ class RunFeatures:
     """The features of one run: where they come from, and the network's computation from them.
 
     Args:
-        prefix: of the run's network.
+        prefix: the frozen prefix of the network.
         form: the stored form.
-        store: has them, or will have them.
-        views: of each training image.
+        store: stores the features.
+        views: number of views of each training image.
         train: the number of training images.
     """
 
@@ -173,7 +173,7 @@ class PrefixInput:
     """The features of a run's batches, computed in each step in the form of the prefix, and not stored.
 
     Args:
-        prefix: of the run's network.
+        prefix: the frozen prefix of the network.
     """
 
     def __init__(self, prefix: FrozenPrefix) -> None:
@@ -188,11 +188,11 @@ class FeatureCallback(L.Callback):
     """Give the run's module and data their features. Place it after `MethodCallback`, which applies the methods.
 
     Args:
-        config: of the run; `trainer.cache_features` is not ``off``, or `trainer.prefix` not ``fp32``.
-        images: of the run.
-        methods: of the run.
-        epochs: of the run.
-        folder: of the run; keeps the form of the prefix, which a resumed run has as well.
+        config: the configuration of the run; `trainer.cache_features` is not ``off``, or `trainer.prefix` not ``fp32``.
+        images: the data of the run.
+        methods: the methods of the run.
+        epochs: number of epochs.
+        folder: the run folder; keeps the form of the prefix, which a resumed run has as well.
     """
 
     def __init__(self, config: Config, images: ImageData, methods: Sequence[Method], epochs: int, folder: Path) -> None:
@@ -292,9 +292,9 @@ def run_prefix(config: Config, network: nn.Module, methods: Sequence[Method]) ->
     """Find the frozen prefix of a run's network.
 
     Args:
-        config: of the run.
+        config: the configuration of the run.
         network: on the CPU, with the methods applied.
-        methods: of the run.
+        methods: the methods of the run.
 
     Raises:
         UserError: there is none.
@@ -313,10 +313,10 @@ def set_form(config: Config, images: ImageData, prefix: FrozenPrefix, device: to
     """Set the form of the prefix like `measure_form`, but let ``auto`` prefer a form whose features are stored.
 
     Args:
-        config: of the run.
-        images: of the run.
-        prefix: of its network.
-        device: where the network runs.
+        config: the configuration of the run.
+        images: the data of the run.
+        prefix: the frozen prefix of the network.
+        device: the device of the network.
     """
     options = config.trainer
     if options.prefix == "auto" and options.cache_features != "off":
@@ -332,9 +332,9 @@ def measure_form(config: Config, prefix: FrozenPrefix, device: torch.device) -> 
     """Set the form of the prefix to `trainer.prefix`; ``auto`` selects the fastest form in a short measurement.
 
     Args:
-        config: of the run.
-        prefix: of its network, which is moved to `device` for a measurement.
-        device: where the network runs.
+        config: the configuration of the run.
+        prefix: the frozen prefix of the network, which is moved to `device` for a measurement.
+        device: the device of the network.
     """
     options = config.trainer
     if options.prefix != "auto":
@@ -404,11 +404,11 @@ def run_features(
     """Open the features of a run.
 
     Args:
-        config: of the run.
-        images: of the run.
+        config: the configuration of the run.
+        images: the data of the run.
         prefix: the frozen prefix, with its form set.
-        epochs: of the run.
-        device: where the network runs.
+        epochs: number of epochs.
+        device: the device of the network.
         must_gain: refuse what would save no time.
 
     Raises:

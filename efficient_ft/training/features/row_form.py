@@ -20,7 +20,7 @@ class RowForm:
 
     Args:
         name: one of `FORMS`. ``int8`` is groups of 64 values with 8 bits each, and a minimum and a step in fp16.
-        values: of a row.
+        values: number of values in a row.
     """
 
     def __init__(self, name: str, values: int) -> None:

@@ -55,10 +55,10 @@ class Predictor:
     """Predict the memory of a run, and of the same run with other sizes.
 
     Args:
-        config: of the run.
+        config: the configuration of the run.
         images: the opened data; None if they are missing. Evaluation images then have the size of training images.
         base_bytes: resident memory before the model, in bytes; 0 on a GPU.
-        device: where it trains.
+        device: the training device.
         folder: the run folder, whose checkpoint is loaded; None if there is none.
     """
 
@@ -122,7 +122,7 @@ class Predictor:
         """Count the phases of a run without its training step.
 
         Args:
-            config: of the run.
+            config: the configuration of the run.
             methods: the methods that change the evaluated network.
         """
         training, evaluation = self.readings(config)
@@ -220,9 +220,9 @@ def require_within_budget(config: Config, images: RunData, folder: Path | None) 
     """Reject a run that is predicted to exceed its budget. Call it before anything is written.
 
     Args:
-        config: of the run.
+        config: the configuration of the run.
         images: its opened data.
-        folder: of the run; None: the run trains nothing.
+        folder: the run folder; None: the run trains nothing.
 
     Returns:
         The prediction; None for a run without a budget.
@@ -306,7 +306,7 @@ def fitting(config: Config, predictor: Predictor, budget: int) -> Config | None:
     """Halve the sizes that decide the largest phase until the run fits the budget; None: no sizes fit.
 
     Args:
-        config: of the run.
+        config: the configuration of the run.
         predictor: predicts its memory.
         budget: bytes.
     """
@@ -388,7 +388,7 @@ def _require_room(config: Config, predictor: Predictor, predicted: Prediction, d
 def smaller_evaluation(config: Config, device: torch.device, base_bytes: int, room: int) -> int | None:
     """Return the evaluation batch size that is predicted to fit into `room`, if only evaluation is too large.
 
-    Args: as of `largest_batch`.
+    Args: see `largest_batch`.
     """
     fits = fitting(config, Predictor(config, None, base_bytes, device), room)
     if fits is None or fits.data.batch_size != config.data.batch_size or fits == config:
@@ -400,8 +400,8 @@ def largest_batch(config: Config, device: torch.device, base_bytes: int, room: i
     """The largest batch size, at most the configured one, that is predicted to fit into `room`; 0: none does.
 
     Args:
-        config: of the run.
-        device: where it trains.
+        config: the configuration of the run.
+        device: the training device.
         base_bytes: resident memory before the model, in bytes.
         room: bytes that the process, or the device, may take.
     """

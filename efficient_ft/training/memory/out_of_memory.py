@@ -38,7 +38,7 @@ def out_of_memory(config: Config) -> Iterator[None]:
     The prediction is the same as for the setting ``memory``. The objects of the block are freed before it is made.
 
     Args:
-        config: of the run that trains inside.
+        config: the configuration of the run that trains inside.
 
     Raises:
         UserError: the device or the process has too little memory, or a process that loads data was killed.

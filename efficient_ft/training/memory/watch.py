@@ -52,8 +52,8 @@ def within_budget(config: Config, device: torch.device, *, armed: bool = True) -
     effect.
 
     Args:
-        config: of the run.
-        device: where it trains.
+        config: the configuration of the run.
+        device: the training device.
         armed: False to stop the code only after `stop_from_now_on`. A run is predicted first, and a prediction above
             the budget has the better message.
 

@@ -46,7 +46,7 @@ def read(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
 
     Args:
         path: the checkpoint.
-        map_location: as for `torch.load`.
+        map_location: see `torch.load`.
 
     Raises:
         OtherVersionError: another version of this package wrote it.

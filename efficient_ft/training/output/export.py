@@ -50,7 +50,7 @@ def save(
         path: the file.
         weights: under timm's own names (`plain_state_dict`).
         model: the model's configuration.
-        class_names: by output index; with several tasks, by task.
+        class_names: class names by output index, or by task with several tasks.
         input: size and normalization of the images.
         notes: further metadata.
         methods: the methods of the run. The metadata contain the settings of methods that cannot be merged into the
