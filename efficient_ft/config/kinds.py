@@ -33,6 +33,7 @@ class KindRules:
         family: the family of its networks, see `config.schema.ModelConfig.family`.
         section: the section of ``data`` with the settings of its data sets, ``masks`` or ``text``; empty if there is
             none.
+        section_words: the constraint of the section, for messages.
         data_words: for messages: the property of its data sets, and a hint; None for the default kind, for which
             messages name the setting ``task`` instead.
         model_words: the same for its networks.
@@ -45,6 +46,7 @@ class KindRules:
     data: tuple[str, ...]
     family: str = "classification"
     section: str = ""
+    section_words: str = "a mapping"
     data_words: tuple[str, str] | None = None
     model_words: tuple[str, str] | None = None
     augmentation: str = ""
@@ -125,6 +127,7 @@ RULES: dict[str, KindRules] = {
         _TEXTS,
         family="text",
         section="text",
+        section_words="a mapping with columns and label",
         data_words=("of texts", f"Choose data={' or '.join(_TEXTS)}."),
         model_words=(
             "a text classifier",
@@ -181,7 +184,7 @@ def check_kind(config: Config) -> None:
         words, hint = rules.data_words
         raise SettingError("data.name", data.name, f"a data set {words} with task={rules.name}", hint)
     elif rules.section and getattr(data, rules.section) is None:
-        raise SettingError(f"data.{rules.section}", "null", f"a mapping with task={rules.name}")
+        raise SettingError(f"data.{rules.section}", "null", rules.section_words)
     elif model.family != rules.family:
         words, hint = rules.model_words or ("a network of timm", "")
         raise SettingError("model.name", model.name, f"{words} with task={rules.name}", hint or None)

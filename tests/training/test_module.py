@@ -258,11 +258,11 @@ def test_a_process_without_images_of_an_evaluation_repeats_those_of_the_first() 
     def loaders(counts: list[int], rank: int) -> list[DataLoader]:
         return [DataLoader(range(count)[rank::2]) for count in counts]  # type: ignore[arg-type]
 
-    images: Any = SimpleNamespace(best_split="val", eval_loader=lambda split, rank, world: loaders([1], rank)[0])
+    images: Any = SimpleNamespace(best_split="val", eval_loaders=lambda split, rank, world: loaders([1], rank))
     data = RunDataModule(images)
     for rank, repeated in ((0, frozenset()), (1, {0})):
         data.trainer = SimpleNamespace(global_rank=rank, world_size=2)  # type: ignore[assignment]
-        (batch,) = data.val_dataloader()
+        ((batch,),) = data.val_dataloader()
         assert batch.tolist() == [0]
         assert data.repeated == repeated
     module: Any = SimpleNamespace(trainer=SimpleNamespace(datamodule=data))
