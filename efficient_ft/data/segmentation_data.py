@@ -177,6 +177,7 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
     """
 
     task, noun = "segmentation", "image"
+    decoding: Decoding
 
     def __init__(self, listing: MaskListing, config: DataConfig, input: InputSpec, seed: int) -> None:
         assert config.masks is not None
