@@ -15,6 +15,8 @@ from graphlib import CycleError, TopologicalSorter
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "efficient_ft"
 
@@ -155,6 +157,53 @@ def test_the_checks_see_what_is_wrong() -> None:
     assert list(_undocumented("m", ast.parse(ours).body)) == ["m.B.z"]
     theirs = "class A(L.Callback):\n    def on_x(self): ...\n    def y(self): ...\n    def _z(self): ..."
     assert list(_undocumented("m", ast.parse(theirs).body)) == ["m.A", "m.A.y"]
+
+
+# ------------------------------------------------------------------------------------------------ kinds of task
+def _forks(tree: ast.AST) -> Iterator[ast.expr]:
+    """Expressions that branch on the kind of task: checks of a kind of data or task, and comparisons of its name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func).rpartition(".")[2]
+            checked = called in ("isinstance", "issubclass") and _OF_KIND.search(ast.unparse(node.args[1]))
+            if checked or re.fullmatch(r"is_(text|segment\w*|mask\w*|classif\w*|several\w*)", called):
+                yield node
+        if isinstance(node, ast.Compare):
+            sides = [ast.unparse(side) for side in (node.left, *node.comparators)]
+            if any(_NAME.search(side) for side in sides) and any(_VALUE.search(side) for side in sides):
+                yield node
+
+
+_KINDS = "classification|segmentation|text|regression"
+#: Classes of one kind: of data, listings, tasks and kinds.
+_OF_KIND = re.compile(
+    r"\b((RoundRobin|Segmentation|Text|Image)(Data|Dataset)|(Mask|Text)Listing|(Mask|)Samples|Segmentation|Classification"
+    r"|TextClassification|(Text|Class|Classification|Segmentation)Kind|SeveralDataSets)\b"
+)
+_NAME = re.compile(r"""(\b|_)(task|kind|family)(\b|_)|\[['"]task['"]\]|get\(['"]task['"]""")
+_VALUE = re.compile(rf"""['"]({_KINDS})['"]""")
+
+
+def test_almost_nothing_branches_on_the_kind_of_task() -> None:
+    """A kind of task is one object (`training.kinds`), so that a new kind changes no other file."""
+    found = [f"{module}: {ast.unparse(one)}" for module, tree in _modules().items() for one in _forks(tree)]
+    assert len(found) <= 6, found
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("config.task == 'text'", 1),
+        ("isinstance(images, SegmentationData | TextData)", 1),
+        ("trained.notes.get('task') == 'segmentation'", 1),
+        ("config.task in ('text', 'segmentation')", 1),
+        ("is_text(config) or is_segmenter(config)", 2),
+        ("isinstance(x, Tensor) and form == 'text'", 0),
+        ("TASKS[config.task]", 0),
+    ],
+)
+def test_forks_are_counted(text: str, count: int) -> None:
+    assert len(list(_forks(ast.parse(text)))) == count
 
 
 # ------------------------------------------------------------------------------------------------ files

@@ -22,7 +22,7 @@ from efficient_ft.data import ImageData, class_count, missing_data
 from efficient_ft.methods.base import apply_methods
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
-from efficient_ft.task import TASKS
+from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.module import build_optimizer
 from efficient_ft.training.run import run
 
@@ -143,7 +143,7 @@ def measure_loops(
         overrides += settings
         configs[job] = configure(None if default else job, overrides)
     for config in configs.values():
-        if config.task != "classification":
+        if not kind_of(config).fixed_batches:
             raise UserError(f"bench loop times classifiers of images, not task={config.task}: use bench step.")
         if missing := missing_data(config.data):
             raise UserError(missing)
@@ -204,7 +204,7 @@ def _bare_step(config: Config, device: torch.device | str) -> TrainingStep:
         label_smoothing=config.optim.label_smoothing,
         frozen_bn=config.model.frozen_bn,
         grad_clip_norm=config.optim.grad_clip_norm,
-        task=TASKS[config.task],
+        task=kind_of(config).task,
     )
     return TrainingStep(
         model,

@@ -12,14 +12,12 @@ from pydantic import BaseModel, ValidationError
 
 from efficient_ft.config.explain import mistake, show
 from efficient_ft.config.identity import OWN_FOLDERS
+from efficient_ft.config.kinds import OWN_CLASSIFIERS, check_kind
 from efficient_ft.config.renamed import refuse_renamed
-from efficient_ft.config.schema import Config, DataConfig, MaskConfig, ModelConfig, OptimConfig
+from efficient_ft.config.schema import Config, DataConfig, OptimConfig
 from efficient_ft.core.errors import SettingError
 from efficient_ft.core.in_backward import Wrong, refuse_in_backward
 from efficient_ft.core.units import parse_bytes, parse_seconds
-
-#: Classifiers of images that timm does not have.
-OWN_CLASSIFIERS = ("vit_digits", "vit_micro", "proxyless_mobile")
 
 
 def check(plain: Mapping[str, Any]) -> Config:
@@ -89,7 +87,7 @@ def _check_together(config: Config) -> None:
         )
     if model.weights_key is not None and model.weights is None:
         raise SettingError("model.weights_key", model.weights_key, "null without model.weights=FILE")
-    _check_task(config)
+    check_kind(config)
     for key, one in {f"tasks.{name}": one for name, one in config.tasks.items()}.items() or [("data", data)]:
         _check_data(key, one)
     if config.tasks:
@@ -123,131 +121,10 @@ def _check_together(config: Config) -> None:
     if config.job_timeout is not None:
         parse_seconds("job_timeout", config.job_timeout, plain=True)
     parse_bytes("trainer.cache_limit", trainer.cache_limit)
-    if config.tasks and trainer.cache_features == "on":
-        raise SettingError("trainer.cache_features", "on", "off or auto with several tasks", "auto stores none there.")
-    if config.tasks and trainer.prefix in ("folded", "bf16"):
-        raise SettingError("trainer.prefix", trainer.prefix, "fp32 or auto with several tasks", "auto is fp32 there.")
     if trainer.max_steps == 0:
         raise SettingError("trainer.max_steps", 0, "-1 (no limit) or an integer >= 1")
     if trainer.precision == "fp16" and trainer.accelerator == "cpu":
         raise SettingError("trainer.precision", "fp16", "fp32 or bf16 on the CPU")
-
-
-def _check_task(config: Config) -> None:
-    """Refuse a network or a data set of another task, and settings without meaning in this one."""
-    task, data, model, trainer = config.task, config.data, config.model, config.trainer
-    of_data = "segmentation" if data.masks is not None else "text" if data.text is not None else "classification"
-    for kind, of in (("masks", "images with masks"), ("text", "texts")):
-        settings = getattr(data, kind)
-        if settings is not None and data.name not in _DATA[kind]:
-            first = next(iter(settings.model_fields_set), "")
-            key = f"data.{kind}.{first}" if first else f"data.{kind}"
-            raise SettingError(
-                key,
-                show(getattr(settings, first, "{}")),
-                f"left out with data={data.name}",
-                f"It belongs to data sets of {of}.",
-            )
-    of_model = model.task
-    if of_model != task or model.name in OWN_CLASSIFIERS:
-        _check_kind(model)
-    if task == "classification":
-        for of, what in ((of_data, f"data={data.name}"), (of_model, f"model.name={model.name}")):
-            if of != task:
-                raise SettingError("task", task, f"{of} with {what}", f"Add task={of}.")
-        return
-    data_of, model_of = _CHOICES[task]
-    if task == "text" and data.name in _DATA["text"] and data.text is None:
-        raise SettingError("data.text", "null", "a mapping with columns and label")
-    if of_data != task:
-        raise SettingError("data.name", data.name, f"a data set {data_of[0]} with task={task}", data_of[1])
-    if of_model != task:
-        raise SettingError("model.name", model.name, f"{model_of[0]} with task={task}", model_of[1])
-    if config.tasks:
-        raise SettingError("tasks", ", ".join(config.tasks), f"none with task={task}")
-    if trainer.cache_features == "on":
-        raise SettingError("trainer.cache_features", "on", f"off or auto with task={task}")
-    if trainer.prefix in ("folded", "bf16"):
-        raise SettingError("trainer.prefix", trainer.prefix, f"fp32 or auto with task={task}")
-    augmentation = data.augment.model_dump(exclude_defaults=True)
-    if augmentation:
-        own = "Masks have data.masks.zoom and data.masks.flip." if task == "segmentation" else "Texts have none."
-        setting = next(iter(augmentation))
-        raise SettingError(f"data.augment.{setting}", show(augmentation[setting]), f"left out with task={task}", own)
-    if data.masks is not None:
-        _check_masks(data.name, data.masks)
-    if data.text is not None:
-        columns = [*data.text.columns, data.text.label]
-        if len(set(columns)) < len(columns):
-            raise SettingError(
-                "data.text.columns", data.text.columns, f"other columns than {data.text.label}, each once"
-            )
-        for name, value in (("image_size", model.image_size), ("mean", model.mean), ("std", model.std)):
-            if value is not None:
-                hint = "The length of texts is model.max_length." if name == "image_size" else "Texts have no colors."
-                raise SettingError(f"model.{name}", show(value), "null with task=text", hint)
-
-
-def _check_kind(model: ModelConfig) -> None:
-    """Refuse a setting of text classifiers or segmentation networks for a classifier of images."""
-    given = {"max_length": model.max_length, "encoder": model.encoder}
-    for name, kind in (("max_length", "text classifiers"), ("encoder", "segmentation networks (model=smp)")):
-        if given[name] is not None and _is_classifier(model.name):
-            raise SettingError(
-                f"model.{name}",
-                given[name],
-                f"null with model.name={model.name}",
-                f"It belongs to {kind}; leave it out.",
-            )
-
-
-def _is_classifier(name: str) -> bool:
-    """Whether a name is that of a classifier of images; loads timm."""
-    import timm
-
-    return name in OWN_CLASSIFIERS or timm.is_model(name.partition(".")[0])
-
-
-#: The data sets that have settings of masks, and of texts.
-_DATA = {"masks": ("camvid", "cityscapes", "voc2012_aug", "mask_folder"), "text": ("rte", "text_folder")}
-
-#: For the tasks other than classification: what its data sets and its networks are, and which there are.
-_CHOICES = {
-    "segmentation": (
-        ("with masks", f"Choose data={', '.join(_DATA['masks'][:-1])} or {_DATA['masks'][-1]}."),
-        (
-            "a segmentation network",
-            "Choose model=segformer_b0, model=deeplabv3_mobilenetv2, or model=smp with model.encoder=NAME.",
-        ),
-    ),
-    "text": (
-        ("of texts", f"Choose data={' or '.join(_DATA['text'])}."),
-        (
-            "a text classifier",
-            "Choose model=bert_base, distilbert_base, bert_tiny, or model=text with model.name=bert model.weights=DIR.",
-        ),
-    ),
-}
-
-
-def _check_masks(name: str, masks: MaskConfig) -> None:
-    for setting in ("classes", "ignored", "values", "colors", "palette", "folder", "image_folder", "suffix"):
-        value = getattr(masks, setting)
-        if value and value != "auto" and name != "mask_folder":
-            known = "left out, since the data set has its own"
-            raise SettingError(f"data.masks.{setting}", show(value), known, "Or use data=mask_folder.")
-    if masks.colors is not None:
-        if masks.values is not None:
-            raise SettingError("data.masks.values", show(masks.values), "null with data.masks.colors")
-        if masks.palette == "index":
-            raise SettingError("data.masks.palette", "index", "auto or color with data.masks.colors")
-        for class_name, color in masks.colors.items():
-            if isinstance(color, str) and not re.fullmatch(r"#[0-9a-fA-F]{6}", color):
-                known = '[red, green, blue] or "#rrggbb"'
-                raise SettingError(f"data.masks.colors.{class_name}", color, known)
-    low, high = masks.zoom
-    if low > high:
-        raise SettingError("data.masks.zoom", [low, high], "[smallest, largest]")
 
 
 def _check_data(key: str, data: DataConfig) -> None:

@@ -51,7 +51,7 @@ def fingerprint(config: Config) -> str:
         del what["trainer"]["prefix"]
     if config.trainer.num_nodes == 1:  # a later setting
         del what["trainer"]["num_nodes"]
-    if config.task == "classification":  # a later setting
+    if what["task"] == Config.model_fields["task"].default:  # a later setting
         del what["task"]
     if config.model.max_length is None:  # a later setting
         del what["model"]["max_length"]

@@ -56,8 +56,8 @@ class ModelConfig(Section):
     kwargs: dict[str, Any] = Field(default_factory=dict)
 
     @property
-    def task(self) -> str:
-        """The task that the network is for."""
+    def family(self) -> str:
+        """The family of the network: ``classification`` (of images), ``segmentation`` or ``text``."""
         if self.max_length is not None:
             return "text"
         segmenter = self.encoder is not None or self.name.startswith("segformer_")
@@ -139,27 +139,18 @@ class TextConfig(Section):
     ignore_case: bool | None = None
 
 
+#: The data sets of this package.
+DATA_NAMES = (
+    "folder", "digits", "cifar10", "cifar100", "flowers102", "food101", "pets", "aircraft", "cars", "cub200",
+    "mask_folder", "camvid", "cityscapes", "voc2012_aug", "text_folder", "rte",
+)  # fmt: skip
+
+
 class DataConfig(Section):
     """A data set: images or texts, splits, loading and augmentation."""
 
-    name: Literal[
-        "folder",
-        "digits",
-        "cifar10",
-        "cifar100",
-        "flowers102",
-        "food101",
-        "pets",
-        "aircraft",
-        "cars",
-        "cub200",
-        "mask_folder",
-        "camvid",
-        "cityscapes",
-        "voc2012_aug",
-        "text_folder",
-        "rte",
-    ]
+    #: One of `DATA_NAMES`, or a data set of a package that adds a kind of task.
+    name: Annotated[Name, Field(json_schema_extra={"enum": [*DATA_NAMES]})]
     root: Name = "./data"
     #: Of folders of one's own: use files and folders that links out of `root` lead to; they are refused otherwise.
     follow_links: bool = False
@@ -297,7 +288,10 @@ class StepStatsConfig(Section):
 class Config(Section):
     """One run. `method` maps a method's name to its settings (the constructor's arguments, and `select`)."""
 
-    task: Literal["classification", "segmentation", "text"] = "classification"
+    #: The kind of task; a package may add others, see `config.kinds`.
+    task: Annotated[Name, Field(json_schema_extra={"enum": ["classification", "segmentation", "text"]})] = (
+        "classification"
+    )
     model: ModelConfig
     #: With `tasks`: the first of them.
     data: DataConfig

@@ -1,4 +1,4 @@
-"""Packages that add methods: the group of their entry points, and the folders of their configuration files.
+"""Packages that add methods or kinds of task: the groups of their entry points, and their configuration files.
 
 A package declares a method by an entry point and ships the YAML of its settings in ``conf/method``::
 
@@ -20,10 +20,12 @@ from efficient_ft.core.errors import UserError
 
 #: The group of entry points through which other packages add methods.
 GROUP = "efficient_ft.methods"
+#: The group of entry points through which other packages add kinds of task.
+KINDS_GROUP = "efficient_ft.kinds"
 
 
 def configuration_folders() -> dict[str, list[Path]]:
-    """Return the configuration folders of all installed packages with methods, by the name of the distribution.
+    """Return the configuration folders of all installed packages with methods or kinds of task, by distribution.
 
     Raises:
         UserError: a method has no YAML file, or its YAML file does not name it.
@@ -34,6 +36,11 @@ def configuration_folders() -> dict[str, list[Path]]:
         folder = _configuration_folder(entry, package)
         if folder not in folders.setdefault(package, []):
             folders[package].append(folder)
+    for entry in sorted(entry_points(group=KINDS_GROUP)):
+        package = entry.dist.name if entry.dist is not None else entry.value
+        for folder in (Path(place) / "conf" for place in _places(entry, package)):
+            if folder.is_dir() and folder not in folders.setdefault(package, []):
+                folders[package].append(folder)
     return folders
 
 
@@ -54,15 +61,9 @@ def method_of(file: Path) -> str | None:
 
 
 def _configuration_folder(entry: EntryPoint, package: str) -> Path:
-    """Return the folder ``conf`` of the package that contains the method of `entry`."""
+    """Return the folder ``conf`` of the package with the method of `entry`."""
     top = entry.module.partition(".")[0]
-    spec = importlib.util.find_spec(top)  # does not import a top-level package
-    if spec is None or spec.submodule_search_locations is None:
-        raise UserError(
-            f"Package {package}: its method {entry.name} ({entry.value}) is not in an importable package."
-            " Fix or uninstall the package."
-        )
-    for place in spec.submodule_search_locations:
+    for place in _places(entry, package):
         folder = Path(place) / "conf"
         file = folder / "method" / f"{entry.name}.yaml"
         if not file.is_file():
@@ -74,3 +75,15 @@ def _configuration_folder(entry: EntryPoint, package: str) -> Path:
         f"Package {package}: its method {entry.name} has no settings file. The package must ship"
         f" {top}/conf/method/{entry.name}.yaml."
     )
+
+
+def _places(entry: EntryPoint, package: str) -> list[str]:
+    """Return the folders of the top-level package of `entry`, which is not imported."""
+    spec = importlib.util.find_spec(entry.module.partition(".")[0])
+    if spec is None or spec.submodule_search_locations is None:
+        what = "method" if entry.group == GROUP else "kind of task"
+        raise UserError(
+            f"Package {package}: its {what} {entry.name} ({entry.value}) is not in an importable package."
+            " Fix or uninstall the package."
+        )
+    return list(spec.submodule_search_locations)

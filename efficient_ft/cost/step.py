@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from efficient_ft.core.errors import SettingError
 from efficient_ft.cost.meter import storages
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
-from efficient_ft.task import Classification, Inputs, Task, TextClassification, moved, tensors_of
+from efficient_ft.task import Classification, Inputs, Task, moved, tensors_of
 
 #: The autocast type of each precision; None: no autocast.
 AUTOCAST: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -67,7 +67,7 @@ class StepSpec:
     def __post_init__(self) -> None:
         if self.precision not in AUTOCAST:
             raise SettingError("precision", self.precision, list(AUTOCAST))
-        if isinstance(self.task, TextClassification) and len(self.input_size) == 1:
+        if self.task.input_dimensions == len(self.input_size) == 1:
             require_positive("input_size", self.input_size[0])
         else:
             require_image_size(self.input_size)

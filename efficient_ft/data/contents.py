@@ -16,7 +16,7 @@ import numpy as np
 
 from efficient_ft.data.counts import some
 from efficient_ft.data.inspection import in_threads, spread
-from efficient_ft.data.listing import splits_of
+from efficient_ft.data.listing import label_bytes, splits_of
 
 #: Number of evenly spread files of a split that are hashed, in addition to the first file of each class.
 FILES = 2048
@@ -121,7 +121,7 @@ def _add_files(
     if labels is not None:
         key = f"{part} labels"
         looked.counts[key], looked.names[key] = len(labels), [part]
-        looked.known[key] = _hash(np.ascontiguousarray(labels, dtype="<i8").tobytes())
+        looked.known[key] = _hash(label_bytes(labels).tobytes())
 
 
 def _add_blocks(looked: Looked, part: str, samples: Any, labels: np.ndarray) -> None:

@@ -45,6 +45,7 @@ class ImageData(OpenedData[Samples, SplitDataset]):
     """
 
     task, noun = "classification", "image"
+    decoding: Decoding
 
     def __init__(self, listing: Listing, config: DataConfig, input: InputSpec, seed: int) -> None:
         super().__init__(config, seed, listing.class_names, listing)

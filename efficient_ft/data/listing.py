@@ -65,7 +65,7 @@ class Samples:
 
     def content_digest(self) -> str:
         """Return a digest (16 hex digits) of labels and pixels, or of labels, paths, sizes and dates of files."""
-        hasher = hashlib.blake2b(_bytes(self.labels), digest_size=8)
+        hasher = hashlib.blake2b(label_bytes(self.labels), digest_size=8)
         if not isinstance(self.images, np.ndarray):
             return hash_files(hasher, self.images)
         hasher.update(np.ascontiguousarray(self.images).data)
@@ -101,7 +101,7 @@ class Listing:
             if not len(part):
                 continue
             hasher.update(f"{name} {len(part)}".encode())
-            hasher.update(_bytes(part.labels))
+            hasher.update(label_bytes(part.labels))
             for i in spread(len(part), DIGEST_FILES):
                 image = part.images[i]
                 hasher.update(image.tobytes() if isinstance(image, np.ndarray) else _size(image))
@@ -150,8 +150,9 @@ def stratified_split(samples: _Samples, fraction: float, seed: int) -> tuple[_Sa
     return samples.take(np.flatnonzero(~held_out)), samples.take(np.flatnonzero(held_out))
 
 
-def _bytes(labels: np.ndarray) -> memoryview:
-    return np.ascontiguousarray(labels, dtype="<i8").data
+def label_bytes(labels: np.ndarray) -> memoryview:
+    """Return labels, integers or numbers, as bytes that are the same on every machine; on most machines no copy."""
+    return np.ascontiguousarray(labels, dtype="<f8" if labels.dtype.kind == "f" else "<i8").data
 
 
 def _size(path: str) -> bytes:

@@ -8,19 +8,24 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
+from PIL import Image
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from efficient_ft.config.identity import OWN_FOLDERS
 from efficient_ft.config.schema import DataConfig
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.core.text import printable
+from efficient_ft.core.input_spec import InputSpec
+from efficient_ft.core.text import plain_line, printable
 from efficient_ft.data.contents import Contents, looked_at
 from efficient_ft.data.counts import counted, verb
+from efficient_ft.data.images import Decoding
 from efficient_ft.data.inspection import Inspection, spread
 from efficient_ft.data.loader import Loader, LoadFailure, make_loader
 from efficient_ft.data.reading import Reading
 from efficient_ft.data.sampler import CounterSampler
 from efficient_ft.data.summary import SplitSummary, Summary
+from efficient_ft.data.transforms import to_pictures
 
 Split = Literal["val", "test"]
 
@@ -68,6 +73,8 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
     #: The task of the data set, and the noun for one sample.
     task: ClassVar[str]
     noun: ClassVar[str]
+    #: Options for decoding image files; None if there are no image files.
+    decoding: Decoding | None = None
     _parts: Mapping[str, _Part]
 
     def __init__(self, config: DataConfig, seed: int, class_names: Sequence[str], listing: AnyListing) -> None:
@@ -213,6 +220,34 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
             raise UserError(failure)
         return dataset.__getitems__([(0, index) for index in chosen]), chosen
 
+    def shown(self, inputs: Any, input: InputSpec) -> list[Any]:
+        """Return the inputs of a batch for a person: pictures, or texts.
+
+        Args:
+            inputs: the inputs of a batch, as a loader returns them.
+            input: the network's input.
+        """
+        return to_pictures(inputs, input)
+
+    def labeled(self, inputs: Any, targets: Tensor, input: InputSpec) -> list[tuple[Image.Image | str, str]]:
+        """Return each sample of a batch for a person, with its label as text.
+
+        Args:
+            inputs, targets: a batch, as a loader returns it.
+            input: the network's input.
+        """
+        names = [plain_line(name) for name in self.class_names]
+        return [(one, names[int(label)]) for one, label in zip(self.shown(inputs, input), targets, strict=True)]
+
+    def legend(self) -> list[tuple[str, tuple[int, int, int]]]:
+        """Return the names and RGB colors of classes that `labeled` draws; empty if it draws none."""
+        return []
+
+    @property
+    def parts(self) -> Mapping[str, OpenedData[Any, Any]]:
+        """The data sets by the name of their task; a single data set has the key ""."""
+        return {"": self}
+
     @property
     def num_classes(self) -> int:
         """Number of classes."""
@@ -257,6 +292,10 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         batch_size = self._config.eval_batch_size or self._config.batch_size
         dataset = self._dataset(split, training=False)
         return make_loader(wrap(dataset) if wrap else dataset, sampler, self._config.num_workers, batch_size)
+
+    def eval_loaders(self, split: Split, rank: int = 0, world: int = 1, **wrap: Any) -> list[Loader]:
+        """Return the evaluation loader of each data set: here of one; see `eval_loader`."""
+        return [self.eval_loader(split, rank, world, **wrap)]
 
     def keep_decoded(self, epochs: int) -> None:
         """Keep decoded images on disk for a run of `epochs` epochs, if the data set supports this.

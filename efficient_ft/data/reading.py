@@ -32,6 +32,7 @@ class Reading:
     kept_bytes: int = 0  # memory of each sample until the batch is complete
     stack_bytes: int = 0  # additional memory of each sample while the batch is stacked, without the batch itself
     file_size: tuple[int, int] | None = None  # (width, height) of the largest image file; None if there are no files
+    own_size: bool = False  # True if `size` is the size of the files instead of the network's input
 
     def load_bytes(self, samples: int) -> int:
         """Return the bytes required to read a batch of `samples` samples, in addition to the batch itself."""

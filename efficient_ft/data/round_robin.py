@@ -68,8 +68,8 @@ class RoundRobinData:
             batch_size=None,
         )
 
-    def eval_loader(self, split: Split, rank: int = 0, world: int = 1) -> list[Loader]:
-        """Return the evaluation loaders of all tasks.
+    def eval_loaders(self, split: Split, rank: int = 0, world: int = 1) -> list[Loader]:
+        """Return the evaluation loader of each task, in their order.
 
         Raises:
             UserError: a data set does not have this split.

@@ -20,12 +20,13 @@ from torchvision.transforms.v2 import functional as VF
 from efficient_ft.config.schema import DataConfig, MaskConfig
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.input_spec import IGNORED, InputSpec
+from efficient_ft.core.text import plain_line
 from efficient_ft.data.images import Decoding, read_image
 from efficient_ft.data.inspect_masks import inspect_masks
 from efficient_ft.data.inspection import Inspection, find_failures
 from efficient_ft.data.loader import LoadFailure, load_seeded
 from efficient_ft.data.mask_survey import mask_orientation, refuse_unclear_masks
-from efficient_ft.data.masks import Classes, MaskListing, MaskSamples, hold_out, read_mask
+from efficient_ft.data.masks import Classes, MaskListing, MaskSamples, class_colors, hold_out, read_mask
 from efficient_ft.data.opened import OpenedData
 from efficient_ft.data.reading import Header, Reading, headers, largest_file
 
@@ -34,6 +35,8 @@ STRIDE = 32
 #: Bytes per pixel, measured with 4-megapixel files. The first number is the memory of reading a mask, in addition to
 #: decoding its image. The second number is the memory of resizing both in training, per resized pixel.
 _READ, _ZOOMED = 22, 6
+#: Opacity of the colors of classes over an image.
+OPACITY = 0.5
 
 
 class MaskTransform:
@@ -142,6 +145,7 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
     """
 
     task, noun = "segmentation", "image"
+    decoding: Decoding
 
     def __init__(self, listing: MaskListing, config: DataConfig, input: InputSpec, seed: int) -> None:
         assert config.masks is not None
@@ -179,7 +183,22 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
         else:
             sides = [max((one.size[k] for one in found), default=STRIDE) for k in (1, 0)]
         height, width = (-(-side // STRIDE) * STRIDE for side in sides)
-        return Reading((height, width), decode, 4 * pixels, 12 * height * width, largest)
+        return Reading((height, width), decode, 4 * pixels, 12 * height * width, largest, own_size=True)
+
+    def labeled(self, inputs: Any, targets: Tensor, input: InputSpec) -> list[tuple[Image.Image | str, str]]:
+        """Return each image with the colors of its classes, and the names of its three largest classes."""
+        names, colors = [plain_line(name) for name in self.class_names], class_colors(self.num_classes)
+        found: list[tuple[Image.Image | str, str]] = []
+        for picture, target in zip(self.shown(inputs, input), targets, strict=True):
+            mask = target.numpy()
+            shares = np.bincount(mask[mask != IGNORED], minlength=len(names))
+            largest = [names[k] for k in np.argsort(-shares, kind="stable")[:3] if shares[k]]
+            found.append((overlaid(picture, mask, colors), ", ".join(largest) or "no label"))
+        return found
+
+    def legend(self) -> list[tuple[str, tuple[int, int, int]]]:
+        colors = class_colors(self.num_classes).tolist()
+        return [(plain_line(name), (r, g, b)) for name, (r, g, b) in zip(self.class_names, colors, strict=True)]
 
     def _dataset(self, split: str, *, training: bool) -> MaskDataset:
         return self._samples(self._parts[split], training, split == "train")
@@ -203,3 +222,16 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
         split = "test" if "test" in self._parts else self.best_split
         images, size = self._dataset(split, training=False), len(self._parts[split])
         return [images.read(i) for i in sorted({round(k * (size - 1) / max(count - 1, 1)) for k in range(count)})]
+
+
+def overlaid(picture: Image.Image, mask: np.ndarray, colors: np.ndarray) -> Image.Image:
+    """Mix a picture with the colors of its classes; pixels without a label stay as they are.
+
+    Args:
+        picture: RGB.
+        mask: uint8 (H, W), indices of classes, or `IGNORED`.
+        colors: uint8 (classes, 3).
+    """
+    labeled = mask != IGNORED
+    mixed = Image.blend(picture, Image.fromarray(colors[np.where(labeled, mask, 0)]), OPACITY)
+    return Image.composite(mixed, picture, Image.fromarray(labeled.astype(np.uint8) * 255))

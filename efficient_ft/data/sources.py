@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, Protocol, cast
 
 from efficient_ft.config.schema import DataConfig
 from efficient_ft.core.errors import SettingError, UserError
@@ -26,6 +27,23 @@ from efficient_ft.data.texts import TextListing, missing_text_folder, read_texts
 _MISSING = {"folder": missing_folder, "mask_folder": missing_mask_folder, "text_folder": missing_text_folder}
 
 
+class DataSource(Protocol):
+    """A data set that a kind of task of another package adds."""
+
+    def missing(self, config: DataConfig) -> str | None:
+        """Return a message if files are missing; see `missing_data`."""
+
+    def class_count(self, config: DataConfig) -> int | None:
+        """Return the number of outputs of a network for the data; None if the files do not exist."""
+
+    def read(self, config: DataConfig) -> Any:
+        """Return the lists of the data set, which have the attributes of `listing.Listing`."""
+
+
+#: The data sets of other packages by name; `training.kinds.registry.register` adds them.
+SOURCES: dict[str, DataSource] = {}
+
+
 def missing_data(config: DataConfig) -> str | None:
     """Check that the files of a data set exist or can be downloaded, within about `core.network.PROBE_SECONDS`.
 
@@ -35,6 +53,8 @@ def missing_data(config: DataConfig) -> str | None:
     """
     if config.name == "digits":
         return None
+    if config.name in SOURCES:
+        return SOURCES[config.name].missing(config)
     root = Path(config.root).expanduser()
     if config.name in _MISSING:
         return _MISSING[config.name](root)
@@ -48,6 +68,8 @@ def class_count(config: DataConfig) -> int | None:
     """Count the classes without opening an image; None for a folder that cannot be read."""
     if config.name == "digits":
         return 10
+    if config.name in SOURCES:
+        return SOURCES[config.name].class_count(config)
     if config.name == "folder":
         return folder_classes(Path(config.root).expanduser(), config.splits, config.follow_links)
     if config.name in MASK_SETS:
@@ -70,6 +92,8 @@ def read_data(config: DataConfig) -> Listing | MaskListing | TextListing:
     """
     if config.name == "digits":
         return read_digits()
+    if config.name in SOURCES:
+        return cast("Listing", SOURCES[config.name].read(config))
     if config.name == "folder":
         return read_folder(Path(config.root).expanduser(), config.follow_links, config.splits)
     if config.masks is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch.utils.data import Dataset
 
 from efficient_ft.config.schema import DataConfig
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.tokenizer import Tokenizer
 from efficient_ft.data.inspect_texts import inspect_texts
 from efficient_ft.data.inspection import Inspection
@@ -80,6 +83,9 @@ class TextData(OpenedData[Texts, TextDataset]):
 
     def reading(self, *, training: bool) -> Reading:
         return Reading((self._max_length,))
+
+    def shown(self, inputs: Any, input: InputSpec) -> list[Any]:
+        return self.tokenizer.decode(inputs["input_ids"])
 
     def _labels(self, part: Texts) -> np.ndarray:
         return part.labels

@@ -13,9 +13,6 @@ from timm.models import PretrainedCfg
 from efficient_ft.core.errors import SettingError, UserError, first_line
 from efficient_ft.core.network import unreachable
 from efficient_ft.models.checkpoint import require_file
-from efficient_ft.models.segmentation import is_segmenter, weights_cfg
-from efficient_ft.models.text import is_text, missing_text
-from efficient_ft.models.timm_config import pretrained_cfg
 
 if TYPE_CHECKING:
     from efficient_ft.config.schema import ModelConfig
@@ -26,21 +23,13 @@ _HUB_FILES = ("model.safetensors", "pytorch_model.bin")
 _ALTERNATIVES = "Or use model.weights=FILE (a local file), or model.pretrained=false (random weights)."
 
 
-def missing_weights(config: ModelConfig) -> str | None:
-    """Look for a model's weights without downloading them: the given file, local caches, then the network.
+def missing_files(config: ModelConfig, cfg: PretrainedCfg) -> str | None:
+    """Return a message if the weights of a network are missing; see `factory.missing_weights`.
 
-    This takes at most about `core.network.PROBE_SECONDS`.
-
-    Returns:
-        None if the weights are available or not needed; otherwise a message with the missing file, its place, and
-        alternatives.
-
-    Raises:
-        SettingError: the model is unknown.
+    Args:
+        config: the `model` section of the configuration.
+        cfg: timm's record of the published weights.
     """
-    if is_text(config):
-        return missing_text(config)
-    cfg = weights_cfg(config) if is_segmenter(config) else pretrained_cfg(config)
     if config.weights is not None:
         try:
             require_file(Path(config.weights).expanduser())
@@ -65,15 +54,17 @@ def missing_weights(config: ModelConfig) -> str | None:
 
 
 def fetch_weights(config: ModelConfig, cfg: PretrainedCfg) -> Path:
-    """Return the local file of the pretrained weights, downloaded if necessary.
+    """Return the file of the weights: `config.weights`, or the pretrained weights, downloaded if necessary.
 
     Raises:
         UserError: there are no weights, or the download fails.
     """
+    if config.weights is not None:
+        return Path(config.weights).expanduser()
     cached = _cached(cfg)
     if cached is not None:
         return cached
-    missing = missing_weights(config)
+    missing = missing_files(config, cfg)
     if missing is not None:
         raise UserError(missing)
     errors = []

@@ -18,11 +18,13 @@ from torch import Tensor, nn
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean, first_line
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.models.checkpoint import Contents, read_contents
+from efficient_ft.models.hub import fetch_weights, missing_files
 from efficient_ft.models.hub_code import refuse_code
 from efficient_ft.models.loading_report import set_loading_report
 from efficient_ft.models.matching import Fit, choose, compare, fit_of_transformers, no_fit
 from efficient_ft.models.mismatch import explain
-from efficient_ft.models.timm_config import build, pretrained_cfg
+from efficient_ft.models.timm_config import build as build_timm
+from efficient_ft.models.timm_config import pretrained_cfg
 from efficient_ft.models.weights import match_timm, report_of
 
 if TYPE_CHECKING:
@@ -39,10 +41,10 @@ SEGFORMERS: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
 }
 
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-#: Pixels of a side that a network is trained at by default.
+#: Default size of training crops in pixels.
 _SIZE = 512
 
-#: Arguments of the networks that have a setting of their own, and which.
+#: Arguments of the networks that other settings determine, with a hint.
 _SET_ELSEWHERE = {
     "classes": "It follows from the data.",
     "num_labels": "It follows from the data.",
@@ -53,13 +55,8 @@ _SET_ELSEWHERE = {
 }
 
 
-def is_segmenter(config: ModelConfig) -> bool:
-    """Whether a model configuration names a segmentation network."""
-    return config.task == "segmentation"
-
-
-def input_of_segmenter(config: ModelConfig) -> InputSpec:
-    """The size of training crops, and the normalization, of a segmentation network.
+def input_of(config: ModelConfig) -> InputSpec:
+    """Return the size of training crops and the normalization of a segmentation network.
 
     Raises:
         SettingError: an unknown encoder.
@@ -74,7 +71,7 @@ def input_of_segmenter(config: ModelConfig) -> InputSpec:
 
 
 def encoder_cfg(config: ModelConfig) -> PretrainedCfg:
-    """timm's record of the encoder.
+    """Return timm's record of the encoder.
 
     Raises:
         SettingError: timm has no such model.
@@ -88,7 +85,7 @@ def encoder_cfg(config: ModelConfig) -> PretrainedCfg:
 
 
 def weights_cfg(config: ModelConfig) -> PretrainedCfg:
-    """Where the pretrained weights are: of Segformer trained on ADE20K, or those of the encoder.
+    """Return the record of the pretrained weights: Segformer trained on ADE20K, or the encoder.
 
     Raises:
         SettingError: an unknown encoder.
@@ -101,16 +98,16 @@ def weights_cfg(config: ModelConfig) -> PretrainedCfg:
     return PretrainedCfg(architecture=config.name, hf_hub_id=repository)
 
 
-def build_segmenter(config: ModelConfig, classes: int, encoder: dict[str, Tensor] | None = None) -> nn.Module:
-    """Build a segmentation network: images (B, 3, H, W) to logits (B, classes, h, w), or an object that has them.
+def build(config: ModelConfig, classes: int, encoder: dict[str, Tensor] | None = None) -> nn.Module:
+    """Build a segmentation network. It maps images (B, 3, H, W) to logits (B, classes, h, w), or an object with them.
 
     Args:
         config: the `model` section of the configuration.
         classes: number of classes.
-        encoder: weights of the encoder in timm's names; None: random ones.
+        encoder: weights of the encoder in timm's names; None for random weights.
 
     Raises:
-        SettingError: an unknown network, or an argument that has a setting of its own.
+        SettingError: an unknown network, or an argument that another setting determines.
         UserError: a library is missing, or the network refuses an argument.
     """
     refuse_code(config.kwargs)
@@ -128,7 +125,7 @@ def _segformer(config: ModelConfig, classes: int) -> nn.Module:
 
 
 def _segformer_class(config: ModelConfig, classes: int) -> tuple[Any, Any]:
-    """transformers' class of the network, and its configuration."""
+    """Return the class of the network in transformers, and its configuration."""
     try:
         import transformers
         from transformers import SegformerConfig, SegformerForSemanticSegmentation
@@ -184,7 +181,7 @@ def _encoder_decoder(config: ModelConfig, classes: int, encoder: dict[str, Tenso
             f"model.name={config.name} cannot be built with model.encoder={config.encoder} and {config.kwargs}:"
             f" {first_line(error).rstrip('.')}. Change model.encoder or model.kwargs."
         ) from error
-    size = input_of_segmenter(config).size
+    size = input_of(config).size
     stride = int(getattr(network.encoder, "output_stride", 1))  # type: ignore[union-attr]
     if getattr(network, "requires_divisible_input_shape", True) and any(side % stride for side in size):
         near = " or ".join(str(side) for side in (size[0] // stride * stride, -(-size[0] // stride) * stride) if side)
@@ -196,21 +193,21 @@ def _encoder_decoder(config: ModelConfig, classes: int, encoder: dict[str, Tenso
     return network
 
 
-def load_segmenter(config: ModelConfig, classes: int, path: Path, random: nn.Module) -> nn.Module:
-    """Build a segmentation network with the weights of a file: its own, or timm's of its encoder.
+def load(config: ModelConfig, classes: int, random: nn.Module) -> nn.Module:
+    """Build a segmentation network with the weights of a file: its own, or timm's weights of its encoder.
 
     Args:
         config: the `model` section of the configuration.
         classes: number of classes.
-        path: a file that `read_contents` reads.
         random: the same network with random weights.
 
     Returns:
         The network, with its `LoadingReport`.
 
     Raises:
-        SettingError: the file does not exist, cannot be read, or does not fit.
+        UserError: the weights cannot be fetched, cannot be read, or do not fit.
     """
+    path = fetch_weights(config, weights_cfg(config))
     if config.encoder is None:
         return _load_segformer(config, classes, path, random)
     own = random.state_dict()
@@ -228,6 +225,11 @@ def load_segmenter(config: ModelConfig, classes: int, path: Path, random: nn.Mod
     return _load_encoder(config, classes, path, own)
 
 
+def missing(config: ModelConfig) -> str | None:
+    """Return a message if the weights are missing; see `factory.missing_weights`."""
+    return missing_files(config, weights_cfg(config))
+
+
 def _load_encoder(config: ModelConfig, classes: int, path: Path, own: Mapping[str, Tensor]) -> nn.Module:
     """Build the network with timm weights for its encoder."""
     cfg = encoder_cfg(config)
@@ -239,10 +241,10 @@ def _load_encoder(config: ModelConfig, classes: int, path: Path, own: Mapping[st
         for n in own
         if n.startswith("encoder.model.")
     }
-    plain = build(encoder, {"num_classes": 0})
+    plain = build_timm(encoder, {"num_classes": 0})
     contents, chosen, model = match_timm(encoder, {"num_classes": 0}, plain, cfg, path, inside, config)
     report = report_of(path, contents, chosen, model)
-    network = build_segmenter(config, classes, dict(chosen.taken))
+    network = build(config, classes, dict(chosen.taken))
     return set_loading_report(network, replace(report, new_heads={"decoder and its head": "absent from the file"}))
 
 
@@ -268,6 +270,6 @@ def _load_segformer(config: ModelConfig, classes: int, path: Path, random: nn.Mo
 
 
 def _note_input(config: ModelConfig, network: nn.Module) -> None:
-    """Note the size at which the view of the network looks at it, as timm's models do."""
-    size = input_of_segmenter(config).size
+    """Record the input size for the model view, like timm's models."""
+    size = input_of(config).size
     network.pretrained_cfg = {"architecture": config.name, "input_size": (3, *size)}  # type: ignore[assignment]

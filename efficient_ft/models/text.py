@@ -1,7 +1,7 @@
-"""Text classifiers, of transformers: by a name of ours, from a repository of the hub, or from a local folder.
+"""Text classifiers of transformers: by a name of this package, from a repository of the hub, or from a local folder.
 
-A local folder is one that transformers' ``save_pretrained`` writes: ``config.json``, ``model.safetensors`` and the
-files of the tokenizer.
+A local folder has the files that transformers' ``save_pretrained`` writes: ``config.json``, ``model.safetensors`` and
+the files of the tokenizer.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A pretrained network whose architecture is known without its files.
+    """A pretrained network with a known architecture.
 
     Attributes:
-        repository: on the hub.
-        type: of transformers' configuration.
-        changes: where the architecture differs from the default of that type.
+        repository: repository on the hub.
+        type: model type in transformers.
+        changes: arguments that differ from the defaults of the type.
     """
 
     repository: str
@@ -70,15 +70,15 @@ TEXT_MODELS: dict[str, KnownModel] = {
     ),
 }
 
-#: Files of a repository or folder, groups of which one each is needed.
+#: Files of a repository or folder. One file of each group is required.
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _NEEDED = (("config.json",), _WEIGHTS, ("tokenizer.json", "vocab.txt", "vocab.json"))
 _OPTIONAL = ("tokenizer_config.json", "special_tokens_map.json", "merges.txt", "added_tokens.json")
 
-#: Metadata of a run's model.safetensors: the tokenizer.
+#: The key of the tokenizer in the metadata of model.safetensors.
 TOKENIZER = "tokenizer"
 
-#: Arguments of the networks that have a setting of their own, and which.
+#: Arguments of the networks that other settings determine, with a hint.
 _SET_ELSEWHERE = {
     **dict.fromkeys(("num_labels", "id2label", "label2id"), "It follows from the data."),
     **dict.fromkeys(("return_dict", "output_attentions", "output_hidden_states"), "The loss takes logits."),
@@ -87,13 +87,13 @@ _SET_ELSEWHERE = {
     "model_type": "Set model.name instead.",
 }
 
-#: What transformers raises where it cannot use a configuration or file.
+#: Exceptions of transformers for configurations and files that it cannot use.
 _REFUSALS = (
     ValueError, LookupError, TypeError, AttributeError, RuntimeError, AssertionError, ArithmeticError, MemoryError,
     StrictDataclassError,
 )  # fmt: skip
 
-#: The largest sizes of a network, by the names in transformers' configurations.
+#: Maximum sizes of a network, by the names in transformers' configurations.
 _SIZES = {
     **dict.fromkeys(("hidden_size", "dim", "d_model", "intermediate_size", "hidden_dim", "embedding_size"), 2**17),
     **dict.fromkeys(("num_hidden_layers", "n_layers", "num_attention_heads", "n_heads"), 2**10),
@@ -103,18 +103,13 @@ _SIZES = {
 _ALTERNATIVES = "Or use model.weights=DIR, a local folder with these files."
 
 
-def is_text(config: ModelConfig) -> bool:
-    """Whether a model configuration names a text classifier."""
-    return config.task == "text"
-
-
-def input_of_text(config: ModelConfig) -> InputSpec:
-    """The largest number of tokens of a text; the tokenizer is not read."""
+def input_of(config: ModelConfig) -> InputSpec:
+    """Return the maximum number of tokens of a text, without reading the tokenizer."""
     assert config.max_length is not None
     return InputSpec((config.max_length,), (), ())
 
 
-def build_text(config: ModelConfig, classes: int) -> nn.Module:
+def build(config: ModelConfig, classes: int) -> nn.Module:
     """Build a text classifier with random weights.
 
     Args:
@@ -129,7 +124,7 @@ def build_text(config: ModelConfig, classes: int) -> nn.Module:
 
 
 def _random(config: ModelConfig, about: Any) -> nn.Module:
-    """The network of transformers' configuration, with random weights in fp32."""
+    """Build the network of a configuration of transformers, with random weights in fp32."""
     auto = _transformers(config)
     _check_sizes(config, about)
     try:
@@ -147,7 +142,7 @@ def _random(config: ModelConfig, about: Any) -> nn.Module:
 
 
 def _check_sizes(config: ModelConfig, about: Any) -> None:
-    """Refuse sizes in transformers' configuration with which no network can be built, or none that fits.
+    """Reject invalid sizes in a configuration of transformers.
 
     Raises:
         UserError: the first such size.
@@ -160,19 +155,20 @@ def _check_sizes(config: ModelConfig, about: Any) -> None:
             raise SettingError(place, size, f"an integer from 1 to {most:,}")
 
 
-def load_text(config: ModelConfig, classes: int) -> nn.Module:
+def load(config: ModelConfig, classes: int, random: nn.Module | None = None) -> nn.Module:
     """Build a text classifier with the weights of its repository, of a local folder, or of a file.
 
     Args:
         config: the `model` section of the configuration.
         classes: number of classes.
+        random: not used; the loaded network is built without it.
 
     Returns:
         The network, with its `LoadingReport`.
 
     Raises:
-        SettingError: as `build_text`; the weights do not fit.
-        UserError: as `build_text`; files cannot be fetched or read.
+        SettingError: see `build`; or the weights do not fit.
+        UserError: see `build`; or files cannot be fetched or read.
     """
     about, source = _architecture(config, classes), _local(config)
     if (source / "adapter_config.json").is_file():
@@ -184,7 +180,7 @@ def load_text(config: ModelConfig, classes: int) -> nn.Module:
     kind: Any = type(plain)
     own, base = plain.state_dict(), f"{plain.base_model_prefix}."
 
-    def load(weights: dict[str, Tensor] | None, prefix: str) -> Fit:
+    def fit(weights: dict[str, Tensor] | None, prefix: str) -> Fit:
         model, found = kind.from_pretrained(
             None if source.is_file() else str(source),
             config=about,
@@ -204,9 +200,9 @@ def load_text(config: ModelConfig, classes: int) -> nn.Module:
             held = read_contents(source)
             whole = any(f".{base}" in f".{name}" for name in held.tensors)
             names = own if whole else {name.removeprefix(base) for name in own}
-            contents, chosen = choose(config, source, held, names, lambda part, at: load(part.weights_under(at), at))
+            contents, chosen = choose(config, source, held, names, lambda part, at: fit(part.weights_under(at), at))
         else:
-            contents, chosen = Contents({}, {}), load(None, "")
+            contents, chosen = Contents({}, {}), fit(None, "")
     except (*_REFUSALS, OSError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
         if isinstance(error, UserError):
             raise
@@ -245,7 +241,7 @@ def tokenizer_of(config: ModelConfig) -> Tokenizer:
 
 
 def _require_plain_tokenizer(folder: Path) -> None:
-    """Refuse a tokenizer whose configuration names a file outside of its folder; report the code that it names."""
+    """Reject a tokenizer whose configuration names a file outside of its folder; report code that it names."""
     if not (folder / "tokenizer_config.json").is_file():
         return
     for name, value in read_json(folder / "tokenizer_config.json").items():
@@ -255,12 +251,12 @@ def _require_plain_tokenizer(folder: Path) -> None:
             )
 
 
-#: Entries of transformers' configuration that are no part of the architecture.
+#: Entries of transformers' configuration that do not describe the architecture.
 _NO_ARCHITECTURE = (*_SET_ELSEWHERE, "architectures", "torch_dtype", "transformers_version")
 
 
 def _is_argument(about: Any, name: str) -> bool:
-    """Whether transformers' configuration of a network has a value of this name."""
+    """Return True if a configuration of transformers has a value of this name."""
     return not name.startswith("_") and hasattr(about, name) and not callable(getattr(about, name))
 
 
@@ -275,19 +271,19 @@ def require_fitting(tokenizer: Tokenizer, model: nn.Module) -> None:
 
 
 def portable(config: ModelConfig, model: nn.Module) -> ModelConfig:
-    """The configuration of a network that says the same without the files that `config` names.
+    """Return a model configuration that builds the same network without the files that `config` names.
 
     Args:
         config: the `model` section of the configuration.
-        model: the network made of it.
+        model: the network that `config` describes.
     """
     own = config.weights is not None and Path(config.weights).expanduser().is_dir()
-    if not is_text(config) or (config.name in TEXT_MODELS and not own):
+    if config.name in TEXT_MODELS and not own:
         return config
     about: Any = model.config
     plain = _transformers(config).AutoConfig.for_model(about.model_type)
     usual = plain.to_dict()
-    # A published config.json may have entries that are no arguments of the network.
+    # A published config.json may have entries that are not arguments of the network.
     kwargs = {
         name: value
         for name, value in about.to_dict().items()
@@ -296,8 +292,8 @@ def portable(config: ModelConfig, model: nn.Module) -> ModelConfig:
     return config.model_copy(update={"name": about.model_type, "kwargs": kwargs})
 
 
-def missing_text(config: ModelConfig) -> str | None:
-    """Say which files of a text classifier are missing; see `models.hub.missing_weights`."""
+def missing(config: ModelConfig) -> str | None:
+    """Return a message if files of a text classifier are missing; see `factory.missing_weights`."""
     if config.weights is not None:
         path = Path(config.weights).expanduser()
         if os.path.isdir(path):  # pathlib raises for a name that is too long
@@ -334,16 +330,16 @@ def missing_text(config: ModelConfig) -> str | None:
 
 
 def _needed(config: ModelConfig) -> tuple[tuple[str, ...], ...]:
-    """The groups of files that come from the repository."""
+    """Return the groups of files that come from the repository."""
     has_weights = config.weights is not None or not config.pretrained
     return tuple(group for group in _NEEDED if not (has_weights and group == _WEIGHTS))
 
 
 def _repository(config: ModelConfig) -> str | None:
-    """The repository on the hub; None: the name is that of an architecture.
+    """Return the repository on the hub; None if `config.name` is an architecture.
 
     Raises:
-        SettingError: the name is that of a folder, or of no form that the hub has.
+        SettingError: the name is a folder, or not a valid name on the hub.
     """
     if config.name in TEXT_MODELS:
         return TEXT_MODELS[config.name].repository
@@ -356,7 +352,7 @@ def _repository(config: ModelConfig) -> str | None:
 
 
 def _cached(repository: str, names: tuple[str, ...]) -> str | None:
-    """The first of these files in the hub's local cache."""
+    """Return the first of these files in the local cache of the hub."""
     from huggingface_hub import try_to_load_from_cache
 
     found = (try_to_load_from_cache(repository, name) for name in names)
@@ -364,11 +360,11 @@ def _cached(repository: str, names: tuple[str, ...]) -> str | None:
 
 
 def _local(config: ModelConfig, tokenizer: bool = False) -> Path:
-    """The local folder (or, of `model.weights`, file) of the network, fetched if necessary.
+    """Return the local folder of the network, or the file `model.weights`; fetch the files if necessary.
 
     Args:
         config: the `model` section of the configuration.
-        tokenizer: the tokenizer is read: a file without one is passed over for the repository.
+        tokenizer: True to read the tokenizer. The repository is used instead of a file without a tokenizer.
 
     Raises:
         UserError: files are missing.
@@ -376,9 +372,9 @@ def _local(config: ModelConfig, tokenizer: bool = False) -> Path:
     path = None if config.weights is None else Path(config.weights).expanduser()
     if path is not None and path.is_file() and not (tokenizer and TOKENIZER not in _metadata(path)):
         return path
-    missing = missing_text(config)
-    if missing is not None:
-        raise UserError(missing)
+    problem = missing(config)
+    if problem is not None:
+        raise UserError(problem)
     if path is not None and path.is_dir():
         return path
     from huggingface_hub import snapshot_download
@@ -401,7 +397,7 @@ def _local(config: ModelConfig, tokenizer: bool = False) -> Path:
 
 
 def _metadata(file: Path) -> dict[str, str]:
-    """The metadata of a .safetensors file; of others none."""
+    """Return the metadata of a .safetensors file; empty for other formats."""
     if file.suffix != ".safetensors":
         return {}
     try:
@@ -422,7 +418,7 @@ def _transformers(config: ModelConfig) -> Any:
 
 
 def _architecture(config: ModelConfig, classes: int) -> Any:
-    """transformers' configuration of the network, with `model.kwargs`."""
+    """Return the configuration of the network in transformers, with `model.kwargs`."""
     auto = _transformers(config)
     known = TEXT_MODELS.get(config.name)
     changes: dict[str, Any] = {}
@@ -461,7 +457,7 @@ def _architecture(config: ModelConfig, classes: int) -> Any:
 
 
 def _read_architecture(config: ModelConfig, folder: Path) -> Any:
-    """transformers' configuration in a folder, without what names code."""
+    """Read the configuration of transformers in a folder, without the entries that name code."""
     plain = read_json(folder / "config.json")
     known = _transformers(config).CONFIG_MAPPING
     kind = plain.get("model_type", config.name)
@@ -477,9 +473,9 @@ def _read_architecture(config: ModelConfig, folder: Path) -> Any:
 
 
 def _positions(model: nn.Module) -> int | None:
-    """The largest number of tokens; RoBERTa's positions start after the number of the token that pads.
+    """Return the maximum number of tokens; None without a table of positions.
 
-    None: the network has no table of positions.
+    The positions of RoBERTa start after the index of the padding token.
     """
     found = (m for name, m in model.named_modules() if name.endswith("position_embeddings"))
     table = next((m for m in found if isinstance(m, nn.Embedding)), None)
@@ -489,6 +485,6 @@ def _positions(model: nn.Module) -> int | None:
 
 
 def _noted(config: ModelConfig, model: nn.Module) -> nn.Module:
-    """Note the length at which the view of the network looks at it, as timm's models do."""
-    model.pretrained_cfg = {"architecture": config.name, "input_size": input_of_text(config).size}  # type: ignore[assignment]
+    """Record the input length for the model view, like timm's models."""
+    model.pretrained_cfg = {"architecture": config.name, "input_size": input_of(config).size}  # type: ignore[assignment]
     return model

@@ -15,7 +15,7 @@ from efficient_ft.models import factory
 from efficient_ft.models.view import view
 from efficient_ft.task import moved
 from efficient_ft.training.datamodule import open_images
-from efficient_ft.training.run_task import run_task
+from efficient_ft.training.kinds.registry import kind_of
 
 #: Batch size.
 IMAGES = 4
@@ -34,7 +34,7 @@ class Closeness:
         images = open_images(config.model_copy(update={"data": data, "tasks": {}}), factory.input_of(config.model))
         inputs, targets = next(iter(images.train_loader()))
         self._batch = moved(inputs, device), targets.to(device)
-        self._task = run_task(config)
+        self._task = kind_of(config).task_of(config)
         torch.manual_seed(config.seed)
         self._plain = factory.create_model(config.model, images.num_classes).to(device)
         for name in view(self._plain).head:

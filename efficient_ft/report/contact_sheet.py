@@ -11,23 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from efficient_ft.core.input_spec import IGNORED, InputSpec
+from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.text import plain_line
-from efficient_ft.data import ImageData, SegmentationData, TextData
-from efficient_ft.data.masks import class_colors
-from efficient_ft.data.transforms import to_pictures
+from efficient_ft.data.opened import OpenedData
 from efficient_ft.record.files import write_atomically, write_text_atomically
 
 #: Pixels of the width and the largest height of a picture, of the gap between two cells, and of a line of text.
 _WIDTH, _HEIGHT, _GAP, _LINE = 176, 264, 8, 15
 #: Letters of a line, lines of a caption, and lines of a text.
 _LETTERS, _CAPTION_LINES, _TEXT_LINES = 27, 2, 14
-#: Share of the color of a class in an overlay.
-_OPACITY = 0.5
 
 _Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
@@ -125,7 +121,7 @@ class ContactSheet:
         write_text_atomically(file, self.html(lines))
 
 
-def contact_sheet(data: ImageData | SegmentationData | TextData, input: InputSpec, count: int) -> ContactSheet:
+def contact_sheet(data: OpenedData[Any, Any], input: InputSpec, count: int) -> ContactSheet:
     """Return a sheet of training samples: augmented images with labels, images with their masks, or tokenized texts.
 
     Args:
@@ -136,41 +132,10 @@ def contact_sheet(data: ImageData | SegmentationData | TextData, input: InputSpe
     Raises:
         UserError: a sample cannot be read.
     """
-    batch, indices = data.training_batch(count)
-    names = [plain_line(name) for name in data.class_names]
-    size = f"{data.noun}s of {data.name} as the network sees them in training ({input})"
-    title = f"{len(indices)} training {size}"
-    if isinstance(data, TextData):
-        inputs, labels = batch
-        texts = data.tokenizer.decode(inputs["input_ids"])
-        cells = [Cell(text, names[int(label)]) for text, label in zip(texts, labels, strict=True)]
-        return ContactSheet(title, cells)
-    pixels, targets = batch
-    pictures = to_pictures(pixels, input)
-    if isinstance(data, ImageData):
-        return ContactSheet(title, [Cell(p, names[int(t)]) for p, t in zip(pictures, targets, strict=True)])
-    colors = class_colors(len(names))
-    cells = []
-    for picture, mask in zip(pictures, targets, strict=True):
-        found = mask.numpy()
-        shares = np.bincount(found[found != IGNORED], minlength=len(names))
-        most = ", ".join(names[k] for k in np.argsort(-shares, kind="stable")[:3] if shares[k]) or "no label"
-        cells.append(Cell(overlaid(picture, found, colors), most))
-    legend = [(name, (int(r), int(g), int(b))) for name, (r, g, b) in zip(names, colors, strict=True)]
-    return ContactSheet(title, cells, legend)
-
-
-def overlaid(picture: Image.Image, mask: np.ndarray, colors: np.ndarray) -> Image.Image:
-    """Blend a picture with the colors of its classes. Pixels without a label are not changed.
-
-    Args:
-        picture: RGB image.
-        mask: uint8 (H, W), indices of classes, or `IGNORED`.
-        colors: uint8 (classes, 3).
-    """
-    labeled = mask != IGNORED
-    mixed = Image.blend(picture, Image.fromarray(colors[np.where(labeled, mask, 0)]), _OPACITY)
-    return Image.composite(mixed, picture, Image.fromarray(labeled.astype(np.uint8) * 255))
+    (inputs, targets), indices = data.training_batch(count)
+    title = f"{len(indices)} training {data.noun}s of {data.name} as the network sees them in training ({input})"
+    cells = [Cell(content, label) for content, label in data.labeled(inputs, targets, input)]
+    return ContactSheet(title, cells, data.legend())
 
 
 def _font() -> _Font:

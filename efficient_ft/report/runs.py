@@ -132,7 +132,8 @@ def collect_paths(paths: Sequence[Path]) -> Collection:
 def _splits(found: Collection) -> str:
     splits = {"test" if run.results["accuracy"]["test"] is not None else run.results["accuracy"]["split"]
               for run in found.runs}  # fmt: skip
-    samples = {"text" if run.results["config"].get("task") == "text" else "image" for run in found.runs}
+    kinds = {run.results["config"].get("task", "classification") for run in found.runs}
+    samples = {TASKS[name].sample if name in TASKS else "sample" for name in kinds}
     sample = samples.pop() if len(samples) == 1 else "sample"
     return " or ".join(f"the {split} {sample}s" for split in sorted(splits))
 

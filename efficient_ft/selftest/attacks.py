@@ -141,7 +141,7 @@ def _load(folder: Path) -> None:
     from transformers import BertConfig, BertForSequenceClassification
 
     from efficient_ft.config import ModelConfig
-    from efficient_ft.models.text import load_text
+    from efficient_ft.models.text import load
 
     small = BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
     BertForSequenceClassification(small).save_pretrained(folder / "model")
@@ -153,6 +153,6 @@ def _load(folder: Path) -> None:
                   "experts_implementation"):  # fmt: skip
         code = {entry: "owner/kernel", "auto_map": {"AutoModelForSequenceClassification": "code.Model"}}
         file.write_text(json.dumps({**about, **code}), encoding="utf-8")
-        model = load_text(ModelConfig(name="bert", weights=str(folder / "model"), max_length=8), 2)
+        model = load(ModelConfig(name="bert", weights=str(folder / "model"), max_length=8), 2)
         require("owner/kernel" not in str(vars(model.config)), f"{entry} is in the configuration of the network")
     require(not (folder / "MARK").exists(), "code.py was executed")

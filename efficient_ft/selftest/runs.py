@@ -17,6 +17,7 @@ from efficient_ft.cli.hydra.rows import merged
 from efficient_ft.config import check
 from efficient_ft.selftest.methods import methods_of, network_of
 from efficient_ft.selftest.trial import require
+from efficient_ft.training import finish as training_finish
 from efficient_ft.training import run as training_run
 from efficient_ft.training.callbacks import recorder
 from efficient_ft.training.output import checkpoint, export
@@ -180,7 +181,7 @@ def train(plain: dict[str, Any], folder: Path, interruption: str = "", at: int =
 
 
 def _without_cost() -> None:
-    setattr(training_run, "cost_report", _no_cost_report)  # noqa: B010
+    setattr(training_finish, "cost_report", _no_cost_report)  # noqa: B010
 
 
 def _no_cost_report(*_: Any) -> dict[str, Any]:

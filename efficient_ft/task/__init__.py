@@ -1,4 +1,4 @@
-"""The tasks: what comes in, what the loss is, and how predictions are judged."""
+"""The tasks: run a network, compute the loss, and measure the predictions."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ __all__ = [
     "tensors_of",
 ]
 
-#: By name.
+#: The tasks by name; `training.kinds.registry.register` adds those of other packages.
 TASKS: dict[str, Task] = {task.name: task for task in (Classification(), Segmentation(), TextClassification())}

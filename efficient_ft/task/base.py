@@ -1,7 +1,8 @@
-"""The interface of a task: running a network, its loss, and the measure of its predictions."""
+"""The interface of a task: how to run a network, its loss, and its metrics."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -12,12 +13,12 @@ from torch.nn import functional as F
 
 from efficient_ft.core.errors import UserError
 
-#: What a network is given: a batch of images, or several tensors by the names of its arguments.
+#: The input of a network: a batch of images, or tensors by the names of its arguments.
 Inputs = Tensor | Mapping[str, Tensor]
 
 
 def tensors_of(inputs: Inputs) -> list[Tensor]:
-    """The tensors of a batch of inputs."""
+    """Return the tensors of a batch of inputs."""
     return list(inputs.values()) if isinstance(inputs, Mapping) else [inputs]
 
 
@@ -39,26 +40,28 @@ class Task(ABC):
     """A kind of prediction.
 
     Attributes:
-        name: as in ``task=NAME``.
-        metric: name of the measure that chooses the best epoch; a fraction, the larger the better.
-        item: what has one class, in a word.
-        sample: what a batch consists of, in a word.
+        name: the name in ``task=NAME``.
+        metric: name of the metric that selects the best epoch; a fraction, larger is better.
+        item: the noun for the unit that has one class: image, pixel or text.
+        sample: the noun for one sample of a batch: image or text.
+        input_dimensions: number of entries of an input size: 2 of images (height, width), 1 of sequences (length).
     """
 
     name: ClassVar[str]
     metric: ClassVar[str]
     item: ClassVar[str]
     sample: ClassVar[str] = "image"
+    input_dimensions: ClassVar[int] = 2
 
     def logits(self, model: nn.Module, inputs: Inputs) -> Tensor:
         """Run a network.
 
         Args:
-            model: returns logits, or an object with them in `logits` (those of transformers).
+            model: returns logits, or an object with the attribute `logits` (models of transformers).
             inputs: a batch.
 
         Returns:
-            The logits: (B, classes), with further dimensions for the positions where there are some.
+            The logits (B, classes, ...); further dimensions are positions.
 
         Raises:
             UserError: the network returns something else.
@@ -70,23 +73,36 @@ class Task(ABC):
             raise UserError(f"{type(model).__name__} must return logits {self._shape}, got {found}.")
         return logits
 
-    #: Of the logits: the number of their dimensions, and these in words.
+    #: The number of dimensions of the logits, and these dimensions in words.
     _dimensions: ClassVar[int]
     _shape: ClassVar[str]
 
     @abstractmethod
     def loss(self, logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
-        """The mean loss of a batch, a scalar.
+        """Return the mean loss of a batch, a scalar.
 
         Args:
-            logits: of `logits`.
-            targets: int64, (B,), with further dimensions for the positions where there are some.
-            label_smoothing: of cross-entropy.
+            logits: the result of `logits`.
+            targets: int64 (B, ...); further dimensions are positions.
+            label_smoothing: label smoothing of the cross-entropy.
         """
 
     def labeled(self, targets: Tensor) -> Tensor | None:
-        """Number of items that the mean of `loss` is taken over, a scalar; None: one per sample."""
+        """Return the number of items in the mean of `loss`, a scalar; None for one item per sample."""
         return None
+
+    def predicted(self, logits: Tensor) -> Tensor | None:
+        """Return the predicted class of each item, int64; None if predictions are not classes."""
+        return logits.argmax(1)
+
+    def chance_loss(self, num_classes: int) -> float:
+        """Return the loss of predictions that know nothing, here of equal probabilities."""
+        return math.log(num_classes)
+
+    @property
+    def class_metric(self) -> str:
+        """The name of the metric of a single class."""
+        return self.metric
 
     def evaluation_logits(self, model: nn.Module, inputs: Inputs) -> Tensor:
         """Run a network as in evaluation; see `logits`."""
@@ -94,16 +110,16 @@ class Task(ABC):
 
     @abstractmethod
     def scores(self, num_classes: int, *, local: bool = False) -> Scores:
-        """A new measure of the predictions of a network.
+        """Return new metrics for the predictions of a network.
 
         Args:
             num_classes: number of classes.
-            local: of this process only; False: of all processes of a run together.
+            local: True to measure this process only, False for all processes of a run.
         """
 
     @abstractmethod
     def example_targets(self, batch_size: int, input_size: tuple[int, ...]) -> Tensor:
-        """Targets of class 0 for a batch, to take and count training steps without data.
+        """Return targets of class 0 for a batch, to count training steps without data.
 
         Args:
             batch_size: B.
@@ -113,7 +129,7 @@ class Task(ABC):
     def example_inputs(
         self, batch_size: int, channels: int, input_size: tuple[int, ...], generator: torch.Generator | None = None
     ) -> Inputs:
-        """Random inputs of a batch: images (B, C, H, W), or token ids and their mask (B, L) by name."""
+        """Return random inputs of a batch: images (B, C, H, W), or token ids and their mask (B, L) by name."""
         return torch.randn(batch_size, channels, *input_size, generator=generator)
 
 
@@ -126,11 +142,11 @@ class Scores(nn.Module, ABC):
 
     @abstractmethod
     def compute(self) -> dict[str, float]:
-        """The measures of all batches since the last `reset`, the task's `metric` first."""
+        """Return the metrics of all batches since the last `reset`; the first one is the task's `metric`."""
 
     @abstractmethod
     def each_class(self) -> dict[int, float]:
-        """The measure of each class that the batches or predictions had, by its number."""
+        """Return the metric of each class in the batches or predictions, by class number."""
 
     @abstractmethod
     def reset(self) -> None:

@@ -1,4 +1,4 @@
-"""The measures of the tasks, by torchmetrics. Imported where predictions are judged: it takes seconds to import."""
+"""The metrics of the tasks. Imported only on use, because torchmetrics takes seconds to import."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from efficient_ft.task.base import Scores, at_size
 
 
 class _Counts(Metric):
-    """Images of each class, and those of them predicted right."""
+    """Numbers of images and of correct predictions for each class."""
 
     right: Tensor
     support: Tensor
@@ -30,7 +30,7 @@ class _Counts(Metric):
 
 
 class MeanLoss(Metric):
-    """The mean loss of all items, from the means of batches that differ in size."""
+    """The mean loss of all items, given the mean losses of batches of different sizes."""
 
     # MeanMetric of torchmetrics ignores weights with nan_strategy="disable".
     total: Tensor
@@ -42,7 +42,7 @@ class MeanLoss(Metric):
         self.add_state("items", torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
 
     def update(self, mean: Tensor, items: Tensor | int) -> None:
-        """Add a batch: the mean of its items, and their number."""
+        """Add the mean loss and the number of items of a batch."""
         self.total += mean * items
         self.items += items
 
@@ -52,7 +52,7 @@ class MeanLoss(Metric):
 
 
 class Accuracy(Scores):
-    """The share of images whose class is predicted."""
+    """The share of correct predictions."""
 
     def __init__(self, num_classes: int, local: bool = False) -> None:
         super().__init__()
@@ -74,9 +74,9 @@ class Accuracy(Scores):
 
 
 class Overlap(Scores):
-    """Intersection over union per class, over all images together, as the benchmarks of this task count it.
+    """Intersection over union of each class, over all images together.
 
-    The mean leaves out classes that neither the masks nor the predictions have.
+    The mean ignores classes that occur neither in the masks nor in the predictions.
     """
 
     def __init__(self, num_classes: int, ignored: int, local: bool = False) -> None:
@@ -105,6 +105,6 @@ class Overlap(Scores):
 
 
 def _overlaps(counts: Tensor) -> Tensor:
-    """Intersection over union of each class, from counts of (true, predicted); NaN where neither has it."""
+    """Return the intersection over union of each class from counts (true, predicted); NaN for absent classes."""
     both = counts.diagonal()
     return both / (counts.sum(0) + counts.sum(1) - both)

@@ -11,11 +11,11 @@ from efficient_ft.task.base import Inputs, Scores, Task, at_size
 
 
 class Segmentation(Task):
-    """Logits (B, classes, h, w), brought to the size of the masks; cross-entropy over labeled pixels; mean IoU.
+    """Logits (B, classes, h, w), resized to the masks; cross-entropy over labeled pixels; mean IoU.
 
     Args:
-        window: (h, w): in evaluation the network sees windows of this size, which overlap by a third or more, and the
-            logits of a pixel are their mean over its windows; None: the whole image.
+        window: size (h, w) of the windows in evaluation, which overlap by at least a third. The logits of a pixel are
+            the mean over its windows. None to evaluate whole images.
     """
 
     name = "segmentation"
@@ -34,6 +34,10 @@ class Segmentation(Task):
 
     def __init__(self, window: tuple[int, int] | None = None) -> None:
         self._window = window
+
+    @property
+    def class_metric(self) -> str:
+        return "iou"
 
     def evaluation_logits(self, model: nn.Module, inputs: Inputs) -> Tensor:
         if self._window is None:
@@ -64,6 +68,6 @@ class Segmentation(Task):
 
 
 def _starts(length: int, window: int) -> list[int]:
-    """Where windows begin: evenly spread, at most two thirds of a window from one to the next."""
+    """Return the starts of evenly spaced windows with a distance of at most two thirds of a window."""
     steps = max(-(-3 * (length - window) // (2 * window)), 1)
     return sorted({round((length - window) * k / steps) for k in range(steps + 1)})

@@ -7,15 +7,16 @@ import torch
 from efficient_ft.task.base import Inputs
 from efficient_ft.task.classification import Classification
 
-#: Example tokens have ids below this, which every vocabulary has.
+#: Example tokens have ids below this number, which exist in every vocabulary.
 _FEW = 4
 
 
 class TextClassification(Classification):
-    """Token ids (B, L) with a mask without the padding; logits (B, classes), cross-entropy, top-1 accuracy."""
+    """Token ids and attention mask (B, L), logits (B, classes), cross-entropy, top-1 accuracy."""
 
     name = "text"
     item = sample = "text"
+    input_dimensions = 1
     _shape = "(texts, classes)"
 
     def example_inputs(

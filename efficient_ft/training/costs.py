@@ -1,8 +1,9 @@
-"""The cost of a run's training step, and that of its baseline."""
+"""The cost of a training step of a run and of its baseline."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,26 +11,38 @@ from torch import nn
 
 from efficient_ft import cost
 from efficient_ft.config import Config
-from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.process_memory import release_freed_memory, resident_bytes
-from efficient_ft.data import class_count
 from efficient_ft.methods.base import Method
 from efficient_ft.methods.build import baseline_methods, build_methods
 from efficient_ft.models import factory
 from efficient_ft.models.tasks import tasks_of
 from efficient_ft.record.results import CostReport, ExecutedCost, StepCost
-from efficient_ft.task import TASKS
+from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory.watch import budget_of
 from efficient_ft.training.optimizer import build_optimizer
 from efficient_ft.training.output.console import cost_table, say
-from efficient_ft.training.run_task import run_task
+from efficient_ft.training.run_task import step_spec
 
-#: Number of classes for `cost_only` if the data set is not there to count them: that of ImageNet.
-_UNKNOWN_CLASSES = 1000
+
+@dataclass(frozen=True)
+class Timing:
+    """The measurement of training steps, in addition to their count.
+
+    Attributes:
+        device: takes the steps.
+        steps: number of timed steps; 0 to count only.
+        max_seconds: no further step is timed after this time; None for no limit.
+        largest_batch: maximum number of samples in a batch, the size of the training split; None for no limit.
+    """
+
+    device: torch.device
+    steps: int = 0
+    max_seconds: float | None = None
+    largest_batch: int | None = None
 
 
 def cost_only(config: Config) -> dict[str, Any]:
-    """Count and print the cost of a training step, and that of the baseline; needs no data and no weights.
+    """Count and print the cost of a training step and of its baseline. Needs neither data nor weights.
 
     Returns:
         A `record.results.CostReport`.
@@ -37,16 +50,17 @@ def cost_only(config: Config) -> dict[str, Any]:
     Raises:
         UserError: the model or a method cannot be built, or a method cannot be applied to the model.
     """
-    counts = {task: class_count(data) or _UNKNOWN_CLASSES for task, data in config.tasks.items()}
-    classes = counts or class_count(config.data) or _UNKNOWN_CLASSES
-    spec = factory.input_of(config.model)
+    kind = kind_of(config)
+    classes, spec = kind.classes(config), factory.input_of(config.model)
     network = factory.random_model(config.model, classes)
-    report = cost_report(config, network, build_methods(config), spec, classes, torch.device("cpu"), steps=0)
+    methods = build_methods(config)
+    kind.refuse_methods(methods)
+    report = cost_report(config, network, methods, classes, Timing(torch.device("cpu")))
     shown = classes if isinstance(classes, int) else "+".join(map(str, classes.values()))
     say(
         f"{config.model.name}, {spec}, {shown} classes, batch {config.data.batch_size},"
         f" {config.trainer.precision}; counted, not timed\n\n"
-        + cost_table(dict(report), "+".join(config.method), config.data.batch_size, TASKS[config.task].sample)
+        + cost_table(dict(report), "+".join(config.method), config.data.batch_size, kind.task.sample)
     )
     return dict(report)
 
@@ -55,31 +69,23 @@ def cost_report(
     config: Config,
     network: nn.Module,
     methods: Sequence[Method],
-    spec: InputSpec,
     classes: int | Mapping[str, int],
-    device: torch.device,
-    steps: int,
-    max_seconds: float | None = None,
-    largest_batch: int | None = None,
+    timing: Timing,
 ) -> CostReport:
-    """The cost of a training step of `network` with its methods, and that of the baseline (`cost.baseline`).
+    """Return the costs of a training step of `network` with its methods and of the baseline (`cost.baseline`).
 
     Args:
-        config: the run's configuration.
+        config: the configuration of the run.
         network: the model; with several tasks the step is one of the first task.
         methods: the methods to apply, or applied, to it.
-        spec: its input.
-        classes: the number of classes, or that of each task.
-        device: measures the step.
-        steps: timed steps; 0: count only.
-        max_seconds: no further step is timed after this time; None: all are.
-        largest_batch: samples that a batch can have at most: those of the training split.
+        classes: number of classes, or a mapping from tasks to numbers of classes.
+        timing: how steps are timed.
 
     Raises:
         SettingError: `cost.baseline` names no selection.
         UserError: the baseline's selection cannot be applied to the model.
     """
-    switch = tasks_of(network)
+    switch, spec = tasks_of(network), step_spec(config)
     if switch is not None:
         switch.active = switch.names[0]
     selection = baseline_methods(config)
@@ -91,17 +97,17 @@ def cost_report(
         methods,
         None if selection is None or is_baseline else lambda: factory.random_model(config.model, classes),
         baseline_methods=selection or (),
-        batch_size=min(config.data.batch_size, largest_batch or config.data.batch_size),
-        input_size=spec.size,
-        steps=steps,
-        max_seconds=max_seconds,
-        precision=config.trainer.precision,
-        label_smoothing=config.optim.label_smoothing,
-        in_chans=len(spec.mean),
-        task=run_task(config),
-        frozen_bn=config.model.frozen_bn,
-        device=device,
-        grad_clip_norm=config.optim.grad_clip_norm,
+        batch_size=min(spec.batch_size, timing.largest_batch or spec.batch_size),
+        input_size=spec.input_size,
+        steps=timing.steps,
+        max_seconds=timing.max_seconds,
+        precision=spec.precision,
+        label_smoothing=spec.label_smoothing,
+        in_chans=spec.in_chans,
+        task=spec.task,
+        frozen_bn=spec.frozen_bn,
+        device=timing.device,
+        grad_clip_norm=spec.grad_clip_norm,
         build_optimizer=lambda model: build_optimizer(model, config.optim, config.trainer.precision),
         baseline_optimizer=lambda model: build_optimizer(model, plain, config.trainer.precision),
         room=_room_of(config),

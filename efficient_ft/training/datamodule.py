@@ -1,91 +1,54 @@
-"""The images or texts of a run: opened as the configuration asks, and handed to Lightning where the run is."""
+"""The data of a run: their summaries and contents, the length of the run, and the loaders for Lightning."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as L
 from torch.utils.data import DataLoader
 
-from efficient_ft.config import Config, data_configs
+from efficient_ft.config import Config
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.text import printable
-from efficient_ft.data import (
-    Decoding,
-    ImageData,
-    RoundRobinData,
-    SegmentationData,
-    TextData,
-    missing_data,
-    open_data,
-    open_texts,
-    read_data,
-)
+from efficient_ft.data import read_data
 from efficient_ft.data.contents import Contents, files_contents, joined, looked_at
 from efficient_ft.data.summary import Summary
-from efficient_ft.models.text import tokenizer_of
+from efficient_ft.training.kinds.base import RunData, settings_of_task
+from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.optimizer import WARMUP_AT_MOST
 
 if TYPE_CHECKING:
     from efficient_ft.training.features.prefix import RunFeatures
 
 
-#: The data of a run: one data set, or several in turn.
-RunData = ImageData | SegmentationData | TextData | RoundRobinData
-
-
 def missing_images(config: Config) -> list[str]:
-    """A message for every data set of the run that is not on this machine."""
-    found = map(missing_data, data_configs(config))
-    return [message for message in found if message is not None]
+    """Return a message for every data set of the run that is not on this machine."""
+    return kind_of(config).missing(config)
 
 
 def open_images(config: Config, spec: InputSpec) -> RunData:
-    """Open the data set or data sets of the run, transformed to the network's input.
-
-    Args:
-        config: the run's configuration.
-        spec: the network's input.
-
-    Raises:
-        SettingError: a setting of a data set cannot be used; with several tasks it is named ``tasks.<task>.<setting>``.
-        UserError: the images are missing, damaged, or cannot be split as asked.
-    """
-    if config.task == "text":
-        tokenizer = spec.tokenizer or tokenizer_of(config.model)
-        return open_texts(config.data, tokenizer, spec.size[0], config.seed)
-    if not config.tasks:
-        return open_data(config.data, spec, config.seed)
-    parts = {}
-    for task, data in config.tasks.items():
-        with _settings_of_task(task):
-            opened = open_data(data, spec, config.seed)
-            assert isinstance(opened, ImageData), "refused by `config.check`"
-            parts[task] = opened
-    return RoundRobinData(parts, config.trainer.grad_accum_steps)
+    """Open the data set or data sets of the run; see `training.kinds.base.Kind.open`."""
+    return kind_of(config).open(config, spec)
 
 
 def run_contents(config: Config, images: RunData | None = None) -> Contents:
     """Read the contents of the data and of the weights that a run begins with.
 
     Args:
-        config: of the run.
-        images: its data; None: they are listed, and not opened.
+        config: the configuration of the run.
+        images: the opened data; None to list the data without opening them.
 
     Raises:
-        UserError: as `data.read_data`.
+        UserError: see `data.read_data`.
     """
     if images is None:
         data = {task: (one, read_data(one)) for task, one in (config.tasks or {"": config.data}).items()}
         found = {task: looked_at(lists, Path(one.root).expanduser()).contents() for task, (one, lists) in data.items()}
     else:
-        parts = images.parts if isinstance(images, RoundRobinData) else {"": images}
-        found = {task: part.contents() for task, part in parts.items()}
+        found = {task: part.contents() for task, part in images.parts.items()}
     every = {f"{task} " if task else "": one for task, one in found.items()}
     if config.model.weights is not None:
         place = Path(config.model.weights).expanduser()
@@ -101,8 +64,7 @@ def summaries(images: RunData, *, thorough: bool = False) -> dict[str, Summary]:
         images: the data of the run.
         thorough: see `data.opened.OpenedData.inspect`.
     """
-    parts = images.parts if isinstance(images, RoundRobinData) else {"": images}
-    return {task: part.summary(thorough=thorough) for task, part in parts.items()}
+    return {task: part.summary(thorough=thorough) for task, part in images.parts.items()}
 
 
 def summary_text(found: Mapping[str, Summary]) -> str:
@@ -117,11 +79,11 @@ def summary_text(found: Mapping[str, Summary]) -> str:
 
 
 def refuse_unusable(config: Config, found: Mapping[str, Summary]) -> None:
-    """Refuse samples of which the inspection shows that training would stop at them.
+    """Reject data with samples that the inspection found to be unusable.
 
     Args:
-        config: of the run.
-        found: the summaries of its data sets, by task.
+        config: the configuration of the run.
+        found: the summaries of the data sets, by task.
 
     Raises:
         UserError: there are such samples, and ``data.on_corrupt`` does not leave them out.
@@ -141,40 +103,18 @@ def refuse_unusable(config: Config, found: Mapping[str, Summary]) -> None:
 
 
 def keep_decoded(images: RunData, epochs: int) -> None:
-    """Keep decoded images on disk, as `ImageData.keep_decoded`, of each data set of the run.
+    """Keep decoded images of each data set on disk; see `ImageData.keep_decoded`.
 
     Args:
-        images: of the run.
-        epochs: of the run.
+        images: the data of the run.
+        epochs: number of epochs.
 
     Raises:
-        SettingError: as `ImageData.keep_decoded`; with several tasks named as in `open_images`.
+        SettingError: see `ImageData.keep_decoded`; with several tasks the message names ``tasks.TASK``.
     """
-    if not isinstance(images, RoundRobinData):
-        images.keep_decoded(epochs)
-        return
     for task, part in images.parts.items():
-        with _settings_of_task(task):
+        with settings_of_task(task):
             part.keep_decoded(epochs)
-
-
-def decodings(images: RunData) -> dict[str, Any]:
-    """Return the decoding options of a run's image files, as notes of its exported file; empty for the defaults."""
-    parts = images.parts if isinstance(images, RoundRobinData) else {"": images}
-    found = {task: part.decoding for task, part in parts.items() if not isinstance(part, TextData)}
-    changed = {task: asdict(decoding) for task, decoding in found.items() if decoding != Decoding()}
-    return {"decoding": changed} if changed else {}
-
-
-@contextmanager
-def _settings_of_task(task: str) -> Iterator[None]:
-    """Name the settings of errors, which are those of a single data set, as the settings of a task."""
-    try:
-        yield
-    except SettingError as error:
-        error.setting = error.setting.replace("data.", f"tasks.{task}.", 1)
-        error.args = (str(error).replace("data.", f"tasks.{task}.", 1),)
-        raise
 
 
 def run_length(config: Config, images: RunData, world: int) -> tuple[int, int]:
@@ -217,8 +157,8 @@ class RunDataModule(L.LightningDataModule):
 
     Attributes:
         features: stored features that are loaded instead of images; None: there are none.
-        repeated: indices of the evaluation loaders that have no sample for this process, and repeat another's, which
-            must not count.
+        repeated: indices of the evaluation loaders without samples for this process, which repeat the samples of
+            another process and do not count.
     """
 
     features: RunFeatures | None = None
@@ -232,11 +172,8 @@ class RunDataModule(L.LightningDataModule):
         trainer = self.trainer
         assert trainer is not None
         place = trainer.global_rank, trainer.world_size
-        if self.features is None:
-            loader = self.images.train_loader(*place)
-        else:
-            assert isinstance(self.images, ImageData)
-            loader = self.images.train_loader(*place, wrap=self.features.training)
+        wrap: dict[str, Any] = {} if self.features is None else {"wrap": self.features.training}
+        loader = self.images.train_loader(*place, **wrap)
         epochs: Any = trainer.fit_loop.epoch_progress.current
         if epochs.started > epochs.processed:  # resumed in the middle of an epoch
             batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
@@ -244,24 +181,17 @@ class RunDataModule(L.LightningDataModule):
             sampler.start = batches.processed * int(loader.batch_size or 1)
         return loader
 
-    def val_dataloader(self) -> DataLoader | Sequence[DataLoader]:
+    def val_dataloader(self) -> Sequence[DataLoader]:
         trainer = self.trainer
         assert trainer is not None
         own = self._eval_loaders(trainer.global_rank)
         self.repeated = frozenset(index for index, loader in enumerate(own) if not len(loader))
         # Lightning would skip the whole evaluation here, and the other processes would wait for its scores.
         of_first = self._eval_loaders(0) if self.repeated else own
-        loaders = [of_first[i] if i in self.repeated else loader for i, loader in enumerate(own)]
-        return loaders if isinstance(self.images, RoundRobinData) else loaders[0]
+        return [of_first[i] if i in self.repeated else loader for i, loader in enumerate(own)]
 
     def _eval_loaders(self, rank: int) -> Sequence[DataLoader]:
         """Return the evaluation loaders of a process, one for each data set of the run."""
-        trainer, images = self.trainer, self.images
-        assert trainer is not None
-        place = rank, trainer.world_size
-        if isinstance(images, RoundRobinData):
-            return images.eval_loader(images.best_split, *place)
-        if self.features is None:
-            return [images.eval_loader(images.best_split, *place)]
-        assert isinstance(images, ImageData)
-        return [images.eval_loader(images.best_split, *place, wrap=self.features.evaluation)]
+        assert self.trainer is not None
+        wrap: dict[str, Any] = {} if self.features is None else {"wrap": self.features.evaluation}
+        return self.images.eval_loaders(self.images.best_split, rank, self.trainer.world_size, **wrap)

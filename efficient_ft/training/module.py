@@ -21,9 +21,9 @@ from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.core.seeding import seed_of, seed_step
 from efficient_ft.models.tasks import tasks_of
 from efficient_ft.task.metrics import MeanLoss
+from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.optimizer import build_optimizer, lr_factor, warmup_steps
 from efficient_ft.training.output.console import say
-from efficient_ft.training.run_task import run_task
 
 if TYPE_CHECKING:
     from efficient_ft.config import Config
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Evaluation", "FineTuner", "build_optimizer", "lr_factor"]
 
-#: A training loss has diverged if its mean over an epoch is this many times that of its first batch and of chance.
+#: The training has diverged if the mean loss of an epoch exceeds the first loss and the chance loss by this factor.
 DIVERGED = 10.0
 
-#: On an accelerator the losses are read, which synchronizes, once per this many batches; on a CPU in each.
+#: On an accelerator, losses are read once per this many batches, because reading synchronizes; on a CPU in each.
 READ_EVERY = 50
 #: Larger than the number of any class.
 NO_CLASS = 2**31
-#: Optimizer steps before which equal predictions for all samples are no sign of a mistake.
+#: Number of optimizer steps before which equal predictions for all samples are normal.
 MEANINGFUL_STEPS = 50
 
 
@@ -58,13 +58,13 @@ class FineTuner(L.LightningModule):
     methods before the optimizer is built.
 
     Args:
-        network: images (B, 3, H, W) → logits, as the task has them.
+        network: maps images (B, 3, H, W) to logits of the task.
         config: the run's configuration.
-        num_classes: the number of classes; with several tasks (`models.tasks`) that of each task.
+        num_classes: number of classes; with several tasks (`models.tasks`) a mapping from tasks to numbers.
         total_steps: optimizer steps of the whole run, for the schedule.
 
     Attributes:
-        features: of the frozen prefix, stored or in a form of its own; None: the network computes as it is.
+        features: the frozen prefix, with stored features or in another form; None if the network is unchanged.
     """
 
     features: RunFeatures | PrefixInput | None = None
@@ -82,7 +82,7 @@ class FineTuner(L.LightningModule):
         self.total_steps = total_steps
         self.tasks = tasks_of(network)
         counts = [num_classes] if isinstance(num_classes, int) else list(num_classes.values())
-        self.task = run_task(config)
+        self.task = kind_of(config).task_of(config)
         # One metric per data set; as modules, so that Lightning moves them to the device.
         self.scores: Any = nn.ModuleList(self.task.scores(n) for n in counts)
         self.eval_loss: Any = nn.ModuleList(MeanLoss() for _ in counts)
@@ -91,14 +91,14 @@ class FineTuner(L.LightningModule):
         self.evaluated_tasks: dict[str, Evaluation] = {}
         #: The metric of each class in the last evaluation, by class number; empty with several tasks.
         self.evaluated_classes: dict[int, float] = {}
-        #: By task: see `_keep_range`; of the present evaluation.
+        #: The ranges of classes in the current evaluation by task; see `_keep_range`.
         self._classes: dict[int, Tensor] = {}
-        self._chance = math.log(max(counts))  # the loss of equal probabilities
+        self._chance = max(map(self.task.chance_loss, counts))
         self._first_loss: float | None = None
         #: Warnings of the training, for results.json.
         self.warnings: list[str] = []
         self._constant = False  # whether the last evaluation predicted one class for all images
-        #: Of the present batch: the items of its loss in all processes, and what the other processes add to the mean.
+        #: The items of the current batch in all processes, and the share of the other processes in the mean loss.
         self._weight = torch.ones(())
         self._elsewhere: Tensor | None = None
         self._unread: list[tuple[Tensor, Tensor]] = []  # losses and their items, still on the device
@@ -134,7 +134,7 @@ class FineTuner(L.LightningModule):
         return loss if self.trainer.world_size == 1 else self._share(loss, items)
 
     def _share(self, loss: Tensor, items: Tensor) -> Tensor:
-        """Scale this process's mean loss so that the mean over the processes is that over all their items."""
+        """Scale the mean loss of this process so that the mean over all processes is the mean over all items."""
         sums = torch.stack([items.double(), loss.detach().double() * items])
         torch.distributed.all_reduce(sums)
         total, added = sums
@@ -144,7 +144,7 @@ class FineTuner(L.LightningModule):
         return share
 
     def _items(self, labels: Tensor) -> Tensor:
-        """Number of items that the mean loss of a batch is taken over, on its device."""
+        """Return the number of items in the mean loss of a batch, on the device of the labels."""
         items = self.task.labeled(labels)
         return torch.full((), len(labels), device=labels.device) if items is None else items
 
@@ -158,16 +158,16 @@ class FineTuner(L.LightningModule):
         super().backward(loss if factor == 1 else loss * factor, *args, **kwargs)
 
     def _of_last_step(self) -> float:
-        """Factor of a loss that Lightning has divided by `grad_accum_steps`, where fewer batches are left."""
+        """Return the factor for a loss that Lightning divided by `grad_accum_steps` although fewer batches are left."""
         accumulated, batches = self.trainer.accumulate_grad_batches, int(self.trainer.num_training_batches)
         left = batches % accumulated
         in_last_step = self.trainer.fit_loop.batch_idx >= batches - left
         return accumulated / left if left and in_last_step else 1.0
 
     def on_total_loss(self, loss: Tensor) -> None:
-        """Keep the loss of a micro-batch, those of methods included: called by `MethodCallback`.
+        """Record the loss of a micro-batch with the losses of methods; `MethodCallback` calls this.
 
-        It is the mean over the items of all processes; of the methods' own losses it has those of this process.
+        The loss is the mean over the items of all processes, plus the losses of methods in this process.
         """
         own = loss.detach()
         self._unread.append((own if self._elsewhere is None else own + self._elsewhere, self._weight))
@@ -212,7 +212,7 @@ class FineTuner(L.LightningModule):
         )
 
     def require_finite(self) -> None:
-        """Refuse what the last update made of the network, before it is kept anywhere.
+        """Reject trained parameters that are not finite, before they are saved.
 
         Raises:
             DivergedError: a trained parameter is not finite.
@@ -227,10 +227,10 @@ class FineTuner(L.LightningModule):
             )
 
     def require_finite_evaluation(self, split: str) -> None:
-        """Refuse an evaluation of a network whose outputs are not finite.
+        """Reject an evaluation with outputs that are not finite.
 
         Args:
-            split: the split evaluated.
+            split: the evaluated split.
 
         Raises:
             DivergedError: the mean loss is not finite.
@@ -263,14 +263,14 @@ class FineTuner(L.LightningModule):
         self.warnings.append(text)
 
     def _diverged(self, what: str) -> DivergedError:
-        """The error for a training that cannot be continued, with what to try."""
+        """Return the error for a training that cannot continue, with settings to try."""
         return DivergedError(
             f"{what}: training stopped. Try {', '.join(self._tries())}. Other settings start another run; nothing of"
             " this step was saved."
         )
 
     def _tries(self) -> list[str]:
-        """Settings to try after a loss that diverged."""
+        """Return settings to try after divergence."""
         optim, trainer = self.config.optim, self.config.trainer
         tries = [f"a smaller optim.lr (now {optim.lr:g})"]
         if optim.grad_clip_norm is None:
@@ -287,7 +287,7 @@ class FineTuner(L.LightningModule):
         return total / count if count else None
 
     def mean_loss(self, over: str) -> float | None:
-        """The mean training loss since the last call with the same `over`, and start again; None: no batch since then.
+        """Return the mean training loss since the last call with the same `over`, and restart; None without batches.
 
         Args:
             over: ``epoch`` or ``window``, two independent means.
@@ -314,7 +314,7 @@ class FineTuner(L.LightningModule):
         with self._input(images, more) as x:
             logits = self.task.evaluation_logits(self.model, x).float()
         self.scores[dataloader_idx].update(logits, labels)
-        self._keep_range(dataloader_idx, logits.argmax(1), labels)
+        self._keep_range(dataloader_idx, self.task.predicted(logits), labels)
         self.eval_loss[dataloader_idx].update(self.task.loss(logits, labels), self._items(labels))
 
     def on_validation_epoch_end(self) -> None:
@@ -330,23 +330,25 @@ class FineTuner(L.LightningModule):
             metric.reset()
         self._warn_if_constant()
 
-    def _keep_range(self, task: int, predicted: Tensor, labels: Tensor) -> None:
+    def _keep_range(self, task: int, predicted: Tensor | None, labels: Tensor) -> None:
         """Keep the smallest and the negated largest class of the predictions and of the labels, on their device.
 
         With the largest negated, one minimum combines batches and processes.
         """
+        if predicted is None:
+            return
         labeled = labels != IGNORED
         first, last = labels.where(labeled, NO_CLASS).min(), -labels.where(labeled, -NO_CLASS).max()
         found = torch.stack([predicted.min(), -predicted.max(), first, last])
         self._classes[task] = torch.minimum(self._classes.get(task, found), found)
 
     def _warn_if_constant(self) -> None:
-        """Warn when an evaluation gives all images one class, and name what likely caused it.
+        """Warn if an evaluation predicts one class for all images, and name likely causes.
 
         Before the end of the warmup and of `MEANINGFUL_STEPS` optimizer steps, this is normal: a network that starts
-        from random weights or has a new classifier has not learned anything yet. There is no warning then.
+        from random weights or has a new classifier has not learned anything yet.
         """
-        none = torch.full((4,), NO_CLASS, device=self.device)  # a process may have no image of a task
+        none = torch.full((4,), NO_CLASS, device=self.device)  # a process may have no images of a task
         ranges = torch.stack([self._classes.get(task, none) for task in range(len(self.scores))])
         if self.trainer.world_size > 1:
             torch.distributed.all_reduce(ranges, op=torch.distributed.ReduceOp.MIN)
@@ -372,7 +374,7 @@ class FineTuner(L.LightningModule):
 
 
 def likely_causes(module: FineTuner) -> list[str]:
-    """Sentences that name what may make a network predict one class for all images, the likeliest first."""
+    """Return sentences with causes of one predicted class for all images, the likeliest first."""
     config = module.config
     warmup = f"optim.warmup_steps (now {warmup_steps(config.optim, module.total_steps)})"
     found = []

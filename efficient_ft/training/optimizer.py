@@ -31,7 +31,7 @@ def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
 
 
 def lr_factor(step: int, total_steps: int, optim: OptimConfig) -> float:
-    """The learning rate of optimizer step `step`, as a fraction of `optim.lr`.
+    """Return the learning rate of optimizer step `step` as a fraction of `optim.lr`.
 
     Linear warm-up from `optim.warmup_start_factor` over `warmup_steps`, then a cosine down to `optim.min_lr_ratio`,
     or constant.
@@ -65,7 +65,7 @@ class SGD(torch.optim.SGD):
 
 
 def build_optimizer(network: nn.Module, optim: OptimConfig, precision: str = "fp32") -> torch.optim.Optimizer:
-    """The optimizer over the parameters of `network` that require gradients.
+    """Build the optimizer for the parameters of `network` that require gradients.
 
     As in timm, norms and biases have no weight decay; layer decay gives deeper layers a higher learning rate, by
     timm's grouping of the model. `optim.head_lr_mult` multiplies the classifier's learning rate.
@@ -76,7 +76,7 @@ def build_optimizer(network: nn.Module, optim: OptimConfig, precision: str = "fp
     Args:
         network: the model; methods have been applied to it.
         optim: the optimizer's configuration.
-        precision: of the run; fused kernels are used in fp32 only.
+        precision: precision of the run; fused kernels are used in fp32 only.
 
     Raises:
         UserError: no parameter requires a gradient.
@@ -114,7 +114,7 @@ def _build(groups: list[dict[str, Any]], optim: OptimConfig, device: str, precis
     if optim.state_bits < 32:
         low_bit = LowBitAdamW if optim.name == "adamw" else LowBitAdam
         return low_bit(groups, lr=optim.lr, betas=optim.betas, bits=optim.state_bits)
-    # Lightning refuses to clip for fused kernels under autocast, since they unscale fp16 gradients themselves.
+    # Lightning does not clip with fused kernels under autocast, because they unscale fp16 gradients themselves.
     fused = device in ("cpu", "cuda") and precision == "fp32"
     if optim.name == "sgd":
         return SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=fused)

@@ -1,7 +1,7 @@
-"""The processes of a run: how many there are, who started them, and what they must know of each other.
+"""The processes of a run: their number, their launcher, and their connection.
 
 The first process starts the others of its machine (Lightning does), unless torchrun or Slurm has started all of them,
-on one machine or several. Those are connected before they read the run folder, which the first one prepares.
+on one machine or several. They are connected before they read the run folder, which the first process prepares.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ GUIDE = "See docs/guides/several-processes.md."
 
 
 def world_size(config: Config) -> int:
-    """The number of processes that will train, on all nodes, before there is a Trainer."""
+    """Return the number of training processes on all nodes; needs no Trainer."""
     options = config.trainer
     gpus = torch.cuda.device_count() if options.accelerator in ("auto", "gpu") else 0
     return (max(1, gpus) if options.devices == "auto" else options.devices) * options.num_nodes
 
 
 class SameStart(L.Callback):
-    """Restore the random state of its creation for the `setup` of the callbacks after it.
+    """Restore the random state of its creation for the `setup` of later callbacks.
 
-    Lightning seeds again when it connects several processes: adapters would start from other weights than in one.
+    Lightning seeds again when it connects several processes, and adapters would start from different weights.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class SameStart(L.Callback):
 
 
 def environment() -> ClusterEnvironment:
-    """Find out who started the processes of the run: torchrun, Slurm (srun), or Lightning in the first one.
+    """Return the launcher of the processes: torchrun, Slurm (srun), or Lightning in the first process.
 
     Raises:
         UserError: Slurm does not say how many processes it has started on each node.
@@ -65,11 +65,11 @@ def environment() -> ClusterEnvironment:
 
 
 def connect(config: Config) -> None:
-    """Connect the processes that torchrun or Slurm started; those that Lightning starts are connected by it.
+    """Connect the processes that torchrun or Slurm started. Lightning connects the processes that it starts.
 
     Raises:
         UserError: their number is not that of the settings, there are several nodes and neither started them, or the
-            environment says that the only process is another one than the first.
+            environment gives the only process a rank other than 0.
     """
     options, started_by = config.trainer, environment()
     if isinstance(started_by, LightningEnvironment):

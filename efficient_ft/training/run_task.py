@@ -1,23 +1,15 @@
-"""The task of a run, and its training step."""
+"""The training step of a run, as its configuration sets it."""
 
 from __future__ import annotations
 
 from efficient_ft.config import Config
 from efficient_ft.cost import StepSpec
 from efficient_ft.models.factory import input_of
-from efficient_ft.task import TASKS, Segmentation, Task
-
-
-def run_task(config: Config) -> Task:
-    """The task of a run, as its configuration asks for it."""
-    masks = config.data.masks
-    if config.task == "segmentation" and masks is not None and masks.evaluation == "windows":
-        return Segmentation(input_of(config.model).image_size)
-    return TASKS[config.task]
+from efficient_ft.training.kinds.registry import kind_of
 
 
 def step_spec(config: Config) -> StepSpec:
-    """The settings of a training step of a run."""
+    """Return the settings of a training step of a run."""
     spec = input_of(config.model)
     return StepSpec(
         config.data.batch_size,
@@ -27,5 +19,5 @@ def step_spec(config: Config) -> StepSpec:
         in_chans=len(spec.mean),
         frozen_bn=config.model.frozen_bn,
         grad_clip_norm=config.optim.grad_clip_norm,
-        task=run_task(config),
+        task=kind_of(config).task_of(config),
     )

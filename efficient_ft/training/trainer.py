@@ -32,12 +32,12 @@ def build_trainer(
     loggers: list[Logger],
     epochs: int,
 ) -> L.Trainer:
-    """The Trainer that `config.trainer` asks for.
+    """Build the Trainer for `config.trainer`.
 
     Args:
         config: the run's configuration.
         folder: the run folder.
-        methods: the run's methods; they declare whether DDP has to look for unused parameters.
+        methods: the methods of the run, which declare whether DDP must search for unused parameters.
         callbacks: in the order in which Lightning calls them.
         loggers: started loggers.
         epochs: the number of epochs.
@@ -90,9 +90,9 @@ def build_trainer(
 
 
 def bf16_is_emulated(device: torch.device) -> bool:
-    """Whether PyTorch computes matrix products in bfloat16 on `device` without instructions for them.
+    """Return True if PyTorch emulates matrix products in bfloat16 on `device`.
 
-    False where PyTorch does not say: without oneDNN, and on devices other than a CPU and CUDA.
+    Return False if PyTorch does not report it: without oneDNN, and on devices other than a CPU and CUDA.
     """
     if device.type == "cuda":
         return not torch.cuda.is_bf16_supported(including_emulation=False)
@@ -102,13 +102,13 @@ def bf16_is_emulated(device: torch.device) -> bool:
 
 
 def use_channels_last(config: Config, device: torch.device) -> bool:
-    """Whether convolutional maps are stored channels-last: as `trainer.channels_last` says, by default on a CPU."""
+    """Return True for the channels-last format: `trainer.channels_last`, or by default on a CPU."""
     chosen = config.trainer.channels_last
     return device.type == "cpu" if chosen is None else chosen
 
 
 def on_device(config: Config) -> torch.device:
-    """The device on which a run trains, before there is a Trainer."""
+    """Return the device on which a run trains; needs no Trainer."""
     chosen = config.trainer.accelerator
     if chosen in ("auto", "gpu") and torch.cuda.is_available():
         return torch.device("cuda")

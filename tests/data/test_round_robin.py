@@ -123,7 +123,7 @@ def test_batches_are_those_of_each_set_whatever_the_workers(tmp_path: Path, work
         for (images, labels), (x, y) in zip(mine, own, strict=True):
             assert torch.equal(images, x)
             assert torch.equal(labels, y)
-    assert [len(of) for of in data.eval_loader("val")] == [1, 1]
+    assert [len(of) for of in data.eval_loaders("val")] == [1, 1]
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def pretrained(name: str = "resnet18.a1_in1k") -> ModelConfig:
 
 def test_offline_says_what_where_and_what_instead(empty_cache, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    text = hub.missing_weights(pretrained())
+    text = factory.missing_weights(pretrained())
     assert text is not None
     for part in (
         "HF_HUB_OFFLINE",
@@ -56,7 +56,7 @@ def test_a_host_that_never_answers_is_given_up_soon(empty_cache, monkeypatch):
     monkeypatch.setattr(hub, "hf_hub_url", lambda *a, **k: f"http://127.0.0.1:{silent.getsockname()[1]}/w")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     started = time.monotonic()
-    text = hub.missing_weights(pretrained())
+    text = factory.missing_weights(pretrained())
     silent.close()
     assert text is not None
     assert "cannot be fetched" in text
@@ -75,21 +75,21 @@ def test_weights_in_the_local_cache_need_no_network(empty_cache, monkeypatch):
     reference.parent.mkdir()
     reference.write_text(commit)
     save_file(source.state_dict(), snapshot / "model.safetensors")
-    assert hub.missing_weights(pretrained()) is None
+    assert factory.missing_weights(pretrained()) is None
     model = factory.create_model(pretrained(), 5)
     torch.testing.assert_close(model.layer3[0].conv1.weight, source.layer3[0].conv1.weight)
     assert model.fc.out_features == 5
 
 
 def test_nothing_is_missing_where_nothing_is_wanted(tmp_path):
-    assert hub.missing_weights(small()) is None
+    assert factory.missing_weights(small()) is None
     (tmp_path / "w.pth").write_bytes(b"")
-    assert hub.missing_weights(small(weights=str(tmp_path / "w.pth"))) is None
+    assert factory.missing_weights(small(weights=str(tmp_path / "w.pth"))) is None
     for absent in (str(tmp_path / "none.pth"), "x" * 5000):
-        assert "model.weights must be an existing file" in str(hub.missing_weights(small(weights=absent)))
+        assert "model.weights must be an existing file" in str(factory.missing_weights(small(weights=absent)))
 
 
 def test_a_model_without_published_weights_says_so():
-    text = hub.missing_weights(pretrained("vit_digits"))
+    text = factory.missing_weights(pretrained("vit_digits"))
     assert "no pretrained weights of model.name=vit_digits" in str(text)
     assert "model.pretrained=false" in str(text)

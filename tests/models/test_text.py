@@ -22,7 +22,7 @@ from efficient_ft.methods.memory.back_razor import BackRazor
 from efficient_ft.methods.memory.checkpointing import Checkpointing
 from efficient_ft.methods.memory.low_bit import LowBit
 from efficient_ft.models import factory
-from efficient_ft.models.text import TEXT_MODELS, build_text, load_text, portable, require_fitting, tokenizer_of
+from efficient_ft.models.text import TEXT_MODELS, build, load, portable, require_fitting, tokenizer_of
 from efficient_ft.models.view import view
 from efficient_ft.task import TextClassification
 from tests.models.text_models import SMALL, VOCABULARY, write_model
@@ -353,7 +353,7 @@ _CODE = [
 def test_code_that_a_folder_names_is_left_out_and_reported(
     entry: dict[str, Any], folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain: Any = load_text(from_folder(folder), 2)
+    plain: Any = load(from_folder(folder), 2)
     given = Path(shutil.copytree(folder, tmp_path / "given"))
     about = json.loads((given / "config.json").read_text())
     (given / "config.json").write_text(json.dumps({**about, **entry}))
@@ -362,7 +362,7 @@ def test_code_that_a_folder_names_is_left_out_and_reported(
     (given / "tokenizer_config.json").write_text(
         json.dumps({**tokenizer, "auto_map": {"AutoTokenizer": ["a.B", None]}})
     )
-    model: Any = load_text(from_folder(given), 2)
+    model: Any = load(from_folder(given), 2)
     for name, value in plain.bert.state_dict().items():
         assert torch.equal(model.bert.state_dict()[name], value), name
     held = json.dumps(model.config.to_dict(), default=str)
@@ -373,7 +373,7 @@ def test_code_that_a_folder_names_is_left_out_and_reported(
     assert tokenizer_of(from_folder(given)).size == len(VOCABULARY)
     assert "auto_map" in caplog.text
     with pytest.raises(UserError, match=r"model\.kwargs: .* names code, which is not loaded"):
-        build_text(config(kwargs=entry), 2)
+        build(config(kwargs=entry), 2)
 
 
 @pytest.mark.parametrize(
@@ -393,7 +393,7 @@ def test_folders_that_need_more_than_their_weights_are_refused(
     about = json.loads((given / file).read_text()) if (given / file).exists() else {}
     (given / file).write_text(json.dumps([about] if entry is None else {**about, **entry}))
     with pytest.raises(UserError, match=said):
-        load_text(from_folder(given), 2)
+        load(from_folder(given), 2)
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "../vocab.txt", "a\\..\\b"])

@@ -9,8 +9,9 @@ import torch
 from PIL import Image
 
 from efficient_ft.core.input_spec import IGNORED, InputSpec
+from efficient_ft.data.segmentation_data import overlaid
 from efficient_ft.data.transforms import to_pictures
-from efficient_ft.report.contact_sheet import Cell, ContactSheet, overlaid
+from efficient_ft.report.contact_sheet import Cell, ContactSheet
 
 
 def test_normalized_pixels_become_the_picture_again() -> None:

@@ -21,7 +21,7 @@ def _often():
     """Rows of training loss at a pace that fits runs of 22 steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("efficient_ft.training.callbacks.recorder.RECORD_EVERY", 4)
-        patch.setattr("efficient_ft.training.run.COST_SECONDS", 120.0)
+        patch.setattr("efficient_ft.training.finish.COST_SECONDS", 120.0)
         yield
 
 
@@ -49,7 +49,7 @@ def without_cost(monkeypatch: pytest.MonkeyPatch) -> None:
         "executed": {"forward_flops": 1.0, "backward_flops": 2.0, "saved_bytes": 3.0, "step_peak_bytes": 6},
         "measured": {"step_seconds": 4.0, "peak_bytes": 5.0},
     }
-    monkeypatch.setattr("efficient_ft.training.run.cost_report", lambda *args: {**step, "baseline": None})
+    monkeypatch.setattr("efficient_ft.training.finish.cost_report", lambda *args: {**step, "baseline": None})
 
 
 PLANES = {"left": 0, "middle": 1, "right": 2}

@@ -13,8 +13,9 @@ from torch import nn
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.record.formats import OtherVersionError
-from efficient_ft.task import TASKS
-from efficient_ft.training.evaluate import evaluate, mean_accuracies
+from efficient_ft.training.evaluate import evaluate
+from efficient_ft.training.kinds.registry import kind_named
+from efficient_ft.training.kinds.several import mean_accuracies
 from efficient_ft.training.module import FineTuner
 from efficient_ft.training.run import run
 from tests.training.runs import uneven_batches
@@ -40,7 +41,7 @@ def test_loading_precision_and_limits_may_be_changed(configuration, finished, mo
         seen.append((loader.batch_size, precision, limit))
         return {"accuracy": 0.5}
 
-    monkeypatch.setattr("efficient_ft.training.evaluate.scores", scores)
+    monkeypatch.setattr("efficient_ft.training.kinds.scoring.scores", scores)
     changes = {
         "data__eval_batch_size": 7,
         "trainer__precision": "bf16",
@@ -60,7 +61,7 @@ def test_maps_are_stored_as_in_the_training(configuration, finished, monkeypatch
         found.append(bool(maps) and all(p.is_contiguous(memory_format=torch.channels_last) for p in maps))
         return {"accuracy": 0.5}
 
-    monkeypatch.setattr("efficient_ft.training.evaluate.scores", scores)
+    monkeypatch.setattr("efficient_ft.training.kinds.scoring.scores", scores)
     evaluate(finished[0], configuration(trainer__channels_last=channels_last))
     assert found == [expected] * 2
 
@@ -112,7 +113,7 @@ def test_the_mean_is_over_the_splits_that_all_tasks_have():
 @pytest.mark.parametrize("task", ["classification", "segmentation"])
 def test_the_loss_of_an_evaluation_is_the_mean_over_its_items(configuration, monkeypatch, task):
     """Batches of 5, 5 and 2, in which different shares of the pixels have a label, and some image none."""
-    monkeypatch.setattr("efficient_ft.training.module.run_task", lambda config: TASKS[task])
+    monkeypatch.setattr("efficient_ft.training.module.kind_of", lambda config: kind_named(task))
     monkeypatch.setattr(FineTuner, "_warn_if_constant", lambda self: None)
     logits, labels = uneven_batches(task)
     module = FineTuner(nn.Identity(), configuration(), 4, 10)

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.record.environment import cpu_name
-from efficient_ft.task import TASKS
 from efficient_ft.training.datamodule import RunDataModule
+from efficient_ft.training.kinds.registry import kind_named
 from efficient_ft.training.module import FineTuner, likely_causes
 from efficient_ft.training.output import checkpoint
 from efficient_ft.training.run import run
@@ -119,7 +119,7 @@ def test_the_last_step_of_an_epoch_is_the_mean_over_the_batches_that_it_has(
 @pytest.mark.parametrize("task", ["classification", "segmentation"])
 def test_the_loss_recorded_is_the_mean_over_the_items_trained_on(configuration, monkeypatch, task):
     """Batches of 5, 5 and 2, in which different shares of the pixels have a label, and some image none."""
-    monkeypatch.setattr("efficient_ft.training.module.run_task", lambda config: TASKS[task])
+    monkeypatch.setattr("efficient_ft.training.module.kind_of", lambda config: kind_named(task))
     logits, labels = uneven_batches(task)
     module = FineTuner(nn.Identity(), configuration(optim__label_smoothing=0.1), 4, 10)
     trainer: Any = SimpleNamespace(world_size=1, fit_loop=SimpleNamespace(batch_idx=0))
@@ -258,11 +258,11 @@ def test_a_process_without_images_of_an_evaluation_repeats_those_of_the_first() 
     def loaders(counts: list[int], rank: int) -> list[DataLoader]:
         return [DataLoader(range(count)[rank::2]) for count in counts]  # type: ignore[arg-type]
 
-    images: Any = SimpleNamespace(best_split="val", eval_loader=lambda split, rank, world: loaders([1], rank)[0])
+    images: Any = SimpleNamespace(best_split="val", eval_loaders=lambda split, rank, world: loaders([1], rank))
     data = RunDataModule(images)
     for rank, repeated in ((0, frozenset()), (1, {0})):
         data.trainer = SimpleNamespace(global_rank=rank, world_size=2)  # type: ignore[assignment]
-        (batch,) = data.val_dataloader()
+        ((batch,),) = data.val_dataloader()
         assert batch.tolist() == [0]
         assert data.repeated == repeated
     module: Any = SimpleNamespace(trainer=SimpleNamespace(datamodule=data))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import json
@@ -20,6 +19,10 @@ from efficient_ft.cli.commands import predict as command
 from efficient_ft.core.format import format_percent
 from efficient_ft.core.text import display_width
 from efficient_ft.data import Transform, read_image
+from efficient_ft.task import TASKS
+from efficient_ft.training.kinds.base import Prediction, Predictions
+from efficient_ft.training.kinds.classes import Confusions, probabilities
+from efficient_ft.training.kinds.files import image_files
 from efficient_ft.training.output import export
 from tests.conftest import unwrapped
 
@@ -58,7 +61,7 @@ def test_classes_and_probabilities_of_files_and_folders(finished, digits, capsys
     assert names == [str(one), "digits/a.png", "digits/deeper/b.jpg"]
     assert len(lines) == 3 + 3 * 3
     trained = export.load(folder)
-    expected = export.probabilities(trained.model, Transform(trained.input)(read_image(one))[None])[0]
+    expected = probabilities(TASKS["classification"], trained.model, Transform(trained.input)(read_image(one))[None])[0]
     label, shown, percent = lines[1].split()
     assert (int(label), percent) == (int(expected.argmax()), "%")
     assert float(shown) == pytest.approx(100 * float(expected.max()), abs=0.1)
@@ -94,7 +97,7 @@ def test_folders_named_after_classes_give_an_accuracy_and_confusions(finished, l
 
 def test_the_five_most_frequent_confusions_are_shown(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    scores = command.Scores(40)
+    scores = Confusions(40)
     for times, (label, predicted) in enumerate(
         [("a", "b"), ("b", "c"), ("c", "猫" * 60), ("d", "a"), ("e", "a"), ("f", "a")]
     ):
@@ -107,7 +110,7 @@ def test_the_five_most_frequent_confusions_are_shown(monkeypatch):
     assert lines[2] == "  f → a: 6 of 11"
     assert len(lines) == 7
     assert max(map(display_width, lines)) <= 80
-    empty = command.Scores(3)
+    empty = Confusions(3)
     empty.add(None, "a")
     assert empty.lines() == []
 
@@ -116,7 +119,7 @@ def test_a_label_is_the_nearest_folder_in_any_case_and_any_form_of_accents(tmp_p
     for name in ("Cat/deeper/x.png", "cafe\u0301/x.png", "DOG/x.png", "x.png"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (4, 4)).save(tmp_path / name)
-    found = command._image_files([tmp_path], ["cat", "caf\u00e9", "dog", "Dog"])
+    found = image_files([tmp_path], ["cat", "caf\u00e9", "dog", "Dog"])
     labels = {item.value.relative_to(tmp_path).parts[0]: item.label for item in found}
     assert labels == {"Cat": "cat", "cafe\u0301": "caf\u00e9", "DOG": None, "x.png": None}, "DOG may be either"
 
@@ -124,9 +127,14 @@ def test_a_label_is_the_nearest_folder_in_any_case_and_any_form_of_accents(tmp_p
 def test_wide_names_are_aligned_and_long_ones_shortened(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     names = ["猫", "e\u0301tude", "very long " * 20]
-    options = argparse.Namespace(top=3, form=None)
-    found = [(command.Item(Path("a.png"), "a.png"), [(name, 0.5) for name in names])]
-    command._print_classes(found, 1, names, options, "path")
+
+    class Found(Predictions):
+        total, header = 1, ()
+
+        def __iter__(self):
+            yield Prediction("a.png", [(name, "50.00 %") for name in names], {}, [])
+
+    command._print(Found(), names, None)
     lines = capsys.readouterr().out.splitlines()[1:]
     assert {display_width(line) for line in lines} == {2 + 60 + 2 + 7}
     assert all(line.endswith("50.00 %") for line in lines)

@@ -170,7 +170,7 @@ def test_a_method_s_own_loss_is_minimized_and_recorded(tmp_path: Path, folders: 
     losses = []
     for method in (Full(), _Doubled()):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("efficient_ft.training.run.build_methods", lambda config, method=method: [method])
+            patch.setattr("efficient_ft.training.train.build_methods", lambda config, method=method: [method])
             patch.setattr("efficient_ft.training.callbacks.recorder.RECORD_EVERY", 1)
             config = config_of(folders, model__drop_rate=0.0, model__drop_path_rate=0.0, trainer__max_steps=1)
             folder = tmp_path / type(method).__name__

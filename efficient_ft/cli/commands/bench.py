@@ -271,7 +271,7 @@ def _task_of(option: Path, overrides: Sequence[str]) -> list[str]:
     from efficient_ft.config import ModelConfig
 
     # Not checked: the option may leave the name to the user.
-    task = ModelConfig.model_construct(**yaml.safe_load(option.read_text(encoding="utf-8"))).task
+    task = ModelConfig.model_construct(**yaml.safe_load(option.read_text(encoding="utf-8"))).family
     return [] if any(word.startswith("task=") for word in overrides) else _TASKS.get(task, [])
 
 

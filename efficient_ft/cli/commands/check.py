@@ -14,7 +14,7 @@ from efficient_ft.core.errors import SettingError, UserError
 if TYPE_CHECKING:
     from efficient_ft.config import Config
     from efficient_ft.data.summary import Summary
-    from efficient_ft.training.datamodule import RunData
+    from efficient_ft.training.kinds.base import RunData
 
 DESCRIPTION = """\
 Check the data of a run without training.
@@ -53,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from efficient_ft.models import factory
     from efficient_ft.training.datamodule import missing_images, open_images, summaries, summary_text
+    from efficient_ft.training.kinds.registry import kind_of
     from efficient_ft.training.output.console import say
 
     missing = missing_images(config)
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise UserError("\n".join(missing))
     spec = factory.input_of(config.model)
     try:
-        data = open_images(_without_stopping(config), spec)
+        data = open_images(kind_of(config).check_settings(config), spec)
         found = summaries(data, thorough=True)
     except SettingError:
         raise
@@ -111,12 +112,6 @@ def _configure(words: Sequence[str]) -> Config:
     return config
 
 
-def _without_stopping(config: Config) -> Config:
-    """Return the configuration that lists unusable texts instead of stopping; the inspection decodes the images."""
-    on_corrupt = "skip" if config.task == "text" else "stop"
-    return config.model_copy(update={"data": config.data.model_copy(update={"on_corrupt": on_corrupt})})
-
-
 def _print_problems(config: Config, found: dict[str, Summary]) -> bool:
     """Print the samples that cannot be used; return True if training would stop at them."""
     from efficient_ft.core.text import printable
@@ -152,19 +147,17 @@ def _print_problems(config: Config, found: dict[str, Summary]) -> bool:
 
 def _write(data: RunData, spec: Any, options: argparse.Namespace, text: str, found: dict[str, Summary]) -> None:
     """Write the contact sheets and the report."""
-    from efficient_ft.data import RoundRobinData
     from efficient_ft.record.files import json_text, write_text_atomically
     from efficient_ft.report.contact_sheet import contact_sheet
     from efficient_ft.training.output.console import say
 
-    parts = data.parts if isinstance(data, RoundRobinData) else {"": data}
     out: Path = options.out
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {out} cannot be created ({error.strerror}). Choose another folder.") from error
     files = []
-    for task, part in parts.items():
+    for task, part in data.parts.items():
         try:
             sheet = contact_sheet(part, spec, options.samples)
         except UserError as error:

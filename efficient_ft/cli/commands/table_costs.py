@@ -23,7 +23,7 @@ from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
 from efficient_ft.papers.published import COSTS, MODELS, Row, Table, baseline_of, reason_of
 from efficient_ft.papers.rules import batch_and_unit, count_cost, count_settings
-from efficient_ft.task import TASKS
+from efficient_ft.training.kinds.registry import kind_of
 
 #: Relative difference from the printed number above which a reason is given.
 TOLERANCE = 0.02
@@ -375,7 +375,8 @@ def _counted(arguments: tuple[str, ...]) -> Executed:
     config = _configuration(arguments)
     profiles = [f"method.{name}.profile_steps=1" for name, own in config.method.items() if "profile_steps" in own]
     config = _configuration(merged(*arguments, *profiles))
-    classes = 100 if config.task == "classification" else class_count(config.data)
+    kind = kind_of(config)
+    classes = kind.table_classes or class_count(config.data)
     assert classes is not None
     model = factory.random_model(config.model, classes)
     spec = factory.input_of(config.model)
@@ -388,7 +389,7 @@ def _counted(arguments: tuple[str, ...]) -> Executed:
         precision=config.trainer.precision,
         label_smoothing=config.optim.label_smoothing,
         frozen_bn=config.model.frozen_bn,
-        task=TASKS[config.task],
+        task=kind.task,
     )
 
 

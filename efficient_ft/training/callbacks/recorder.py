@@ -34,7 +34,7 @@ LARGEST_CHART = 100
 EPOCH_CHECKPOINT_SECONDS = 10.0
 #: … and within an epoch that takes longer than this.
 STEP_CHECKPOINT_SECONDS = 600.0
-#: Signals by which Slurm announces the end of a job: its own, and that of submitit. Windows has none.
+#: Signals by which Slurm and submitit announce the end of a job. Windows has neither.
 REQUEUE = tuple(number for name in ("SIGUSR1", "SIGUSR2") if (number := getattr(signal, name, None)) is not None)
 #: Signals after which a run saves and stops.
 _STOP = tuple(dict.fromkeys([*REQUEUE, *reversed(stopping.STOPPING)]))
@@ -90,7 +90,7 @@ class Recorder(L.Callback):
         self._saved = time.monotonic()
         if self.handler is not None:
             # In place of Lightning's, which broadcasts in the middle of a step, where other processes expect another
-            # exchange, and ends a single process also where nothing has been saved since the last checkpoint.
+            # exchange, and ends a single process even if nothing has been saved since the last checkpoint.
             signal.signal(signal.SIGTERM, self.handler)
         if trainer.is_global_zero:
             self.metrics.rewind(trainer.global_step)
@@ -116,7 +116,7 @@ class Recorder(L.Callback):
             trainer.should_stop = True
 
     def _stop(self, trainer: L.Trainer) -> int | None:
-        """The signal that any of the processes has got, the same in all of them; None: go on. Collective."""
+        """Return the signal that any process received, the same in all of them; None to continue. Collective."""
         if trainer.world_size == 1:
             return self.stop_requested
         # A signal reaches the processes in different steps, and a checkpoint is written by all of them.
@@ -208,10 +208,9 @@ class Recorder(L.Callback):
 
     def _each_class(self, module: FineTuner) -> dict[str, float]:
         """Return the metric of single classes for loggers; empty with more classes than `LARGEST_CHART`."""
-        measure = "iou" if module.task.metric == "mean_iou" else module.task.metric
         named = len(self.class_names) <= LARGEST_CHART
         return {
-            f"{self.split}_{measure}/{self.class_names[number]}": value
+            f"{self.split}_{module.task.class_metric}/{self.class_names[number]}": value
             for number, value in (module.evaluated_classes if named else {}).items()
         }
 

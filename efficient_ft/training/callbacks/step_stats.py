@@ -46,7 +46,7 @@ class StepStats(L.Callback):
         self._prefix = 0
         self._step: int | None = None
         self._row: dict[str, Any] | None = None  # the row of the step that is being recorded
-        #: By index of the block: tokens, and (magnitude, tokens compared) where there is one.
+        #: Tokens, and (magnitude, tokens compared) if it is known, by index of the block.
         self._observed: dict[int, tuple[int, tuple[Tensor, Tensor] | None]] = {}
         self._observing = ExitStack()
 
@@ -134,5 +134,5 @@ def _network(module: L.LightningModule) -> nn.Module:
 
 
 def _rounded(value: float) -> float | None:
-    """Six significant digits; None for NaN and infinities, which JSON cannot hold."""
+    """Round to six significant digits; None for NaN and infinities, which JSON does not support."""
     return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""The callback that adds up what the whole training takes: steps, images, FLOPs, seconds, energy."""
+"""The callback that adds up the steps, images, FLOPs, seconds and energy of the training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAST_STEPS = 1000
 
 
 def same_each_step(methods: Sequence[Method]) -> bool:
-    """Whether every step of a training with `methods`, not yet applied, costs the same.
+    """Return True if every step of a training with `methods`, not yet applied, costs the same.
 
     It does unless a method begins each step with a choice, or profiles the first steps.
     """
@@ -57,7 +57,7 @@ class Totals(L.Callback):
         self._seconds_before = 0.0
         self._joules_before: float | None = 0.0
         self._step_seconds: deque[float] = deque(maxlen=LAST_STEPS)
-        #: Of the present optimizer step, summed over its micro-batches.
+        #: Sums over the micro-batches of the current optimizer step.
         self._step, self._batch_started = 0.0, 0.0
         self._waits = True
 
@@ -82,7 +82,7 @@ class Totals(L.Callback):
     def gather(self) -> None:
         """Add the images of the other processes. Every process has to call it.
 
-        Until then `values` assumes that each of them has had as many images as this one.
+        Until then `values` assumes that all processes had as many images as this one.
         """
         self._images += int(all_reduce_sum(torch.tensor(self._own_images)))
         self._own_images = 0
@@ -122,7 +122,7 @@ class Totals(L.Callback):
 
     # ------------------------------------------------------------------ state
     def state_dict(self) -> dict[str, Any]:
-        """The totals so far, and what the FLOPs of further batches follow from."""
+        """Return the totals so far, and the state from which the FLOPs of further batches are computed."""
         return {**self.values(), "run_flops": self._flops.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

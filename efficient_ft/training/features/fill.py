@@ -20,6 +20,7 @@ from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
 from efficient_ft.training.datamodule import missing_images, open_images
 from efficient_ft.training.features.prefix import RunFeatures, run_features, run_prefix, set_form
+from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.trainer import on_device, use_channels_last
 
 
@@ -27,7 +28,7 @@ def fill_features(config: Config) -> RunFeatures:
     """Compute the features of a run that are not stored yet; interrupted, the next call continues.
 
     Args:
-        config: of the run.
+        config: the configuration of the run.
 
     Returns:
         The features, all of them stored unless the disk is full.
@@ -37,12 +38,13 @@ def fill_features(config: Config) -> RunFeatures:
     """
     if config.tasks:
         raise UserError("Features of a run on several tasks are not stored. Leave out tasks=.")
+    if not kind_of(config).supports("cache_features"):
+        raise UserError(f"Features of a run with task={config.task} are not stored. Train without stored features.")
     missing = [factory.missing_weights(config.model), *missing_images(config)]
     if any(missing):
         raise UserError("\n".join(message for message in missing if message is not None))
-    L.seed_everything(config.seed, verbose=False)  # random weights are those of the run
-    images = open_images(config, factory.input_of(config.model))
-    assert isinstance(images, ImageData)
+    L.seed_everything(config.seed, verbose=False)  # the same random weights as in the run
+    images: Any = open_images(config, factory.input_of(config.model))
     network = factory.create_model(config.model, images.num_classes)
     device = on_device(config)
     runner = MethodSession(build_methods(config), config.model.frozen_bn)
@@ -72,7 +74,7 @@ def _store(features: RunFeatures, pixels: Tensor, rows: Tensor) -> None:
 
 
 def _loaders(images: ImageData, features: RunFeatures) -> Iterator[Any]:
-    """Yield a loader for each view of the training images, and one for those on which the best epoch is chosen."""
+    """Yield a loader for each view of the training images, and one for the split that selects the best epoch."""
     for view in range(features.views):
         loader = images.train_loader(wrap=features.training)
         sampler: Any = loader.sampler

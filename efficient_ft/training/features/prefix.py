@@ -1,8 +1,8 @@
 """Features of a run's frozen prefix: computed in its fastest form, and stored for each image and augmented view.
 
 With ``trainer.cache_features`` epoch e trains on view e mod V of each image (V: ``trainer.views``), so from epoch V on
-every batch is read from the store, and the network runs from there. Features pass through the form in which they are
-stored also when they have just been computed: all epochs train on the same values.
+every batch is read from the store, and the network runs from there. Newly computed
+features are rounded to the stored form as well, so that all epochs train on the same values.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from efficient_ft.training.features.row_form import RowForm
 from efficient_ft.training.output.console import say
 from efficient_ft.training.trainer import bf16_is_emulated
 
-#: Changes when stores of earlier versions cannot be used any more.
+#: Version of the stored features; increase it if earlier stores become unusable.
 _FORMAT = 1
-#: ``auto`` stores features where computing them takes at least this share of a training step's FLOPs.
+#: ``auto`` stores features if computing them takes at least this share of a training step's FLOPs.
 _WORTH = 0.1
-#: Images of the batch on which the prefix is found.
+#: Batch size for finding the prefix.
 _IMAGES = 2
-#: Images of the batch on which the forms of the prefix are timed, at most.
+#: Maximum batch size for timing the forms of the prefix.
 _TIMED = 16
-#: Holds the form of the prefix that a run has chosen, in its folder.
+#: The file in the run folder with the chosen form of the prefix.
 PREFIX = "prefix.json"
 
 
@@ -59,7 +59,7 @@ class FeatureDataset(Dataset[Any]):
 
     Args:
         images: the split.
-        store: has the features.
+        store: the stored features.
         first: the row of the first view's first image.
         views: the number of views; epoch e has view e mod `views`.
     """
@@ -90,10 +90,10 @@ class RunFeatures:
     """The features of one run: where they come from, and the network's computation from them.
 
     Args:
-        prefix: of the run's network.
-        form: in which they are stored.
-        store: has them, or will have them.
-        views: of each training image.
+        prefix: the frozen prefix of the network.
+        form: the stored form.
+        store: stores the features.
+        views: number of views of each training image.
         train: the number of training images.
     """
 
@@ -102,16 +102,16 @@ class RunFeatures:
         self._evaluated = views * train
         self._known = store.written()
         self._told = False
-        #: True once the disk had no room for a row.
+        #: True after the disk had no space for a row.
         self.full = False
         self._computed = self._read = 0
 
     def training(self, images: SplitDataset) -> FeatureDataset:
-        """The training images, by epoch."""
+        """Return the data set of the training images."""
         return FeatureDataset(images, self.store, 0, self.views)
 
     def evaluation(self, images: SplitDataset) -> FeatureDataset:
-        """The images on which the best epoch is chosen."""
+        """Return the data set of the images that select the best epoch."""
         return FeatureDataset(images, self.store, self._evaluated, 1)
 
     @contextmanager
@@ -123,7 +123,7 @@ class RunFeatures:
             rows: their numbers.
 
         Yields:
-            What to pass to the network.
+            The network's input.
         """
         if images.dtype == torch.uint8:
             self._read += len(rows)
@@ -151,7 +151,7 @@ class RunFeatures:
             )
 
     def report(self) -> FeaturesReport:
-        """Return what a run records."""
+        """Return the report for results.json."""
         return {
             "end": self.prefix.end,
             "reason": self.prefix.reason,
@@ -165,7 +165,7 @@ class RunFeatures:
 
 
 def from_stored(prefix: FrozenPrefix, form: RowForm, stored: Tensor) -> AbstractContextManager[Tensor]:
-    """Let the network compute from stored rows, uint8 (B, bytes), in a ``with`` block; yields what to pass to it."""
+    """Let the network compute from stored rows, uint8 (B, bytes), in a ``with`` block; yields the network's input."""
     return prefix.replaced(prefix.from_rows(form.decode(stored)).to(prefix.dtype))
 
 
@@ -173,14 +173,14 @@ class PrefixInput:
     """The features of a run's batches, computed in each step in the form of the prefix, and not stored.
 
     Args:
-        prefix: of the run's network.
+        prefix: the frozen prefix of the network.
     """
 
     def __init__(self, prefix: FrozenPrefix) -> None:
         self.prefix = prefix
 
     def input(self, images: Tensor) -> AbstractContextManager[Tensor]:
-        """Let the network compute from the features of `images` inside a ``with`` block; yields what to pass to it."""
+        """Let the network compute from the features of `images` inside a ``with`` block; yields the network's input."""
         return self.prefix.replaced(self.prefix.features(images))
 
 
@@ -188,11 +188,11 @@ class FeatureCallback(L.Callback):
     """Give the run's module and data their features. Place it after `MethodCallback`, which applies the methods.
 
     Args:
-        config: of the run; `trainer.cache_features` is not ``off``, or `trainer.prefix` not ``fp32``.
-        images: of the run.
-        methods: of the run.
-        epochs: of the run.
-        folder: of the run; keeps the form of the prefix, which a resumed run has as well.
+        config: the configuration of the run; `trainer.cache_features` is not ``off``, or `trainer.prefix` not ``fp32``.
+        images: the data of the run.
+        methods: the methods of the run.
+        epochs: number of epochs.
+        folder: the run folder; keeps the form of the prefix, which a resumed run has as well.
     """
 
     def __init__(self, config: Config, images: ImageData, methods: Sequence[Method], epochs: int, folder: Path) -> None:
@@ -201,7 +201,7 @@ class FeatureCallback(L.Callback):
         self._ready = False
         #: None: none are stored.
         self.features: RunFeatures | None = None
-        #: None: the run has no frozen prefix.
+        #: The report of the frozen prefix; None without a frozen prefix.
         self.prefix: PrefixReport | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -235,7 +235,7 @@ class FeatureCallback(L.Callback):
             module.features = data.features = self.features
 
     def _refuse_or_say(self, error: UserError) -> None:
-        """Raise `error` if a setting cannot be without what is missing, or say it."""
+        """Raise `error` if a setting requires the prefix or the features; otherwise print it."""
         options = self._config.trainer
         without: list[tuple[str, str, str]] = []
         if options.cache_features == "on":
@@ -255,7 +255,7 @@ class FeatureCallback(L.Callback):
             say(f"The network computes as it is (trainer.prefix=auto): {error}")
 
     def _choose(self, prefix: FrozenPrefix, trainer: L.Trainer) -> PrefixReport:
-        """Set the form of the prefix: the one that was chosen before, or else the choice of the first process."""
+        """Set the form of the prefix that the run chose before, or the choice of the first process."""
         if self._file.is_file():
             report = _read_choice(self._file)
             prefix.form = Form(report["form"])
@@ -292,9 +292,9 @@ def run_prefix(config: Config, network: nn.Module, methods: Sequence[Method]) ->
     """Find the frozen prefix of a run's network.
 
     Args:
-        config: of the run.
+        config: the configuration of the run.
         network: on the CPU, with the methods applied.
-        methods: of the run.
+        methods: the methods of the run.
 
     Raises:
         UserError: there is none.
@@ -310,13 +310,13 @@ def run_prefix(config: Config, network: nn.Module, methods: Sequence[Method]) ->
 
 
 def set_form(config: Config, images: ImageData, prefix: FrozenPrefix, device: torch.device) -> PrefixReport:
-    """Set the form of the prefix as `measure_form`, but with ``auto`` to one in which its features are stored already.
+    """Set the form of the prefix like `measure_form`, but let ``auto`` prefer a form whose features are stored.
 
     Args:
-        config: of the run.
-        images: of the run.
-        prefix: of its network.
-        device: where the network runs.
+        config: the configuration of the run.
+        images: the data of the run.
+        prefix: the frozen prefix of the network.
+        device: the device of the network.
     """
     options = config.trainer
     if options.prefix == "auto" and options.cache_features != "off":
@@ -329,12 +329,12 @@ def set_form(config: Config, images: ImageData, prefix: FrozenPrefix, device: to
 
 
 def measure_form(config: Config, prefix: FrozenPrefix, device: torch.device) -> PrefixReport:
-    """Set the form of the prefix to `trainer.prefix`; with ``auto`` to the one that a short measurement finds fastest.
+    """Set the form of the prefix to `trainer.prefix`; ``auto`` selects the fastest form in a short measurement.
 
     Args:
-        config: of the run.
-        prefix: of its network, which is moved to `device` for a measurement.
-        device: where the network runs.
+        config: the configuration of the run.
+        prefix: the frozen prefix of the network, which is moved to `device` for a measurement.
+        device: the device of the network.
     """
     options = config.trainer
     if options.prefix != "auto":
@@ -368,7 +368,7 @@ def measure_form(config: Config, prefix: FrozenPrefix, device: torch.device) -> 
 
 
 def _forms(config: Config, device: torch.device) -> list[Form]:
-    """The forms from which ``auto`` chooses."""
+    """Return the forms from which ``auto`` chooses."""
     in_bf16 = config.trainer.precision == "fp32" and not bf16_is_emulated(device)
     return [Form.FP32, Form.FOLDED, *([Form.BF16] if in_bf16 else [])]
 
@@ -404,11 +404,11 @@ def run_features(
     """Open the features of a run.
 
     Args:
-        config: of the run.
-        images: of the run.
-        prefix: of its network, in the form in which it computes.
-        epochs: of the run.
-        device: where the network runs.
+        config: the configuration of the run.
+        images: the data of the run.
+        prefix: the frozen prefix, with its form set.
+        epochs: number of epochs.
+        device: the device of the network.
         must_gain: refuse what would save no time.
 
     Raises:
@@ -441,7 +441,7 @@ def run_features(
 
 
 def _about(config: Config, images: ImageData, prefix: FrozenPrefix, device: torch.device) -> dict[str, Any]:
-    """All that stored features depend on, but for the form of the prefix."""
+    """Return everything that stored features depend on, except for the form of the prefix."""
     options = config.trainer
     return {
         "format": _FORMAT,
@@ -460,17 +460,17 @@ def _about(config: Config, images: ImageData, prefix: FrozenPrefix, device: torc
 
 
 def _key(about: dict[str, Any], form: Form) -> str:
-    """The name of the folder of stored features."""
+    """Return the folder name of stored features."""
     text = json.dumps({**about, "form": str(form)}, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 @torch.no_grad()
 def _share_of_step(prefix: FrozenPrefix, images: Tensor) -> float:
-    """The share of the prefix in the FLOPs of a training step, whose backward pass has twice those of the forward pass.
+    """Return the share of the prefix in the FLOPs of a training step.
 
-    Counted, and not timed: whether a run stores features changes its results a little, so it is decided in the same
-    way on every machine and after every interruption.
+    The backward pass is taken as twice the forward pass. FLOPs are counted instead of timed, because storing features
+    changes the results slightly: the decision must be the same on every machine and after every interruption.
     """
     with torch.random.fork_rng(devices=[]):
         with FlopsCounter() as below:

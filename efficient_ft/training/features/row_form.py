@@ -8,10 +8,10 @@ from torch import Tensor
 from efficient_ft.core.errors import UserError
 from efficient_ft.ops.storage.groups import group_pack, group_unpack
 
-#: Ways in which values are stored.
+#: Storage types of values.
 FORMS = ("fp32", "fp16", "int8")
 
-#: Values of a group with 8 bits, which has a minimum and a step.
+#: Number of values in a group of 8-bit values, which has a minimum and a step.
 _GROUP = 64
 
 
@@ -20,14 +20,14 @@ class RowForm:
 
     Args:
         name: one of `FORMS`. ``int8`` is groups of 64 values with 8 bits each, and a minimum and a step in fp16.
-        values: of a row.
+        values: number of values in a row.
     """
 
     def __init__(self, name: str, values: int) -> None:
         assert name in FORMS
         self.name, self.values = name, values
         self._groups = -(-values // _GROUP)
-        #: Of a row.
+        #: Bytes of a row.
         self.bytes = {"fp32": 4 * values, "fp16": 2 * values, "int8": self._groups * (_GROUP + 4)}[name]
 
     def encode(self, values: Tensor) -> Tensor:

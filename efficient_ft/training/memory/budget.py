@@ -26,14 +26,13 @@ from efficient_ft.core.process_memory import (
     resident_bytes,
 )
 from efficient_ft.cost import Demand, Forward, Prediction, count_evaluation, executed, predict
-from efficient_ft.data import RoundRobinData, class_count
 from efficient_ft.data.reading import Reading
-from efficient_ft.data.segmentation_data import STRIDE
 from efficient_ft.methods.base import Method
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
-from efficient_ft.task import TASKS, Segmentation, tensors_of
-from efficient_ft.training.datamodule import RunData
+from efficient_ft.task import tensors_of
+from efficient_ft.training.kinds.base import RunData
+from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory.libraries import LibrarySizes, libraries
 from efficient_ft.training.memory.measured import accumulated_gradients
 from efficient_ft.training.memory.watch import budget_of
@@ -44,29 +43,23 @@ from efficient_ft.training.processes import world_size
 from efficient_ft.training.run_task import step_spec
 from efficient_ft.training.trainer import on_device
 
-#: Classes of a network if there are no images to count them: ImageNet's.
-_UNKNOWN_CLASSES = 1000
-#: Bytes that a process that loads data takes of its own, without the batches: it is a fork, and writes to few pages.
+#: Bytes of a data-loading process without its batches. It is a fork and writes to few pages.
 _WORKER = 96 * 2**20
-#: Batches that each of these processes loads ahead (torch's ``prefetch_factor``).
+#: Number of batches that each process loads ahead (torch's ``prefetch_factor``).
 _AHEAD = 2
-#: The counts of `Demand` that a training step decides.
+#: The counts of `Demand` that depend on the training step.
 _OF_A_STEP = ("model_bytes", "batch_bytes", "step_bytes", "largest_bytes", "optimizer_bytes", "gradient_bytes")
-#: Images with masks that a segmentation predicts at its end, and bytes per pixel of each while all are read.
-_EXAMPLES, _EXAMPLE_BYTES = 4, 6
-#: Factors of the image size that are tried where no batch size fits.
-_SMALLER_IMAGES = (0.75, 0.5)
 
 
 class Predictor:
     """Predict the memory of a run, and of the same run with other sizes.
 
     Args:
-        config: of the run.
-        images: its opened data; None: they are not there, and evaluation images have the size of training images.
+        config: the configuration of the run.
+        images: the opened data; None if they are missing. Evaluation images then have the size of training images.
         base_bytes: resident memory before the model, in bytes; 0 on a GPU.
-        device: where it trains.
-        folder: of the run; a checkpoint in it is loaded. None: there is none.
+        device: the training device.
+        folder: the run folder, whose checkpoint is loaded; None if there is none.
     """
 
     def __init__(
@@ -74,10 +67,8 @@ class Predictor:
     ) -> None:
         self._images, self.base_bytes, self._device = images, base_bytes, device
         self._resumed = folder is not None and config.resume == "auto" and checkpoint.exists(folder / checkpoint.NAME)
-        if images is None:
-            self._classes: object = class_count(config.data) or _UNKNOWN_CLASSES
-        else:
-            self._classes = images.num_classes
+        self._kind = kind_of(config)
+        self._classes = self._kind.classes(config) if images is None else images.num_classes
         self._networks: dict[str, nn.Module] = {}
         self._steps: dict[str, Demand] = {}
         self._forwards: dict[tuple[str, int, tuple[int, ...]], Forward] = {}
@@ -85,11 +76,11 @@ class Predictor:
         self._inspection: int | None = None
 
     def network(self, config: Config) -> nn.Module:
-        """The network of a run: without memory for its weights, unless a method looks at them in its first steps."""
+        """Return the network of a run, on the meta device unless a method reads the weights in its first steps."""
         warm = any(method.warmup_steps for method in build_methods(config))
         key = config.model.model_dump_json() + str(warm)
         if key not in self._networks:
-            network = factory.random_model(config.model, self._classes)  # type: ignore[arg-type]
+            network = factory.random_model(config.model, self._classes)
             self._networks = {key: network if warm else network.to("meta")}  # the last one is enough
         return self._networks[key]
 
@@ -107,17 +98,15 @@ class Predictor:
         return predict(self.demand(config), self.base_bytes, allocator_in_use(), self._device.type)
 
     def readings(self, config: Config) -> tuple[Reading, Reading]:
-        """The memory of reading training batches and evaluation batches of a run."""
+        """Return the memory of reading training batches and evaluation batches."""
         size = factory.input_of(config.model).size
         if self._images is None:
             return Reading(size), Reading(size)
-        parts = list(self._images.parts.values()) if isinstance(self._images, RoundRobinData) else [self._images]
         found = []
         for training in (True, False):
-            each = [part.reading(training=training) for part in parts]
+            each = [part.reading(training=training) for part in self._images.parts.values()]
             largest = max(each, key=lambda one: one.decode_bytes)
-            own = training or config.task != "segmentation"  # these have the size of the network
-            found.append(largest if not own else Reading(size, *_fields(largest)))
+            found.append(largest if largest.own_size else replace(largest, size=size))
         return found[0], found[1]
 
     def demand(self, config: Config) -> Demand:
@@ -133,25 +122,23 @@ class Predictor:
         """Count the phases of a run without its training step.
 
         Args:
-            config: of the run.
-            methods: those that take part in evaluation.
+            config: the configuration of the run.
+            methods: the methods that change the evaluated network.
         """
         training, evaluation = self.readings(config)
         network, spec = self.network(config), step_spec(config)
         batch, evaluated = _samples(config, self._images)
         here = config.data.num_workers == 0
         if self._inspection is None:
-            parts = self._images.parts.values() if isinstance(self._images, RoundRobinData) else [self._images]
-            self._inspection = max((part.inspection_bytes() for part in parts if part is not None), default=0)
+            parts = () if self._images is None else self._images.parts.values()
+            self._inspection = max((part.inspection_bytes() for part in parts), default=0)
         examples, examples_load = Forward(), 0
-        if config.task == "segmentation" and evaluation.file_size is not None:  # whole, also if evaluation resizes
-            width, height = evaluation.file_size
-            whole = replace(spec, task=Segmentation())
-            size = (-(-height // STRIDE) * STRIDE, -(-width // STRIDE) * STRIDE)
+        if (figure := self._kind.figure_input(evaluation)) is not None:
+            size, examples_load = figure
             if size not in self._examples:
+                whole = replace(spec, task=self._kind.task)
                 self._examples[size] = count_evaluation(network, whole, 1, size, methods)
             examples = self._examples[size]
-            examples_load = _EXAMPLES * _EXAMPLE_BYTES * width * height + evaluation.decode_bytes
         weights = sum(t.numel() * t.element_size() for t in (*network.parameters(), *network.buffers()))
         inputs, targets = spec.example(1)
         return Demand(
@@ -207,7 +194,7 @@ class Predictor:
         return self._forwards[key]
 
     def workers(self, config: Config) -> int:
-        """Bytes of the processes that load data: they are not part of the budget. 0: the run has none."""
+        """Return the bytes of the data-loading processes, which are not part of the budget; 0 if there are none."""
         count = config.data.num_workers
         if not count:
             return 0
@@ -219,29 +206,26 @@ class Predictor:
         return total
 
 
-def _fields(reading: Reading) -> tuple[int, int, int, tuple[int, int] | None]:
-    return reading.decode_bytes, reading.kept_bytes, reading.stack_bytes, reading.file_size
-
-
 def _samples(config: Config, images: RunData | None) -> tuple[int, int]:
-    """Samples of the largest training batch and of the largest evaluation batch."""
+    """Return the sizes of the largest training batch and of the largest evaluation batch."""
     train, evaluated = config.data.batch_size, config.data.eval_batch_size or config.data.batch_size
-    if images is None or isinstance(images, RoundRobinData):
+    if images is None or len(images.parts) > 1:  # their batches have the sizes of the settings
         return train, evaluated
-    others = [count for split, count in images.splits.items() if split != "train"]
-    return min(train, images.splits["train"]), min(evaluated, max(others, default=evaluated))
+    (part,) = images.parts.values()
+    others = [count for split, count in part.splits.items() if split != "train"]
+    return min(train, part.splits["train"]), min(evaluated, max(others, default=evaluated))
 
 
 def require_within_budget(config: Config, images: RunData, folder: Path | None) -> Prediction | None:
     """Reject a run that is predicted to exceed its budget. Call it before anything is written.
 
     Args:
-        config: of the run.
+        config: the configuration of the run.
         images: its opened data.
-        folder: of the run; None: the run trains nothing.
+        folder: the run folder; None: the run trains nothing.
 
     Returns:
-        The prediction; None: the run has no budget.
+        The prediction; None for a run without a budget.
 
     Raises:
         UserError: the prediction is above the budget; names settings that fit. Or the run and its workers need more
@@ -259,7 +243,7 @@ def require_within_budget(config: Config, images: RunData, folder: Path | None) 
         )
         budget = limit
     predictor = Predictor(config, images, 0, device, folder)
-    predictor.demand(config)  # loads what the run loads, and is measured below
+    predictor.demand(config)  # loads the libraries of the run, which are measured below
     predictor.forget()
     if on_cpu:
         predictor.base_bytes = _base_bytes(config)
@@ -274,14 +258,14 @@ def require_within_budget(config: Config, images: RunData, folder: Path | None) 
 
 
 def _base_bytes(config: Config) -> int:
-    """The size of the process before the model, with the libraries that the run loads later."""
+    """Return the resident memory without the model, with the libraries that the run loads later."""
     LibrarySizes()(libraries(config.optim.state_bits, build_methods(config)))  # loads them
     release_freed_memory()
     return resident_bytes()
 
 
 def _too_much(config: Config, predicted: Prediction, budget: int, on_cpu: bool) -> str:
-    """Sentences that name the prediction, the largest phase, and the settings that decide it."""
+    """Return sentences with the prediction, the largest phase, and the settings that determine it."""
     base = f", {format_bytes(predicted.base_bytes)} of them for the interpreter and its libraries" if on_cpu else ""
     phase = f"{predicted.phase}{_decided_by(config, predicted.phase)}"
     return (
@@ -291,12 +275,13 @@ def _too_much(config: Config, predicted: Prediction, budget: int, on_cpu: bool) 
 
 
 def _decided_by(config: Config, phase: str) -> str:
-    """The settings that decide the memory of a phase, in parentheses."""
-    data, noun = config.data, TASKS[config.task].sample
+    """Return the settings that determine the memory of a phase, in parentheses."""
+    data, kind = config.data, kind_of(config)
+    noun = kind.task.sample
     if phase in ("training", "reading training batches"):
-        return f" (data.batch_size={data.batch_size}, {_size(config)})"
+        return f" (data.batch_size={data.batch_size}, {kind.size_setting(config)})"
     if phase in ("evaluation", "reading evaluation batches", "evaluating the saved weights"):
-        size = "the size of the evaluated images" if config.task == "segmentation" else _size(config)
+        size = kind.evaluation_size(config)
         if data.eval_batch_size is None:
             return f" (data.eval_batch_size=null: batches of {data.batch_size} {noun}s, {size})"
         return f" (data.eval_batch_size={data.eval_batch_size}, {size})"
@@ -305,44 +290,23 @@ def _decided_by(config: Config, phase: str) -> str:
     return ""
 
 
-def _size(config: Config) -> str:
-    """The setting of the input size with its value."""
-    size = factory.input_of(config.model).size
-    if config.task == "text":
-        return f"model.max_length={size[0]}"
-    return f"model.image_size={size[0] if size[0] == size[-1] else list(size)}"
-
-
 def _what_fits(config: Config, predictor: Predictor, budget: int) -> str:
-    """Sentences on what would fit the budget: the nearest smaller sizes, and the command that finds more."""
+    """Return sentences that name smaller sizes that fit the budget, and the command that finds more."""
     if predictor.base_bytes + predictor.demand(config).weights_bytes > budget:
         return "No recipe of this model fits. Pass a larger memory=, or choose a smaller model."
     plan = f"efficient-ft plan with the same model, data and memory={config.memory} finds recipes that fit."
-    for start in _starts(config):
+    for start in (config, *kind_of(config).smaller_inputs(config)):
         fits = fitting(start, predictor, budget)
         if fits is not None:
             return f"{_changes(config, fits)} would fit; or {plan}"
     return plan
 
 
-def _starts(config: Config) -> list[Config]:
-    """The run, and the same run with smaller images."""
-    found = [config]
-    size = factory.input_of(config.model).size
-    if config.task != "text" and size[0] == size[-1]:
-        for factor in _SMALLER_IMAGES:
-            side = max(32, int(size[0] * factor) // 32 * 32)
-            smaller = config.model_copy(update={"model": config.model.model_copy(update={"image_size": side})})
-            if side < size[0]:
-                found.append(smaller)
-    return found
-
-
 def fitting(config: Config, predictor: Predictor, budget: int) -> Config | None:
     """Halve the sizes that decide the largest phase until the run fits the budget; None: no sizes fit.
 
     Args:
-        config: of the run.
+        config: the configuration of the run.
         predictor: predicts its memory.
         budget: bytes.
     """
@@ -359,9 +323,9 @@ def fitting(config: Config, predictor: Predictor, budget: int) -> Config | None:
 
 
 def _smaller(config: Config, phase: str) -> Config | None:
-    """The run with less memory in a phase; None: there is no setting for it."""
+    """Return the run with a setting that needs less memory in a phase; None if no setting does."""
     data, trainer = config.data, config.trainer
-    if phase.startswith("reading") and data.num_workers == 0 and config.task != "text":
+    if phase.startswith("reading") and data.num_workers == 0 and kind_of(config).decodes_files:
         return config.model_copy(update={"data": data.model_copy(update={"num_workers": 1})})
     if phase in ("evaluation", "evaluating the saved weights", "reading evaluation batches"):
         size = data.eval_batch_size or data.batch_size
@@ -382,7 +346,7 @@ def _smaller(config: Config, phase: str) -> Config | None:
 
 
 def _changes(config: Config, fits: Config) -> str:
-    """The settings by which `fits` differs from `config`, as on the command line."""
+    """Return the settings that differ between `config` and `fits`, as on the command line."""
     keys: Sequence[tuple[str, object, object]] = (
         ("model.image_size", config.model.image_size, fits.model.image_size),
         ("data.batch_size", config.data.batch_size, fits.data.batch_size),
@@ -422,9 +386,9 @@ def _require_room(config: Config, predictor: Predictor, predicted: Prediction, d
 
 
 def smaller_evaluation(config: Config, device: torch.device, base_bytes: int, room: int) -> int | None:
-    """The evaluation batch size with which the run is predicted to fit into `room`, if only evaluation is too large.
+    """Return the evaluation batch size that is predicted to fit into `room`, if only evaluation is too large.
 
-    Args: as of `largest_batch`.
+    Args: see `largest_batch`.
     """
     fits = fitting(config, Predictor(config, None, base_bytes, device), room)
     if fits is None or fits.data.batch_size != config.data.batch_size or fits == config:
@@ -436,8 +400,8 @@ def largest_batch(config: Config, device: torch.device, base_bytes: int, room: i
     """The largest batch size, at most the configured one, that is predicted to fit into `room`; 0: none does.
 
     Args:
-        config: of the run.
-        device: where it trains.
+        config: the configuration of the run.
+        device: the training device.
         base_bytes: resident memory before the model, in bytes.
         room: bytes that the process, or the device, may take.
     """
@@ -454,7 +418,7 @@ def largest_batch(config: Config, device: torch.device, base_bytes: int, room: i
     low, high = predicted(1), predicted(2)
     if low > room:
         return 0
-    # Nearly linear in the batch: the guess is tried, and lowered where it is too large.
+    # Memory is nearly linear in the batch size. The guess is lowered until it fits.
     guess = min(most - 1, 1 + math.floor((room - low) / max(high - low, 1)))
     while guess > 1 and predicted(guess) > room:
         guess = guess * 9 // 10

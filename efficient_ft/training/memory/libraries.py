@@ -21,15 +21,15 @@ def libraries(state_bits: int, methods: Iterable[Method]) -> tuple[str, ...]:
     """Return what steps on a CPU load besides what every run has loaded, as names of modules.
 
     Args:
-        state_bits: of the optimizer.
-        methods: of the run.
+        state_bits: bits of the optimizer state.
+        methods: the methods of the run.
     """
     of_optimizer = (_KERNELS,) if state_bits < 32 else ()
     return tuple(dict.fromkeys([*of_optimizer, *(name for method in methods for name in method.libraries)]))
 
 
 class LibrarySizes:
-    """Bytes that libraries add to this process: each is loaded when it is first asked for, and measured."""
+    """Return the bytes that libraries add to this process. Each library is loaded and measured on first use."""
 
     def __init__(self) -> None:
         self._bytes: dict[str, int] = {}

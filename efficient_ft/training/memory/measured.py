@@ -1,4 +1,4 @@
-"""The callback that measures the memory of the training process over the run's own optimizer steps.
+"""The callback that measures the memory of the training process during optimizer steps of the run.
 
 Its own steps, and not the copies that the cost of a step is probed on after training: memory that the allocator kept
 from the training would hide what a copy's step takes. Early steps, before the first evaluation: kept memory of an
@@ -18,9 +18,9 @@ from efficient_ft.cost import StepMemory, optimizer_state_bytes
 from efficient_ft.methods.base import Method
 from efficient_ft.record.results import MemoryReport
 
-#: Optimizer steps before those measured: kernels are loaded, the optimizer's state is made. Methods may ask for more.
+#: Optimizer steps before the measurement, which load kernels and create optimizer state. Methods may require more.
 WARMUP = 2
-#: Optimizer steps measured.
+#: Number of measured optimizer steps.
 STEPS = 3
 
 
@@ -42,7 +42,7 @@ class MemoryMeter(L.Callback):
         self._measured: dict[str, Any] = {}
 
     def report(self, step_peak_bytes: int, accumulated_bytes: int) -> MemoryReport | None:
-        """The record for results.json; None if no step was taken.
+        """Return the record for results.json; None if no step was taken.
 
         Args:
             step_peak_bytes: the counted peak without model and batch (`cost.Executed.step_peak_bytes`).
@@ -58,7 +58,7 @@ class MemoryMeter(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._measured:
             return
-        loaded = sum(map(optimizer_state_bytes, trainer.optimizers))  # of a resumed run
+        loaded = sum(map(optimizer_state_bytes, trainer.optimizers))  # loaded by a resumed run
         self._memory = StepMemory(trainer.strategy.root_device, loaded)
         self._warmup = WARMUP + max((method.warmup_steps for method in self._methods), default=0)
 
@@ -109,16 +109,16 @@ class MemoryMeter(L.Callback):
 
     # ------------------------------------------------------------------ state
     def state_dict(self) -> dict[str, Any]:
-        """The measured sizes; empty before they are."""
+        """Return the measured sizes; empty before the measurement."""
         return dict(self._measured)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Keep what was measured before the run was interrupted."""
+        """Restore the sizes that were measured before the run was interrupted."""
         self._measured = dict(state_dict)
 
 
 def accumulated_gradients(network: nn.Module, grad_accum_steps: int) -> int:
-    """Bytes of the gradients that live through all micro-batches of an optimizer step; 0 without accumulation."""
+    """Return the bytes of gradients that are kept between micro-batches; 0 without accumulation."""
     if grad_accum_steps == 1:
         return 0
     return sum(p.numel() * p.element_size() for p in network.parameters() if p.requires_grad)

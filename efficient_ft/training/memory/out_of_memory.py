@@ -1,4 +1,4 @@
-"""Lack of memory while a run trains, in words: what was asked for, what decides it, and what would fit."""
+"""Messages for runs that are out of memory: the failed allocation, its settings, and a batch size that fits."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from efficient_ft.data.loader import refuse_killed_worker
 from efficient_ft.training.memory.budget import largest_batch, smaller_evaluation
 from efficient_ft.training.trainer import on_device
 
-#: Texts of the errors of torch's allocators on a CPU and on Apple's GPUs, which have no class of their own.
+#: Texts of the errors of torch's allocators on a CPU and on Apple's GPUs, which have no class.
 _TEXTS = ("DefaultCPUAllocator", "std::bad_alloc", "MPS backend out of memory", "CUDA out of memory")
-#: How they, and NumPy, say what was asked for.
+#: The size of the failed allocation in errors of torch and NumPy.
 _ASKED = re.compile(r"(?:tried to allocate|unable to allocate) ([\d.]+) ?([KMGT]i?B|bytes)", re.IGNORECASE)
-#: Methods in the order in which they are suggested where not even one image at a time fits, and what they are.
+#: Methods to suggest if not even one image fits, in this order, with a short description.
 _SMALLER = (
     (("full", "checkpointing"), "exact, computes each block twice"),
     (("last_stage",), "trains the last blocks"),
@@ -35,10 +35,10 @@ _SMALLER = (
 def out_of_memory(config: Config) -> Iterator[None]:
     """Turn lack of memory inside the block into a message with the batch size that is predicted to fit.
 
-    The prediction is that of the setting ``memory``. What the block has built is freed before it is made.
+    The prediction is the same as for the setting ``memory``. The objects of the block are freed before it is made.
 
     Args:
-        config: of the run that trains inside.
+        config: the configuration of the run that trains inside.
 
     Raises:
         UserError: the device or the process has too little memory, or a process that loads data was killed.
@@ -70,7 +70,7 @@ def out_of_memory(config: Config) -> Iterator[None]:
 
 
 def _forget(error: BaseException | None) -> None:
-    """Free what the frames of an error, and of those that it followed, hold: the model and a step's activations."""
+    """Free the objects in the frames of an error and of its causes: the model and the activations of a step."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__
@@ -81,7 +81,7 @@ def _forget(error: BaseException | None) -> None:
 
 
 def _asked(text: str) -> int | None:
-    """The bytes that an error says were asked for."""
+    """Return the size of the failed allocation in bytes; None if the error does not state it."""
     found = _ASKED.search(text)
     if found is None:
         return None
@@ -99,12 +99,12 @@ def _named(device: torch.device) -> str:
 
 
 def _taken(device: torch.device) -> int:
-    """Memory of a device that this process has."""
+    """Return the memory of a device that this process takes."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else resident_bytes()
 
 
 def _room(device: torch.device) -> int:
-    """The memory that this process may take in all: what it has, and what is free within all limits."""
+    """Return the memory that this process may take in total: its present memory and the free memory."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device)
@@ -112,7 +112,7 @@ def _room(device: torch.device) -> int:
 
 
 def _what_fits(config: Config, device: torch.device) -> str:
-    """Sentences on what would fit: the largest batch size, else a method, and the command that finds recipes."""
+    """Return sentences that name a batch size or method that fits, and the command that finds others."""
     room = _room(device)
     plan = f"efficient-ft plan with the same model, data and memory={bytes_setting(room)} finds recipes that fit."
     if config.tasks:
@@ -147,7 +147,7 @@ def _what_fits(config: Config, device: torch.device) -> str:
 
 
 def _same_steps(config: Config, largest: int) -> str:
-    """The settings of the same optimizer steps in micro-batches of at most `largest` images, as a clause."""
+    """Return the settings for the same optimizer steps with micro-batches of at most `largest` images, as a clause."""
     batch, accumulate = config.data.batch_size, config.trainer.grad_accum_steps
     if config.optim.in_backward:
         return ""

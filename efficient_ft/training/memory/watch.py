@@ -1,8 +1,7 @@
 """Keep a run within its memory budget: watch the process, and stop the run when it passes the budget.
 
-On a CPU the budget is the resident memory of the training process, interpreter and libraries included; workers that
-load data have memory of their own. On CUDA it is the memory that PyTorch's allocator reserves on the device, which the
-allocator itself enforces.
+On a CPU the budget limits the resident memory of the training process, including the interpreter and libraries, but not
+the data-loading workers. On CUDA it limits the memory that PyTorch's allocator reserves, which the allocator enforces.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ from efficient_ft.core.format import format_bytes
 from efficient_ft.core.process_memory import release_freed_memory, return_freed_memory_on_request
 from efficient_ft.core.units import parse_bytes
 
-#: Seconds between two looks at the size of the process: far below the budget, and from `_CLOSE` of it on.
+#: RSS polling intervals in seconds: far below the budget, and above the share `_CLOSE` of it.
 INTERVAL, CLOSE_INTERVAL = 0.02, 0.002
 _CLOSE = 0.85
-#: From this share of the budget on freed memory is given back, and after these seconds again.
+#: Above this share of the budget, freed memory is returned to the system, at most once per this many seconds.
 _NEAR, _RELEASE_INTERVAL = 0.97, 0.5
-#: Seconds after which a run that did not stop is stopped again: an exception within a finalizer is ignored.
+#: Seconds until a run that did not stop is interrupted again, because Python ignores exceptions in finalizers.
 _AGAIN = 5.0
-#: What wakes the main thread; nothing else in a run uses it.
+#: The signal that wakes the main thread; nothing else in a run uses it.
 _SIGNAL: signal.Signals = getattr(signal, "SIGUSR2", None) or getattr(signal, "SIGBREAK")  # noqa: B009 (Windows)
 
 
 def budget_of(config: Config) -> int | None:
-    """The budget in bytes; None: the run has none."""
+    """Return the budget in bytes; None for a run without a budget."""
     return None if config.memory is None else parse_bytes("memory", config.memory)
 
 
 class _PassedError(BaseException):
-    """The budget was passed; no handler of mistakes in the block turns it into a message of its own."""
+    """The budget was exceeded. A BaseException, so that no handler of errors in the block catches it."""
 
 
 @contextmanager
@@ -53,10 +52,10 @@ def within_budget(config: Config, device: torch.device, *, armed: bool = True) -
     effect.
 
     Args:
-        config: of the run.
-        device: where it trains.
-        armed: False: the code is not stopped before `stop_from_now_on`. A run is first predicted, and a prediction
-            above the budget has the better message.
+        config: the configuration of the run.
+        device: the training device.
+        armed: False to stop the code only after `stop_from_now_on`. A run is predicted first, and a prediction above
+            the budget has the better message.
 
     Raises:
         UserError: the budget was passed.
@@ -116,24 +115,24 @@ def _passed(config: Config, size: int, how: str) -> UserError:
 
 
 class _Watch(threading.Thread):
-    """Look at the resident memory of the process, and wake the main thread when it is above `budget`.
+    """Poll the resident memory of the process, and wake the main thread if it exceeds `budget`.
 
-    Near the budget, freed memory that the allocator holds is given back: from step to step it splits up, so that a
-    process grows slowly although the bytes in use do not.
+    Near the budget, freed memory is returned to the system: it fragments from step to step, so that a process grows
+    slowly although the bytes in use do not.
     """
 
-    #: The watch of this process; None: there is none.
+    #: The watch of this process, if there is one.
     running: _Watch | None = None
 
     def __init__(self, budget: int, armed: bool) -> None:
         super().__init__(name="memory budget", daemon=True)
         self._budget, self.armed, self._ended = budget, armed, threading.Event()
-        #: The size above the budget; 0: it was not passed.
+        #: The size above the budget; 0 if the budget was not exceeded.
         self.seen = 0
         _Watch.running = self
 
     def run(self) -> None:
-        """Look until the end."""
+        """Poll until the end."""
         process, released, size = psutil.Process(), 0.0, 0
         while not self._ended.wait(CLOSE_INTERVAL if size > _CLOSE * self._budget else INTERVAL):
             size = process.memory_info().rss
@@ -150,11 +149,11 @@ class _Watch(threading.Thread):
 
     @property
     def ended(self) -> bool:
-        """Whether the block is over: a request that is still on its way has no effect."""
+        """True after the end of the block; a pending request has no effect then."""
         return self._ended.is_set()
 
     def end(self) -> None:
-        """Stop looking."""
+        """Stop polling."""
         self._ended.set()
         self.join()
         _Watch.running = None

@@ -35,7 +35,7 @@ def previous(path: Path) -> Path:
 
 
 def exists(path: Path) -> bool:
-    """Whether there is a checkpoint to continue from; between the two renames of a save there is only the previous."""
+    """Return True if a checkpoint exists. Between the two renames of a save, only the previous one does."""
     return path.is_file() or previous(path).is_file()
 
 
@@ -46,7 +46,7 @@ def read(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
 
     Args:
         path: the checkpoint.
-        map_location: as for `torch.load`.
+        map_location: see `torch.load`.
 
     Raises:
         OtherVersionError: another version of this package wrote it.
@@ -115,7 +115,7 @@ def refuse_another_run(path: Path, checkpoint: dict[str, Any]) -> None:
 
 
 def _has_weights(checkpoint: Any) -> bool:
-    """Whether a file holds weights by name; modules may keep other values under the name ``_extra_state``."""
+    """Return True if a value is a mapping from names to tensors; ``_extra_state`` may have other values."""
     held = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
     return isinstance(held, dict) and all(
         isinstance(name, str) and (isinstance(value, torch.Tensor) or name.endswith("_extra_state"))

@@ -28,7 +28,7 @@ def say(text: str) -> None:
 
 def quiet_lightning() -> None:
     """Silence advice that does not apply: the loaders, checkpoints and frozen BatchNorm layers are ours on purpose."""
-    logging.raiseExceptions = False  # a log file on a full disk is no reason for a traceback
+    logging.raiseExceptions = False  # a log file on a full disk must not end in a traceback
     for name in ("lightning.pytorch", "lightning.fabric", "lightning", "timm"):
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # it warns of registrations by other libraries
@@ -63,7 +63,7 @@ def cost_table(cost: dict[str, Any], method: str, batch: int, sample: str = "ima
         cost: a `record.results.CostReport`.
         method: the header of its column.
         batch: samples per batch.
-        sample: what a batch consists of, in a word.
+        sample: the noun for one sample: image or text.
     """
     baseline = cost.get("baseline")
     if baseline and all(baseline[group] == cost[group] for group in ("executed", "measured")):
@@ -103,7 +103,7 @@ def memory_table(memory: dict[str, Any], batch: int) -> str:
 
 
 def results_text(results: dict[str, Any], folder: Path) -> str:
-    """The text at the end of a run: what was trained, accuracy and cost.
+    """Return the text at the end of a run: trained parameters, accuracy and cost.
 
     Args:
         results: a `record.results.Results`.
@@ -148,7 +148,7 @@ def _share(trained: int, total: int) -> str:
 
 
 def _seen(limit: int, settings: dict[str, Any], data: dict[str, Any], sample: str) -> str:
-    """Say on how many samples accuracy was taken, where a number of batches limits them."""
+    """Return a note with the number of evaluated samples if a number of batches limits them."""
     size = limit * (settings["eval_batch_size"] or settings["batch_size"])
     splits = {split: count for split, count in data.get("splits", {}).items() if split != "train"}
     each = [f"{min(size, count)} of {count} {split} {sample}s" for split, count in splits.items()]
@@ -156,7 +156,7 @@ def _seen(limit: int, settings: dict[str, Any], data: dict[str, Any], sample: st
 
 
 def _accuracy_rows(accuracy: dict[str, Any], data: dict[str, Any], published: float | None) -> list[list[str]]:
-    """Best and last on the split that chose the best epoch; the best weights' on the test split; and `published`."""
+    """Return the rows of accuracies: best and last epoch, the best weights on the test split, and `published`."""
     tasks, split = accuracy.get("tasks", {}), accuracy["split"]
     rows = [[spelled(accuracy.get("metric", "accuracy")), "best", "last"]]
     rows += [[f"{task}, {split}", format_percent(of["best"]), format_percent(of["last"])] for task, of in tasks.items()]

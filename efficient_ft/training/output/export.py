@@ -1,4 +1,4 @@
-"""``model.safetensors``: the trained weights under timm's own names, with all that is needed to use them."""
+"""``model.safetensors``: the trained weights under timm's names, with the metadata that is needed to use them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import inspect
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError, model_validator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -19,7 +17,7 @@ from torch import Tensor, nn
 from efficient_ft import __version__
 from efficient_ft.config import ModelConfig
 from efficient_ft.config.schema import LARGEST_SIDE
-from efficient_ft.core.errors import UserError, first_line
+from efficient_ft.core.errors import SettingError, UserError, first_line
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.tokenizer import Tokenizer
 from efficient_ft.data.images import MAX_PIXELS, Decoding
@@ -30,32 +28,11 @@ from efficient_ft.models.tasks import tasks_of
 from efficient_ft.models.text import TOKENIZER
 from efficient_ft.record.files import write_atomically
 from efficient_ft.record.formats import OtherVersionError
-from efficient_ft.task import Classification, Inputs, TextClassification, moved
+from efficient_ft.training.kinds.base import Trained
+from efficient_ft.training.kinds.registry import kind_named
 
 NAME = "model.safetensors"
 _Names = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A trained network, ready to use.
-
-    Attributes:
-        model: in evaluation mode, on the CPU; its parameters require no gradient.
-        class_names: by output index; with several tasks those of the chosen task.
-        input: size and normalization of the images; or length and tokenizer of the texts.
-        notes: further metadata of the file: epoch, accuracy, split.
-        tasks: class names by task, where there are several; `models.tasks.tasks_of(model).active` is the task that the
-            model works on.
-        decoding: options for decoding image files.
-    """
-
-    model: nn.Module
-    class_names: list[str]
-    input: InputSpec
-    notes: dict[str, Any]
-    tasks: dict[str, list[str]] = field(default_factory=dict)
-    decoding: Decoding = field(default_factory=Decoding)
 
 
 def save(
@@ -67,17 +44,17 @@ def save(
     notes: dict[str, Any],
     methods: Sequence[Method] = (),
 ) -> None:
-    """Write `weights`, with all that `load` needs in the file's metadata.
+    """Write `weights`, with the metadata for `load`.
 
     Args:
         path: the file.
         weights: under timm's own names (`plain_state_dict`).
         model: the model's configuration.
-        class_names: by output index; with several tasks, by task.
+        class_names: class names by output index, or by task with several tasks.
         input: size and normalization of the images.
         notes: further metadata.
-        methods: those that cannot be merged into the model's own weights are noted with their settings, since
-            `weights` hold what they added, and with them the selection that chose the adapted layers.
+        methods: the methods of the run. The metadata contain the settings of methods that cannot be merged into the
+            model's weights, and of the selection that chose the layers of adapters.
     """
     adapted = any(m.axis == "adapters" and not m.merges for m in methods)
     added = [m for m in in_order(methods) if not m.merges or (adapted and m.axis == "selection")]
@@ -126,7 +103,7 @@ def _sort_metadata(file: Path) -> None:
 
 
 def _without_shared_storages(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors that are part of another's storage (tied weights, views), which the format refuses."""
+    """Copy tensors that share a storage (tied weights, views), which the format does not allow."""
     seen: set[int] = set()
     separate: dict[str, Tensor] = {}
     for name, weight in weights.items():
@@ -138,7 +115,7 @@ def _without_shared_storages(weights: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def load(run: Path, task: str | None = None) -> Trained:
-    """The trained network of a run.
+    """Load the trained network of a run.
 
     Args:
         run: a run folder, or its model.safetensors.
@@ -146,7 +123,7 @@ def load(run: Path, task: str | None = None) -> Trained:
 
     Raises:
         OtherVersionError: the file notes a method or a setting that this version does not know.
-        UserError: there is no such file, it is damaged, or no run wrote it; or there is no such task.
+        UserError: the file does not exist, is damaged, or was not written by a run; or the task is unknown.
     """
     file = run / NAME if run.is_dir() else run
     metadata = _metadata(run, file)
@@ -197,12 +174,13 @@ def load(run: Path, task: str | None = None) -> Trained:
         input=InputSpec(size, tuple(about.mean), tuple(about.std), about.interpolation, tokenizer),
         notes={k: v for k, v in metadata.items() if k not in _READ},
         tasks=tasks,
+        task=about.task,
         decoding=Decoding(**about.decoding.get(switch.active if switch is not None else "", _Decoding()).model_dump()),
     )
 
 
 def _metadata(run: Path, file: Path) -> dict[str, str]:
-    """The metadata of `file`, the model.safetensors of `run`."""
+    """Read the metadata of `file`, the model.safetensors of `run`."""
     if not file.is_file():
         if not run.exists():
             raise UserError(f"{run}: no such folder. Pass the run folder printed when training ended.")
@@ -257,7 +235,7 @@ class _About(BaseModel):
     added: Json[list[_Added]] = []
     decoding: Json[dict[str, _Decoding]] = {}
     tokenizer: str | None = None
-    task: Literal["classification", "segmentation", "text"] = "classification"
+    task: str = "classification"
     class_ids: Json[list[Annotated[int, Field(ge=0, le=65535)]]] | None = None
     class_colors: Json[list[tuple[_Channel, _Channel, _Channel]]] | None = None
     columns: Json[Literal[1, 2]] | None = None
@@ -269,21 +247,25 @@ class _About(BaseModel):
             raise ValueError("image_size is one number with a tokenizer, and else two")
         if len(self.mean) != len(self.std) or len(self.mean) not in ((0,) if texts else (1, 3)):
             raise ValueError("mean and std have one number per channel")
-        if self.task == "segmentation" and len(self.class_ids or ()) != len(self.class_names):
-            raise ValueError("class_ids has one number per class")
         if self.class_colors is not None and len(self.class_colors) != len(self.class_names):
             raise ValueError("class_colors must have one color per class")
         return self
 
 
 def _checked(file: Path, metadata: dict[str, str]) -> _About:
-    """Read the metadata of `file`."""
+    """Validate the metadata of `file`."""
     try:
-        return _About.model_validate(metadata)
+        about = _About.model_validate(metadata)
+        kind_named(about.task).check_notes(about.model_dump(), len(about.class_names))
+        return about
+    except SettingError as error:
+        raise _altered(file, f"its {error}") from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "metadata"
         raise _altered(file, f"its {where}: {first['msg'].removeprefix('Value error, ')}") from error
+    except ValueError as error:
+        raise _altered(file, f"its metadata: {error}") from error
 
 
 def _altered(file: Path, why: str) -> UserError:
@@ -293,7 +275,7 @@ def _altered(file: Path, why: str) -> UserError:
 
 
 def _require_same_shapes(file: Path, model: nn.Module) -> None:
-    """Refuse a file whose weights are not all taken over as they are, e.g. a head of another number of classes.
+    """Reject a file whose tensors do not have the shapes of the model, e.g. a head with another number of classes.
 
     Raises:
         UserError: for the first tensor that differs.
@@ -308,7 +290,7 @@ def _require_same_shapes(file: Path, model: nn.Module) -> None:
 
 
 def _noted_method(file: Path, part: _Added) -> Method:
-    """The method that the metadata of `file` notes, with its settings."""
+    """Build the method that the metadata of `file` name, with its settings."""
     name, settings = part.method, part.settings
     do = "Train again with this version, or use the version that wrote the file."
     if name not in METHODS:
@@ -323,23 +305,8 @@ def _noted_method(file: Path, part: _Added) -> Method:
         raise OtherVersionError(file, f"it notes the method {name} with {error}", do) from error
 
 
-@torch.inference_mode()
-def probabilities(model: nn.Module, inputs: Inputs) -> Tensor:
-    """Images (B, 3, H, W), or tensors of texts by name → probabilities (B, classes) on the CPU; computed on the model's
-    device.
-
-    Raises:
-        UserError: an output is not finite.
-    """
-    device = next(model.parameters()).device
-    task = Classification() if isinstance(inputs, Tensor) else TextClassification()
-    logits = task.logits(model, moved(inputs, device)).float()
-    require_finite(logits)
-    return logits.softmax(-1).cpu()
-
-
 def require_finite(logits: Tensor) -> None:
-    """Refuse outputs of a network that has weights, or is given a normalization, that are of no use.
+    """Reject outputs that are not finite.
 
     Raises:
         UserError: an output is not finite.

@@ -1,4 +1,4 @@
-"""Faults of the system while a run writes into its folder, in words: a full disk, a lost folder, no permission."""
+"""Messages for system errors while a run writes into its folder: a full disk, a lost folder, no permission."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from efficient_ft.core.format import format_bytes
 from efficient_ft.record import config_file
 from efficient_ft.training.output import checkpoint
 
-#: Texts of errors of torch and safetensors that stand for a write that failed; neither passes on the system's number.
+#: Texts of errors of torch and safetensors for a failed write, which do not contain the system's error number.
 _FAILED_WRITES = ("PytorchStreamWriter", "inline_container", "unexpected pos", "I/O error", "os error")
 
 #: Texts of errors of gloo, which waits for the other processes of a run, when one of them has ended.
@@ -25,7 +25,7 @@ _LOST_PROCESS = ("Connection closed by peer", "Connection reset by peer", "Broke
 
 
 def _continues(folder: Path | None) -> str:
-    """Return what the same command does then; None: of a folder that is not known."""
+    """Return a sentence on the effect of the same command; None for an unknown folder."""
     if folder is None:
         return "The same command continues from the last checkpoint, or starts again where there is none."
     if checkpoint.exists(folder / checkpoint.NAME):
@@ -34,7 +34,7 @@ def _continues(folder: Path | None) -> str:
 
 
 def require_folder(folder: Path) -> None:
-    """Refuse to write into a folder that is no longer the one in which the run started.
+    """Reject writing if the folder of the run was replaced since the run started.
 
     Raises:
         UserError: it was removed, moved, or replaced.
@@ -48,11 +48,11 @@ def require_folder(folder: Path) -> None:
 
 
 def refuse_lost_process(error: BaseException) -> None:
-    """Refuse to go on without another process of the run.
+    """Stop if another process of the run has ended.
 
     Raises:
         KeyboardInterrupt, TerminatedRun: the same, after a signal that asked this process to end.
-        UserError: `error` is that of an exchange with a process that has ended.
+        UserError: `error` reports a failed exchange with a process that has ended.
     """
     if "gloo" in str(error).lower() and any(text in str(error) for text in _LOST_PROCESS):
         if stopping.asked:
@@ -65,18 +65,18 @@ def refuse_lost_process(error: BaseException) -> None:
 
 @contextmanager
 def faults_of_the_system(folder: Path, begun: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Turn what the system refuses in the run folder inside the block into a message that names the folder.
+    """Turn system errors in the run folder inside the block into a message that names the folder.
 
     Args:
         folder: the run folder.
         begun: returns whether the run has written its configuration into it.
 
     Raises:
-        UserError: the disk is full, the folder is gone, there is no permission, another process of the run ended, ...
+        UserError: a full disk, a removed folder, missing permission, a process of the run that ended, ...
     """
     try:
         yield
-    except BrokenPipeError:  # the reader of what is printed has closed the pipe, e.g. `| head`
+    except BrokenPipeError:  # the reader of the output has closed the pipe, e.g. `| head`
         raise
     except (OSError, RuntimeError, SafetensorError) as error:
         refuse_lost_process(error)
@@ -89,7 +89,7 @@ def faults_of_the_system(folder: Path, begun: Callable[[], bool] = lambda: True)
 
 
 def _reason(error: Exception, folder: Path) -> str | None:
-    """Return what the system refused; None: the error is of another kind, or of another place."""
+    """Return a description of the system error; None for an error of another kind or place."""
     if isinstance(error, OSError) and error.errno is not None:
         name = error.filename
         elsewhere = name is not None and folder.resolve() not in (place := Path(os.fsdecode(name)).resolve()).parents

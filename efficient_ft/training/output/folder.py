@@ -1,4 +1,4 @@
-"""The run folder: one run per folder, one process at a time, and nothing of an earlier run is deleted."""
+"""The run folder: one run per folder, one process at a time. Files of earlier runs are never deleted."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from efficient_ft.record.results import flatten
 from efficient_ft.training.output import checkpoint, export
 from efficient_ft.training.output.console import rank, say
 
-#: Locked by the process that trains in the folder; the operating system releases it when that process ends.
+#: File that the training process locks; the operating system releases the lock when that process ends.
 LOCK = ".lock"
-#: Holds the digest of the images that a run trains on (`data.listing.Listing.digest`; several tasks: joined by +).
+#: File with the digest of the training data (`data.listing.Listing.digest`); those of several tasks are joined by +.
 IMAGES = "images"
-#: Holds the hashes of the data and weights that a run begins with (`data.contents.Contents.record`).
+#: File with the hashes of the data and weights at the start of a run (`data.contents.Contents.record`).
 CONTENTS = "contents.json"
-#: The folder with the record of the command, by Hydra; and its log.
+#: The folder and the log that Hydra writes.
 RECORD, LOGS = ".hydra", ("train.log",)
 #: Any of these files shows that a run was started in a folder.
 _TRACES = (results.NAME, config_file.NAME, checkpoint.NAME, export.NAME, "metrics.jsonl")
-#: What a run writes under these names; a folder in the place of one is refused before the training.
+#: Files that a run writes. A folder with one of these names is rejected before training.
 _FILES = (*_TRACES, "metrics.csv", checkpoint.RUN_ID, IMAGES, CONTENTS, f"{checkpoint.NAME}.prev")
-#: What a run appends to, which a link in its place would lead elsewhere; other files replace a link.
+#: Files that a run appends to. Links with these names are rejected; other files replace a link.
 _APPENDED = ("metrics.jsonl", step_stats.NAME, "tensorboard", "wandb")
 
 
 def refuse_another_run(config: Config, folder: Path) -> None:
-    """Refuse a folder that holds a run with other settings, unless ``resume=never`` moves that run away.
+    """Reject a folder with a run of other settings, unless ``resume=never`` moves that run away.
 
     Raises:
         OtherVersionError: an earlier version of this package wrote the folder.
@@ -57,7 +57,7 @@ def refuse_another_run(config: Config, folder: Path) -> None:
 
 
 def refuse_split_run(folder: Path) -> None:
-    """Refuse a folder with a part of a run: earlier versions moved it away file by file.
+    """Reject a folder with a part of a run: earlier versions moved it away file by file.
 
     Raises:
         UserError: the folder, or one that such a version moved its run to, holds files of a run and no config.yaml.
@@ -81,12 +81,12 @@ def refuse_split_run(folder: Path) -> None:
 
 
 def _traces(folder: Path) -> list[str]:
-    """The files of a run in a folder, by name; others refuse links and folders in their places."""
+    """Return the files of a run in a folder by name; links and folders in their places are rejected."""
     return [name for name in _TRACES if (folder / name).is_file() and not (folder / name).is_symlink()]
 
 
 def refuse_changed_contents(folder: Path, contents: Contents) -> None:
-    """Refuse to continue a run whose data or weights have changed since it began.
+    """Reject a run whose data or weights have changed since it began.
 
     Raises:
         UserError: the contents differ from those that the run noted, or the note is damaged.
@@ -106,7 +106,7 @@ def refuse_changed_contents(folder: Path, contents: Contents) -> None:
 
 
 def refuse_other_images(config: Config, folder: Path, digest: str) -> None:
-    """Refuse a folder whose run was trained on other images than those with the `digest`.
+    """Reject a folder whose run was trained on images with a digest different from `digest`.
 
     Raises:
         UserError: the digests differ, or the note is damaged.
@@ -126,14 +126,14 @@ def refuse_other_images(config: Config, folder: Path, digest: str) -> None:
 
 
 def differences(stored: Config, config: Config) -> str:
-    """The first three settings that differ, for a message."""
+    """Return the first three settings that differ, for a message."""
     old, new = (flatten(one.model_dump(mode="json")) for one in (stored, config))
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     return ", ".join(f"{key} is {old.get(key)} there, {new.get(key)} here" for key in changed[:3])
 
 
 class RunFolder:
-    """A run folder that this process has locked, and what it writes there before the first step.
+    """A run folder locked by this process, and the files written before the first step.
 
     Args:
         path: the folder.
@@ -149,12 +149,12 @@ class RunFolder:
         self._before: dict[Path, bytes] | None = None
 
     def begin(self, config: Config, notes: Mapping[str, str], record: Callable[[], None]) -> None:
-        """Write config.yaml, `notes` and the record of the command, when nothing else can be a mistake of the user.
+        """Write config.yaml, `notes` and the record of the command, after all checks of the user's input.
 
         With ``resume=never`` an earlier run is moved away first, by one rename.
 
         Args:
-            config: of the run.
+            config: the configuration of the run.
             notes: texts by name of a file; a file that is there stays.
             record: called when the folder belongs to the run.
 
@@ -179,7 +179,7 @@ class RunFolder:
         return LambdaCallback(on_train_start=lambda *_: setattr(self, "trains", True))
 
     def _small(self) -> list[Path]:
-        """Files that are written before the first step."""
+        """Return the files that are written before the first step."""
         named = [self.path / name for name in (config_file.NAME, IMAGES, CONTENTS, checkpoint.RUN_ID, *LOGS)]
         return [*named, *(self.path / RECORD).glob("*")]
 
@@ -242,12 +242,12 @@ def _acquired(folder: Path) -> FileLock:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[RunFolder]:
-    """Hold the folder's lock, so that no other process trains in it. The first of several DDP processes locks for all.
+    """Lock the folder, so that no other process trains in it. The first of several DDP processes locks for all.
 
     If the block ends before the first step, the folder is left as it was.
 
     Raises:
-        UserError: another process holds it, there is a folder in place of a file that the run writes, or a link in
+        UserError: another process holds the lock, a folder has the name of a file of the run, or a link in
             place of one it appends to.
     """
     if rank() != 0:
@@ -265,7 +265,7 @@ def locked(folder: Path) -> Iterator[RunFolder]:
         yield held
     except BaseException:
         if not held.trains:
-            with suppress(OSError):  # what ended the run is more important
+            with suppress(OSError):  # the error that ended the run is more important
                 held.undo()
         raise
     finally:
@@ -273,7 +273,7 @@ def locked(folder: Path) -> Iterator[RunFolder]:
 
 
 def run_id(folder: Path) -> str:
-    """The run's id for loggers: kept in the folder and in every checkpoint, so that a resumed run keeps it."""
+    """Return the run id for loggers. The folder and every checkpoint store it, so that a resumed run keeps it."""
     state, file = folder / checkpoint.NAME, folder / checkpoint.RUN_ID
     if file.is_file() and (found := file.read_text(encoding="utf-8", errors="replace").strip()).isalnum():
         return found  # else it is damaged, and the checkpoint has it as well

@@ -14,8 +14,8 @@ from efficient_ft.config import Config
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.terminal import shown_path, unbroken
 from efficient_ft.record.results import final_accuracy, flatten
+from efficient_ft.training.kinds.base import Sample
 from efficient_ft.training.output.console import say
-from efficient_ft.training.output.samples import Sample
 
 
 def start_loggers(config: Config, folder: Path, run_id: str, arguments: Sequence[str] = ()) -> list[Logger]:
@@ -59,7 +59,7 @@ def start_loggers(config: Config, folder: Path, run_id: str, arguments: Sequence
             mode="offline" if options.mode == "offline" else None,
             log_model=False,
             config=plain,
-            settings=wandb.Settings(silent=True),  # its warnings are still printed
+            settings=wandb.Settings(silent=True),  # warnings are still shown
         )
         logger._wandb_init.pop("anonymous", None)  # Lightning passes it, and wandb warns of it
         define_metrics(logger.experiment)
@@ -80,7 +80,7 @@ def start_loggers(config: Config, folder: Path, run_id: str, arguments: Sequence
 
 
 def _require_key(mode: str) -> None:
-    """Refuse an online run without a key at once; wandb itself waits for one and says so after a minute and a half.
+    """Reject an online run without a key at once; wandb itself waits for a key for 90 seconds.
 
     Raises:
         UserError: no key is configured.

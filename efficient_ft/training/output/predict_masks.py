@@ -31,8 +31,8 @@ def predict_mask(model: nn.Module, image: Image.Image, input: InputSpec) -> np.n
 
     Args:
         model: in evaluation mode.
-        image: RGB, of any size; the network sees it whole, in its own size.
-        input: the network's normalization.
+        image: RGB image of any size, which is processed as a whole.
+        input: normalization of the network.
     """
     device = next(model.parameters()).device
     pixels = Transform(InputSpec(input.size, input.mean, input.std)).normalize([image]).to(device)
@@ -65,11 +65,11 @@ def mask_image(indices: np.ndarray, ids: Sequence[int], colors: Sequence[Sequenc
 
 
 def overlay(image: Image.Image, indices: np.ndarray, count: int) -> Image.Image:
-    """An image mixed with the colors of its pixels' classes.
+    """Return an image mixed with the colors of the classes of its pixels.
 
     Args:
         image: RGB.
-        indices: (H, W), of classes.
+        indices: class indices (H, W).
         count: number of classes.
     """
     colors = Image.fromarray(class_colors(count)[indices])
@@ -85,11 +85,11 @@ _WIDTH = 320
 def examples_image(
     model: nn.Module, pairs: Sequence[tuple[Image.Image, np.ndarray]], input: InputSpec, count: int
 ) -> Image.Image:
-    """A row for each image: the image, and mixed with it its mask and the predicted mask.
+    """Return a picture with a row for each image: the image, its mask, and the predicted mask.
 
     Args:
         model: in evaluation mode.
-        pairs: images and masks of indices of classes, 255 where there is no label.
+        pairs: images and masks with class indices, 255 for pixels without a label.
         input: the network's normalization.
         count: number of classes.
     """

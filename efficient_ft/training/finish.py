@@ -1,0 +1,166 @@
+"""The end of a run: evaluation of the best weights, the cost report, figures, and results.json."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from efficient_ft.core.allocator import allocator_in_use
+from efficient_ft.core.errors import UserError
+from efficient_ft.core.process_memory import lifetime_peak_bytes, release_freed_memory
+from efficient_ft.cost import Prediction
+from efficient_ft.methods.base import Applied
+from efficient_ft.models import factory
+from efficient_ft.optim import SteppedInBackward
+from efficient_ft.record.environment import environment
+from efficient_ft.record.formats import FORMAT
+from efficient_ft.record.results import Accuracy, AppliedReport, Results, flatten, write_results
+from efficient_ft.training.callbacks.recorder import Recorder
+from efficient_ft.training.costs import Timing, cost_report
+from efficient_ft.training.evaluate import data_report
+from efficient_ft.training.memory.measured import accumulated_gradients
+from efficient_ft.training.memory.watch import budget_of
+from efficient_ft.training.output.console import results_text, say
+from efficient_ft.training.output.loggers import write_summary
+from efficient_ft.training.output.samples import samples_of
+from efficient_ft.training.train import Fitted, Training
+
+#: Steps of the cost report are timed for at most this share of the training time, or for these seconds.
+COST_SHARE, COST_SECONDS = 0.1, 2.0
+
+
+def finish(run: Training, fitted: Fitted, arguments: Sequence[str], predicted: Prediction | None) -> dict[str, Any]:
+    """Evaluate, measure the cost, and write the results of a training that has ended.
+
+    Args:
+        run: the run.
+        fitted: its training.
+        arguments: the settings given on the command line, for the record.
+        predicted: the prediction of the memory; None without a budget.
+
+    Returns:
+        The contents of results.json (`record.results.Results`); in other processes than the first, the accuracy.
+
+    Raises:
+        UserError: no epoch was finished, or the network's outputs are not finite.
+    """
+    trainer, folder = fitted.trainer, run.held.path
+    accuracy, taken = _accuracy(fitted.recorder), fitted.totals.values()
+    if not trainer.is_global_zero:
+        return {"accuracy": accuracy}
+    device = trainer.strategy.root_device
+    _free_training_state(fitted)
+    counts = _parameter_counts(run)
+    release_freed_memory()
+    data = data_report(run.config, folder, run.data, device)
+    data["summary"] = {task: one.record() for task, one in run.understood.items()}
+    release_freed_memory()
+    timing = Timing(
+        device,
+        run.config.cost.steps,
+        max(COST_SECONDS, COST_SHARE * taken["seconds"]),
+        run.kind.largest_batch(run.data),
+    )
+    cost = cost_report(run.config, run.network, run.methods, run.data.num_classes, timing)
+    if run.kind.task.metric != "accuracy":
+        accuracy["metric"] = run.kind.task.metric
+    results: Results = {
+        "format": FORMAT,
+        "accuracy": {**accuracy, "test": data["accuracy"].get("test")},
+        "cost": cost,
+        "totals": taken,
+        "trainable_parameters": counts[0],
+        "total_parameters": counts[1],
+        "methods": {m.name: _applied_report(m.applied) for m in run.methods if m.applied is not None},
+        "data": data,
+        "seed": run.config.seed,
+        "arguments": list(arguments),
+        "changed": flatten(run.config.model_dump(mode="json", exclude_defaults=True)),
+        "config": run.config.model_dump(mode="json"),
+        "environment": environment(
+            device,
+            packages=("torch", "timm", "lightning"),
+            allocator=allocator_in_use(),
+        ),
+    }
+    _add_parts(results, run, fitted)
+    _add_memory(results, run, fitted, predicted)
+    release_freed_memory()
+    run.kind.write_figures(folder, run.data, device)
+    if "memory" in results:
+        results["memory"]["peak_bytes"] = lifetime_peak_bytes()
+    _write(results, run, fitted, device)
+    return dict(results)
+
+
+def _free_training_state(fitted: Fitted) -> None:
+    """Free optimizer state and gradients, which are no longer needed, for measuring the cost."""
+    for optimizer in fitted.trainer.optimizers:
+        if isinstance(optimizer, SteppedInBackward):
+            optimizer.remove()
+    fitted.trainer.optimizers = []
+    fitted.module.model.zero_grad(set_to_none=True)
+
+
+def _parameter_counts(run: Training) -> tuple[int, int]:
+    """Return the numbers of trained and of all parameters."""
+    parameters = list(run.network.parameters())
+    return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
+
+
+def _add_parts(results: Results, run: Training, fitted: Fitted) -> None:
+    """Add the reports that only some runs have."""
+    if (loaded := factory.loading_report(run.network)) is not None:
+        results["weights"] = loaded.as_dict()
+    if fitted.module.warnings:
+        results["warnings"] = fitted.module.warnings
+    features = fitted.features
+    if features is not None and features.features is not None:
+        results["features"] = features.features.report()
+    if features is not None and features.prefix is not None:
+        results["prefix"] = features.prefix
+
+
+def _add_memory(results: Results, run: Training, fitted: Fitted, predicted: Prediction | None) -> None:
+    """Add the memory of the process, and its prediction."""
+    gradients = accumulated_gradients(run.network, run.config.trainer.grad_accum_steps)
+    measured = fitted.memory.report(results["cost"]["executed"]["step_peak_bytes"], gradients)
+    if measured is None:
+        return
+    results["memory"] = measured
+    budget = budget_of(run.config)
+    if budget is not None and predicted is not None:
+        measured["budget_bytes"], measured["predicted_peak_bytes"] = budget, predicted.peak_bytes
+
+
+def _write(results: Results, run: Training, fitted: Fitted, device: torch.device) -> None:
+    """Write results.json and the summary of the loggers, and print the results."""
+    folder, plain = run.held.path, dict(results)
+    text = results_text(plain, folder)
+    write_results(folder, results)
+    samples = samples_of(run.kind, folder, run.data, device) if fitted.loggers else ()
+    write_summary(fitted.loggers, results, text, fitted.trainer.global_step, samples)
+    say(text)
+
+
+def _accuracy(recorder: Recorder) -> Accuracy:
+    """Return the best and the last accuracy."""
+    if recorder.best is None or recorder.last is None:
+        raise UserError("No epoch was finished, so there is no result. Run the same command again to continue.")
+    accuracy: Accuracy = {"best": recorder.best, "last": recorder.last, "split": recorder.split, "test": None}
+    if recorder.best_tasks:
+        accuracy["tasks"] = {
+            task: {"best": best, "last": recorder.last_tasks[task]} for task, best in recorder.best_tasks.items()
+        }
+    return accuracy
+
+
+def _applied_report(applied: Applied) -> AppliedReport:
+    return {
+        "summary": str(applied).partition(": ")[2],
+        "touched": list(applied.touched),
+        "skipped": {name: str(why) for name, why in applied.skipped.items()},
+        "notes": list(applied.notes),
+    }

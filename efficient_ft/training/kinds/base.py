@@ -1,0 +1,338 @@
+"""The interface of a kind of task."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, NotRequired, TypedDict
+
+import torch
+from PIL import Image
+from torch import nn
+
+from efficient_ft.config import Config, ModelConfig, data_configs
+from efficient_ft.config.kinds import KindRules
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.input_spec import InputSpec
+from efficient_ft.data import Decoding, RoundRobinData, class_count, missing_data
+from efficient_ft.data.opened import OpenedData
+from efficient_ft.data.reading import Reading
+from efficient_ft.data.sources import DataSource
+from efficient_ft.methods.base import Method
+from efficient_ft.methods.declarations import Axis
+from efficient_ft.models import factory
+from efficient_ft.task import Task
+from efficient_ft.training.kinds.scoring import split_scores
+
+#: The data of a run: one data set, or several in turn.
+RunData = OpenedData[Any, Any] | RoundRobinData
+
+#: Number of classes if the data are missing, the same as in ImageNet.
+UNKNOWN_CLASSES = 1000
+#: Factors of the image size that are tried if no batch size fits into memory.
+_SMALLER_IMAGES = (0.75, 0.5)
+
+
+class Evaluated(TypedDict):
+    """The metric by split, further metrics by split, and the metric of each of several data sets."""
+
+    accuracy: dict[str, float]
+    scores: NotRequired[dict[str, dict[str, Any]]]
+    tasks: NotRequired[dict[str, dict[str, float]]]
+
+
+class Sample(NamedTuple):
+    """An image as the network sees it (None for a text), a text, and a caption with the label and the prediction."""
+
+    image: Image.Image | None
+    text: str
+    caption: str
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained network, ready to use.
+
+    Attributes:
+        model: in evaluation mode, on the CPU; its parameters require no gradient.
+        class_names: class names by output index, of the chosen task if there are several.
+        input: size and normalization of the images; or length and tokenizer of the texts.
+        notes: further metadata of the file: epoch, accuracy, split.
+        tasks: class names by task, if there are several; `models.tasks.tasks_of(model).active` is the task that the
+            model works on.
+        decoding: options for decoding image files.
+        task: the kind of task.
+    """
+
+    model: nn.Module
+    class_names: list[str]
+    input: InputSpec
+    notes: dict[str, Any]
+    tasks: dict[str, list[str]] = field(default_factory=dict)
+    decoding: Decoding = field(default_factory=Decoding)
+    task: str = "classification"
+
+
+@dataclass(frozen=True)
+class PredictOptions:
+    """The options of ``efficient-ft predict``.
+
+    Attributes:
+        run: the run folder, or its model.safetensors.
+        files: files and folders with the samples.
+        top: number of classes for each sample.
+        batch_size: samples in a batch.
+        form: ``csv``, ``json``, or None for the terminal.
+        out: the folder of the files that the kind writes; None for the default.
+        overlay: True to write pictures over the images as well.
+    """
+
+    run: Path
+    files: Sequence[Path]
+    top: int = 5
+    batch_size: int = 32
+    form: str | None = None
+    out: Path | None = None
+    overlay: bool = False
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The prediction of one sample.
+
+    Attributes:
+        heading: the file or text, for the terminal.
+        values: names and values as text, which the terminal shows below the heading.
+        record: the object for JSON.
+        row: the cells for CSV.
+    """
+
+    heading: str
+    values: Sequence[tuple[str, str]]
+    record: Mapping[str, Any]
+    row: Sequence[Any]
+
+
+class Predictions(ABC):
+    """The predictions of a trained run for some files.
+
+    Attributes:
+        total: number of samples.
+        header: the header for CSV.
+    """
+
+    total: int
+    header: Sequence[str]
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Prediction]:
+        """Predict sample by sample."""
+
+    def summary(self) -> list[str]:
+        """Return lines to print after the last prediction."""
+        return []
+
+
+class Kind(ABC):
+    """A kind of task: opens the data, builds the network, and provides loss, metric, predictions and figures.
+
+    A subclass sets `rules` and `task`, and implements `open` and `predictions`. All other functions have defaults for
+    networks of images with one output per class.
+
+    Attributes:
+        rules: the allowed data sets and networks, and the unsupported settings.
+        task: loss and metric, with default settings.
+        sources: data sets that the kind adds, by name.
+        decodes_files: True if samples are decoded when a batch is loaded, which worker processes can do.
+        table_classes: number of classes for the costs of published tables; None to count the classes of the data.
+        fixed_batches: True if all training batches have the same shape, so that a loop over them can be timed.
+    """
+
+    rules: KindRules
+    task: Task
+    sources: Mapping[str, DataSource] = {}
+    decodes_files: bool = True
+    table_classes: int | None = None
+    fixed_batches: bool = False
+
+    def task_of(self, config: Config) -> Task:
+        """Return loss and metric as the configuration sets them."""
+        return self.task
+
+    def supports(self, what: str) -> bool:
+        """Return True unless `rules.unsupported` contains `what`."""
+        return what not in self.rules.unsupported
+
+    def refuse_methods(self, methods: Sequence[Method]) -> None:
+        """Reject methods that the kind does not support.
+
+        Raises:
+            UserError: for the first such method.
+        """
+        for method in methods:
+            if not self.supports("tokens") and Axis.TOKENS in (method.axis, *method.other_axes):
+                hint = self.rules.unsupported["tokens"] or ""
+                raise UserError(
+                    f"method {method.name} drops or merges tokens, which task={self.rules.name} does not support."
+                    f" {hint}".rstrip()
+                )
+
+    def missing(self, config: Config) -> list[str]:
+        """Return a message for each data set of the run that is not on this machine."""
+        return [message for message in map(missing_data, data_configs(config)) if message is not None]
+
+    @abstractmethod
+    def open(self, config: Config, spec: InputSpec) -> RunData:
+        """Open the data of a run.
+
+        Args:
+            config: the configuration of the run.
+            spec: the input of the network.
+
+        Raises:
+            SettingError: a setting of the data set cannot be used.
+            UserError: the data are missing or damaged, or cannot be split as configured.
+        """
+
+    def check_settings(self, config: Config) -> Config:
+        """Return the configuration for ``efficient-ft check``, with which `inspect` finds all unusable samples."""
+        return config.model_copy(update={"data": config.data.model_copy(update={"on_corrupt": "stop"})})
+
+    def classes(self, config: Config) -> int | dict[str, int]:
+        """Return the number of classes without opening the data; `UNKNOWN_CLASSES` if the data are missing."""
+        return class_count(config.data) or UNKNOWN_CLASSES
+
+    def network(self, config: Config, data: RunData) -> nn.Module:
+        """Build the network of a run, with its weights."""
+        return factory.create_model(config.model, data.num_classes)
+
+    def network_input(self, spec: InputSpec, data: RunData) -> InputSpec:
+        """Return the input of the network, extended by the data (a tokenizer)."""
+        return spec
+
+    def portable(self, config: Config, network: nn.Module) -> ModelConfig:
+        """Return a model configuration that does not depend on local files."""
+        return config.model
+
+    def notes(self, config: Config, data: RunData) -> dict[str, Any]:
+        """Return the metadata of model.safetensors about the data: decoding options that are not the default."""
+        changed = {
+            task: asdict(part.decoding)
+            for task, part in data.parts.items()
+            if part.decoding is not None and part.decoding != Decoding()
+        }
+        return {"decoding": changed} if changed else {}
+
+    def check_notes(self, notes: Mapping[str, Any], classes: int) -> None:  # noqa: B027 (optional)
+        """Check the notes of a model.safetensors.
+
+        Args:
+            notes: the validated metadata.
+            classes: number of classes.
+
+        Raises:
+            ValueError: they do not fit.
+        """
+
+    def evaluate(self, config: Config, model: nn.Module, data: RunData, device: torch.device) -> Evaluated:
+        """Evaluate a network on every split but the training split.
+
+        Args:
+            config: the configuration of the run; its precision and number of batches count.
+            model: the network; moved to `device`.
+            data: the data of the run.
+            device: evaluates.
+
+        Raises:
+            UserError: an output is not finite.
+        """
+        task = self.task_of(config)
+        part = only(data)
+        each = split_scores(config, task, model, part, device)
+        found: Evaluated = {"accuracy": {split: of[task.metric] for split, of in each.items()}}
+        further = {split: self.further_scores(of, part.class_names) for split, of in each.items()}
+        if any(further.values()):
+            found["scores"] = further
+        return found
+
+    def further_scores(self, scores: Mapping[str, float], class_names: Sequence[str]) -> dict[str, Any]:
+        """Return the measures for results.json in addition to the metric; empty if there are none."""
+        return dict(scores) if len(scores) > 1 else {}
+
+    def write_figures(self, folder: Path, data: RunData, device: torch.device) -> None:  # noqa: B027 (optional)
+        """Write figures of the finished run into its folder; by default none."""
+
+    def samples(self, trained: Trained, data: OpenedData[Any, Any], device: torch.device) -> list[Sample]:
+        """Return some samples of the split that selects the best epoch, with predictions, for loggers; by default none.
+
+        Args:
+            trained: the network of the run.
+            data: a data set of the run.
+            device: predicts.
+        """
+        return []
+
+    @abstractmethod
+    def predictions(self, trained: Trained, options: PredictOptions) -> Predictions:
+        """Predict the samples in files.
+
+        Args:
+            trained: the network, on the device that predicts.
+            options: the files, and how many predictions.
+
+        Raises:
+            UserError: a file cannot be used.
+        """
+
+    def largest_batch(self, data: RunData) -> int | None:
+        """Return the number of samples that a training batch can have at most; None if it is not limited."""
+        return int(only(data).splits["train"])
+
+    def size_setting(self, config: Config) -> str:
+        """Return the setting of the input size with its value."""
+        size = factory.input_of(config.model).size
+        return f"model.image_size={size[0] if size[0] == size[-1] else list(size)}"
+
+    def evaluation_size(self, config: Config) -> str:
+        """Return the setting or property that decides the size of evaluated samples."""
+        return self.size_setting(config)
+
+    def smaller_inputs(self, config: Config) -> list[Config]:
+        """Return the run with smaller inputs, for a message: square images at two smaller sizes."""
+        size, found = factory.input_of(config.model).size, []
+        for factor in _SMALLER_IMAGES if size[0] == size[-1] else ():
+            side = max(32, int(size[0] * factor) // 32 * 32)
+            if side < size[0]:
+                model = config.model.model_copy(update={"image_size": side})
+                found.append(config.model_copy(update={"model": model}))
+        return found
+
+    def figure_input(self, evaluation: Reading) -> tuple[tuple[int, int], int] | None:
+        """Return the size of the largest input for `write_figures`, and the bytes that reading takes; None: no figures.
+
+        Args:
+            evaluation: the memory of reading evaluation batches.
+        """
+        return None
+
+
+@contextmanager
+def settings_of_task(task: str) -> Iterator[None]:
+    """Rename ``data`` in errors about settings to ``tasks.TASK``, unless the name is empty."""
+    try:
+        yield
+    except SettingError as error:
+        if not task:
+            raise
+        error.setting = error.setting.replace("data.", f"tasks.{task}.", 1)
+        error.args = (str(error).replace("data.", f"tasks.{task}.", 1),)
+        raise
+
+
+def only(data: RunData) -> Any:
+    """Return the data set of a run on one data set."""
+    (part,) = data.parts.values()
+    return part

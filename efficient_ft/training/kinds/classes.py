@@ -1,0 +1,172 @@
+"""Predicted classes of images or texts: probabilities, the lines of a prediction, and samples for loggers."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from efficient_ft.core.errors import UserError
+from efficient_ft.core.format import format_percent
+from efficient_ft.core.text import plain_line, shortened, terminal_width
+from efficient_ft.data.opened import OpenedData
+from efficient_ft.task import Inputs, Task, moved
+from efficient_ft.training.kinds.base import (
+    Kind,
+    Prediction,
+    Predictions,
+    PredictOptions,
+    Sample,
+    Trained,
+)
+from efficient_ft.training.kinds.files import Item
+from efficient_ft.training.output import export
+
+#: Number of confusions in the output.
+_CONFUSIONS = 5
+#: Number of samples for loggers of each data set.
+SAMPLES = 8
+
+
+@torch.inference_mode()
+def probabilities(task: Task, model: nn.Module, inputs: Inputs) -> Tensor:
+    """Return probabilities (B, classes) on the CPU, computed on the device of the model.
+
+    Args:
+        task: runs the network.
+        model: in evaluation mode.
+        inputs: images (B, 3, H, W), or tensors of texts by name.
+
+    Raises:
+        UserError: an output is not finite.
+    """
+    device = next(model.parameters()).device
+    logits = task.logits(model, moved(inputs, device)).float()
+    export.require_finite(logits)
+    return logits.softmax(-1).cpu()
+
+
+class ClassKind(Kind):
+    """A kind of task that predicts one class for each sample."""
+
+    #: The key of a sample in CSV and JSON.
+    item_key: str
+
+    @abstractmethod
+    def items(self, trained: Trained, options: PredictOptions) -> list[Item]:
+        """Return the samples in the files."""
+
+    @abstractmethod
+    def inputs(self, trained: Trained, values: Sequence[Any]) -> Inputs:
+        """Return the network's input for some samples."""
+
+    def predictions(self, trained: Trained, options: PredictOptions) -> Predictions:
+        if options.out is not None or options.overlay:
+            raise UserError(f"--out and --overlay are for runs with task=segmentation; {options.run} predicts classes.")
+        return ClassPredictions(self, trained, self.items(trained, options), options)
+
+    def heading(self, item: Item) -> str:
+        """Return the line above the classes of a sample."""
+        return item.shown
+
+    def samples(self, trained: Trained, data: OpenedData[Any, Any], device: torch.device) -> list[Sample]:
+        """Return evenly spread samples of the split that selects the best epoch, with predictions."""
+        dataset: Any = data.eval_loader(data.best_split).dataset
+        last = len(dataset) - 1
+        chosen = sorted({round(k * last / max(SAMPLES - 1, 1)) for k in range(SAMPLES)})
+        inputs, labels = dataset.__getitems__([(0, index) for index in chosen])
+        rows = probabilities(self.task, trained.model.to(device), inputs)
+        found = []
+        for content, label, row in zip(data.shown(inputs, trained.input), labels.tolist(), rows, strict=True):
+            best = int(row.argmax())
+            true, predicted = trained.class_names[label], trained.class_names[best]
+            caption = f"{true}, predicted {predicted} ({format_percent(float(row[best]))})"
+            text = content if isinstance(content, str) else ""
+            found.append(Sample(None if text else content, text, caption))
+        return found
+
+
+class ClassPredictions(Predictions):
+    """The most probable classes of each sample, and the accuracy over those that have a label.
+
+    Args:
+        kind: reads the samples.
+        trained: the network.
+        items: the samples.
+        options: the number of classes and the batch size.
+    """
+
+    def __init__(self, kind: ClassKind, trained: Trained, items: Sequence[Item], options: PredictOptions) -> None:
+        self._kind, self._trained, self._items, self._batch = kind, trained, items, options.batch_size
+        self._names = [plain_line(name) for name in trained.class_names]
+        self._top = min(options.top, len(self._names))
+        self.total, self._confusions = len(items), Confusions(len(items))
+        self.header = [kind.item_key, "class", "probability", "label"]
+        self.header += [f"{key}_{k}" for k in range(2, self._top + 1) for key in ("class", "probability")]
+
+    def __iter__(self) -> Iterator[Prediction]:
+        for start in range(0, self.total, self._batch):
+            batch = self._items[start : start + self._batch]
+            inputs = self._kind.inputs(self._trained, [item.value for item in batch])
+            rows = probabilities(self._kind.task, self._trained.model, inputs)
+            for item, row in zip(batch, rows, strict=True):
+                values, labels = row.topk(self._top)
+                top = [(self._names[int(k)], float(value)) for value, k in zip(values, labels, strict=True)]
+                self._confusions.add(item.label, top[0][0])
+                yield self.prediction(item, top)
+
+    def prediction(self, item: Item, top: Sequence[tuple[str, float]]) -> Prediction:
+        """Return the prediction of a sample, given its most probable classes in descending order."""
+        record = {
+            self.header[0]: str(item.value),
+            "class": top[0][0],
+            "probability": top[0][1],
+            "label": item.label,
+            "top": [{"class": name, "probability": probability} for name, probability in top],
+        }
+        row = [str(item.value), *top[0], item.label, *(part for pair in top[1:] for part in pair)]
+        values = [(name, format_percent(probability)) for name, probability in top]
+        return Prediction(self._kind.heading(item), values, record, row)
+
+    def summary(self) -> list[str]:
+        return self._confusions.lines()
+
+
+class Confusions:
+    """Accuracy and confusions over the items that have a label.
+
+    Args:
+        total: number of all items.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._pairs: Counter[tuple[str, str]] = Counter()
+
+    def add(self, label: str | None, predicted: str) -> None:
+        """Count an item."""
+        if label is not None:
+            self._pairs[label, predicted] += 1
+
+    def lines(self) -> list[str]:
+        """Return the accuracy and the most frequent confusions; empty if no item has a label."""
+        labelled = sum(self._pairs.values())
+        if not labelled:
+            return []
+        right = sum(number for (label, predicted), number in self._pairs.items() if label == predicted)
+        of = "" if labelled == self._total else f" (of {self._total})"
+        images = "image" if labelled == 1 else "images"
+        lines = ["", f"accuracy over {labelled} {images}{of} in class folders: {format_percent(right / labelled)}"]
+        wrong = Counter({pair: number for pair, number in self._pairs.items() if pair[0] != pair[1]})
+        sizes: Counter[str] = Counter()
+        for (label, _), number in self._pairs.items():
+            sizes[label] += number
+        room = (terminal_width() - 30) // 2
+        for (label, predicted), number in wrong.most_common(_CONFUSIONS):
+            pair = f"{shortened(label, room)} → {shortened(predicted, room)}"
+            lines.append(f"  {pair}: {number} of {sizes[label]}")
+        return lines

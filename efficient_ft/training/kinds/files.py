@@ -1,0 +1,74 @@
+"""The files that predictions read: image files and folders of them."""
+
+from __future__ import annotations
+
+import os
+import unicodedata
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from efficient_ft.core.errors import UserError
+from efficient_ft.core.text import plain_line
+from efficient_ft.data.images import is_image
+
+
+@dataclass(frozen=True)
+class Item:
+    """An image file or a line of text.
+
+    Attributes:
+        value: the path, or the text.
+        shown: the text for the terminal.
+        label: the class that a folder above it is named after; None if there is no such folder.
+    """
+
+    value: Path | str
+    shown: str
+    label: str | None = None
+
+
+def image_files(paths: Sequence[Path], names: Sequence[str]) -> Iterator[Item]:
+    """Yield the files in `paths`, and all image files in and below its folders, with their labels.
+
+    Args:
+        paths: files and folders.
+        names: names of the classes, which folders may be named after.
+    """
+    for path in paths:
+        if path.is_dir():
+            found = sorted(p for p in path.rglob("*") if p.is_file() and is_image(p))
+            if not found:
+                raise UserError(f"{path}: no images in this folder.")
+            for file in found:
+                below = file.relative_to(path)
+                shown = short_path(path) / below if not short_path(path).is_absolute() else Path(path.name) / below
+                yield Item(file, plain_line(str(shown)), _label((*below.parent.parts[::-1], path.name), tuple(names)))
+        elif path.is_file():
+            yield Item(path, plain_line(str(short_path(path))), _label((path.parent.name,), tuple(names)))
+        else:
+            raise UserError(f"{path}: {'neither a file nor a folder' if path.exists() else 'no such file'}.")
+
+
+@cache
+def _label(folders: tuple[str, ...], names: tuple[str, ...]) -> str | None:
+    """Return the class that the nearest of `folders` is named after, ignoring case if the match is unique."""
+    for folder in map(_key, folders):
+        same = [name for name in names if _key(name) == folder]
+        alike = [name for name in names if _key(name).casefold() == folder.casefold()]
+        if same or len(alike) == 1:
+            return (same or alike)[0]
+    return None
+
+
+@cache
+def _key(name: str) -> str:
+    """Normalize a name for comparison: some file systems store accents apart from their letters."""
+    return unicodedata.normalize("NFC", name)
+
+
+def short_path(path: Path) -> Path:
+    """Return a path relative to the current folder, if it is inside of it."""
+    here = Path(os.getcwd())
+    return path.relative_to(here) if path.is_absolute() and path.is_relative_to(here) else path

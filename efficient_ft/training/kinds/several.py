@@ -1,0 +1,76 @@
+"""Several data sets in turn: one network with a classifier for each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from efficient_ft.config import Config
+from efficient_ft.config.kinds import SEVERAL
+from efficient_ft.core.input_spec import InputSpec
+from efficient_ft.data import ImageData, RoundRobinData, class_count
+from efficient_ft.data.opened import OpenedData
+from efficient_ft.models.tasks import tasks_of
+from efficient_ft.training.kinds.base import (
+    UNKNOWN_CLASSES,
+    Evaluated,
+    Kind,
+    Predictions,
+    PredictOptions,
+    RunData,
+    Sample,
+    Trained,
+    settings_of_task,
+)
+
+
+class SeveralDataSets(Kind):
+    """Data sets of one kind, whose optimizer steps take turns.
+
+    Args:
+        kind: the kind of each data set.
+    """
+
+    rules = SEVERAL
+
+    def __init__(self, kind: Kind) -> None:
+        self._kind, self.task = kind, kind.task
+
+    def open(self, config: Config, spec: InputSpec) -> RunData:
+        parts: dict[str, ImageData] = {}
+        for name, data in config.tasks.items():
+            with settings_of_task(name):
+                one: Any = self._kind.open(config.model_copy(update={"data": data, "tasks": {}}), spec)
+                parts[name] = one
+        return RoundRobinData(parts, config.trainer.grad_accum_steps)
+
+    def classes(self, config: Config) -> dict[str, int]:
+        return {name: class_count(data) or UNKNOWN_CLASSES for name, data in config.tasks.items()}
+
+    def evaluate(self, config: Config, model: nn.Module, data: RunData, device: torch.device) -> Evaluated:
+        switch, found = tasks_of(model), {}
+        assert switch is not None, "a network of several data sets has several classifiers"
+        for name, part in data.parts.items():
+            switch.active = name
+            found[name] = self._kind.evaluate(config, model, part, device)["accuracy"]
+        return {"accuracy": mean_accuracies(found), "tasks": found}
+
+    def samples(self, trained: Trained, data: OpenedData[Any, Any], device: torch.device) -> list[Sample]:
+        return self._kind.samples(trained, data, device)
+
+    def predictions(self, trained: Trained, options: PredictOptions) -> Predictions:
+        return self._kind.predictions(trained, options)
+
+    def largest_batch(self, data: RunData) -> int | None:
+        return None
+
+    def smaller_inputs(self, config: Config) -> list[Config]:
+        return self._kind.smaller_inputs(config)
+
+
+def mean_accuracies(found: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Return the mean over the data sets, for the splits that all of them have."""
+    splits = [s for s in ("val", "test") if all(s in of for of in found.values())]
+    return {split: sum(of[split] for of in found.values()) / len(found) for split in splits}

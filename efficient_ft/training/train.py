@@ -1,0 +1,246 @@
+"""The training of a run: its data and network, its callbacks, and the loop."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.loggers import Logger
+from torch import nn
+
+from efficient_ft import __version__
+from efficient_ft.config import Config
+from efficient_ft.core import stopping
+from efficient_ft.core.input_spec import InputSpec
+from efficient_ft.core.process_memory import release_freed_memory, resident_bytes
+from efficient_ft.core.terminal import shown_path
+from efficient_ft.data.loader import refuse_killed_worker
+from efficient_ft.data.summary import Summary
+from efficient_ft.integrations.lightning import MethodCallback
+from efficient_ft.methods.base import Method, plain_state_dict
+from efficient_ft.methods.build import build_methods
+from efficient_ft.models import factory
+from efficient_ft.record.files import json_text
+from efficient_ft.record.results import images_digest
+from efficient_ft.training.callbacks.progress import ProgressBar
+from efficient_ft.training.callbacks.recorder import Recorder, rows_every, stop_on_interrupt
+from efficient_ft.training.callbacks.step_stats import StepStats
+from efficient_ft.training.callbacks.totals import Totals
+from efficient_ft.training.datamodule import (
+    RunDataModule,
+    keep_decoded,
+    refuse_unusable,
+    run_contents,
+    run_length,
+    summaries,
+    summary_text,
+)
+from efficient_ft.training.features.prefix import FeatureCallback
+from efficient_ft.training.kinds.base import Kind, RunData
+from efficient_ft.training.kinds.registry import kind_of
+from efficient_ft.training.memory.measured import MemoryMeter
+from efficient_ft.training.module import FineTuner
+from efficient_ft.training.optimizer import warmup_steps
+from efficient_ft.training.output import checkpoint, export
+from efficient_ft.training.output.console import rank, say
+from efficient_ft.training.output.folder import (
+    CONTENTS,
+    IMAGES,
+    RunFolder,
+    refuse_changed_contents,
+    refuse_other_images,
+    run_id,
+)
+from efficient_ft.training.output.loggers import close_loggers, start_loggers
+from efficient_ft.training.processes import SameStart, from_first, world_size
+from efficient_ft.training.trainer import build_trainer, use_channels_last
+
+#: The signal that Lightning has answered, by whether it is SIGTERM.
+_LIGHTNINGS = {True: signal.SIGTERM, False: signal.SIGINT}
+
+
+@dataclass(frozen=True)
+class Training:
+    """The parts of a run before its first step.
+
+    Attributes:
+        config: the configuration of the run.
+        held: the run folder, locked.
+        kind: the kind of task.
+        data: the opened data.
+        understood: the summary of each data set; empty in other processes than the first.
+        network: the network with its weights, without methods.
+        methods: the methods of the run.
+        before_model: resident memory before the network was built, in bytes.
+    """
+
+    config: Config
+    held: RunFolder
+    kind: Kind
+    data: RunData
+    understood: Mapping[str, Summary]
+    network: nn.Module
+    methods: Sequence[Method]
+    before_model: int
+
+    @property
+    def input(self) -> InputSpec:
+        """The input of the network."""
+        return self.kind.network_input(factory.input_of(self.config.model), self.data)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The objects that know what happened in a training that has ended."""
+
+    trainer: L.Trainer
+    module: FineTuner
+    recorder: Recorder
+    totals: Totals
+    memory: MemoryMeter
+    features: FeatureCallback | None
+    loggers: list[Logger]
+
+
+def prepare(config: Config, held: RunFolder, begun: Callable[[], None], opened: RunData | None) -> Training:
+    """Open the data, build network and methods, and begin the run folder.
+
+    Args:
+        config: the configuration of the run.
+        held: the run folder, locked.
+        begun: called in the first process when the folder belongs to this run.
+        opened: the data, if they are open already.
+
+    Raises:
+        UserError: the data cannot be used or have changed since the run began, or the network cannot be built.
+    """
+    L.seed_everything(config.seed, verbose=False)
+    kind, folder = kind_of(config), held.path
+    data = kind.open(config, factory.input_of(config.model)) if opened is None else opened
+    keep_decoded(data, config.trainer.epochs)
+    digest, contents = images_digest(data.report()), run_contents(config, data)
+    if config.resume != "never":
+        refuse_changed_contents(folder, contents)
+        refuse_other_images(config, folder, digest)
+    understood = summaries(data) if rank() == 0 else {}
+    refuse_unusable(config, understood)
+    say(summary_text(understood))
+    release_freed_memory()  # allocators keep the memory of making the lists: 75 MiB for a million images
+    before_model = resident_bytes()
+    network = kind.network(config, data)
+    methods = build_methods(config)
+    kind.refuse_methods(methods)
+    held.begin(config, {IMAGES: digest, CONTENTS: json_text(contents.record())}, begun)
+    from_first()  # before the others look into the folder, the first process has prepared it
+    return Training(config, held, kind, data, understood, network, methods, before_model)
+
+
+def fit(run: Training, arguments: Sequence[str]) -> Fitted:
+    """Train until the last step, from the last checkpoint if there is one.
+
+    Args:
+        run: the prepared run.
+        arguments: the settings given on the command line, for loggers.
+
+    Raises:
+        UserError: a setting does not fit the machine or the data.
+        DivergedError: the loss is not finite.
+    """
+    config, folder = run.config, run.held.path
+    name = run_id(folder)
+    epochs, total_steps = run_length(config, run.data, world_size(config))
+    _warn_of_warmup(config, total_steps)
+    totals = Totals(run.methods, total_steps * config.trainer.grad_accum_steps)
+
+    def keep_best(module: L.LightningModule, epoch: int, accuracy: float) -> None:
+        if module.global_rank == 0:
+            notes: dict[str, Any] = {"epoch": epoch, "accuracy": accuracy, "split": run.data.best_split}
+            if recorder.best_tasks:
+                notes["task_accuracy"] = recorder.best_tasks
+            export_network(run, notes)
+
+    extra = {"run_id": name, "version": __version__}
+    every = rows_every(config.logger.every_n_steps, total_steps)
+    names = run.data.class_names
+    of_classes = names if isinstance(names, list | tuple) else ()
+    recorder = Recorder(folder, run.data.best_split, keep_best, extra, totals, every, of_classes)
+    loggers = start_loggers(config, folder, name, arguments)
+    memory = MemoryMeter(run.methods, run.before_model)
+    features = _feature_callback(run, epochs)
+    callbacks: list[L.Callback] = [
+        memory,
+        run.held.started(),
+        SameStart(),
+        MethodCallback(run.methods, frozen_bn=config.model.frozen_bn),
+    ]
+    if features is not None:
+        callbacks.append(features)
+    if config.step_stats.interval:  # after the methods have decided the step, before a checkpoint is written
+        callbacks.append(StepStats(folder, run.methods, config.step_stats.interval))
+    callbacks += [totals, recorder]
+    if config.trainer.progress:
+        callbacks.append(ProgressBar(total_steps, epochs, recorder))
+    trainer = build_trainer(config, folder, run.methods, callbacks, loggers, epochs)
+    if use_channels_last(config, trainer.strategy.root_device):
+        run.network.to(memory_format=torch.channels_last)
+    module = FineTuner(run.network, config, run.data.num_classes, total_steps)
+    fitted = Fitted(trainer, module, recorder, totals, memory, features, loggers)
+    _loop(run, fitted)
+    return fitted
+
+
+def _loop(run: Training, fitted: Fitted) -> None:
+    """Run the training loop of Lightning; turn signals and killed workers into messages."""
+    trainer, recorder, state = fitted.trainer, fitted.recorder, run.held.path / checkpoint.NAME
+    resume = from_first(str(state) if checkpoint.exists(state) else None)
+    if resume is not None:
+        say(f"Continuing the run in {shown_path(run.held.path)}.")
+    with stop_on_interrupt(recorder):
+        try:
+            trainer.fit(fitted.module, datamodule=RunDataModule(run.data), ckpt_path=resume)
+            if recorder.stop_requested is not None:  # in the last step: everything is trained and saved
+                raise stopping.ending(recorder.stop_requested)
+        except BaseException as error:
+            close_loggers(fitted.loggers, failed=True)
+            refuse_killed_worker(error)
+            if isinstance(error, SystemExit) and trainer.interrupted:  # Lightning turns signals into its own exits
+                raise stopping.ending(recorder.stop_requested or _LIGHTNINGS[trainer.received_sigterm]) from None
+            raise
+
+
+def export_network(run: Training, notes: dict[str, Any]) -> None:
+    """Write model.safetensors with the present weights.
+
+    Args:
+        run: the run.
+        notes: metadata, to which those of the kind of task are added.
+    """
+    notes |= run.kind.notes(run.config, run.data)
+    weights = plain_state_dict(run.network, run.methods, copy_weights=False)
+    model = run.kind.portable(run.config, run.network)
+    file = run.held.path / export.NAME
+    export.save(file, weights, model, run.data.class_names, run.input, notes, run.methods)
+
+
+def _feature_callback(run: Training, epochs: int) -> FeatureCallback | None:
+    """Return the callback for the frozen prefix; None if it is not used or not supported."""
+    options = run.config.trainer
+    used = options.cache_features != "off" or options.prefix != "fp32"
+    if not used or not run.kind.supports("prefix"):
+        return None
+    data: Any = run.data
+    return FeatureCallback(run.config, data, run.methods, epochs, run.held.path)
+
+
+def _warn_of_warmup(config: Config, total_steps: int) -> None:
+    """Warn if the run ends within its warm-up."""
+    if warmup_steps(config.optim, total_steps) >= total_steps:
+        say(
+            f"warning: trainer.max_steps={config.trainer.max_steps} ends the run within its warm-up of"
+            f" optim.warmup_steps={config.optim.warmup_steps}: the learning rate never reaches"
+            f" optim.lr={config.optim.lr:g}."
+        )
