@@ -77,6 +77,6 @@ class StepWatch:
         warnings.warn(
             f"method {self.name} acts per step, but {fault}. Call step_begin(step) before the first forward pass of"
             " each optimizer step, and step_end() after optimizer.step() and before zero_grad(), or use"
-            " efficient_ft.integrations.MethodSession.",
+            " efficient_ft.MethodSession.",
             stacklevel=2,
         )
