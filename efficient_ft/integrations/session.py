@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,9 @@ from efficient_ft.core.errors import SettingError, UserError, first_line
 from efficient_ft.core.format import format_bytes, format_number
 from efficient_ft.core.in_backward import Wrong, refuse_in_backward
 from efficient_ft.integrations import saving
+from efficient_ft.integrations.checks import ENTERED, adds_loss, is_first_process, refuse_nested, refuse_wrapped_inside
 from efficient_ft.methods.base import Applied, Method, apply_methods, in_order, make_trainable, trainable
-from efficient_ft.methods.declarations import Adds, Axis, Needs
+from efficient_ft.methods.declarations import Axis, Needs
 from efficient_ft.methods.optimizer_check import check_optimizer
 from efficient_ft.methods.summary import trained
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm, frozen_layers, unfreeze_batch_norm
@@ -40,11 +41,6 @@ if TYPE_CHECKING:
     from efficient_ft.cost.executed import Executed
 
 log = logging.getLogger(__name__)
-
-#: Classes that wrap a module or compile it. Methods must be applied before them.
-_WRAPPERS = ("OptimizedModule", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
-#: By model: the session whose ``with`` block is running.
-_entered: WeakKeyDictionary[nn.Module, ref[MethodSession]] = WeakKeyDictionary()
 
 
 class MethodSession:
@@ -118,14 +114,15 @@ class MethodSession:
         Raises:
             UserError: the model is compiled or wrapped, another session is open on it, or a method refuses it.
         """
-        _refuse_nested(self.model, self)
         if not self._applied:
             refuse_wrapped_inside(self.model)
+        refuse_nested(self.model, self)
+        if not self._applied:
             self.reports = apply_methods(self.model, self.methods, self.classifier)
             if self.frozen_bn:
                 before = frozen_layers(self.model)
                 self._frozen = [name for name in freeze_batch_norm(self.model) if name not in before]
-            for report in self.reports if _is_first_process() else ():
+            for report in self.reports if is_first_process() else ():
                 log.info("%s", report)
                 log.debug("%s", report.details().partition("\n")[2])
         self._applied = self._open = True
@@ -151,15 +148,15 @@ class MethodSession:
         """End the training. A step that has not ended is abandoned, and the methods stay applied."""
         self.abandon_step()
         self._open = False
-        if (entered := _entered.get(self.model)) is not None and entered() is self:
-            del _entered[self.model]
+        if (entered := ENTERED.get(self.model)) is not None and entered() is self:
+            del ENTERED[self.model]
 
     def __enter__(self) -> MethodSession:
-        if (entered := _entered.get(self.model)) is not None and entered() is self:
+        if (entered := ENTERED.get(self.model)) is not None and entered() is self:
             raise UserError("The session is already open. Enter it once, around the training loop.")
         self.apply()
         self.start()
-        _entered[self.model] = ref(self)
+        ENTERED[self.model] = ref(self)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -278,8 +275,8 @@ class MethodSession:
         """
         if self._step is None:
             for method in self.methods:
-                if method.acts_per_step or _adds_loss(method):
-                    why = "adds a loss" if _adds_loss(method) else "acts per step"
+                if method.acts_per_step or adds_loss(method):
+                    why = "adds a loss" if adds_loss(method) else "acts per step"
                     raise UserError(
                         f"session.loss() was called outside of a step, and method {method.name} {why}. Call it inside"
                         " `with session.step(number):`, after the forward pass."
@@ -359,7 +356,7 @@ class MethodSession:
 
     def _end_updated_step(self) -> None:
         for method in self.methods:
-            if _adds_loss(method) and not self._losses:
+            if adds_loss(method) and not self._losses:
                 raise UserError(
                     f"method {method.name} adds a loss, and session.loss() was not called in step {self._step}. Call"
                     " loss = session.loss(loss) after each forward pass and before loss.backward()."
@@ -474,23 +471,14 @@ class MethodSession:
         """Return three lines: trainable parameters, bytes kept for the backward pass, and FLOPs."""
         if not self._applied:
             return f"{self!r}. Enter the session or call apply() to apply the methods."
-        names = ", ".join(method.name for method in self.methods)
         saved = self.model.state_dict()
-        part = sum(saved[name].nbytes for name in self._saved_names())
-        lines = [f"trainable: {trained(self.model)} ({names}); save() writes {format_bytes(part)}"]
+        names = ", ".join(method.name for method in self.methods)
+        part = format_bytes(sum(saved[name].nbytes for name in self._saved_names()))
         try:
-            cost = self._counted or self.cost()
+            return f"trainable: {trained(self.model)} ({names}); save() writes {part}\n{_lines(self._counted or self.cost())}"
         except Exception as error:  # printing must not stop a training
-            why = f"not counted ({first_line(error)}) call session.cost() with the input size and task"
-            return "\n".join([*lines, f"memory: {why}", f"FLOPs: {why}"])
-        peak, images = format_bytes(cost.peak_bytes), cost.batch_size
-        lines.append(
-            f"memory: {format_bytes(cost.saved_bytes)} kept per image for the backward pass; a step of {images} images"
-            f" has a peak of {peak}"
-        )
-        forward, backward = format_number(cost.forward_flops), format_number(cost.backward_flops)
-        lines.append(f"FLOPs: {forward} forward and {backward} backward per image")
-        return "\n".join(lines)
+            why = f"not counted ({first_line(error)}); call session.cost() with the input size and the task"
+            return f"trainable: {trained(self.model)} ({names}); save() writes {part}\nmemory: {why}\nFLOPs: {why}"
 
     def _require_applied(self, call: str, in_block: bool = False) -> None:
         """Raise UserError before `apply`, and inside a step unless `in_block`."""
@@ -509,44 +497,11 @@ def _forget_step(method: Method) -> None:
         method._watch.end()
 
 
-def names_adding_loss(methods: Iterable[Method]) -> list[str]:
-    """Return the names of the methods that add a loss."""
-    return [method.name for method in methods if _adds_loss(method)]
-
-
-def _adds_loss(method: Method) -> bool:
-    """Return True if `total_loss` is overridden and no setting takes `Adds.LOSS` away from the class's declaration."""
-    if type(method).total_loss is Method.total_loss:
-        return False
-    return Adds.LOSS in method.adds or Adds.LOSS not in type(method).adds
-
-
-def _is_first_process() -> bool:
-    distributed = torch.distributed
-    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
-
-
-def _refuse_nested(model: nn.Module, session: MethodSession) -> None:
-    """Raise UserError if another session is open on `model`, on a part of it, or on a module that contains it."""
-    modules = set(model.modules())
-    for other, entered in list(_entered.items()):
-        if entered() not in (None, session) and (other in modules or model in set(other.modules())):
-            raise UserError(
-                f"Another session is open on this {type(other).__name__}: {entered()!r}. Pass all methods to one"
-                " session, or leave the other one first."
-            )
-
-
-def refuse_wrapped_inside(network: nn.Module) -> None:
-    """Raise UserError if the network or a part of it is compiled or wrapped."""
-    for name, module in network.named_modules():
-        wrapper = next((c.__name__ for c in type(module).__mro__ if c.__name__ in _WRAPPERS), None)
-        if wrapper is None and isinstance(module, torch.jit.ScriptModule):
-            wrapper = "ScriptModule"
-        if wrapper is None and getattr(module, "_compiled_call_impl", None) is not None:
-            wrapper = "Module.compile"
-        if wrapper is not None:
-            raise UserError(
-                f"The network must be a plain module, got {wrapper}" + (f" at {name}" if name else "") + ". Apply the"
-                " methods first; compile or wrap it after that."
-            )
+def _lines(cost: Executed) -> str:
+    """Return the lines of ``str(session)`` about memory and FLOPs."""
+    kept, peak = format_bytes(cost.saved_bytes), format_bytes(cost.peak_bytes)
+    forward, backward = format_number(cost.forward_flops), format_number(cost.backward_flops)
+    return (
+        f"memory: {kept} kept per image for the backward pass; a step of {cost.batch_size} images has a peak of {peak}\n"
+        f"FLOPs: {forward} forward and {backward} backward per image"
+    )

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.in_backward import Wrong
+from efficient_ft.integrations.checks import names_adding_loss
 from efficient_ft.integrations.network import find_network
 from efficient_ft.integrations.saving import decode, encode
-from efficient_ft.integrations.session import MethodSession, names_adding_loss
+from efficient_ft.integrations.session import MethodSession
 from efficient_ft.methods.base import Applied, Method, in_order
 from efficient_ft.methods.declarations import Adds
 

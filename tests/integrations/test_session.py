@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -272,8 +271,9 @@ def test_a_model_compiled_after_applying(stack: str, in_place: bool, tmp_path: P
         torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-9, atol=1e-11, msg=name)
 
 
-def test_a_session_is_entered_again_and_followed_by_another(tmp_path: Path) -> None:
+def test_a_session_is_entered_again_and_followed_by_another() -> None:
     expected = by_hand(STACKS["lora"](), 2)
+    torch.manual_seed(0)
     model, batches = model_of("vit"), batches_of("vit", 2)
     session = MethodSession(model, STACKS["lora"]())
     optimizer: Any = None
@@ -376,15 +376,14 @@ def bytes_by_hand(stack: str) -> int:
     linear = [(48, 144), (48, 48), (48, 192), (192, 48)]
     biases = sum(out for _, out in linear) + 2 * 48
     count = {
-        "lora": head + 4 * sum(2 * (i + o) for i, o in linear[:1]),
-        "lora_fa": head + 4 * sum(2 * (i + o) for i, o in linear[:1]),
+        "lora": head + 4 * (3 * 2 * (48 + 144) + 2 * (48 + 48)),  # three times the rank for q, k and v
         "bitfit": head + 4 * biases + 48 + 48,  # final norm and patch embedding
         "blocks+evit": head + sum(i * o + o for i, o in linear) + 4 * 48 + 2 * 48,
     }[stack]
     return 8 * count
 
 
-@pytest.mark.parametrize("stack", ["bitfit", "blocks+evit"])
+@pytest.mark.parametrize("stack", ["lora", "bitfit", "blocks+evit"])
 def test_the_trained_part_has_no_more_bytes_than_its_tensors(stack: str, tmp_path: Path) -> None:
     session, file = trained_session(stack), tmp_path / "part.safetensors"
     session.save(file)
@@ -399,13 +398,7 @@ def test_the_trained_part_of_adapters_is_adapters_and_head(stack: str, tmp_path:
     session, file = trained_session(stack), tmp_path / "part.safetensors"
     session.save(file)
     with safe_open(file, "pt") as opened:
-        names = set(opened.keys())
-    adapted = {re.sub(r"lora_[AB].*", "", n) for n in names if "lora_" in n}
-    added = {n for n in session.model.state_dict() if "lora_" in n}
-    assert names == added | {"head.weight", "head.bias"}
-    assert adapted
-    widths = [tuple(session.model.get_submodule(f"{n}base_layer").weight.shape) for n in adapted]
-    assert file.stat().st_size < 8 * (sum(2 * (i + o) for i, o in widths) + 5 * 48 + 5) + 12000
+        assert set(opened.keys()) == {n for n in session.model.state_dict() if "lora_" in n or n.startswith("head.")}
 
 
 def test_the_trained_part_of_a_large_model_is_small(tmp_path: Path) -> None:
@@ -453,7 +446,7 @@ def test_all_weights_with_added_modules_are_loaded_after_applying(tmp_path: Path
         ([LoRA(rank=2), BackRazor()], None, "was saved with other methods or settings"),
         ([LoRA(rank=2)], "weights", "whose frozen weights differ from this model's"),
         ([LoRA(rank=2)], "dtype", "the same pretrained weights and dtype"),
-        ([LoRA(rank=2)], "classes", r"head\.weight has the shape \(5, 48\) in the file and \(7, 48\) in the model"),
+        ([LoRA(rank=2)], "classes", r"head\.bias has the shape \(5,\) in the file and \(7,\) in the model"),
         ([LoRA(rank=2)], "frozen", r"the model does not expect head\.bias \(1 in total\)"),
     ],
 )
@@ -559,22 +552,22 @@ def test_an_optimizer_without_the_added_parameters_is_rejected_after_one_step() 
 
 # ------------------------------------------------------------------------------------------------ reports
 def test_print_shows_parameters_bytes_and_flops() -> None:
-    model = timm.create_model("deit_tiny_patch16_224", num_classes=10, img_size=64)
+    model = MODELS["vit"].create()
     methods: list[Method] = [Blocks([-1]), BackRazor()]
     with MethodSession(model, methods) as session:
         lines = str(session).splitlines()
-        cost = executed(model, 8, (64, 64), methods=methods)
+        cost = executed(model, 8, (32, 32), methods=methods)
         trains = sum(p.numel() for p in session.parameters())
         assert session.cost(batch_size=4).batch_size == 4
         assert "a step of 4 images" in str(session)
     assert len(lines) == 3
-    assert lines[0].startswith(f"trainable: {trains / 1e3:.0f} k of 5.4")
-    assert lines[0].endswith(f"(blocks, back_razor); save() writes {trains * 4 / 2**20:.2f} MiB")
-    assert lines[1].startswith(
-        f"memory: {cost.saved_bytes / 2**10:.0f} KiB kept per image for the backward pass; a step"
+    assert lines[0].startswith(
+        f"trainable: {trains / 1e3:.1f} k of {sum(p.numel() for p in model.parameters()) / 1e3:.0f} k"
     )
+    assert lines[0].endswith(f"(blocks, back_razor); save() writes {trains * 4 / 2**10:.0f} KiB")
+    assert lines[1].startswith(f"memory: {cost.saved_bytes / 2**10:.1f} KiB kept per image for the backward pass; a st")
     assert lines[2] == (
-        f"FLOPs: {cost.forward_flops / 1e6:.0f} M forward and {cost.backward_flops / 1e6:.1f} M backward per image"
+        f"FLOPs: {cost.forward_flops / 1e6:.1f} M forward and {cost.backward_flops / 1e6:.2f} M backward per image"
     )
 
 

@@ -1,0 +1,62 @@
+"""Checks of a session: whether the model can be changed, and whether a method adds a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import nn
+
+from efficient_ft.core.errors import UserError
+from efficient_ft.methods.base import Method
+from efficient_ft.methods.declarations import Adds
+
+#: Classes that wrap a module or compile it. Methods must be applied before them.
+_WRAPPERS = ("OptimizedModule", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+#: By model: the session whose ``with`` block is running.
+ENTERED: WeakKeyDictionary[nn.Module, ref[Any]] = WeakKeyDictionary()
+
+
+def names_adding_loss(methods: Iterable[Method]) -> list[str]:
+    """Return the names of the methods that add a loss."""
+    return [method.name for method in methods if adds_loss(method)]
+
+
+def adds_loss(method: Method) -> bool:
+    """Return True if `total_loss` is overridden and no setting takes `Adds.LOSS` away from the class's declaration."""
+    if type(method).total_loss is Method.total_loss:
+        return False
+    return Adds.LOSS in method.adds or Adds.LOSS not in type(method).adds
+
+
+def is_first_process() -> bool:
+    distributed = torch.distributed
+    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
+
+
+def refuse_nested(model: nn.Module, session: object) -> None:
+    """Raise UserError if another session is open on `model`, on a part of it, or on a module that contains it."""
+    modules = set(model.modules())
+    for other, entered in list(ENTERED.items()):
+        if entered() not in (None, session) and (other in modules or model in set(other.modules())):
+            raise UserError(
+                f"Another session is open on this {type(other).__name__}: {entered()!r}. Pass all methods to one"
+                " session, or leave the other one first."
+            )
+
+
+def refuse_wrapped_inside(network: nn.Module) -> None:
+    """Raise UserError if the network or a part of it is compiled or wrapped."""
+    for name, module in network.named_modules():
+        wrapper = next((c.__name__ for c in type(module).__mro__ if c.__name__ in _WRAPPERS), None)
+        if wrapper is None and isinstance(module, torch.jit.ScriptModule):
+            wrapper = "ScriptModule"
+        if wrapper is None and getattr(module, "_compiled_call_impl", None) is not None:
+            wrapper = "Module.compile"
+        if wrapper is not None:
+            raise UserError(
+                f"The network must be a plain module, got {wrapper}" + (f" at {name}" if name else "") + ". Apply the"
+                " methods first; compile or wrap it after that."
+            )
