@@ -28,7 +28,14 @@ from efficient_ft.core.errors import SettingError, UserError, first_line
 from efficient_ft.core.format import format_bytes, format_number
 from efficient_ft.core.in_backward import Wrong, refuse_in_backward
 from efficient_ft.integrations import saving
-from efficient_ft.integrations.checks import ENTERED, adds_loss, is_first_process, refuse_nested, refuse_wrapped_inside
+from efficient_ft.integrations.checks import (
+    ENTERED,
+    adds_loss,
+    is_first_process,
+    names_adding_loss,
+    refuse_nested,
+    refuse_wrapped_inside,
+)
 from efficient_ft.methods.base import Applied, Method, apply_methods, in_order, make_trainable, trainable
 from efficient_ft.methods.declarations import Axis, Needs
 from efficient_ft.methods.optimizer_check import check_optimizer
@@ -355,12 +362,11 @@ class MethodSession:
             self._end_updated_step()
 
     def _end_updated_step(self) -> None:
-        for method in self.methods:
-            if adds_loss(method) and not self._losses:
-                raise UserError(
-                    f"method {method.name} adds a loss, and session.loss() was not called in step {self._step}. Call"
-                    " loss = session.loss(loss) after each forward pass and before loss.backward()."
-                )
+        if not self._losses and (adding := names_adding_loss(self.methods)):
+            raise UserError(
+                f"method {adding[0]} adds a loss, and session.loss() was not called in step {self._step}. Call"
+                " loss = session.loss(loss) after each forward pass and before loss.backward()."
+            )
         optimizers = self._stepped
         self.end_step()
         if not self._checked and optimizers:
@@ -391,15 +397,13 @@ class MethodSession:
         Raises:
             UserError: it was written with other methods or settings.
         """
-        carried = {method.state_key for method in self.methods}
-        foreign = sorted(state_dict.keys() - carried)
-        missing = sorted(self.state_dict().keys() - state_dict.keys())
+        own = {method.state_key for method in self.methods}
+        foreign, missing = sorted(state_dict.keys() - own), sorted(self.state_dict().keys() - state_dict.keys())
         if foreign or missing:
-            holds = ", ".join(foreign or sorted(state_dict)) or "no method"
             raise UserError(
-                f"The checkpoint was written with other methods or settings: it holds the state of {holds}, and"
-                f" {', '.join(missing or sorted(carried))} is to be resumed. Pass the methods and settings of the"
-                " interrupted training."
+                "The checkpoint was written with other methods or settings: it holds the state of"
+                f" {', '.join(foreign or sorted(state_dict)) or 'no method'}, and {', '.join(missing or sorted(own))} is"
+                " to be resumed. Pass the methods and settings of the interrupted training."
             )
 
     def save(self, path: str | Path, whole: bool = False) -> None:
@@ -471,14 +475,20 @@ class MethodSession:
         """Return three lines: trainable parameters, bytes kept for the backward pass, and FLOPs."""
         if not self._applied:
             return f"{self!r}. Enter the session or call apply() to apply the methods."
-        saved = self.model.state_dict()
-        names = ", ".join(method.name for method in self.methods)
+        saved, names = self.model.state_dict(), ", ".join(method.name for method in self.methods)
         part = format_bytes(sum(saved[name].nbytes for name in self._saved_names()))
+        head = f"trainable: {trained(self.model)} ({names}); save() writes {part}"
         try:
-            return f"trainable: {trained(self.model)} ({names}); save() writes {part}\n{_lines(self._counted or self.cost())}"
+            cost = self._counted or self.cost()
         except Exception as error:  # printing must not stop a training
             why = f"not counted ({first_line(error)}); call session.cost() with the input size and the task"
-            return f"trainable: {trained(self.model)} ({names}); save() writes {part}\nmemory: {why}\nFLOPs: {why}"
+            return f"{head}\nmemory: {why}\nFLOPs: {why}"
+        kept, peak = format_bytes(cost.saved_bytes), format_bytes(cost.peak_bytes)
+        forward, backward = format_number(cost.forward_flops), format_number(cost.backward_flops)
+        return (
+            f"{head}\nmemory: {kept} kept per image for the backward pass; peak {peak} with {cost.batch_size} images\n"
+            f"FLOPs: {forward} forward and {backward} backward per image"
+        )
 
     def _require_applied(self, call: str, in_block: bool = False) -> None:
         """Raise UserError before `apply`, and inside a step unless `in_block`."""
@@ -495,13 +505,3 @@ def _forget_step(method: Method) -> None:
     """Tell a method's watch that the step has ended without `Method.step_end`."""
     if method._watch is not None:
         method._watch.end()
-
-
-def _lines(cost: Executed) -> str:
-    """Return the lines of ``str(session)`` about memory and FLOPs."""
-    kept, peak = format_bytes(cost.saved_bytes), format_bytes(cost.peak_bytes)
-    forward, backward = format_number(cost.forward_flops), format_number(cost.backward_flops)
-    return (
-        f"memory: {kept} kept per image for the backward pass; a step of {cost.batch_size} images has a peak of {peak}\n"
-        f"FLOPs: {forward} forward and {backward} backward per image"
-    )

@@ -559,13 +559,13 @@ def test_print_shows_parameters_bytes_and_flops() -> None:
         cost = executed(model, 8, (32, 32), methods=methods)
         trains = sum(p.numel() for p in session.parameters())
         assert session.cost(batch_size=4).batch_size == 4
-        assert "a step of 4 images" in str(session)
+        assert "with 4 images" in str(session)
     assert len(lines) == 3
     assert lines[0].startswith(
         f"trainable: {trains / 1e3:.1f} k of {sum(p.numel() for p in model.parameters()) / 1e3:.0f} k"
     )
     assert lines[0].endswith(f"(blocks, back_razor); save() writes {trains * 4 / 2**10:.0f} KiB")
-    assert lines[1].startswith(f"memory: {cost.saved_bytes / 2**10:.1f} KiB kept per image for the backward pass; a st")
+    assert lines[1].startswith(f"memory: {cost.saved_bytes / 2**10:.1f} KiB kept per image for the backward pass; peak")
     assert lines[2] == (
         f"FLOPs: {cost.forward_flops / 1e6:.1f} M forward and {cost.backward_flops / 1e6:.2f} M backward per image"
     )
