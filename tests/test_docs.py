@@ -235,7 +235,8 @@ for page, block in blocks:
 """,
         encoding="utf-8",
     )
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, env=environment())
+    command = [sys.executable, program]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment())
     assert done.returncode == 0, done.stderr
 
 

@@ -1,4 +1,4 @@
-"""Checks of a session: whether the model can be changed, and whether a method adds a loss."""
+"""Checks of sessions and callbacks: the model, optimizers that step inside the backward pass, and added losses."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.in_backward import Wrong, refuse_in_backward
 from efficient_ft.methods.base import Method
-from efficient_ft.methods.declarations import Adds
+from efficient_ft.methods.declarations import Adds, Needs
+from efficient_ft.optim import steps_in_backward
 
 #: Classes that wrap a module or compile it. Methods must be applied before them.
 _WRAPPERS = ("OptimizedModule", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
@@ -60,3 +62,29 @@ def refuse_wrapped_inside(network: nn.Module) -> None:
                 f"The network must be a plain module, got {wrapper}" + (f" at {name}" if name else "") + ". Apply the"
                 " methods first; compile or wrap it after that."
             )
+
+
+def check_in_backward(methods: Iterable[Method], optimizers: Iterable[Any], **loop: Wrong | None) -> None:
+    """Check that an optimizer which steps inside the backward pass is compatible with the methods and the loop.
+
+    Args:
+        methods: the methods of the training.
+        optimizers: the optimizers of the training.
+        loop: properties of the training loop that are not compatible; see `refuse_in_backward`.
+
+    Raises:
+        SettingError: the training loop clips, accumulates, scales or averages gradients.
+        UserError: a method compares gradients at the end of a step.
+    """
+    if steps_in_backward(optimizers):
+        refuse_in_backward("an optimizer that steps inside the backward pass", **loop)
+        refuse_gradient_readers(methods)
+
+
+def refuse_gradient_readers(methods: Iterable[Method]) -> None:
+    """Raise UserError if a method compares gradients at the end of a step."""
+    if readers := [method.name for method in methods if Needs.GRADIENTS_AT_STEP_END in method.needs]:
+        raise UserError(
+            f"method {readers[0]} compares the gradients of all blocks at the end of a step, and an optimizer that"
+            " steps inside the backward pass has freed them. Use optim.in_backward=false, or another method."
+        )

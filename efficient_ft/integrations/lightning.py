@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.in_backward import Wrong
-from efficient_ft.integrations.checks import names_adding_loss
+from efficient_ft.integrations.checks import check_in_backward, names_adding_loss
 from efficient_ft.integrations.network import find_network
 from efficient_ft.integrations.session import MethodSession
 from efficient_ft.methods.base import Applied, Method, in_order
@@ -141,7 +141,8 @@ class MethodCallback(Callback):
         session.check_optimizers(trainer.optimizers)
         clip, accumulate = trainer.gradient_clip_val, trainer.accumulate_grad_batches
         precision, processes = trainer.precision, trainer.world_size
-        session.check_in_backward(
+        check_in_backward(
+            self.methods,
             trainer.optimizers,
             clipping=Wrong("gradient_clip_val", clip, "None") if clip else None,
             accumulation=Wrong("accumulate_grad_batches", accumulate, "1") if accumulate != 1 else None,

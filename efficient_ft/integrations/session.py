@@ -26,13 +26,13 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from efficient_ft.core.errors import SettingError, UserError, first_line
 from efficient_ft.core.format import format_bytes, format_number
-from efficient_ft.core.in_backward import Wrong, refuse_in_backward
 from efficient_ft.integrations import saving
 from efficient_ft.integrations.checks import (
     ENTERED,
     adds_loss,
     is_first_process,
     names_adding_loss,
+    refuse_gradient_readers,
     refuse_nested,
     refuse_wrapped_inside,
 )
@@ -42,7 +42,6 @@ from efficient_ft.methods.optimizer_check import check_optimizer
 from efficient_ft.methods.summary import trained
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm, frozen_layers, unfreeze_batch_norm
 from efficient_ft.models.view import default_image_size
-from efficient_ft.optim import steps_in_backward
 
 if TYPE_CHECKING:
     from efficient_ft.cost.executed import Executed
@@ -204,29 +203,6 @@ class MethodSession:
         if self._applied and any({Axis.SELECTION, Axis.ADAPTERS} & set(method.axes) for method in self.methods):
             check_optimizer(self.model, optimizers)
 
-    def check_in_backward(self, optimizers: Iterable[Any], **loop: Wrong | None) -> None:
-        """Check that an optimizer which steps inside the backward pass is compatible with the methods and the loop.
-
-        Args:
-            optimizers: the optimizers of the training.
-            loop: properties of the training loop that are not compatible; see `refuse_in_backward`.
-
-        Raises:
-            SettingError: the training loop clips, accumulates, scales or averages gradients.
-            UserError: a method compares gradients at the end of a step.
-        """
-        if not steps_in_backward(optimizers):
-            return
-        refuse_in_backward("an optimizer that steps inside the backward pass", **loop)
-        self._refuse_gradient_readers()
-
-    def _refuse_gradient_readers(self) -> None:
-        if readers := [method.name for method in self.methods if Needs.GRADIENTS_AT_STEP_END in method.needs]:
-            raise UserError(
-                f"method {readers[0]} compares the gradients of all blocks at the end of a step, and an optimizer that"
-                " steps inside the backward pass has freed them. Use optim.in_backward=false, or another method."
-            )
-
     # ------------------------------------------------------------------ steps
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -354,7 +330,7 @@ class MethodSession:
         if not any(id(p) in stepped for p in mine):
             return  # the optimizer of another model
         if torch._C._current_graph_task_id() != -1:
-            self._refuse_gradient_readers()
+            refuse_gradient_readers(self.methods)
             self._updated = True
             return
         self._stepped.append(optimizer)
@@ -402,8 +378,9 @@ class MethodSession:
         if foreign or missing:
             raise UserError(
                 "The checkpoint was written with other methods or settings: it holds the state of"
-                f" {', '.join(foreign or sorted(state_dict)) or 'no method'}, and {', '.join(missing or sorted(own))} is"
-                " to be resumed. Pass the methods and settings of the interrupted training."
+                f" {', '.join(foreign or sorted(state_dict)) or 'no method'}, and"
+                f" {', '.join(missing or sorted(own))} is to be resumed. Pass the methods and settings of the"
+                " interrupted training."
             )
 
     def save(self, path: str | Path, whole: bool = False) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.in_backward import Wrong
-from efficient_ft.integrations.checks import names_adding_loss
+from efficient_ft.integrations.checks import check_in_backward, names_adding_loss
 from efficient_ft.integrations.network import find_network
 from efficient_ft.integrations.saving import decode, encode
 from efficient_ft.integrations.session import MethodSession
@@ -153,7 +153,8 @@ class MethodCallback(TrainerCallback, ExportableState):
             )
         self.session.check_optimizers([optimizer])
         clip, accumulate = args.max_grad_norm, args.gradient_accumulation_steps
-        self.session.check_in_backward(
+        check_in_backward(
+            self.methods,
             [optimizer],
             clipping=Wrong("max_grad_norm", clip, "0") if clip else None,
             accumulation=Wrong("gradient_accumulation_steps", accumulate, "1") if accumulate != 1 else None,
