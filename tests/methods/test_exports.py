@@ -100,7 +100,7 @@ def test_type_checkers_see_the_arguments_of_every_method(tmp_path: Path) -> None
     assert len(errors) == 4, lines
     assert 'error: Unexpected keyword argument "ordr" for "LBPWHT"; did you mean "order"?' in errors[0]
     assert 'incompatible type "str"; expected "int"' in errors[1]
-    assert 'incompatible type "LoRA"; expected "Module"' in errors[2]
+    assert 'Argument 1 to "MethodSession" has incompatible type "LoRA"' in errors[2]
     assert 'Missing positional argument "number" in call to "step"' in errors[3]
     revealed = [line for line in lines if "Revealed type" in line]
     assert len(revealed) == len(classes) + 1
