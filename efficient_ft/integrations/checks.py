@@ -34,6 +34,7 @@ def adds_loss(method: Method) -> bool:
 
 
 def is_first_process() -> bool:
+    """Return True in the first of several processes, and without distributed training."""
     distributed = torch.distributed
     return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
 
