@@ -83,7 +83,7 @@ def train(loader: list[tuple[torch.Tensor, torch.Tensor]]) -> MethodSession:
 
 @pytest.mark.slow
 def test_type_checkers_see_the_arguments_of_every_method(tmp_path: Path) -> None:
-    """What a type checker knows of a call is what an editor completes: names, types and defaults."""
+    """A type checker and an editor use the same names, types and defaults."""
     classes = own_classes()
     names = [name for name in methods.__all__ if name not in ("LBPWHT", "LastStage", "LoRA")]
     text = f"{RIGHT}\n\nfrom efficient_ft.methods import {', '.join(names)}\n"
