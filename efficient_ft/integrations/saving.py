@@ -183,7 +183,7 @@ def _checksum(model: nn.Module, names: Iterable[str]) -> str:
     for name, tensor in sorted(model.state_dict().items()):
         if name not in left_out and isinstance(tensor, Tensor):
             checksum.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            checksum.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            checksum.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return checksum.hexdigest()[:32]
 
 

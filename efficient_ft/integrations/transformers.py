@@ -193,25 +193,28 @@ class MethodCallback(TrainerCallback, ExportableState):
                 f"method {name} adds a loss, but the output of {type(model).__name__} contains no loss. Compute the"
                 " loss in the model, from labels, instead of in compute_loss_func."
             )
-        assert self.session is not None
-        total = self.session.loss(loss)
+        total = self._applied().loss(loss)
         if isinstance(output, tuple):
             return (total, *output[1:])
         output["loss"] = total  # type: ignore[index]
         return output
 
+    def _applied(self) -> MethodSession:
+        assert self.session is not None, "on_train_begin refuses a training without a session"
+        return self.session
+
     # ------------------------------------------------------------------ per step
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin the optimizer step, before its first micro-batch."""
-        self.session.begin_step(state.global_step)
+        self._applied().begin_step(state.global_step)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the optimizer step, before gradients are set to zero."""
-        self.session.end_step()
+        self._applied().end_step()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Abandon a step that was not completed; the methods stay applied."""
-        self.session.abandon_step()
+        self._applied().abandon_step()
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
