@@ -35,7 +35,8 @@ def main(steps: int = 60, batch_size: int = 32, file: str | None = None) -> floa
 
     alast = ALaST(num_layers=3, budget_init=0.9)
     model.train()
-    with MethodSession(model, [alast, LBPWHT(bases="l1", order=6)]) as session:
+    # The network is not pretrained: its BatchNorm layers have no statistics yet that could be frozen.
+    with MethodSession(model, [alast, LBPWHT(bases="l1", order=6)], frozen_bn=False) as session:
         for report in session.reports:
             print(report)
         optimizer = torch.optim.AdamW(session.parameters(), lr=2e-3)
