@@ -10,8 +10,16 @@ except PackageNotFoundError:  # a checkout that was not installed
     __version__ = "0+unknown"
 
 
+#: By name, the module of each public name that is loaded when it is first used; `__init__.pyi` has their types.
+_LAZY = {"MethodSession": "efficient_ft.integrations.session", "plan": "efficient_ft.cli.commands.plan"}
+
+
 def __getattr__(name: str) -> Any:
-    """Load `plan` when it is first asked for: importing the package alone loads nothing heavy."""
-    if name == "plan":
-        return importlib.import_module("efficient_ft.cli.commands.plan").plan
+    """Load a public name on first use, so that importing the package alone loads nothing heavy."""
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])

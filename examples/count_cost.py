@@ -1,6 +1,6 @@
-"""Count the cost of a training step with several methods without running it: no data, no weights, no GPU.
+"""Count the cost of a training step with several methods, without running it and without data, weights or a GPU.
 
-Executed FLOPs and bytes kept for the backward pass are the same on any machine.
+Executed FLOPs and bytes kept for the backward pass are equal on all machines.
 
     python examples/count_cost.py
 """

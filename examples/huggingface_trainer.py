@@ -1,8 +1,8 @@
 """Methods in Hugging Face's `Trainer`: one callback, with any timm model in transformers' `TimmWrapper`.
 
-BSR trains two blocks of a ResNet, and Back Razor keeps their activations pruned. Here the model has random weights, so
-that no network is needed; `TimmWrapperForImageClassification.from_pretrained("timm/resnet50.a1_in1k", num_labels=10)`
-has trained ones.
+BSR trains two blocks of a ResNet, and Back Razor prunes their saved activations. The model has random weights, so that
+the example works without internet access.
+`TimmWrapperForImageClassification.from_pretrained("timm/resnet50.a1_in1k", num_labels=10)` loads pretrained ones.
 
     pip install 'efficient-ft[transformers]'
     python examples/huggingface_trainer.py
@@ -21,12 +21,12 @@ from efficient_ft.methods import BSR, BackRazor, plain_state_dict
 
 
 def random_images(count: int) -> list[dict[str, Any]]:
-    """Images and labels in the form that the Trainer's collator takes."""
+    """Return images and labels in the format of the Trainer's collator."""
     return [{"pixel_values": torch.randn(3, 64, 64), "labels": index % 10} for index in range(count)]
 
 
 def main(steps: int = 6) -> dict[str, torch.Tensor]:
-    """Train for `steps` steps, resume from a checkpoint for two more; return weights that load into plain timm."""
+    """Train for `steps` steps, resume from a checkpoint for two more, and return weights that plain timm loads."""
     torch.manual_seed(0)
     config = TimmWrapperConfig(architecture="resnet10t", num_labels=10, model_args={"channels": (16, 32, 64, 128)})
     images = random_images(64)
@@ -34,7 +34,7 @@ def main(steps: int = 6) -> dict[str, torch.Tensor]:
         for last in (steps, steps + 2):
             model = TimmWrapperForImageClassification(config)
             statistics = {name: b.clone() for name, b in model.timm_model.named_buffers()}
-            # In any order: BSR, a selection, is applied first.
+            # The order of the list has no effect: BSR, a selection, is applied first.
             callback = MethodCallback([BackRazor(sparsity=0.9), BSR(blocks=[2, 3], drop_at=[])])
             arguments = TrainingArguments(
                 output_dir=folder,
@@ -53,9 +53,9 @@ def main(steps: int = 6) -> dict[str, torch.Tensor]:
         print(report)
     assert [report.method for report in callback.reports] == ["bsr", "back_razor"]
     weights = plain_state_dict(model.timm_model, callback.methods)
-    # The callback freezes BatchNorm statistics (frozen_bn=True), in training mode too.
+    # The callback freezes BatchNorm statistics (frozen_bn=True), even in training mode.
     assert all(torch.equal(weights[name], before) for name, before in statistics.items())
-    print("BatchNorm statistics: as before training")
+    print("BatchNorm statistics are unchanged")
     print(f"{trainer.state.global_step} steps; {len(weights)} tensors to save, the first: {next(iter(weights))}")
     return weights
 

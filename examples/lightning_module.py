@@ -1,8 +1,8 @@
-"""Methods in a LightningModule of one's own: one callback, nothing in the module.
+"""Methods in your own LightningModule: one callback, and no change of the module.
 
 LISA trains two blocks in each step, and a mixture of experts replaces the MLP of the last block. The callback adds the
-experts' balance loss to what `training_step` returns, freezes BatchNorm statistics, refuses a strategy that the methods
-cannot run under, and keeps the methods' state in the checkpoint.
+experts' balance loss to the result of `training_step`, freezes BatchNorm statistics, rejects strategies that are not
+compatible with the methods, and stores the methods' state in the checkpoint.
 
     python examples/lightning_module.py
     python examples/lightning_module.py --devices 2    # two processes on the CPU
@@ -37,16 +37,16 @@ class Classifier(L.LightningModule):
         return F.cross_entropy(self.net(images), labels)
 
     def on_total_loss(self, loss: Tensor) -> None:
-        """Optional: called with the loss that is minimized, the balance loss included."""
+        """Optional: receive the total loss, including the balance loss."""
         self.losses.append(float(loss.detach()))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW over what trains: the callback has applied the methods before."""
+        """Build AdamW over the trainable parameters; the callback has already applied the methods."""
         return torch.optim.AdamW([p for p in self.net.parameters() if p.requires_grad], lr=1e-3)
 
 
 def main(epochs: int = 2, devices: int = 1) -> list[float]:
-    """Train on random images; print what the methods did; return the losses of this process."""
+    """Train on random images, print the reports of the methods, and return the losses of this process."""
     L.seed_everything(0, verbose=False)
     net = timm.create_model(
         "vit_tiny_patch16_224", img_size=32, patch_size=4, depth=4, embed_dim=48, num_heads=3, num_classes=10
@@ -63,7 +63,7 @@ def main(epochs: int = 2, devices: int = 1) -> list[float]:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=devices,
-        # LISA's other blocks get no gradient in a step. The callback refuses DDP without this option.
+        # In each step, LISA's other blocks get no gradient. The callback rejects DDP without this option.
         strategy="ddp_find_unused_parameters_true" if devices > 1 else "auto",
         max_epochs=epochs,
         accumulate_grad_batches=2,

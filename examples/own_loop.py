@@ -1,8 +1,7 @@
-"""Methods in a training loop of one's own: two lines per method, three per step.
+"""Methods in a plain PyTorch training loop, with a session.
 
-ALaST decides in each step which blocks train and how many tokens are passed on; LBP-WHT computes the gradients of the
-layers that train in a low-rank space. A small vision transformer learns the handwritten digits of scikit-learn from
-scratch.
+ALaST selects in each step the blocks that train and the number of tokens that are passed on. LBP-WHT computes the
+gradients of the trained layers in a low-rank space. A small vision transformer learns handwritten digits from scratch.
 
     python examples/own_loop.py
 """
@@ -16,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import efficient_ft.models.small  # noqa: F401  registers vit_digits, a small vision transformer, with timm
-from efficient_ft.methods import LBPWHT, ALaST, apply_methods, plain_state_dict
+from efficient_ft import MethodSession
+from efficient_ft.methods import LBPWHT, ALaST
 
 
 def digits() -> tuple[Tensor, Tensor]:
@@ -27,41 +27,37 @@ def digits() -> tuple[Tensor, Tensor]:
     return F.interpolate(images, scale_factor=4).expand(-1, 3, -1, -1)[order], torch.tensor(labels)[order]
 
 
-def main(steps: int = 60, batch_size: int = 32) -> float:
-    """Train for `steps` steps; print what the methods did; return the accuracy on images not trained on."""
+def main(steps: int = 60, batch_size: int = 32, file: str | None = None) -> float:
+    """Train for `steps` steps, print the reports of the methods, and return the accuracy on the test images."""
     torch.manual_seed(0)
     images, labels = digits()
     model = timm.create_model("vit_digits", num_classes=10)
 
-    methods = [ALaST(num_layers=3, budget_init=0.9), LBPWHT(bases="l1", order=6)]
-    for report in apply_methods(model, methods):
-        print(report)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
-
+    alast = ALaST(num_layers=3, budget_init=0.9)
     model.train()
-    for step in range(steps):
-        batch = torch.randint(len(images) - 256, (batch_size,))  # the last 256 images test
-        for method in methods:
-            method.step_begin(step)
-        loss = F.cross_entropy(model(images[batch]), labels[batch])
-        for method in methods:
-            loss = method.total_loss(loss)
-        loss.backward()
-        optimizer.step()
-        for method in methods:
-            method.step_end()  # before gradients are set to zero
-        optimizer.zero_grad()
-        if step % 20 == 0:
-            print(f"step {step}: loss {loss.item():.3f}, trained {methods[0].step_stats()['trained']}")
+    # The network is not pretrained: its BatchNorm layers have no statistics yet that could be frozen.
+    with MethodSession(model, [alast, LBPWHT(bases="l1", order=6)], frozen_bn=False) as session:
+        for report in session.reports:
+            print(report)
+        optimizer = torch.optim.AdamW(session.parameters(), lr=2e-3)
+        for step in range(steps):
+            batch = torch.randint(len(images) - 256, (batch_size,))  # the last 256 images are for the test
+            with session.step(step):
+                loss = session.loss(F.cross_entropy(model(images[batch]), labels[batch]))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if step % 20 == 0:
+                print(f"step {step}: loss {loss.item():.3f}, trained {alast.step_stats()['trained']}")
 
     model.eval()
     with torch.no_grad():
         accuracy = (model(images[-256:]).argmax(1) == labels[-256:]).float().mean().item()
     print(f"accuracy: {accuracy:.0%}")
-    weights = plain_state_dict(model, methods)  # under timm's own names
-    print(f"{len(weights)} tensors to save, the first: {next(iter(weights))}")
+    if file is not None:
+        session.save(file, whole=True)  # under timm's own names
     return accuracy
 
 
 if __name__ == "__main__":
-    main()
+    main(file="digits.safetensors")

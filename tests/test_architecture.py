@@ -34,7 +34,7 @@ ONLY: dict[str, tuple[str, ...]] = {
     "models": ("core", "config", "ops"),
     "cost": ("core", "task", "ops", "optim", "models"),  # it observes any step, and knows no method
     "testing": ("core", "models", "methods", "cost"),
-    "integrations": ("core", "optim", "models", "methods"),
+    "integrations": ("core", "optim", "models", "methods", "cost"),
     "data": ("core", "config"),
     "record": ("core", "config"),
 }

@@ -1,6 +1,6 @@
-"""Methods in a training loop: `MethodSession` for any loop, and the callbacks `lightning` and `transformers`.
+"""Methods in training loops: `MethodSession` for any loop, and callbacks for Lightning and transformers.
 
-The callbacks' modules import their libraries; nothing here does.
+The modules `lightning` and `transformers` import these libraries. The other modules of this folder do not.
 """
 
 from efficient_ft.integrations.session import MethodSession

@@ -1,263 +1,484 @@
-"""Methods applied to one network, their work per step, and their state: for any training loop, and for the callbacks.
+"""The public session: methods applied to one model, their work in each step, and the file of what they trained.
 
->>> session = MethodSession([LISA(), LoRA()])
->>> session.apply(model)
->>> optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
->>> session.check_optimizers([optimizer])
->>> session.start()
->>> for step, (images, labels) in enumerate(loader):
-...     session.step_begin(step)
-...     session.total_loss(F.cross_entropy(model(images), labels)).backward()
-...     optimizer.step()
-...     session.step_end()
-...     optimizer.zero_grad()
+>>> with MethodSession(model, [LastStage(), LBPDCT(order=4)]) as session:
+...     optimizer = torch.optim.AdamW(session.parameters(), 1e-4)
+...     for step, (images, labels) in enumerate(loader):
+...         with session.step(step):
+...             loss = session.loss(F.cross_entropy(model(images), labels))
+...             loss.backward()
+...             optimizer.step()
+...             optimizer.zero_grad()
+>>> session.save("trained.safetensors")
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.core.in_backward import Wrong, refuse_in_backward
+from efficient_ft.core.errors import SettingError, UserError, first_line
+from efficient_ft.core.format import format_bytes, format_number
+from efficient_ft.integrations import saving
+from efficient_ft.integrations.checks import (
+    ENTERED,
+    adds_loss,
+    is_first_process,
+    names_adding_loss,
+    refuse_gradient_readers,
+    refuse_nested,
+    refuse_wrapped_inside,
+)
 from efficient_ft.methods.base import Applied, Method, apply_methods, in_order, make_trainable, trainable
-from efficient_ft.methods.declarations import Adds, Axis, Needs
+from efficient_ft.methods.declarations import Axis, Needs
 from efficient_ft.methods.optimizer_check import check_optimizer
-from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
-from efficient_ft.optim import steps_in_backward
+from efficient_ft.methods.summary import trained
+from efficient_ft.models.frozen_batch_norm import freeze_batch_norm, frozen_layers, unfreeze_batch_norm
+from efficient_ft.models.view import default_image_size
 
-#: The key of a tensor's values in an encoded state.
-_TENSOR = "__tensor__"
-#: Classes that wrap a module or run it through a compiler: methods must be applied before them.
-_WRAPPERS = ("OptimizedModule", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+if TYPE_CHECKING:
+    from efficient_ft.cost.executed import Executed
+
+log = logging.getLogger(__name__)
 
 
 class MethodSession:
-    """Apply methods to a network and do their work per step, in any training loop.
+    """Apply methods to a model and carry them through any training loop.
+
+    Entering the session applies the methods. Leaving it ends the training and **keeps the methods applied**: adapters
+    that cannot be merged and token methods are part of the trained model, so its outputs stay the same and `save` still
+    works. Call `remove` to get the model's own modules back. A session can be entered again to continue the training.
+
+    Methods whose steps differ or that add a loss need `step` and `loss`. Both are correct for all other methods too:
+
+    - Micro-batches of one optimizer step run inside one ``with session.step(n)`` block, or in several consecutive
+      blocks with the same number. `loss` is called once after each forward pass.
+    - The step ends when the optimizer has stepped, so that ``zero_grad()`` may be inside or after the block. With
+      several optimizers it ends when each parameter that has a gradient has been stepped.
+    - ``torch.amp.GradScaler`` may skip the optimizer's step. Methods that compare gradients ignore such a step.
+    - Wrap the model in ``DistributedDataParallel`` and compile it after the methods have been applied. Pass
+      ``find_unused_parameters=session.find_unused_parameters`` to ``DistributedDataParallel``.
+
+    Loops that consist of hooks call `apply`, `begin_step`, `end_step` and `close` instead of the ``with`` blocks.
 
     Args:
+        model: an image classifier, as in `Method.apply`: not compiled and not wrapped.
         methods: one method or several, in any order.
-        frozen_bn: freeze the BatchNorm statistics of the network.
+        frozen_bn: freeze the BatchNorm statistics of the model, like the papers. `remove` unfreezes them.
         classifier: as in `Method.apply`.
 
     Attributes:
-        methods: in their order of application.
-        network: the network they are applied to; None before `apply`.
-        reports: what each method did, in the order of `methods`; empty before `apply`.
+        model: the model.
+        methods: the methods, in their order of application.
+        reports: the report of each method, in the same order; empty before `apply`.
+
+    Raises:
+        SettingError: `model` is not a module, or `methods` are not methods.
     """
 
     def __init__(
-        self, methods: Method | Iterable[Method], frozen_bn: bool = True, classifier: str | Iterable[str] = ()
+        self,
+        model: nn.Module,
+        methods: Method | Iterable[Method],
+        frozen_bn: bool = True,
+        classifier: str | Iterable[str] = (),
     ) -> None:
+        if not isinstance(model, nn.Module):
+            hint = "Pass the model first: MethodSession(model, methods)."
+            raise SettingError("model", f"{model!r:.60}", "a torch.nn.Module", hint)
+        self.model = model
         self.methods = in_order(methods)
         self.frozen_bn, self.classifier = frozen_bn, classifier
-        self.network: nn.Module | None = None
         self.reports: list[Applied] = []
-        #: `requires_grad` by name between two steps.
+        self._applied = self._open = False
+        self._frozen: list[str] = []  # BatchNorm layers that this session has frozen
+        #: `requires_grad` by name between two steps, and all parameters; empty before the first step.
         self._between_steps: dict[str, bool] = {}
+        self._parameters: list[nn.Parameter] = []
         self._step: int | None = None
+        self._in_block = False
+        self._losses = 0
+        self._stepped: list[Optimizer] = []  # optimizers that have stepped in the current step
+        self._updated = False  # parameters were updated inside the backward pass
+        self._checked = False
+        self._counted: Executed | None = None
 
-    # ------------------------------------------------------------------ before training
-    def apply(self, network: nn.Module) -> None:
-        """Apply the methods in their order and freeze the BatchNorm statistics; again, it changes nothing.
+    # ------------------------------------------------------------------ apply and remove
+    def apply(self) -> MethodSession:
+        """Apply the methods in their order and freeze the BatchNorm statistics; a second call has no effect.
 
-        Raises:
-            UserError: the network is compiled or wrapped, or a method refuses it.
-        """
-        refuse_wrapped_inside(network)
-        self.reports = apply_methods(network, self.methods, self.classifier)
-        if self.frozen_bn:
-            freeze_batch_norm(network)
-        self.network = network
-
-    @property
-    def find_unused_parameters(self) -> list[str]:
-        """Names of the methods under which some trainable parameters get no gradient in some steps."""
-        return [method.name for method in self.methods if method.find_unused_parameters]
-
-    @property
-    def adds_loss(self) -> list[str]:
-        """Names of the methods with a loss of their own."""
-        return [method.name for method in self.methods if _adds_loss(method)]
-
-    def check_in_backward(self, optimizers: Iterable[Any], **loop: Wrong | None) -> None:
-        """Check that an optimizer which steps inside the backward pass gets on with the methods and the training loop.
-
-        Args:
-            optimizers: of the training.
-            loop: what the training loop does that it excludes; see `refuse_in_backward`.
+        Returns:
+            The session.
 
         Raises:
-            SettingError: the training loop clips, accumulates, scales or averages gradients.
-            UserError: a method compares gradients at the end of a step.
+            UserError: the model is compiled or wrapped, another session is open on it, or a method refuses it.
         """
-        if not steps_in_backward(optimizers):
-            return
-        refuse_in_backward("an optimizer that steps inside the backward pass", **loop)
-        readers = [method.name for method in self.methods if Needs.GRADIENTS_AT_STEP_END in method.needs]
-        if readers:
-            raise UserError(
-                f"method {readers[0]} compares the gradients of all blocks at the end of a step, and an optimizer that"
-                " steps inside the backward pass has freed them. Use optim.in_backward=false, or another method."
-            )
+        if not self._applied:
+            refuse_wrapped_inside(self.model)
+        refuse_nested(self.model, self)
+        if not self._applied:
+            self.reports = apply_methods(self.model, self.methods, self.classifier)
+            if self.frozen_bn:
+                before = frozen_layers(self.model)
+                self._frozen = [name for name in freeze_batch_norm(self.model) if name not in before]
+            for report in self.reports if is_first_process() else ():
+                log.info("%s", report)
+                log.debug("%s", report.details().partition("\n")[2])
+        self._applied = self._open = True
+        return self
+
+    def remove(self) -> None:
+        """Give the model its own modules, names and `requires_grad` back, and close the session.
+
+        Trained values stay, and adapters that can be merged are merged. Modules that cannot be merged are removed with
+        what they have learned: `save` them first.
+
+        Raises:
+            UserError: the methods are not applied, or a step is running.
+        """
+        self._require_applied("remove")
+        self.close()
+        for method in reversed(self.methods):
+            method.remove(self.model)
+        unfreeze_batch_norm(self.model, self._frozen)
+        self.reports, self._frozen, self._counted, self._applied = [], [], None, False
+
+    def close(self) -> None:
+        """End the training. A step that has not ended is abandoned, and the methods stay applied."""
+        self.abandon_step()
+        self._open = False
+        if (entered := ENTERED.get(self.model)) is not None and entered() is self:
+            del ENTERED[self.model]
+
+    def __enter__(self) -> MethodSession:
+        if (entered := ENTERED.get(self.model)) is not None and entered() is self:
+            raise UserError("The session is already open. Enter it once, around the training loop.")
+        self.apply()
+        self.start()
+        ENTERED[self.model] = ref(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ parameters
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return names and parameters that train in the current step or in any other step.
+
+        Raises:
+            UserError: the methods are not applied.
+        """
+        self._require_applied("parameters", in_block=True)
+        others = {id(p) for method in self.methods for p in method.trained_in_some_step()}
+        return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad or id(p) in others]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters to pass to an optimizer: those that train in some step.
+
+        Raises:
+            UserError: the methods are not applied.
+        """
+        return [parameter for _, parameter in self.named_parameters()]
+
+    @property
+    def find_unused_parameters(self) -> bool:
+        """True if some trainable parameters get no gradient in some steps (an option of DistributedDataParallel)."""
+        return any(method.find_unused_parameters for method in self.methods)
 
     def check_optimizers(self, optimizers: Iterable[Any]) -> None:
-        """Check that the parameters that methods select or add are in an optimizer.
+        """Check that the optimizers hold every parameter that the methods select or add.
+
+        The first step that ends inside a ``with session.step()`` block checks this.
 
         Raises:
-            UserError: some are not: see `check_optimizer`.
+            UserError: see `check_optimizer`.
         """
-        decides = any({Axis.SELECTION, Axis.ADAPTERS} & set(method.axes) for method in self.methods)
-        if self.network is not None and decides:
-            check_optimizer(self.network, optimizers)
+        if self._applied and any({Axis.SELECTION, Axis.ADAPTERS} & set(method.axes) for method in self.methods):
+            check_optimizer(self.model, optimizers)
 
-    # ------------------------------------------------------------------ per step
-    def start(self) -> None:
-        """Begin a training: the next `step_begin` starts its first step."""
-        self.abandon_step()
-        if self.network is not None:
-            self._between_steps = trainable(self.network)
+    # ------------------------------------------------------------------ steps
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Return a context manager for one optimizer step: forward pass, `loss`, backward pass and optimizer.
 
-    def step_begin(self, step: int) -> None:
-        """Begin optimizer step `step`; on its further micro-batches nothing happens."""
-        if self._step == step:
-            return
-        self._step = step
-        for method in self.methods:
-            method.step_begin(step)
+        Args:
+            number: number of the optimizer step, from 0; equal on all processes. A block with the number of a step that
+                has not ended continues it (gradient accumulation).
 
-    def step_end(self) -> None:
-        """End the step, after the optimizer's and before gradients are set to zero."""
-        for method in self.methods:
-            method.step_end()
-        self._step = None
+        Raises:
+            UserError: outside of the session; inside another step; at the end, `loss` was not called although a
+                method adds a loss, or an optimizer lacks parameters that train.
+        """
+        if not self._open:
+            raise UserError(
+                "session.step() was called outside of the session. Call it inside `with MethodSession(model, methods)"
+                " as session:`."
+            )
+        if self._in_block:
+            raise UserError(
+                f"Step {number} began inside step {self._step}. Leave the `with session.step({self._step}):` block"
+                " first; all micro-batches of an optimizer step may share one block."
+            )
+        if self._step is not None and self._step != number:
+            self._end_without_update()
+        continues = self._step == number
+        self.begin_step(number)
+        versions = self._versions()
+        hook = register_optimizer_step_post_hook(self._after_optimizer)
+        self._in_block, self._losses = True, self._losses if continues else 0
+        try:
+            yield
+            if self._step is not None and (self._stepped or self._updated or self._versions() != versions):
+                self._end_updated_step()
+        except BaseException:
+            self.abandon_step()
+            raise
+        finally:
+            self._in_block = False
+            hook.remove()
 
-    @property
-    def step(self) -> int | None:
-        """The optimizer step that has begun and not ended."""
-        return self._step
+    def loss(self, loss: Tensor) -> Tensor:
+        """Return the loss to minimize: `loss` plus the losses that methods add.
 
-    def abandon_step(self) -> None:
-        """Leave a step that training stopped in: `requires_grad` is again what it is between two steps."""
-        if self._step is not None and self.network is not None:
-            make_trainable(self.network, self._between_steps)
-        self._step = None
+        Call it once after each forward pass in training, inside a step.
 
-    def total_loss(self, loss: Tensor) -> Tensor:
-        """`loss` plus the losses of the methods' own."""
+        Args:
+            loss: the loss of that forward pass, a scalar.
+
+        Raises:
+            UserError: it is called outside of a step and a method needs steps or adds a loss; or no forward pass
+                preceded it.
+        """
+        if self._step is None:
+            for method in self.methods:
+                if method.acts_per_step or adds_loss(method):
+                    why = "adds a loss" if adds_loss(method) else "acts per step"
+                    raise UserError(
+                        f"session.loss() was called outside of a step, and method {method.name} {why}. Call it inside"
+                        " `with session.step(number):`, after the forward pass."
+                    )
+        self._losses += 1
         for method in self.methods:
             loss = method.total_loss(loss)
         return loss
 
-    # ------------------------------------------------------------------ state
+    @property
+    def current_step(self) -> int | None:
+        """Number of the step that has begun and not ended; None: there is none."""
+        return self._step
+
+    def start(self) -> None:
+        """Begin a training: the next step is its first one."""
+        self.abandon_step()
+        self._between_steps, self._parameters, self._checked = {}, [], False
+
+    def begin_step(self, number: int) -> None:
+        """Begin optimizer step `number`; calls for its further micro-batches have no effect."""
+        if self._step == number:
+            return
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise SettingError("step", f"{number!r:.60}", "an integer >= 0")
+        if not self._parameters:
+            self._between_steps, self._parameters = trainable(self.model), list(self.model.parameters())
+        self._step = number
+        for method in self.methods:
+            method.step_begin(number)
+
+    def end_step(self) -> None:
+        """End the step, after the optimizer's step and before gradients are set to zero."""
+        for method in self.methods:
+            method.step_end()
+        self._forget_step()
+
+    def abandon_step(self) -> None:
+        """Leave a step in which training stopped, and restore the `requires_grad` between two steps."""
+        if self._step is not None:
+            make_trainable(self.model, self._between_steps)
+            for method in self.methods:
+                _forget_step(method)
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        self._step, self._stepped, self._updated = None, [], False
+
+    def _end_without_update(self) -> None:
+        """End a step that updated nothing: GradScaler found an overflow, or the data ended before the last micro-batch.
+
+        Gradients may be gone already. Methods that compare them at the end of a step ignore this one.
+        """
+        make_trainable(self.model, self._between_steps)
+        for method in self.methods:
+            if Needs.GRADIENTS_AT_STEP_END in method.needs:
+                _forget_step(method)
+            else:
+                method.step_end()
+        self._forget_step()
+
+    def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        """End the step once optimizers have stepped all parameters that have a gradient."""
+        if self._step is None:
+            return
+        stepped = {id(p) for o in (*self._stepped, optimizer) for group in o.param_groups for p in group["params"]}
+        mine = [p for p in self._parameters if p.requires_grad]
+        if not any(id(p) in stepped for p in mine):
+            return  # the optimizer of another model
+        if torch._C._current_graph_task_id() != -1:
+            refuse_gradient_readers(self.methods)
+            self._updated = True
+            return
+        self._stepped.append(optimizer)
+        if all(id(p) in stepped for p in mine if p.grad is not None):
+            self._end_updated_step()
+
+    def _end_updated_step(self) -> None:
+        if not self._losses and (adding := names_adding_loss(self.methods)):
+            raise UserError(
+                f"method {adding[0]} adds a loss, and session.loss() was not called in step {self._step}. Call"
+                " loss = session.loss(loss) after each forward pass and before loss.backward()."
+            )
+        optimizers = self._stepped
+        self.end_step()
+        if not self._checked and optimizers:
+            self._checked = True
+            self.check_optimizers(optimizers)
+
+    def _versions(self) -> int:
+        """Sum of the version counters of the parameters, which updates without an optimizer increase."""
+        return sum(p._version for p in self._parameters)
+
+    # ------------------------------------------------------------------ state and files
     def state_dict(self) -> dict[str, Any]:
-        """The state of the methods that have one, by their `state_key`."""
+        """Return the state of the methods that have one, by their `state_key`, for a checkpoint.
+
+        Parameters, the optimizer and random states are not part of it.
+        """
         return {method.state_key: state for method in self.methods if (state := method.state_dict())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the state of each method that `state_dict` holds one of."""
+        """Restore the state of each method that `state_dict` contains."""
         for method in self.methods:
             if method.state_key in state_dict:
                 method.load_state_dict(state_dict[method.state_key])
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Check that a checkpoint to be resumed holds the state of these methods, and of no others.
+        """Check that `state_dict`, read from a checkpoint, belongs to these methods and settings.
 
         Raises:
             UserError: it was written with other methods or settings.
         """
-        carried = {method.state_key for method in self.methods}
-        foreign = sorted(state_dict.keys() - carried)
-        missing = sorted(self.state_dict().keys() - state_dict.keys())
+        own = {method.state_key for method in self.methods}
+        foreign, missing = sorted(state_dict.keys() - own), sorted(self.state_dict().keys() - state_dict.keys())
         if foreign or missing:
-            holds = ", ".join(foreign or sorted(state_dict)) or "no method"
             raise UserError(
                 "The checkpoint was written with other methods or settings: it holds the state of"
-                f" {holds}, and {', '.join(missing or sorted(carried))} is to be resumed. Pass the methods and settings"
-                " of the interrupted training."
+                f" {', '.join(foreign or sorted(state_dict)) or 'no method'}, and"
+                f" {', '.join(missing or sorted(own))} is to be resumed. Pass the methods and settings of the"
+                " interrupted training."
             )
 
+    def save(self, path: str | Path, whole: bool = False) -> None:
+        """Write a ``.safetensors`` file: the trained part, or all weights.
 
-def find_network(module: Any, name: str) -> nn.Module:
-    """The module that `name`, an attribute of `module` (dotted for one of an attribute's), refers to; "": `module`.
+        The trained part consists of the parameters that train, the modules that methods added, buffers (without frozen
+        BatchNorm statistics), and the methods' state. `load` restores it on the same pretrained model with the same
+        methods. All weights have the pretrained model's own names with adapters merged, so that timm loads them
+        (``timm.create_model(..., checkpoint_path=path)``); modules that cannot be merged keep their names.
 
-    Raises:
-        SettingError: there is no such attribute, or it holds no module.
-    """
-    found = module
-    for depth, part in enumerate(name.split(".") if name else ()):
-        child = getattr(found, part, None)
-        if not isinstance(child, nn.Module):
-            _refuse_name(found, name, ".".join(name.split(".")[:depth]), hasattr(found, part))
-        found = child
-    return found
+        Args:
+            path: the file to write; its folder is created.
+            whole: write all weights instead of the trained part.
 
+        Raises:
+            UserError: the methods are not applied, a step is running, or the file cannot be written.
+        """
+        self._require_applied("save")
+        if whole:
+            saving.write_whole(Path(path), self.model, self.methods)
+        else:
+            saving.write_trained(Path(path), self.model, self._saved_names(), self.methods)
 
-def _refuse_name(holder: Any, name: str, prefix: str, exists: bool) -> None:
-    children = holder.named_children() if isinstance(holder, nn.Module) else ()
-    names = [f"{prefix}.{child}" if prefix else child for child, _ in children]
-    why = (
-        "It holds no module when the callback applies the methods: build the network in __init__."
-        if exists
-        else 'Pass the attribute that holds the timm model, or network="" for the module itself.'
-    )
-    of = f"{type(holder).__name__}" + (f" ({prefix})" if prefix else "")
-    constraint = f"a module of {of}: " + (f"one of {', '.join(names)}" if names else "it has none")
-    raise SettingError("network", repr(name), constraint, why)
+    def load(self, path: str | Path) -> None:
+        """Load a file of `save` into the model, and restore the methods' state.
 
+        A trained part needs the methods applied (inside the session). All weights need the names that the model has:
+        before the session, or inside it if the methods do not rename layers. An optimizer built before still works.
 
-def refuse_wrapped_inside(network: nn.Module) -> None:
-    """Raise UserError where the network or a part of it is compiled or wrapped already."""
-    for name, module in network.named_modules():
-        wrapper = next((c.__name__ for c in type(module).__mro__ if c.__name__ in _WRAPPERS), None)
-        if wrapper is None and isinstance(module, torch.jit.ScriptModule):
-            wrapper = "ScriptModule"
-        if wrapper is None and getattr(module, "_compiled_call_impl", None) is not None:
-            wrapper = "Module.compile"
-        if wrapper is not None:
+        Raises:
+            UserError: the file cannot be read, or was saved with other methods, settings, parameters or pretrained
+                weights. The model is unchanged then.
+        """
+        content = saving.read(Path(path))
+        if content.about is None:
+            saving.load_whole(content, self.model)
+            return
+        self._require_applied("load")
+        saving.load_trained(content, self.model, self._saved_names(), self.methods)
+
+    def _saved_names(self) -> list[str]:
+        return saving.names_of_trained_part(self.model, self.parameters())
+
+    # ------------------------------------------------------------------ reports
+    def cost(self, batch_size: int = 8, input_size: Sequence[int] | None = None, **options: Any) -> Executed:
+        """Count the cost of a training step; nothing is changed. ``print(session)`` shows the last count.
+
+        Args:
+            batch_size: images in the batch.
+            input_size: (H, W) of the images in pixels; None: the model's own.
+            options: as in `efficient_ft.cost.executed` (``precision``, ``task``, ...).
+
+        Raises:
+            UserError: as in `efficient_ft.cost.executed`.
+        """
+        from efficient_ft.cost.executed import executed
+
+        channels = next((m.in_channels for m in self.model.modules() if isinstance(m, nn.Conv2d)), 3)
+        options = {"in_chans": channels, "frozen_bn": self.frozen_bn, **options}
+        size = default_image_size(self.model) if input_size is None else input_size
+        self._counted = executed(self.model, batch_size, size, methods=self.methods, **options)
+        return self._counted
+
+    def __repr__(self) -> str:
+        names = ", ".join(method.name for method in self.methods) or "no method"
+        return f"MethodSession({type(self.model).__name__}: {names}{'' if self._applied else '; not applied'})"
+
+    def __str__(self) -> str:
+        """Return three lines: trainable parameters, bytes kept for the backward pass, and FLOPs."""
+        if not self._applied:
+            return f"{self!r}. Enter the session or call apply() to apply the methods."
+        saved, names = self.model.state_dict(), ", ".join(method.name for method in self.methods)
+        part = format_bytes(sum(saved[name].nbytes for name in self._saved_names()))
+        head = f"trainable: {trained(self.model)} ({names}); save() writes {part}"
+        try:
+            cost = self._counted or self.cost()
+        except Exception as error:  # printing must not stop a training
+            why = f"not counted ({first_line(error)}); call session.cost() with the input size and the task"
+            return f"{head}\nmemory: {why}\nFLOPs: {why}"
+        kept, peak = format_bytes(cost.saved_bytes), format_bytes(cost.peak_bytes)
+        forward, backward = format_number(cost.forward_flops), format_number(cost.backward_flops)
+        return (
+            f"{head}\nmemory: {kept} kept per image for the backward pass; peak {peak} with {cost.batch_size} images\n"
+            f"FLOPs: {forward} forward and {backward} backward per image"
+        )
+
+    def _require_applied(self, call: str, in_block: bool = False) -> None:
+        """Raise UserError before `apply`, and inside a step unless `in_block`."""
+        if not self._applied:
             raise UserError(
-                f"The network must be a plain module, got {wrapper}" + (f" at {name}" if name else "") + ". Apply the"
-                " methods first; compile or wrap it after that."
+                f"session.{call}() was called before the methods were applied. Enter the session (`with session:`) or"
+                " call session.apply() first."
             )
+        if self._in_block and not in_block:
+            raise UserError(f"session.{call}() was called inside step {self._step}. Call it between two steps.")
 
 
-def encode(state: Any) -> Any:
-    """A method's state in what JSON holds: tensors become a dictionary of their values, tuples become lists.
-
-    Raises:
-        UserError: it holds something else than tensors, numbers, strings, lists and dictionaries with string keys.
-    """
-    if isinstance(state, Tensor):
-        return {_TENSOR: state.tolist(), "dtype": str(state.dtype).removeprefix("torch.")}
-    if isinstance(state, dict) and all(isinstance(key, str) for key in state):
-        return {key: encode(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return [encode(value) for value in state]
-    if state is None or isinstance(state, str | int | float | bool):
-        return state
-    raise UserError(
-        "The state of a method must be tensors, numbers, strings, lists and dictionaries with string keys, got"
-        f" {type(state).__name__} ({state!r:.60}). Mend the method's state_dict."
-    )
-
-
-def decode(state: Any) -> Any:
-    """Invert `encode`; tensors are on the CPU."""
-    if isinstance(state, dict):
-        if _TENSOR in state:
-            return torch.tensor(state[_TENSOR], dtype=getattr(torch, state["dtype"]))
-        return {key: decode(value) for key, value in state.items()}
-    return [decode(value) for value in state] if isinstance(state, list) else state
-
-
-def _adds_loss(method: Method) -> bool:
-    """Whether `total_loss` adds something.
-
-    It does if the method overrides it, unless its settings took `Adds.LOSS` away from what the class declares.
-    """
-    if type(method).total_loss is Method.total_loss:
-        return False
-    return Adds.LOSS in method.adds or Adds.LOSS not in type(method).adds
+def _forget_step(method: Method) -> None:
+    """Tell a method's watch that the step has ended without `Method.step_end`."""
+    if method._watch is not None:
+        method._watch.end()

@@ -1,4 +1,4 @@
-"""The callback of Hugging Face's `Trainer` that carries methods through a training, with any timm model.
+"""The callback that carries methods through a training of Hugging Face's `Trainer`, with any timm model.
 
 >>> model = TimmWrapperForImageClassification.from_pretrained("timm/deit_small_patch16_224.fb_in1k", num_labels=37)
 >>> callback = MethodCallback([BSR(blocks=[3, 7, 11]), BackRazor()])
@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,11 @@ from torch import Tensor, nn
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.in_backward import Wrong
-from efficient_ft.integrations.session import MethodSession, decode, encode, find_network
-from efficient_ft.methods.base import Applied, Method
+from efficient_ft.integrations.checks import check_in_backward, names_adding_loss
+from efficient_ft.integrations.network import find_network
+from efficient_ft.integrations.saving import decode, encode
+from efficient_ft.integrations.session import MethodSession
+from efficient_ft.methods.base import Applied, Method, in_order
 from efficient_ft.methods.declarations import Adds
 
 try:
@@ -31,47 +33,51 @@ except ImportError as error:
         " pip install 'efficient-ft[transformers]'"
     ) from error
 
-log = logging.getLogger(__name__)
-
 _CHECKPOINTING = "Use the method Checkpointing, which recomputes blocks together with other methods."
-#: Arguments of TrainingArguments that methods cannot work under, and what to do instead.
+#: Arguments of TrainingArguments that are not compatible with methods, each with the reason or a replacement.
 _REFUSED = {
     "fsdp": "Methods act on whole parameters, which FSDP shards.",
     "deepspeed": "Methods act on whole parameters, which DeepSpeed shards.",
-    # New versions set both names if one is given.
+    # Recent versions of transformers set both names if one is given.
     "gradient_checkpointing": _CHECKPOINTING,
     "activation_checkpointing": _CHECKPOINTING,
-    "auto_find_batch_size": "It starts over in the middle of a step, with the state that methods have by then.",
-    "restore_callback_states_from_checkpoint": "It makes new callbacks; this one restores its state without it.",
+    "auto_find_batch_size": "It restarts in the middle of a step, with the methods' state of that moment.",
+    "restore_callback_states_from_checkpoint": "It creates new callbacks. This callback restores its state without it.",
 }
 
 
 class MethodCallback(TrainerCallback, ExportableState):
     """Apply methods to the network of a `Trainer`'s model and carry them through training.
 
-    - They are applied when the Trainer is built, once, before its optimizer: pass the callback in
+    The callback opens a `MethodSession` and calls it in the Trainer's hooks:
+
+    - The methods are applied once, when the Trainer is built and before it builds the optimizer. Pass the callback in
       ``Trainer(callbacks=[...])``.
-    - Each optimizer step begins once, before its first micro-batch, and ends after the optimizer's step and before
+    - Each optimizer step begins once, before its first micro-batch. It ends after the optimizer's step and before
       gradients are set to zero.
-    - A loss of a method's own is added to the ``loss`` of the model's output.
-    - BatchNorm statistics stay frozen, though the Trainer calls ``model.train()`` at each micro-batch.
+    - Losses that methods add are added to the ``loss`` of the model's output.
+    - BatchNorm statistics stay frozen, although the Trainer calls ``model.train()`` at each micro-batch.
     - The methods' state is part of the checkpoint (``trainer_state.json``). A resumed training continues exactly.
-    - Evaluation has no work per step, and needs no training before it.
+    - Evaluation does not call the methods and does not require a training.
 
     Args:
-        methods: one method or several; their order in the list has no effect.
-        network: the attribute of the model that holds the timm model, ``timm_model`` in `TimmWrapper` models; dotted
-            for an attribute's attribute; ``""`` for the model itself.
-        frozen_bn: freeze the BatchNorm statistics of the network, as the recipes of the papers do.
-        classifier: full names of the classifier's modules in the network, where timm does not state them.
+        methods: one method or several, in any order.
+        network: attribute of the model that contains the timm model, ``timm_model`` in `TimmWrapper` models; dotted for
+            an attribute's attribute; ``""`` for the model itself.
+        frozen_bn, classifier: as in `MethodSession`.
+
+    Attributes:
+        methods: the methods, in their order of application.
+        session: the session on the network; None before the Trainer is built.
 
     Raises:
-        SettingError: when the Trainer is built: no such network; an argument that the methods cannot work under.
-        UserError: when the Trainer is built: a compiled or wrapped network, a network that a method refuses, an
-            optimizer without the parameters that methods added. When training starts: the callback was added after
-            the Trainer was built, or the model is another one (``model_init``); a checkpoint of other methods; an
-            optimizer that steps inside the backward pass where the Trainer or a method needs all gradients. In
-            training: an output without the loss to which a method adds its own.
+        SettingError: when the Trainer is built: the network does not exist, or an argument is not compatible with the
+            methods.
+        UserError: when the Trainer is built: the network is compiled or wrapped, a method refuses it, or the optimizer
+            lacks parameters that methods added. When training starts: the callback was added after the Trainer was
+            built, the model is not the one that the methods were applied to (``model_init``), the checkpoint was
+            written with other methods, or the optimizer steps inside the backward pass although the Trainer or a
+            method needs all gradients. In training: the output has no loss, and a method adds one.
     """
 
     def __init__(
@@ -81,19 +87,15 @@ class MethodCallback(TrainerCallback, ExportableState):
         frozen_bn: bool = True,
         classifier: str | Iterable[str] = (),
     ) -> None:
-        self.network = network
-        self._runner = MethodSession(methods, frozen_bn, classifier)
+        self.methods, self.network = in_order(methods), network
+        self.session: MethodSession | None = None
+        self._options: dict[str, Any] = {"frozen_bn": frozen_bn, "classifier": classifier}
         self._hook: Any = None
-
-    @property
-    def methods(self) -> list[Method]:
-        """The methods, in their order of application."""
-        return self._runner.methods
 
     @property
     def reports(self) -> list[Applied]:
         """The report of each method; empty before the Trainer is built."""
-        return self._runner.reports
+        return self.session.reports if self.session is not None else []
 
     # ------------------------------------------------------------------ before training
     def on_init_end(
@@ -101,13 +103,12 @@ class MethodCallback(TrainerCallback, ExportableState):
     ) -> None:
         """Apply the methods, before the Trainer builds its optimizer."""
         self._refuse_arguments(args)
-        self._runner.apply(find_network(model, self.network))
+        network = find_network(model, self.network)
+        if self.session is None or self.session.model is not network:
+            self.session = MethodSession(network, self.methods, **self._options)
+        self.session.apply()
         if optimizer is not None:
-            self._runner.check_optimizers([optimizer])
-        if state.is_world_process_zero:
-            for report in self.reports:
-                log.info("%s", report)
-                log.debug("%s", report.details().partition("\n")[2])
+            self.session.check_optimizers([optimizer])
 
     def _refuse_arguments(self, args: Any) -> None:
         for name, why in _REFUSED.items():
@@ -120,15 +121,17 @@ class MethodCallback(TrainerCallback, ExportableState):
             raise SettingError(
                 "n_gpu", args.n_gpu, "1 for each process", "Start one process per GPU: torchrun --nproc-per-node=N."
             )
-        if args.label_smoothing_factor and self._runner.adds_loss:
+        adding = names_adding_loss(self.methods)
+        if args.label_smoothing_factor and adding:
             raise SettingError(
                 "label_smoothing_factor",
                 args.label_smoothing_factor,
-                f"0 with method {self._runner.adds_loss[0]}, which adds a loss of its own",
-                "With it the Trainer computes the loss outside of the model.",
+                f"0 with method {adding[0]}, which adds a loss",
+                "With label smoothing the Trainer computes the loss outside of the model.",
             )
-        if args.world_size > 1 and self._runner.find_unused_parameters:
-            why = f"With method {self._runner.find_unused_parameters[0]} some parameters get no gradient in some steps."
+        unused = [method.name for method in self.methods if method.find_unused_parameters]
+        if args.world_size > 1 and unused:
+            why = f"With method {unused[0]} some parameters get no gradient in some steps."
             if args.ddp_find_unused_parameters is False:
                 raise SettingError("ddp_find_unused_parameters", False, "True or None", why)
             if getattr(args, "ddp_static_graph", None):
@@ -137,20 +140,21 @@ class MethodCallback(TrainerCallback, ExportableState):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        """Restore the methods' state where a training is resumed, and begin with the first step."""
-        if self._runner.network is None:
+        """Restore the methods' state if a training is resumed, and start the training."""
+        if self.session is None:
             raise UserError(
                 "MethodCallback was added after the Trainer was built. Pass it in Trainer(callbacks=[...]), which"
                 " applies the methods before the optimizer is built."
             )
-        if find_network(model, self.network) is not self._runner.network:
+        if find_network(model, self.network) is not self.session.model:
             raise UserError(
-                "The Trainer trains another model than the one the methods were applied to: model_init builds a new"
-                " one for each training. Pass Trainer(model=...) instead."
+                "The methods were applied to a different model: model_init builds a new model for each training. Pass"
+                " Trainer(model=...) instead."
             )
-        self._runner.check_optimizers([optimizer])
+        self.session.check_optimizers([optimizer])
         clip, accumulate = args.max_grad_norm, args.gradient_accumulation_steps
-        self._runner.check_in_backward(
+        check_in_backward(
+            self.methods,
             [optimizer],
             clipping=Wrong("max_grad_norm", clip, "0") if clip else None,
             accumulation=Wrong("gradient_accumulation_steps", accumulate, "1") if accumulate != 1 else None,
@@ -159,22 +163,22 @@ class MethodCallback(TrainerCallback, ExportableState):
         )
         name = type(self).__name__
         if state.global_step > 0:
-            held = state.stateful_callbacks.get(name, {"attributes": {"methods": {}}})
-            if isinstance(held, list):
-                raise UserError("A Trainer takes one MethodCallback: pass all methods in its list.")
-            states = decode(held["attributes"]["methods"])
-            self._runner.check_state(states)
-            self._runner.load_state_dict(states)
-        state.stateful_callbacks.setdefault(name, self.state())  # which the Trainer writes over
-        self._runner.start()
-        if self._runner.adds_loss and self._hook is None:
+            saved = state.stateful_callbacks.get(name, {"attributes": {"methods": {}}})
+            if isinstance(saved, list):
+                raise UserError("A Trainer accepts one MethodCallback. Pass all methods in its list.")
+            states = decode(saved["attributes"]["methods"])
+            self.session.check_state(states)
+            self.session.load_state_dict(states)
+        state.stateful_callbacks.setdefault(name, self.state())  # The Trainer overwrites it.
+        self.session.start()
+        if names_adding_loss(self.methods) and self._hook is None:
             self._hook = model.register_forward_hook(self._add_losses, with_kwargs=True)
 
     def _add_losses(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        """Add the methods' losses to that of the model's output, in training."""
+        """Add the methods' losses to the loss in the model's output, in training."""
         if not model.training or not torch.is_grad_enabled():
             return None
-        name = self._runner.adds_loss[0]
+        name = names_adding_loss(self.methods)[0]
         if kwargs.get("num_items_in_batch") is not None:
             raise UserError(
                 f"method {name} adds a mean over the batch to the loss, but {type(model).__name__} divides its loss by"
@@ -186,45 +190,49 @@ class MethodCallback(TrainerCallback, ExportableState):
             loss = output[0] if isinstance(output, tuple) and output else None
         if not isinstance(loss, Tensor) or loss.dim():
             raise UserError(
-                f"method {name} adds a loss of its own, but the output of {type(model).__name__} holds no loss to add"
-                " it to. Compute the loss in the model, from labels, and not in compute_loss_func."
+                f"method {name} adds a loss, but the output of {type(model).__name__} contains no loss. Compute the"
+                " loss in the model, from labels, instead of in compute_loss_func."
             )
-        total = self._runner.total_loss(loss)
+        total = self._applied().loss(loss)
         if isinstance(output, tuple):
             return (total, *output[1:])
         output["loss"] = total  # type: ignore[index]
         return output
 
+    def _applied(self) -> MethodSession:
+        assert self.session is not None, "on_train_begin refuses a training without a session"
+        return self.session
+
     # ------------------------------------------------------------------ per step
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin the optimizer step, before its first micro-batch."""
-        self._runner.step_begin(state.global_step)
+        self._applied().begin_step(state.global_step)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the optimizer step, before gradients are set to zero."""
-        self._runner.step_end()
+        self._applied().end_step()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave a step that was not completed; the methods stay applied."""
-        self._runner.abandon_step()
+        """Abandon a step that was not completed; the methods stay applied."""
+        self._applied().abandon_step()
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
 
     # ------------------------------------------------------------------ the model
     def save_pretrained(self, model: Any, folder: str | Path, **kwargs: Any) -> None:
-        """Save the model with its own names, adapters merged, so that ``from_pretrained`` loads it as it is.
+        """Save the model with merged adapters, so that ``from_pretrained`` loads it.
 
         `model` is not changed. ``model.save_pretrained`` would save the names of adapters, which ``from_pretrained``
-        does not find.
+        does not know.
 
         Args:
             model: the Trainer's model.
-            folder: of the files.
+            folder: folder of the files.
             kwargs: arguments of ``model.save_pretrained``.
 
         Raises:
-            UserError: a method adds parts that cannot be merged.
+            UserError: a method adds modules that cannot be merged.
         """
         added = [method.name for method in self.methods if not method.merges and Adds.MODULES in method.adds]
         if added:
@@ -239,5 +247,8 @@ class MethodCallback(TrainerCallback, ExportableState):
 
     # ------------------------------------------------------------------ state
     def state(self) -> dict[str, Any]:
-        """The state of the methods that have one, for `trainer_state.json`."""
-        return {"args": {}, "attributes": {"methods": encode(self._runner.state_dict())}}
+        """Return the state of the methods that have one, for `trainer_state.json`."""
+        return {
+            "args": {},
+            "attributes": {"methods": encode({} if self.session is None else self.session.state_dict())},
+        }

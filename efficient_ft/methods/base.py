@@ -1,16 +1,21 @@
-"""The contract of a method: a plain object that changes a model, and says what it did.
+"""The contract of a method: a plain object that modifies a model and returns a report.
 
-In any training loop a method is two lines::
+>>> method = LBPWHT(bases="l1", order=4)
+>>> print(method.apply(model))
 
-    method = LBPWHT(bases="l1", order=4)
-    print(method.apply(model))
+A training loop calls the methods of one optimizer step in this order:
 
-Methods that act per step also need ``step_begin(step)`` before the forward pass of each optimizer step and
-``step_end()`` after it, before gradients are set to zero; methods with a loss of their own need
-``loss = method.total_loss(loss)``. Build the optimizer after ``apply`` and before the first ``step_begin``, over all
-parameters that require gradients at that moment.
+1. ``method.step_begin(step)``, before the first forward pass of the step.
+2. ``loss = method.total_loss(loss)``, once after each forward pass (once per micro-batch).
+3. ``loss.backward()`` and ``optimizer.step()``.
+4. ``method.step_end()``, before gradients are set to zero.
 
-`efficient_ft.integrations` has callbacks that do all this in Lightning and in the Hugging Face `Trainer`.
+Build the optimizer after ``apply`` and before the first ``step_begin``, over all parameters that require gradients at
+that moment. `efficient_ft.MethodSession` makes these calls for several methods in any loop, and
+`efficient_ft.integrations` has callbacks for Lightning and for the Hugging Face `Trainer`.
+
+The contract of the model: it maps images (B, C, H, W) to logits (B, classes). Text models take the tensors of a
+tokenizer, (B, tokens), and segmentation models return logits (B, classes, H, W). Sizes of images are in pixels.
 """
 
 from __future__ import annotations
@@ -29,32 +34,32 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.core.format import format_number
 from efficient_ft.methods.declarations import ORDER_OF_APPLICATION, Adds, Axis, Needs, PlanCandidate
 from efficient_ft.methods.optimizer_check import note_applied
-from efficient_ft.methods.stack import check_needs, check_removal, check_stack, no_method
+from efficient_ft.methods.stack import check_needs, check_removal, check_stack, no_method, refuse_wrapped
 from efficient_ft.methods.step_watch import StepWatch
 from efficient_ft.methods.summary import count, left, trained, within
 from efficient_ft.models.marks import Mark, add_mark, marks_of, remove_mark
 from efficient_ft.models.view import ModelView, Skipped, state_classifier, view
 
-#: The distribution of this package.
+#: Name of this package's distribution.
 OURS = "efficient-ft"
 
 
 @dataclass(frozen=True)
 class Applied:
-    """The report of `Method.apply`: the one record of what a method did to a model.
+    """The report of `Method.apply`: the only record of the changes of a method.
 
     Attributes:
         method: the method's name.
-        touched: full names of the modules or parameters it works on, each once.
-        skipped: full names of those it left alone although it could have been expected to work on them, with the
-            reason (`Reason`, for code) and its text (for people).
+        touched: full names of the modules or parameters that it works on, each once.
+        skipped: full names of the parts that it left unchanged although a user could expect a change. Each has a
+            reason (`Reason`) for code and a text for people.
         notes: further sentences for the user.
-        none_needed: reason why touching no layer is correct (at full rank plain layers are exact and cheaper); empty:
-            touching nothing is an error.
-        modules: full names of the modules it put into the model. The view of the model leaves them out.
-        routed: full names of modules whose input it routes, so that their tokens come from any images.
-        summary: the change as a phrase for ``print(report)``: "blocks 9–11, norm and head train". If empty, the
-            report shows the number and location of `touched`, the reasons of `skipped`, and the notes.
+        none_needed: the reason why no layer needs a change (at full rank plain layers are exact and cheaper). If empty,
+            touching no part is an error.
+        modules: full names of the modules that it added to the model. The view of the model excludes them.
+        routed: full names of modules whose input tokens it routes, so that one batch of tokens mixes images.
+        summary: a phrase for ``print(report)``: "blocks 9–11, norm and head train". If empty, the report shows the
+            number and location of `touched`, the reasons of `skipped`, and the notes.
     """
 
     method: str
@@ -67,7 +72,7 @@ class Applied:
     summary: str = ""
 
     def __str__(self) -> str:
-        """Return one line that describes the change, and briefly why parts were skipped."""
+        """Return one line with the change and the reasons for skipped parts."""
         if self.summary:
             return f"{self.method}: {self.summary}"
         if not self.touched:
@@ -76,44 +81,44 @@ class Applied:
         return "; ".join([f"{self.method}: {done}{left(self.skipped, 'unchanged', 'part')}", *self.notes])
 
     def details(self) -> str:
-        """Return the full report: the line of ``str(report)``, each part touched (+) or left (-), and the notes."""
+        """Return the full report: the line of ``str(report)``, each touched (+) or skipped (-) part, and the notes."""
         lines = [str(self), *(f"  + {name}" for name in self.touched)]
         lines += [f"  - {name}: {why}" for name, why in self.skipped.items()]
         return "\n".join([*lines, *(f"  {note}" for note in self.notes if note not in lines[0])])
 
 
 class Method(ABC):
-    """Base of all methods: a plain object that changes a model in place and can be removed again.
+    """Base of all methods: a plain object that modifies a model in place and can be removed.
 
-    A subclass declares `name` and `axis`, implements `_apply` and `_remove`, and overrides the per-step and state
-    methods it needs. Its constructor's arguments are its settings: each has a default from the paper, is checked in
-    the constructor (raise `SettingError` with the argument's name) and is stored in an attribute of the same name.
-    Decorate it with `efficient_ft.methods.register` to give it its name on the command line.
+    A subclass declares `name` and `axis`, implements `_apply` and `_remove`, and overrides the step and state methods
+    that it needs. The arguments of its constructor are its settings. Each setting has the paper's value as its default,
+    is checked in the constructor (raise `SettingError` with the argument's name), and is stored in an attribute of the
+    same name. The decorator `efficient_ft.methods.register` gives the class its name on the command line.
 
-    What it declares is the same for all settings, or is narrowed by the constructor for some of them (BSR that drops
-    no tokens is not on the token axis).
+    The declarations below hold for all settings. A constructor may narrow them for some settings: BSR without token
+    dropping is not on the token axis.
 
     Attributes:
-        name: its name on the command line and in reports: lower-case letters, digits and underscores.
-        axis: the question it answers. It decides the place in the order of application.
-        other_axes: further axes that a recipe decides on as well (BSR and ALaST select and drop tokens).
-        adds: what it adds to the model or to the step.
-        needs: what it needs of the model or of the training loop.
-        conflicts: what it cannot be stacked with, each with the reason: axes (`Axis`), additions (`Adds`) or names of
-            methods.
-        hints: for a need that a model does not meet, a sentence that says what else the user can do.
-        warmup_steps: optimizer steps still to come before the cost of a step no longer changes (profiles).
-        cost_steps: steps over which the mean of its cost is taken, where steps differ.
-        merges: what it does is merged into the model's own weights, or leaves no trace in them. If False, exported
-            weights hold what it adds, and are loaded into a model that it is applied to first.
-        changes_weights: removing it may change values of the model's own weights (merging an adapter). If False, an
-            export needs no copy of the weights.
-        libraries: modules that applying it, or its steps on a CPU, import and other runs do not: a prediction of memory
-            counts them.
-        acts_per_step: without calls of `step_begin` and `step_end` it has no effect, or a constant one. A loop without
-            them is warned at its second backward pass. Overrides of the two then call ``super()``.
-        candidates: settings that plans examine (`efficient-ft plan`); empty: plans examine the method only where the
-            user names it.
+        name: name on the command line and in reports: lower-case letters, digits and underscores.
+        axis: the part of a training step that it decides on, which also defines the order of application.
+        other_axes: further axes of a recipe on several axes (BSR and ALaST select parameters and drop tokens).
+        adds: additions to the model or to the step (`Adds`).
+        needs: requirements on the model or the training loop (`Needs`).
+        conflicts: axes (`Axis`), additions (`Adds`) or names of methods that it cannot be stacked with, each with the
+            reason.
+        hints: by need, a sentence for the user if the model does not meet it.
+        warmup_steps: number of optimizer steps before the cost of a step settles (the length of a profile).
+        cost_steps: number of steps over which the cost is averaged, if steps differ.
+        merges: True if `_remove` merges its result into the model's own weights or leaves them unchanged. If False,
+            exported weights contain its modules, and it is applied before they are loaded.
+        changes_weights: True if `_remove` may change the model's own weights (merging an adapter). If False, an export
+            does not copy the weights.
+        libraries: modules that only its application or its steps on a CPU import. Predictions of process memory add
+            them.
+        acts_per_step: True if it needs `step_begin` and `step_end`. A loop without these calls is warned at its second
+            backward pass. Overrides of the two methods then call ``super()``.
+        candidates: settings that ``efficient-ft plan`` examines. If empty, plans examine the method only if the user
+            names it.
     """
 
     name: ClassVar[str]
@@ -130,7 +135,7 @@ class Method(ABC):
     libraries: tuple[str, ...] = ()
     acts_per_step: bool = False
     candidates: ClassVar[tuple[PlanCandidate, ...]] = ()
-    #: The distribution (the pip package) that registered the class; empty for a class that is not registered.
+    #: Name of the distribution (pip package) that registered the class; empty if it is not registered.
     distribution: ClassVar[str] = ""
 
     _applied: Applied | None = None
@@ -139,40 +144,43 @@ class Method(ABC):
     # ------------------------------------------------------------------ to be implemented by a method
     @abstractmethod
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
-        """Change `model` in place and report what was done.
+        """Modify `model` in place and return the report.
 
-        Called once per application, after the declared conflicts and needs have been checked. Decide about every part
-        first and change the model last, so that a refusal leaves it as it was.
+        It is called once per application, after the conflicts and needs have been checked. Decide on all parts first
+        and modify the model last, so that an error leaves it unchanged.
 
         Args:
-            model: the plain model: not compiled, not wrapped.
-            view: the view of `model`, the only one of this application. Its structure is free; its `layers` cost one
-                forward pass on fake tensors, once.
+            model: the plain model, neither compiled nor wrapped. Parameters may be on any device and of any dtype.
+            view: the view of `model`. Its structure (blocks, head) costs nothing; its `layers` cost one forward pass on
+                fake tensors when they are first used.
 
         Returns:
-            The report. Touching nothing is an error unless `Applied.none_needed` gives the reason.
+            The report. If it names no touched part, `Applied.none_needed` gives the reason.
 
         Raises:
             SettingError: a setting does not fit this model. Name it in full: ``method.<name>.<setting>``.
-            UserError: the method cannot work on this model; the text names method, model and reason.
+            UserError: the method does not support this model. The text names the method, the model and the reason.
         """
 
     @abstractmethod
     def _remove(self, model: nn.Module) -> None:
-        """Undo `_apply` on `model`, or on a deep copy of the model that `_apply` changed; trained values stay.
+        """Undo `_apply` on `model`; trained values stay.
 
-        Must not change `self`: exports call it on a copy of the model while training goes on. Refer to the
-        model's parts by name, or store state on its modules; do not hold references to them. A method that changed
-        nothing has an empty `_remove`.
+        `model` may be a deep copy of the model that `_apply` modified, because exports remove methods from a copy while
+        training continues. Therefore it must not change `self`. Refer to parts of the model by name, or store state
+        on its modules, instead of holding references to modules. The method is empty if `_apply` changed nothing.
+
+        Args:
+            model: the modified model, or a deep copy of it.
         """
 
-    # ------------------------------------------------------------------ what a training loop calls
+    # ------------------------------------------------------------------ called by a training loop
     def step_begin(self, step: int) -> None:
         """Prepare an optimizer step, before its first forward pass.
 
         Args:
-            step: number of the optimizer step, from 0. The same on all micro-batches and processes; random choices
-                that hold for a step are drawn from (seed, step).
+            step: number of the optimizer step, from 0; the same for all micro-batches and in all processes. Draw random
+                choices of a step from (seed, step), so that processes and resumed runs agree.
         """
         if self._watch is not None:
             self._watch.begin()
@@ -181,7 +189,7 @@ class Method(ABC):
         """Finish an optimizer step, after the optimizer has stepped and before gradients are set to zero.
 
         Raises:
-            UserError: what the step showed means that training cannot go on (a value too large for fp16).
+            UserError: training cannot continue after this step (a value exceeds the range of fp16).
         """
         if self._watch is not None:
             self._watch.end()
@@ -192,69 +200,67 @@ class Method(ABC):
         Call it exactly once after each forward pass.
 
         Args:
-            loss: the loss of that forward pass, a scalar.
+            loss: mean loss of that forward pass, shape ().
 
         Returns:
-            `loss`, plus the method's own loss where it has one; a scalar.
+            `loss`, plus the loss that the method adds, shape ().
 
         Raises:
-            UserError: the forward pass left no loss of the method's own.
+            UserError: the method adds a loss, and no forward pass has computed it.
         """
         return loss
 
     def trained_in_some_step(self) -> Iterable[nn.Parameter]:
-        """Return parameters that train in some steps, whether or not they train in the present one."""
+        """Return the parameters that train in some steps, even if they are frozen in the current step."""
         return ()
 
     def step_stats(self) -> dict[str, Any]:
-        """Return what it decided for the current step, in plain containers (budgets, chosen blocks)."""
+        """Return the decisions for the current step (budgets, chosen blocks) as lists, dictionaries and numbers."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what must survive a restart, in plain containers and tensors; empty for a method without state.
+        """Return the state that a resumed training needs, as tensors, numbers, strings, lists and dictionaries.
 
-        Settings and parameters of the model are not part of it.
+        Settings and the model's parameters are not part of it. A method without state returns an empty dictionary.
         """
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: B027
-        """Restore what `state_dict` returned; may be called before or after `apply`.
+        """Restore the result of `state_dict`; may be called before or after `apply`.
 
         Args:
-            state_dict: of a method with the same settings, on a model of the same architecture.
+            state_dict: state of a method with the same settings on a model of the same architecture.
         """
 
-    # ------------------------------------------------------------------ what users call
+    # ------------------------------------------------------------------ called by users
     def apply(self, model: nn.Module, classifier: str | Iterable[str] = ()) -> Applied:
-        """Apply to `model` in place.
+        """Apply the method to `model` in place.
 
         Call it after the weights are loaded and before the optimizer is built. The model object, its device, its
-        weights and its evaluation stay, save for what the method's description says. A second call is a no-op that
-        returns the same report.
+        weights and its evaluation stay the same, except for changes that the method's docstring describes. A second
+        call has no effect and returns the same report.
 
         Args:
-            model: an image classifier: (B, channels, H, W) to logits (B, classes); any timm model, on any device. Its
-                attribute ``image_size`` states the size of its images where no other attribute does (default: 224).
-            classifier: full names of the classifier's modules, where they differ from those that the report states. By
-                default timm's classifier; in a larger module all parts around a pretrained network count as new, and
-                train under every method that freezes.
+            model: an image classifier that maps (B, C, H, W) to logits (B, classes), on any device. The attribute
+                ``image_size`` gives the size of its images in pixels if no other attribute does (default: 224).
+            classifier: full names of the classifier's modules. By default it is timm's classifier; in a larger module
+                all parts around a pretrained network count as new and train under every method that freezes.
 
         Returns:
-            The report of what was touched and what was skipped, and why.
+            The report of touched and skipped parts.
 
         Raises:
-            UserError: the model is compiled or wrapped (DataParallel, DDP, FSDP); it does not have what the method
-                needs; a method applied before cannot be stacked with this one; nothing in the model can be touched;
-                or this object has been applied to another model. The model is unchanged then. Also: the report of
-                another package's method breaks the contract; the model may be changed then.
-            SettingError: a setting does not fit this model (a block index outside it), or `classifier` names no module
-                of it.
+            UserError: the model is compiled or wrapped (DataParallel, DDP, FSDP) or does not meet a need; a method
+                applied before cannot be stacked with this one; no part of the model can be touched; or this object is
+                applied to another model. The model is unchanged in these cases. It may be changed if the report of
+                another package's method breaks the contract.
+            SettingError: a setting does not fit this model (a block index outside it), or `classifier` names no module.
         """
         state_classifier(model, classifier)
         if self._applied is not None:
             if all(mark.key != self.state_key for mark in marks_of(model)):
                 raise UserError(
-                    f"method {self.name}: this object has been applied to another model; make a new one for this model."
+                    f"method {self.name}: this object is applied to another model. Create a new object for this model."
                 )
             return self._applied
         refuse_wrapped(model, self.name)
@@ -288,7 +294,7 @@ class Method(ABC):
         """Check that `_apply` returned a report of this method, with names that `model` has.
 
         Raises:
-            UserError: it did not, and the method is another package's, which the text names.
+            UserError: the report is wrong and the method belongs to another package, which the text names.
         """
         wrong = _wrong_report(report, self.name, model)
         if wrong is None:
@@ -296,27 +302,26 @@ class Method(ABC):
         kind = type(self)
         package = vars(kind).get("distribution") or kind.__module__
         assert package != OURS, f"{kind.__name__}._apply {wrong}"
-        raise UserError(f"Package {package}: `_apply` of method {self.name} {wrong}. Mend or uninstall the package.")
+        raise UserError(f"Package {package}: `_apply` of method {self.name} {wrong}. Fix or uninstall the package.")
 
     @property
     def applied(self) -> Applied | None:
-        """The report of `apply`; None before it and after `remove`."""
+        """The report of `apply`; None before `apply` and after `remove`."""
         return self._applied
 
     @property
     def application_order(self) -> tuple[int, str]:
-        """Sort key of the order in which methods are applied: by axis, then by name."""
+        """Sort key of the order of application: axis, then name."""
         return ORDER_OF_APPLICATION.index(self.axis), self.name
 
     def remove(self, model: nn.Module) -> None:
-        """Give `model` back its own modules, names and `requires_grad`; trained values stay.
+        """Restore the modules, names and `requires_grad` of `model`; trained values stay.
 
         Args:
-            model: the model the method was applied to. Methods that build on each other are removed in the opposite
-                order of application.
+            model: the model that the method was applied to. Remove several methods in the reverse order of application.
 
         Raises:
-            UserError: a method that was applied on top of this one is still there.
+            UserError: a method that was applied on top of this one is still applied.
         """
         check_removal(self, model)
         self._remove(model)
@@ -340,7 +345,7 @@ class Method(ABC):
         return Needs.FIND_UNUSED_PARAMETERS in self.needs
 
     def settings(self) -> dict[str, Any]:
-        """Return the constructor's arguments and their values: ``type(m)(**m.settings())`` equals ``m``."""
+        """Return the values of the constructor's arguments: ``type(m)(**m.settings())`` is equivalent to ``m``."""
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
     def __repr__(self) -> str:
@@ -348,19 +353,19 @@ class Method(ABC):
 
     @property
     def state_key(self) -> str:
-        """Name and settings: the key of this method's state in a checkpoint and of its mark on a model."""
+        """Name and settings, the key of this method's state in a checkpoint and of its mark on a model."""
         return f"{self.name}{sorted(self.settings().items())}"
 
 
 # ---------------------------------------------------------------------------------------------- several methods
 def in_order(methods: Method | Iterable[Method]) -> list[Method]:
-    """Sort methods by the order of application that their axes declare; the order of a user's list has no effect.
+    """Return methods in their order of application, which their axes declare.
 
     Args:
-        methods: one method or several.
+        methods: one method or several, in any order.
 
     Raises:
-        SettingError: something else; the text names it.
+        SettingError: `methods` contains an object that is not a method.
     """
     given = [methods] if isinstance(methods, Method) else methods
     several = list(given) if isinstance(given, Iterable) and not isinstance(given, str | Mapping | nn.Module) else None
@@ -373,7 +378,7 @@ def in_order(methods: Method | Iterable[Method]) -> list[Method]:
 def apply_methods(
     model: nn.Module, methods: Method | Iterable[Method], classifier: str | Iterable[str] = ()
 ) -> list[Applied]:
-    """Apply methods in their declared order.
+    """Apply methods in their order of application.
 
     Args:
         model: as in `Method.apply`.
@@ -381,11 +386,11 @@ def apply_methods(
         classifier: as in `Method.apply`.
 
     Returns:
-        Their reports, in that order. The report of a selection names the parameters that a later method freezes.
+        The reports in this order. The report of a selection counts the parameters that a later method freezes.
 
     Raises:
-        UserError: methods that cannot be stacked (before anything is changed), or as in `Method.apply`.
-        SettingError: `methods` are no methods, or as in `Method.apply`.
+        UserError: two methods cannot be stacked (the model is unchanged then), or as in `Method.apply`.
+        SettingError: `methods` contains an object that is not a method, or as in `Method.apply`.
     """
     ordered = in_order(methods)
     check_stack(ordered, model)
@@ -397,7 +402,7 @@ def apply_methods(
 
 
 def _with_note(report: Applied, method: Method, view: ModelView) -> Applied:
-    """Return the report of a method that freezes parameters, with the parts that were inferred to be the head."""
+    """Add a note to the report of a method that freezes parameters if the head was inferred."""
     freezes = {Axis.SELECTION, Axis.ADAPTERS} & set(method.axes)
     if not (freezes and view.head_note and any(not p.requires_grad for p in view.model.parameters())):
         return report
@@ -408,14 +413,14 @@ def _with_note(report: Applied, method: Method, view: ModelView) -> Applied:
 def _update_reports(
     earlier: Sequence[Method], method: Method, model: nn.Module, claim: str, trained_before: Mapping[int, int]
 ) -> None:
-    """Update the reports of earlier methods after `method` has changed which parameters train.
+    """Update the reports of earlier methods after `method` has changed the trainable parameters.
 
     Args:
         earlier: methods applied before.
         method: the method applied last.
         model: the model.
-        claim: how the earlier reports state the number of trained parameters.
-        trained_before: sizes of the parameters that trained before, by identity.
+        claim: the phrase of the earlier reports with the number of trainable parameters.
+        trained_before: sizes of the parameters that were trainable before, by identity.
     """
     frozen = sum(trained_before.get(id(p), 0) for p in model.parameters() if not p.requires_grad)
     new = f", except {format_number(frozen)} parameters that {method.name} freezes" if frozen else f": {trained(model)}"
@@ -428,19 +433,19 @@ def _update_reports(
 def plain_state_dict(
     model: nn.Module, methods: Sequence[Method], *, copy_weights: bool = True
 ) -> dict[str, torch.Tensor]:
-    """Return the weights under the pretrained model's own names (adapters merged), on the CPU.
+    """Return all weights under the pretrained model's own names, on the CPU and with adapters merged.
 
-    `model` is not changed. What a method adds that cannot be merged (``merges = False``) stays, under its own names.
+    `model` is not changed. Modules of methods that cannot be merged (``merges = False``) keep their own names.
 
     Args:
         model: the model.
-        methods: those applied to it.
-        copy_weights: False: the tensors share memory with `model` where no method changes weights when it is removed
-            and they are on the CPU already, for a caller that is done with them before the next step.
+        methods: the methods applied to it.
+        copy_weights: if False, tensors share memory with `model` if they are on the CPU and no method changes weights
+            when it is removed. The caller must use them before the next step.
     """
     merged = [method for method in reversed(in_order(methods)) if method.merges]
     share = not copy_weights and not any(method.changes_weights for method in merged)
-    # Shared parameters are new ones of the same memory: a removal sets `requires_grad` and frees gradients.
+    # A removal sets `requires_grad` and frees gradients, so parameters that share memory are new objects.
     of_model = [*model.parameters(), *model.buffers()] if share else []
     same_memory = {
         id(t): nn.Parameter(t.detach(), t.requires_grad) if isinstance(t, nn.Parameter) else t for t in of_model
@@ -458,7 +463,7 @@ def trainable(model: nn.Module) -> dict[str, bool]:
 
 
 def make_trainable(model: nn.Module, wanted: Mapping[str, bool]) -> None:
-    """Set `requires_grad` of the parameters named, where the model has them; a frozen one's gradient is None."""
+    """Set `requires_grad` of the named parameters that the model has, and free the gradients of frozen ones."""
     for name, parameter in model.named_parameters():
         if name in wanted:
             parameter.requires_grad_(wanted[name])
@@ -467,7 +472,7 @@ def make_trainable(model: nn.Module, wanted: Mapping[str, bool]) -> None:
 
 
 def _wrong_report(report: Any, name: str, model: nn.Module) -> str | None:
-    """Return how what `_apply` returned breaks the contract; None: it does not."""
+    """Return how the result of `_apply` breaks the contract; None if it does not."""
     if not isinstance(report, Applied):
         return f"must return an Applied, got {report!r}"
     if report.method != name:
@@ -479,20 +484,3 @@ def _wrong_report(report: Any, name: str, model: nn.Module) -> str | None:
         if unknown:
             return f"must report names that the model has in Applied.{attribute}, got {unknown[0]!r}"
     return None
-
-
-def refuse_wrapped(model: nn.Module, name: str) -> None:
-    """Raise UserError for a compiled model or one inside DataParallel, DDP or FSDP: surgery must come first."""
-    wrapper = type(model).__name__
-    if any(kind.__name__ == "PeftModel" for kind in type(model).__mro__):
-        raise UserError(
-            f"method {name}: the model is wrapped by peft ({wrapper}). Apply the method to the model inside:"
-            " apply(model.get_base_model()); peft's adapters stay."
-        )
-    if wrapper in ("OptimizedModule", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"):
-        raise UserError(
-            f"method {name}: the model is already wrapped ({wrapper}); apply the method to the plain model first,"
-            " then compile or wrap it."
-        )
-    if isinstance(model, torch.jit.ScriptModule):
-        raise UserError(f"method {name}: a scripted model cannot be changed; apply the method before scripting it.")

@@ -1,6 +1,6 @@
-"""From a checked configuration to method objects: the only place that makes them for a run.
+"""Method objects from a checked configuration; all runs create their methods here.
 
-Not imported by `efficient_ft.methods`: the library itself needs no pydantic.
+`efficient_ft.methods` does not import this module, so that the library does not need pydantic.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from efficient_ft.models.tasks import Tasks
 def build_methods(config: Config) -> list[Method]:
     """Return the methods of a run, including the selection, in their order of application.
 
-    A selection named by the user replaces the default one (`select`) of the other methods; where none is named and no
-    method has a default, `requires_grad` is left as it is.
+    A selection that the user names replaces the default selection (`select`) of the other methods. Without either,
+    `requires_grad` does not change.
 
     Raises:
-        SettingError: an unknown method or setting, or a value that its constructor refuses.
-        UserError: methods that cannot be stacked; default selections that disagree; a YAML of another package whose
-            names are not those of the constructor's arguments.
+        SettingError: a method or setting is unknown, or a constructor rejects a value.
+        UserError: methods cannot be stacked, default selections differ, or the YAML file of another package does not
+            have the names of the constructor's arguments.
     """
     if config.tasks:
-        Tasks(config.tasks)  # checks the names: they become parts of parameters' names
+        Tasks(config.tasks)  # checks the names, which become parts of parameter names
     for name in config.method:
         if name not in METHODS:
             raise SettingError("method", name, sorted(METHODS))
@@ -47,7 +47,7 @@ def build_methods(config: Config) -> list[Method]:
     for name, given in settings.items():
         if "seed" in _arguments(METHODS[name]) and given.get("seed") is None:
             given["seed"] = config.seed
-    # The default selection, where the constructor has no argument of that name.
+    # The default selection, unless the constructor has an argument of that name.
     selects = {
         name: given.pop("select")
         for name, given in settings.items()
@@ -64,10 +64,10 @@ def build_methods(config: Config) -> list[Method]:
 
 
 def baseline_methods(config: Config) -> list[Method] | None:
-    """Return the selection that ``cost.baseline`` names; None: costs are not compared.
+    """Return the selection that ``cost.baseline`` names; None if costs are not compared.
 
     Raises:
-        SettingError: it names no selection whose settings all have defaults.
+        SettingError: the name is not a selection whose settings all have defaults.
     """
     if config.cost.baseline == "none":
         return None
@@ -76,13 +76,13 @@ def baseline_methods(config: Config) -> list[Method] | None:
 
 
 def _check_files(chosen: Container[str]) -> None:
-    """Check that the YAML files of other packages have the names of the constructors' arguments, and no others.
+    """Check that the YAML files of other packages have exactly the names of the constructors' arguments.
 
     Args:
-        chosen: names of the methods whose files are checked: their own and those of their variants.
+        chosen: names of the methods whose files, and files of variants, are checked.
 
     Raises:
-        UserError: for the first file that has not; the text names its package.
+        UserError: a file has other names; the text names its package.
     """
     for package, name, file in method_files(configuration_folders()):
         if name not in chosen:
@@ -101,7 +101,7 @@ def _check_files(chosen: Container[str]) -> None:
 
 
 def _default_selection(selects: Mapping[str, Any]) -> str | None:
-    """Return the one selection that the methods agree on; null and ``keep`` do not count."""
+    """Return the default selection of all methods, or None; null and ``keep`` are ignored."""
     wanted: dict[str, str] = {}
     for recipe, select in selects.items():
         if select in (None, "keep"):
@@ -110,21 +110,21 @@ def _default_selection(selects: Mapping[str, Any]) -> str | None:
     if len(set(wanted.values())) > 1:
         each = ", ".join(f"method.{recipe}.select={selects[recipe]}" for recipe in wanted)
         raise UserError(
-            f"method: {each} disagree about what trains. Name a selection in the list, e.g."
+            f"method: {each} select different parameters. Name a selection in the list, e.g."
             f" 'method=[{','.join([*selects, 'last_stage'])}]', or set them equal."
         )
     return next(iter(wanted.values()), None)
 
 
 def _selection_named(setting: str, select: Any, others: Sequence[str] = ("all", "keep")) -> str:
-    """Return the name of the selection that the value `select` of a setting means.
+    """Return the name of the selection for the value `select` of a setting.
 
     Args:
-        setting: its full name, for the message.
-        select: its value.
-        others: values that are allowed as well, for the message.
+        setting: full name of the setting, for the message.
+        select: value of the setting.
+        others: further allowed values, for the message.
     """
-    # Selections with settings that have no default (which blocks) cannot be a bare name.
+    # A selection with a setting that has no default (blocks) cannot be given by its name alone.
     names = sorted(
         name
         for name, method in METHODS.items()
@@ -133,7 +133,7 @@ def _selection_named(setting: str, select: Any, others: Sequence[str] = ("all", 
     name = "full" if select == "all" else select
     if name not in names:
         allowed = [*others, *(n for n in names if n != "full" or "keep" not in others)]
-        hint = "A selection with settings of its own goes into the list: 'method=[...]'."
+        hint = "Put a selection that has settings into the list: 'method=[...]'."
         raise SettingError(setting, select, allowed, hint)
     return name
 
@@ -143,10 +143,10 @@ def _arguments(method: type) -> dict[str, inspect.Parameter]:
 
 
 def _build(method: type, name: str, settings: dict[str, Any]) -> Method:
-    """Make one method from its settings, checked against the names and types of its constructor.
+    """Create a method from settings, which are checked against the names and types of its constructor.
 
     Raises:
-        SettingError: a setting that it does not have, a value of another type, or one that it refuses.
+        SettingError: a setting is unknown, or its value has another type or is rejected.
     """
     hints = typing.get_type_hints(method.__init__, include_extras=True)  # type: ignore[misc]
     fields: dict[str, Any] = {
@@ -158,12 +158,12 @@ def _build(method: type, name: str, settings: dict[str, Any]) -> Method:
     try:
         made = method(**{argument: getattr(checked, argument) for argument in settings})
     except SettingError as error:
-        # A constructor knows its settings by their own names only.
+        # A constructor names its settings without the prefix.
         error.setting = f"method.{name}.{error.setting}"
         error.args = (f"method.{name}.{error}",)
         raise
     unstored = [argument for argument in fields if not hasattr(made, argument)]
-    if unstored:  # seen by the registry already where every setting has a default
+    if unstored:  # the registry has checked constructors whose settings all have defaults
         raise UserError(
             f"Package {METHODS.distribution(name)}: the constructor of method {name} does not store its setting"
             f" {unstored[0]} in an attribute of the same name."

@@ -1,14 +1,13 @@
-"""The registry of methods: those of this package and those of other packages, by name.
+"""The registry of methods by name, of this package and of other packages.
 
-A method registers itself with the decorator `register`. Methods of this package are found by importing every module
-of the subpackages of `efficient_ft.methods` (`adapters`, `backprop`, ...); methods of other packages through their
-entry points::
+A method registers itself with the decorator `register`. The registry imports every module of the subpackages of
+`efficient_ft.methods` (`adapters`, `backprop`, ...), and finds methods of other packages through their entry points::
 
     [project.entry-points."efficient_ft.methods"]
     every_nth = "every_nth_method.method:EveryNth"
 
-Both happen once, when the registry is first read. A class that breaks the contract, or takes a name that another
-method has, is refused then, with the name of its distribution.
+Both happen once, when the registry is first read. A class that breaks the contract or uses the name of another method
+is rejected then, with the name of its distribution.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ _PACKAGE = "efficient_ft.methods"
 
 _Class = TypeVar("_Class", bound=type[Method])
 
-#: What a training loop, `Method.apply` and exports call, by position.
+#: Methods of the contract that are called with positional arguments.
 _HOOKS = ("_apply", "_remove", "step_begin", "step_end", "total_loss", "step_stats", "state_dict", "load_state_dict")
 
-#: By name: every class registered so far, and the distribution it comes from.
+#: By name: every registered class and its distribution.
 _registered: dict[str, tuple[type[Method], str]] = {}
 
-#: Names of methods of other packages that have not been made from their defaults yet.
+#: Names of methods of other packages whose constructors have not been called yet.
 _untried: set[str] = set()
 
 
@@ -46,7 +45,7 @@ class Registry(Mapping[str, type[Method]]):
     """All methods by name, sorted; reading it loads the methods of this and of other packages, once.
 
     Raises:
-        UserError: on the first reading, where another package's method cannot be used.
+        UserError: on the first reading, if a method of another package cannot be used.
     """
 
     def __init__(self) -> None:
@@ -86,14 +85,14 @@ def register(method: _Class) -> _Class:
     """Register a method under its name; use as a class decorator.
 
     Args:
-        method: a subclass of `Method` that keeps the contract: `name`, `axis`, `_apply`, `_remove`, and a constructor
-            whose arguments are named and stored in attributes of the same names.
+        method: a subclass of `Method` with `name`, `axis`, `_apply`, `_remove`, and a constructor that stores each
+            argument in an attribute of the same name.
 
     Returns:
         The class itself.
 
     Raises:
-        UserError: it breaks the contract, or its name is taken.
+        UserError: the class breaks the contract, or another class has its name.
     """
     _add(method, OURS if method.__module__.startswith(f"{_PACKAGE}.") else method.__module__)
     return method
@@ -103,9 +102,9 @@ def register(method: _Class) -> _Class:
 def own_classes() -> dict[str, type[Method]]:
     """Return the methods of this package by class name; imports every module of its subpackages once."""
     package = importlib.import_module(_PACKAGE)
-    for room in pkgutil.iter_modules(package.__path__, f"{_PACKAGE}."):
-        if room.ispkg:
-            for module in pkgutil.iter_modules(importlib.import_module(room.name).__path__, f"{room.name}."):
+    for folder in pkgutil.iter_modules(package.__path__, f"{_PACKAGE}."):
+        if folder.ispkg:
+            for module in pkgutil.iter_modules(importlib.import_module(folder.name).__path__, f"{folder.name}."):
                 importlib.import_module(module.name)
     return {method.__name__: method for method, distribution in _registered.values() if distribution == OURS}
 
@@ -120,26 +119,26 @@ def _load(entry: EntryPoint) -> None:
     except Exception as error:
         raise UserError(
             f"Package {distribution}: its method {entry.name} ({entry.value}) cannot be imported:"
-            f" {type(error).__name__}: {error}. Mend or uninstall the package."
+            f" {type(error).__name__}: {error}. Fix or uninstall the package."
         ) from error
     if isinstance(method, type) and getattr(method, "name", None) != entry.name:
         raise UserError(
-            f"Package {distribution}: the entry point {entry.name} gives a class of the name"
-            f" {getattr(method, 'name', None)!r}; both must be equal."
+            f"Package {distribution}: the entry point {entry.name} refers to a class with the name"
+            f" {getattr(method, 'name', None)!r}. Both must be equal."
         )
     known = _registered.get(entry.name)
-    if known is not None and known[0] is method:  # registered by its decorator, without the distribution's name
+    if known is not None and known[0] is method:  # registered by its decorator, under the module's name
         del _registered[entry.name]
     _add(method, distribution)
 
 
 def _add(method: Any, distribution: str) -> None:
-    """Check a class and register it; the same class again (its module was reloaded) replaces itself."""
+    """Check a class and register it. A class whose module was reloaded replaces itself."""
     _refuse_broken(method, distribution, broken_contract(method))
     known = _registered.get(method.name)
     if known is not None and _where(known[0]) != _where(method):
         raise UserError(
-            f"Package {distribution}: {_where(method)} takes the name {method.name!r}, which is that of"
+            f"Package {distribution}: {_where(method)} has the name {method.name!r}, which is also the name of"
             f" {_where(known[0])} ({known[1]}). Rename it, or uninstall one of the packages."
         )
     _registered[method.name] = (method, distribution)
@@ -150,21 +149,21 @@ def _add(method: Any, distribution: str) -> None:
 
 def _refuse_broken(method: Any, distribution: str, broken: str | None) -> None:
     if broken is not None:
-        raise UserError(f"Package {distribution}: {_where(method)} is no method: {broken}.")
+        raise UserError(f"Package {distribution}: {_where(method)} is not a valid method: {broken}.")
 
 
 def _where(method: Any) -> str:
-    """Return the full name of a class, or what it is instead."""
+    """Return the full name of a class, or the representation of another object."""
     return f"{method.__module__}.{method.__qualname__}" if isinstance(method, type) else repr(method)
 
 
 def broken_contract(method: Any) -> str | None:
-    """Return how a class breaks the contract of methods, as far as its definition shows; None: it does not.
+    """Return how the definition of a class breaks the contract of methods; None if it does not.
 
-    Checked are the name, the declarations, the hooks' arguments and the names of the settings.
+    The checks cover the name, the declarations, the arguments of overridden methods, and the names of the settings.
     """
     if not (isinstance(method, type) and issubclass(method, Method)):
-        return "it is no subclass of efficient_ft.methods.Method"
+        return "it is not a subclass of efficient_ft.methods.Method"
     name = getattr(method, "name", None)
     if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         return f"`name` must be lower-case letters, digits and underscores, got {name!r}"
@@ -179,7 +178,7 @@ def broken_contract(method: Any) -> str | None:
 
 
 def _broken_declaration(declared: Any) -> str | None:
-    """Return which declaration of a class, or of an object whose constructor narrowed them, is none; or None."""
+    """Return the invalid declaration of a class, or of an object whose constructor narrowed it, or None."""
     for attribute, enumeration in (("axis", Axis), ("other_axes", Axis), ("adds", Adds), ("needs", Needs)):
         value = getattr(declared, attribute, None)
         values = [value] if attribute == "axis" else value
@@ -197,7 +196,7 @@ def _broken_declaration(declared: Any) -> str | None:
 
 
 def _broken_candidates(declared: Any) -> str | None:
-    """Return how the declared candidates of plans cannot be used; None: they can."""
+    """Return the fault of the declared candidates of plans; None if there is none."""
     candidates = getattr(declared, "candidates", ())
     if not isinstance(candidates, tuple | list) or not all(isinstance(one, PlanCandidate) for one in candidates):
         return f"`candidates` must be a tuple of PlanCandidate, got {candidates!r}"
@@ -214,27 +213,27 @@ def _broken_candidates(declared: Any) -> str | None:
 
 
 def _broken_hook(method: type[Method], hook: str) -> str | None:
-    """Return which arguments a hook of a class must take; None: it can be called with them."""
+    """Return the arguments that a method of the contract must accept; None if it accepts them."""
     own = getattr(method, hook)
     wanted = list(inspect.signature(getattr(Method, hook)).parameters)
     bound = isinstance(inspect.getattr_static(method, hook), staticmethod | classmethod)
     try:
         inspect.signature(own).bind(*(wanted[1:] if bound else wanted))
-    except TypeError:  # also if it is not callable
+    except TypeError:  # including objects that are not callable
         got = inspect.signature(own) if callable(own) else repr(own)
         return f"`{hook}` must take ({', '.join(wanted)}), got {got}"
     return None
 
 
 def broken_settings(method: type[Method]) -> str | None:
-    """Return how the constructor of a class breaks the contract; None: it does not, or it has no defaults for all."""
+    """Return how the constructor of a class breaks the contract; None if not, or if a setting has no default."""
     parameters = inspect.signature(method).parameters.values()
     if any(p.default is p.empty for p in parameters):
         return None
     try:
         made = method()
     except Exception as error:
-        return f"it cannot be made from its defaults: {type(error).__name__}: {error}"
+        return f"its constructor fails with the defaults: {type(error).__name__}: {error}"
     unstored = next((p.name for p in parameters if not hasattr(made, p.name)), None)
     if unstored is not None:
         return f"its constructor does not store the setting `{unstored}` in an attribute of the same name"
@@ -242,10 +241,10 @@ def broken_settings(method: type[Method]) -> str | None:
 
 
 def _misspelt_conflict(method: type[Method]) -> str | None:
-    """Return which key of `conflicts` is a misspelt name; None: there is none. All methods must be registered.
+    """Return the misspelt key of `conflicts`; None if there is none. All methods must be registered before.
 
-    A key may name a method of a package that is not installed. Unknown keys are therefore accepted, except for those
-    that differ by about one letter from a known name (``lorra``).
+    A key may name a method of a package that is not installed. Unknown keys are therefore accepted unless they differ
+    by about one letter from a known name (``lorra``).
     """
     known = [*Axis, *Adds, *_registered]
     for key in method.conflicts:

@@ -1,4 +1,4 @@
-"""The one check of which methods can be stacked, and of what they need of a model, from what they declare."""
+"""Checks of methods before they are applied: stacks, needs and the model, from the methods' declarations."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import torch
 from torch import nn
 
 from efficient_ft.core.errors import SettingError, UserError
@@ -26,7 +27,7 @@ class _Declared(Protocol):
 
 
 class _Method(_Declared, Protocol):
-    """A method as this module reads it; `methods.base` imports this module."""
+    """The part of a method that this module reads; `methods.base` imports this module."""
 
     @property
     def name(self) -> str: ...
@@ -43,24 +44,24 @@ class _Method(_Declared, Protocol):
 
 
 def check_stack(methods: Sequence[_Method], model: nn.Module | None = None) -> None:
-    """Check that methods can be applied together, and on top of those that `model` already has.
+    """Check that methods can be applied together, and after the methods that `model` already has.
 
-    At most one method decides on each axis; no method conflicts with another one; and a method that must come before
+    At most one method decides on each axis, no method conflicts with another one, and a method that must come before
     another (a selection before adapters) is not applied after it.
 
     Args:
-        methods: not applied yet, or applied to `model`.
-        model: the model they are for; None: only the methods themselves are checked.
+        methods: methods that are not applied yet or are applied to `model`.
+        model: the model; None checks the methods alone.
 
     Raises:
-        UserError: two that cannot be stacked; the text names both and says what to do.
+        UserError: two methods cannot be stacked; the text names both and the remedy.
     """
     for a, b in itertools.combinations(methods, 2):
         axis = _shared_axis(a, b)
         if axis is not None:
             hint = ""
             if axis == Axis.SELECTION:
-                hint = " (full: everything; with no selection named, the other methods bring their own)"
+                hint = " (full: everything trains; without a selection, each method uses its default one)"
             raise UserError(f"method: {a.name} and {b.name} both {axis.does}; name one of them{hint}.")
         why = _conflict(a, a.name, b, b.name)
         if why is not None:
@@ -75,26 +76,26 @@ def check_stack(methods: Sequence[_Method], model: nn.Module | None = None) -> N
 
 
 def _refuse_recomputation(methods: Sequence[_Method], model: nn.Module) -> None:
-    """Raise UserError where `model` recomputes its blocks, and the second forward pass would change what is trained."""
+    """Raise UserError if `model` recomputes its blocks and a second forward pass would change the training."""
     flags = ("grad_checkpointing", "gradient_checkpointing")  # of timm, and of transformers
     if not any(getattr(module, flag, False) for module in model.modules() for flag in flags):
         return
     for method in methods:
         why = None
         if Axis.MEMORY in method.axes:
-            why = "it packs activations, of which recomputation keeps none"
+            why = "recomputation keeps no activations that the method could pack"
         elif Adds.LOSS in method.adds:
             why = "the second forward pass would count its loss again"
         if why is not None:
             raise UserError(
-                f"method {method.name}: this {type(model).__name__} has checkpointing of its own, and {why}. Call"
+                f"method {method.name}: this {type(model).__name__} uses its own checkpointing, and {why}. Call"
                 " model.set_grad_checkpointing(False) (transformers: gradient_checkpointing_disable()), or leave out"
                 f" {method.name}."
             )
 
 
 def _check_against(method: _Method, mark: Mark, model: str) -> None:
-    """Raise UserError where `method` cannot follow the one that left `mark`."""
+    """Raise UserError if `method` cannot be applied after the method of `mark`."""
     applied = f"method {method.name}: {mark.method} has been applied to this {model} already"
     axis = _shared_axis(method, mark)
     if axis is not None:
@@ -104,16 +105,16 @@ def _check_against(method: _Method, mark: Mark, model: str) -> None:
         raise UserError(f"{applied}, and the two cannot be stacked: {why}. Use one of them.")
     if any(MUST_COME_BEFORE.get(axis, frozenset()) & set(mark.axes) for axis in method.axes):
         raise UserError(
-            f"{applied}, but must come after {method.name}. Apply both with apply_methods, which knows the order, or"
+            f"{applied}, but must come after {method.name}. Apply both with apply_methods, which sorts them, or"
             f" remove {mark.method} first."
         )
 
 
 def check_removal(method: _Method, model: nn.Module) -> None:
-    """Check that nothing which must come after `method` is still applied to `model`.
+    """Check that no method which must come after `method` is still applied to `model`.
 
     Raises:
-        UserError: something is; the text names it.
+        UserError: such a method is applied; the text names it.
     """
     after = frozenset().union(*(MUST_COME_BEFORE.get(axis, frozenset()) for axis in method.axes))
     for mark in marks_of(model):
@@ -124,12 +125,12 @@ def check_removal(method: _Method, model: nn.Module) -> None:
 
 
 def _shared_axis(a: _Declared, b: _Declared) -> Axis | None:
-    """The first axis on which both decide."""
+    """Return the first axis that both decide on."""
     return next((Axis(axis) for axis in a.axes if axis in b.axes), None)
 
 
 def _conflict(a: _Declared, a_name: str, b: _Declared, b_name: str) -> str | None:
-    """The reason why one of them declares a conflict with the other; None: there is none."""
+    """Return the declared reason for a conflict between the two; None if there is none."""
     for this, other, name in ((a, b, b_name), (b, a, a_name)):
         for what, why in this.conflicts.items():
             if what in (*other.axes, *other.adds, name):
@@ -138,11 +139,11 @@ def _conflict(a: _Declared, a_name: str, b: _Declared, b_name: str) -> str | Non
 
 
 def check_needs(method: _Method, view: ModelView) -> None:
-    """Check that the model has what `method` declares to need of it.
+    """Check that the model meets the needs that `method` declares.
 
     Raises:
-        UserError: it has not; the text names method, model and reason.
-        SettingError: the images are of a single patch.
+        UserError: a need is not met; the text names the method, the model and the reason.
+        SettingError: the images consist of a single patch.
     """
     for need in Needs:
         if need in method.needs:
@@ -153,13 +154,13 @@ def check_needs(method: _Method, view: ModelView) -> None:
 
 
 def _missing(need: Needs, method: _Method, view: ModelView) -> str | None:
-    """The reason why a model does not meet a need; None: it does."""
+    """Return the reason why a model does not meet a need; None if it does."""
     if need == Needs.BLOCKS and not view.blocks:
         return f"no blocks were recognized in {view.name}"
     if need == Needs.CLASSIFIER and not view.head:
         return (
-            f"{view.name} has no classifier to train; create it with num_classes=N (N >= 1), or name the module that is"
-            " its classifier: apply(model, classifier='NAME')"
+            f"{view.name} has no classifier to train; create it with num_classes=N (N >= 1), or name its classifier"
+            " module: apply(model, classifier='NAME')"
         )
     if need == Needs.CLASS_TOKEN and not view.has_class_token:
         return f"{view.name} has no class token, whose attention ranks the patch tokens"
@@ -177,10 +178,27 @@ def _missing(need: Needs, method: _Method, view: ModelView) -> str | None:
 
 
 def no_method(wrong: object) -> SettingError:
-    """Return the error for an argument that is neither a method nor a list of methods."""
+    """Return the error for an argument that is not a method or a list of methods."""
     hint = "Make the objects first: from efficient_ft.methods import LoRA; apply_methods(model, [LoRA(rank=8)])."
     if isinstance(wrong, type) and hasattr(wrong, "apply"):
         hint = f"Make an object of the class: {wrong.__name__}()."
     elif isinstance(wrong, nn.Module):
         hint = "The model is the first argument: apply_methods(model, methods)."
     return SettingError("methods", f"{wrong!r:.60}", "a Method object or a list of them", hint)
+
+
+def refuse_wrapped(model: nn.Module, name: str) -> None:
+    """Raise UserError if the model is compiled, scripted, or wrapped by peft, DataParallel, DDP or FSDP."""
+    wrapper = type(model).__name__
+    if any(kind.__name__ == "PeftModel" for kind in type(model).__mro__):
+        raise UserError(
+            f"method {name}: the model is wrapped by peft ({wrapper}). Apply the method to the model inside:"
+            " apply(model.get_base_model()); peft's adapters stay."
+        )
+    if wrapper in ("OptimizedModule", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"):
+        raise UserError(
+            f"method {name}: the model is already wrapped ({wrapper}); apply the method to the plain model first,"
+            " then compile or wrap it."
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UserError(f"method {name}: a scripted model cannot be changed; apply the method before scripting it.")

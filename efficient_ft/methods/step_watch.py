@@ -1,4 +1,4 @@
-"""Warn a training loop that does not announce its optimizer steps to a method which acts per step."""
+"""Warnings for training loops that do not announce their optimizer steps to a method that acts per step."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any
 
 from torch import Tensor, nn
 
-#: Backward passes outside of a step, or steps without an end, before a warning: one may be a trial.
+#: Number of backward passes outside of a step, or of steps without an end, that cause a warning. One may be a trial.
 _PATIENCE = 2
 
 
 class StepWatch:
-    """Watches the backward passes of a model and the calls of `step_begin` and `step_end`.
+    """Watch the backward passes of a model and the calls of `step_begin` and `step_end`.
 
     A backward pass is outside of a step if no step has begun, or if an optimizer has stepped since an earlier backward
     pass of the step: the weights have changed, or gradients were set to None. Micro-batches of one step do neither.
 
     Args:
         name: name of the method.
-        model: its last trainable parameter is watched, by a hook that `stop` removes.
+        model: the model; a hook watches its last trainable parameter until `stop` is called.
     """
 
     def __init__(self, name: str, model: nn.Module) -> None:
         self.name = name
         self._begun = False
-        #: Version and gradient of the watched parameter at the first backward pass of the step. Fused optimizers leave
-        #: the version as it is.
+        #: Version and gradient of the watched parameter at the first backward pass of the step. Fused optimizers do not
+        #: change the version.
         self._seen: tuple[int, Callable[[], Tensor | None]] | None = None
         self._outside = self._unended = 0
         self._warned = False
@@ -77,6 +77,6 @@ class StepWatch:
         warnings.warn(
             f"method {self.name} acts per step, but {fault}. Call step_begin(step) before the first forward pass of"
             " each optimizer step, and step_end() after optimizer.step() and before zero_grad(), or use"
-            " efficient_ft.integrations.MethodSession.",
+            " efficient_ft.MethodSession.",
             stacklevel=2,
         )

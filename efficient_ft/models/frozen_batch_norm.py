@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -65,6 +66,25 @@ def freeze_batch_norm(model: nn.Module) -> list[str]:
             if _evaluate not in module._forward_pre_hooks.values():
                 module.register_forward_pre_hook(_evaluate)
     return names
+
+
+def frozen_layers(model: nn.Module) -> list[str]:
+    """Return the names of the BatchNorm layers of `model` whose statistics are frozen."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if type(module) in FROZEN.values() or _evaluate in module._forward_pre_hooks.values()
+    ]
+
+
+def unfreeze_batch_norm(model: nn.Module, names: Iterable[str]) -> None:
+    """Undo `freeze_batch_norm` for the layers `names` of `model`: ``model.train()`` updates their statistics again."""
+    classes = {frozen: plain for plain, frozen in FROZEN.items()}
+    for module in map(model.get_submodule, names):
+        module.__class__ = classes.get(type(module), type(module))
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if hook is _evaluate:
+                del module._forward_pre_hooks[key]
 
 
 def _evaluate(module: nn.Module, args: tuple[Any, ...]) -> None:

@@ -115,9 +115,7 @@ def _trained(
             raise UserError("no checkpointing of its own")
         _checkpoint_by_torch(network, reentrant)
     # PyTorch's second forward pass would move the statistics of BatchNorm again.
-    runner = MethodSession(build_methods(config), frozen_bn=frozen or reentrant is not None)
-    runner.apply(network)
-    runner.start()
+    session = MethodSession(network, build_methods(config), frozen_bn=frozen or reentrant is not None).apply()
     network.train()
     optimizer = torch.optim.SGD([p for p in network.parameters() if p.requires_grad], lr=0.05)
     held: dict[str, Tensor] = {}
@@ -126,14 +124,14 @@ def _trained(
         images = torch.randn(_IMAGES, 3, 32, 32, generator=generator, dtype=torch.float64)
         labels = torch.randint(0, 4, (_IMAGES,), generator=generator)
         torch.manual_seed(100 + step)
-        runner.step_begin(step)
-        loss: Tensor = runner.total_loss(F.cross_entropy(network(images), labels))
+        session.begin_step(step)
+        loss: Tensor = session.loss(F.cross_entropy(network(images), labels))
         loss.backward()
         for name, parameter in network.named_parameters():
             if parameter.grad is not None:
                 held[f"gradient of {name} in step {step}"] = parameter.grad.clone()
         optimizer.step()
-        runner.step_end()
+        session.end_step()
         optimizer.zero_grad(set_to_none=True)
     held.update({f"{name} after the last step": value for name, value in network.state_dict().items()})
     return held

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from transformers import TimmWrapperConfig, TimmWrapperForImageClassification, Trainer, TrainingArguments
 
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.integrations.session import decode, encode
+from efficient_ft.integrations.saving import decode, encode
 from efficient_ft.integrations.transformers import MethodCallback
 from efficient_ft.methods import LBPWHT, LISA, SWAT, ALaST, Full, LastStage, LoRA, RepNet
 from efficient_ft.methods.base import Method
@@ -247,7 +247,7 @@ def test_a_loss_that_could_not_be_added_is_refused(tmp_path: Path) -> None:
     def compute(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         return F.cross_entropy(outputs["logits"], labels)
 
-    refused = r"^method moe adds a loss of its own, but the output of .* holds no loss"
+    refused = r"^method moe adds a loss, but the output of .* contains no loss"
     for method in ("moe", "bsr"):
         callbacks = [MethodCallback(METHODS[method]())]
         trainer = Trainer(
@@ -320,7 +320,7 @@ def test_a_callback_that_comes_too_late_is_refused(tmp_path: Path) -> None:
         callbacks=[MethodCallback(Full())],
         model_init=lambda: wrapped(),
     )
-    with pytest.raises(UserError, match=r"model_init builds a new one"):
+    with pytest.raises(UserError, match=r"model_init builds a new model"):
         again.train()
 
 

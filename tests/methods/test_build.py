@@ -102,7 +102,7 @@ def test_a_default_selection_that_is_none_is_said_even_where_another_is_named() 
 def test_selections_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(UserError, match="full and last_stage both select"):
         made(full={}, last_stage={})
-    with pytest.raises(UserError, match=r"method.low_rank.select=all, method.adapter.select=last_stage disagree"):
+    with pytest.raises(UserError, match=r"low_rank.select=all, method.adapter.select=last_stage select different p"):
         made(low_rank={"select": "all"}, adapter={"select": "last_stage"})
     # Named, it settles what they disagree about; and who keeps has no say.
     assert made(low_rank={"select": "all"}, adapter={"select": "last_stage"}, full={})[0] == "full"

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from efficient_ft import MethodSession
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.integrations import MethodSession
 from efficient_ft.methods import (
     LBPWHT,
     LISA,
@@ -214,15 +214,15 @@ def test_frozen_parameters_need_no_optimizer() -> None:
 
 
 def test_a_session_checks_what_its_methods_select() -> None:
-    session, model = MethodSession([LISA(1), Mesa()]), model_of("vit")
-    session.apply(model)
+    model = model_of("vit")
+    session = MethodSession(model, [LISA(1), Mesa()]).apply()
     session.check_optimizers([torch.optim.AdamW(trained(model))])
     session.start()
-    session.step_begin(0)
+    session.begin_step(0)
     with pytest.raises(UserError, match="in no optimizer"):
         session.check_optimizers([torch.optim.AdamW(trained(model))])
-    other, network = MethodSession(Mesa()), model_of("vit")
-    other.apply(network)
+    network = model_of("vit")
+    other = MethodSession(network, Mesa()).apply()
     other.check_optimizers([torch.optim.AdamW(network.head.parameters())])  # the loop decides what trains
 
 
@@ -231,7 +231,7 @@ def test_a_single_method_is_applied() -> None:
     model = model_of("vit")
     (report,) = apply_methods(model, LowBit())
     assert report.method == "low_bit"
-    assert MethodSession(Full()).methods[0].name == "full"
+    assert MethodSession(model, Full()).methods[0].name == "full"
 
 
 @pytest.mark.parametrize(
@@ -252,5 +252,5 @@ def test_what_is_no_method_is_rejected_in_one_line(methods: Any, text: str) -> N
     with pytest.raises(SettingError, match=text):
         apply_methods(model, methods)
     with pytest.raises(SettingError, match=text):
-        MethodSession(methods)
+        MethodSession(model, methods)
     assert apply_methods(model, []) == []

@@ -85,13 +85,13 @@ def test_a_decorated_method_of_a_package_has_its_distributions_name(fresh: regis
     ("change", "message"),
     [
         (("    from efficient_ft", "    import no_such_module\n    from efficient_ft"), "cannot be imported"),
-        (("class Nothing(Method)", "class Nothing"), "is no subclass of"),
+        (("class Nothing(Method)", "class Nothing"), "is not a subclass of"),
         (('axis = Axis.MEMORY', "pass"), "`axis` must be one of selection, adapters, .* got None"),
         (('axis = Axis.MEMORY', 'axis = "memmory"'), "`axis` must be one of .* got 'memmory'"),
-        (('name = "nothing"', 'name = "Nothing!"'), "both must be equal"),
+        (('name = "nothing"', 'name = "Nothing!"'), "Both must be equal"),
         (("def _remove", "def _restore"), "does not implement `_remove`"),
         (("self.n = n", "self.m = n"), "does not store the setting `n`"),
-        (("self.n = n", "raise ValueError(n)"), "cannot be made from its defaults: ValueError: 1"),
+        (("self.n = n", "raise ValueError(n)"), "its constructor fails with the defaults: ValueError: 1"),
         (("n: int = 1", "**settings"), r"must name its settings, got \*\*settings"),
         (("axis =", 'conflicts = ("lora",); axis ='), r"`conflicts` must be a mapping from axes, .* got \('lora',\)"),
         (("axis =", 'conflicts = {"lora": 1}; axis ='), "`conflicts` must be a mapping from .* to sentences, got"),
@@ -161,7 +161,7 @@ def test_a_report_of_our_own_that_breaks_the_contract_is_a_mistake_of_ours(monke
 
 def test_a_name_that_exists_is_refused(fresh: registry.Registry, tmp_path: Path) -> None:
     distribution(tmp_path, GOOD.replace('"nothing"', '"mesa"'), "mesa = foreign:Nothing")
-    taken = r"foreign.Nothing takes the name 'mesa', .* efficient_ft.methods.memory.mesa.Mesa \(efficient-ft\)"
+    taken = r"foreign.Nothing has the name 'mesa', .* efficient_ft.methods.memory.mesa.Mesa \(efficient-ft\)"
     with pytest.raises(UserError, match=f"^Package foreign-methods: {taken}"):
         list(fresh)
     from efficient_ft.methods import Mesa

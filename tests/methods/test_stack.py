@@ -159,7 +159,7 @@ def test_a_network_with_checkpointing_of_its_own_is_refused_where_it_changes_the
     for method in (Mesa(), Checkpointing(), BackRazor(), MoE(num_experts=4, top_k=2, blocks=[-1], aux_loss_coef=0.1)):
         model = model_of("vit")
         setattr(model.blocks, flag, True)
-        with pytest.raises(UserError, match=rf"method {method.name}: .* has checkpointing of its own"):
+        with pytest.raises(UserError, match=rf"method {method.name}: .* uses its own checkpointing"):
             method.apply(model)
     model = model_of("vit")
     setattr(model, flag, True)

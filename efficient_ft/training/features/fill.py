@@ -47,11 +47,10 @@ def fill_features(config: Config) -> RunFeatures:
     images: Any = open_images(config, factory.input_of(config.model))
     network = factory.create_model(config.model, images.num_classes)
     device = on_device(config)
-    runner = MethodSession(build_methods(config), config.model.frozen_bn)
     if use_channels_last(config, device):
         network.to(memory_format=torch.channels_last)
-    runner.apply(network)
-    prefix = run_prefix(config, network, runner.methods)
+    session = MethodSession(network, build_methods(config), config.model.frozen_bn).apply()
+    prefix = run_prefix(config, network, session.methods)
     set_form(config, images, prefix, device)
     features = run_features(config, images, prefix, config.trainer.epochs, device)
     network.to(device).train()

@@ -1,0 +1,91 @@
+"""Checks of sessions and callbacks: the model, optimizers that step inside the backward pass, and added losses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import nn
+
+from efficient_ft.core.errors import UserError
+from efficient_ft.core.in_backward import Wrong, refuse_in_backward
+from efficient_ft.methods.base import Method
+from efficient_ft.methods.declarations import Adds, Needs
+from efficient_ft.optim import steps_in_backward
+
+#: Classes that wrap a module or compile it. Methods must be applied before them.
+_WRAPPERS = ("OptimizedModule", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+#: By model: the session whose ``with`` block is running.
+ENTERED: WeakKeyDictionary[nn.Module, ref[Any]] = WeakKeyDictionary()
+
+
+def names_adding_loss(methods: Iterable[Method]) -> list[str]:
+    """Return the names of the methods that add a loss."""
+    return [method.name for method in methods if adds_loss(method)]
+
+
+def adds_loss(method: Method) -> bool:
+    """Return True if `total_loss` is overridden and no setting takes `Adds.LOSS` away from the class's declaration."""
+    if type(method).total_loss is Method.total_loss:
+        return False
+    return Adds.LOSS in method.adds or Adds.LOSS not in type(method).adds
+
+
+def is_first_process() -> bool:
+    """Return True in the first of several processes, and without distributed training."""
+    distributed = torch.distributed
+    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
+
+
+def refuse_nested(model: nn.Module, session: object) -> None:
+    """Raise UserError if another session is open on `model`, on a part of it, or on a module that contains it."""
+    modules = set(model.modules())
+    for other, entered in list(ENTERED.items()):
+        if entered() not in (None, session) and (other in modules or model in set(other.modules())):
+            raise UserError(
+                f"Another session is open on this {type(other).__name__}: {entered()!r}. Pass all methods to one"
+                " session, or leave the other one first."
+            )
+
+
+def refuse_wrapped_inside(network: nn.Module) -> None:
+    """Raise UserError if the network or a part of it is compiled or wrapped."""
+    for name, module in network.named_modules():
+        wrapper = next((c.__name__ for c in type(module).__mro__ if c.__name__ in _WRAPPERS), None)
+        if wrapper is None and isinstance(module, torch.jit.ScriptModule):
+            wrapper = "ScriptModule"
+        if wrapper is None and getattr(module, "_compiled_call_impl", None) is not None:
+            wrapper = "Module.compile"
+        if wrapper is not None:
+            raise UserError(
+                f"The network must be a plain module, got {wrapper}" + (f" at {name}" if name else "") + ". Apply the"
+                " methods first; compile or wrap it after that."
+            )
+
+
+def check_in_backward(methods: Iterable[Method], optimizers: Iterable[Any], **loop: Wrong | None) -> None:
+    """Check that an optimizer which steps inside the backward pass is compatible with the methods and the loop.
+
+    Args:
+        methods: the methods of the training.
+        optimizers: the optimizers of the training.
+        loop: properties of the training loop that are not compatible; see `refuse_in_backward`.
+
+    Raises:
+        SettingError: the training loop clips, accumulates, scales or averages gradients.
+        UserError: a method compares gradients at the end of a step.
+    """
+    if steps_in_backward(optimizers):
+        refuse_in_backward("an optimizer that steps inside the backward pass", **loop)
+        refuse_gradient_readers(methods)
+
+
+def refuse_gradient_readers(methods: Iterable[Method]) -> None:
+    """Raise UserError if a method compares gradients at the end of a step."""
+    if readers := [method.name for method in methods if Needs.GRADIENTS_AT_STEP_END in method.needs]:
+        raise UserError(
+            f"method {readers[0]} compares the gradients of all blocks at the end of a step, and an optimizer that"
+            " steps inside the backward pass has freed them. Use optim.in_backward=false, or another method."
+        )

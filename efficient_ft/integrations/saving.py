@@ -1,0 +1,216 @@
+"""Files of a session: the trained part of a model, or all of its weights, as ``.safetensors``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from efficient_ft.core.errors import UserError, first_line
+from efficient_ft.core.files import write_bytes_atomically
+from efficient_ft.methods.base import Method, plain_state_dict
+from efficient_ft.models.frozen_batch_norm import frozen_layers
+from efficient_ft.models.marks import added_modules, is_inside
+
+#: The metadata entry of a trained part: JSON with the keys of `_about`.
+_KEY = "efficient_ft_trained_part"
+#: The key of a tensor's values in an encoded state.
+_TENSOR = "__tensor__"
+
+
+@dataclass(frozen=True)
+class Content:
+    """The content of a file.
+
+    Attributes:
+        path: the file.
+        tensors: by name, on the CPU.
+        about: the methods (``state_key`` of each), their encoded state, and the checksum of the other weights; None if
+            the file is not a trained part.
+    """
+
+    path: Path
+    tensors: dict[str, Tensor]
+    about: dict[str, Any] | None
+
+
+def names_of_trained_part(model: nn.Module, trains: Iterable[nn.Parameter]) -> list[str]:
+    """Return the names in ``model.state_dict()`` of the tensors in the trained part, see `MethodSession.save`."""
+    own, added = {id(p) for p in trains}, added_modules(model)
+    parameters = {id(p) for p in model.parameters()}
+    frozen = set(frozen_layers(model))
+    names = []
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        is_buffer = id(tensor) not in parameters
+        if id(tensor) in own or is_inside(name, added) or (is_buffer and name.rpartition(".")[0] not in frozen):
+            names.append(name)
+    return names
+
+
+def write_trained(path: Path, model: nn.Module, names: Sequence[str], methods: Sequence[Method]) -> None:
+    """Write the tensors `names` of `model` with the methods' settings and state.
+
+    Raises:
+        UserError: the file cannot be written, or a state contains objects that JSON cannot represent.
+    """
+    about = {
+        "methods": [method.state_key for method in methods],
+        "state": encode({method.state_key: state for method in methods if (state := method.state_dict())}),
+        "other_weights": _checksum(model, names),
+    }
+    saved = model.state_dict()
+    _write(path, {name: saved[name] for name in names}, {_KEY: json.dumps(about)})
+
+
+def write_whole(path: Path, model: nn.Module, methods: Sequence[Method]) -> None:
+    """Write all weights of `model` under the pretrained model's names.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    _write(path, plain_state_dict(model, methods, copy_weights=False), {})
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], about: dict[str, str]) -> None:
+    from safetensors.torch import save
+
+    # Clones, because the format refuses tensors that share memory (tied weights).
+    content = save({n: t.detach().cpu().clone().contiguous() for n, t in tensors.items()}, {"format": "pt", **about})
+    try:
+        write_bytes_atomically(path, content)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({first_line(error)}).") from error
+
+
+def read(path: Path) -> Content:
+    """Read a file.
+
+    Raises:
+        UserError: it does not exist or is not a ``.safetensors`` file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise UserError(f"{path}: no such file. Pass a file written by session.save().")
+    try:
+        with safe_open(path, "pt") as opened:
+            metadata = opened.metadata() or {}
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        return Content(path, tensors, json.loads(metadata[_KEY]) if _KEY in metadata else None)
+    except (SafetensorError, OSError, json.JSONDecodeError) as error:
+        raise UserError(f"{path} is not a valid .safetensors file ({first_line(error)}).") from error
+
+
+def load_trained(content: Content, model: nn.Module, names: Sequence[str], methods: Sequence[Method]) -> None:
+    """Copy a trained part into `model` and restore the methods' state; a refusal changes nothing.
+
+    Args:
+        content: a trained part.
+        model: the model with the methods applied.
+        names: names of the trained part of `model`.
+        methods: the methods applied to `model`.
+
+    Raises:
+        UserError: methods, settings, names, shapes or the other weights differ.
+    """
+    about = content.about
+    assert about is not None
+    own = [method.state_key for method in methods]
+    if about["methods"] != own:
+        raise UserError(
+            f"{content.path} was saved with other methods or settings: {', '.join(about['methods']) or 'no method'}."
+            f" This session has {', '.join(own) or 'no method'}. Pass the methods and settings of the file."
+        )
+    _require_same(content, model, names, "Use the same model, classes and selection of parameters.")
+    if about["other_weights"] != _checksum(model, names):
+        raise UserError(
+            f"{content.path} was saved on a model whose frozen weights differ from this model's. Create the model with"
+            " the same pretrained weights and dtype."
+        )
+    _copy(content, model)
+    state = decode(about["state"])
+    for method in methods:
+        if method.state_key in state:
+            method.load_state_dict(state[method.state_key])
+
+
+def load_whole(content: Content, model: nn.Module) -> None:
+    """Copy all weights into `model`; a refusal changes nothing.
+
+    Raises:
+        UserError: names or shapes differ.
+    """
+    hint = (
+        "Methods that rename layers (LoRA) or add modules change the names: load weights with the pretrained model's"
+        " names before the methods are applied, and weights with added modules after it."
+    )
+    _require_same(content, model, list(model.state_dict()), hint)
+    _copy(content, model)
+
+
+def _require_same(content: Content, model: nn.Module, names: Sequence[str], hint: str) -> None:
+    """Raise UserError unless the file has exactly the tensors `names` with the model's shapes."""
+    missing, unknown = [n for n in names if n not in content.tensors], content.tensors.keys() - set(names)
+    if missing or unknown:
+        faults = [f"the file lacks {missing[0]} ({len(missing)} in total)"] if missing else []
+        faults += [f"the model does not expect {min(unknown)} ({len(unknown)} in total)"] if unknown else []
+        raise UserError(f"{content.path} does not fit {type(model).__name__}: {' and '.join(faults)}. {hint}")
+    own = model.state_dict()
+    for name, tensor in content.tensors.items():
+        if tensor.shape != own[name].shape:
+            raise UserError(
+                f"{content.path} does not fit {type(model).__name__}: {name} has the shape {tuple(tensor.shape)} in the"
+                f" file and {tuple(own[name].shape)} in the model. {hint}"
+            )
+
+
+@torch.no_grad()
+def _copy(content: Content, model: nn.Module) -> None:
+    own = model.state_dict()
+    for name, tensor in content.tensors.items():
+        own[name].copy_(tensor)
+
+
+def _checksum(model: nn.Module, names: Iterable[str]) -> str:
+    """Return a checksum of all tensors of ``model.state_dict()`` that are not in `names`."""
+    left_out, checksum = set(names), hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        if name not in left_out and isinstance(tensor, Tensor):
+            checksum.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            checksum.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return checksum.hexdigest()[:32]
+
+
+def encode(state: Any) -> Any:
+    """Return a method's state as JSON values: tensors become dictionaries of their values, and tuples become lists.
+
+    Raises:
+        UserError: it contains other objects than tensors, numbers, strings, lists and dictionaries with string keys.
+    """
+    if isinstance(state, Tensor):
+        return {_TENSOR: state.tolist(), "dtype": str(state.dtype).removeprefix("torch.")}
+    if isinstance(state, dict) and all(isinstance(key, str) for key in state):
+        return {key: encode(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [encode(value) for value in state]
+    if state is None or isinstance(state, str | int | float | bool):
+        return state
+    raise UserError(
+        "The state of a method must be tensors, numbers, strings, lists and dictionaries with string keys, got"
+        f" {type(state).__name__} ({state!r:.60}). Fix the method's state_dict."
+    )
+
+
+def decode(state: Any) -> Any:
+    """Invert `encode`; tensors are on the CPU."""
+    if isinstance(state, dict):
+        if _TENSOR in state:
+            return torch.tensor(state[_TENSOR], dtype=getattr(torch, state["dtype"]))
+        return {key: decode(value) for key, value in state.items()}
+    return [decode(value) for value in state] if isinstance(state, list) else state
