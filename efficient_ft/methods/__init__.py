@@ -1,8 +1,8 @@
-"""Methods: small parts, each on one axis of a training step, that can be stacked.
+"""Methods for efficient fine-tuning. Each method changes one axis of a training step, and methods can be stacked.
 
-Every class of every method can be imported from here (``from efficient_ft.methods import LBPWHT, BackRazor``).
-`METHODS` maps the names on the command line to these classes. A class is imported on first use; editors and type
-checkers read the imports below ``TYPE_CHECKING``.
+All method classes can be imported from this package (``from efficient_ft.methods import LBPWHT, BackRazor``). `METHODS`
+maps the names on the command line to the classes. A class is imported at its first use; editors and type checkers read
+the imports under ``TYPE_CHECKING``.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -87,7 +87,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Find the classes of this package's methods, which register themselves, on first use."""
+    """Import a method class at its first use. The classes register themselves."""
     if not name.startswith("_"):
         found = own_classes().get(name)
         if found is not None:

@@ -1,4 +1,4 @@
-"""Settings that list blocks by index: one check of the list, one translation into names."""
+"""Settings that list blocks by index: a check of the list, and the conversion of indices to names."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def check_indices(setting: str, blocks: Any, example: str = "[3,7,11]", do: str 
 
     Args:
         setting: the constructor's argument.
-        blocks: the value given.
-        example: of a value.
-        do: what else the user can do where the list is empty.
+        blocks: the given value.
+        example: an example of a value.
+        do: an alternative for the user if the list is empty.
     """
     if not isinstance(blocks, Sequence) or isinstance(blocks, str) or not all(type(b) is int for b in blocks):
         raise SettingError(setting, blocks, f"a list of integers, e.g. {example}")
@@ -26,7 +26,7 @@ def check_indices(setting: str, blocks: Any, example: str = "[3,7,11]", do: str 
 
 
 def classes_in_words(view: ModelView) -> str:
-    """Return how many blocks of each class a model has, for messages: "1 ConvBnAct and 10 InvertedResidual"."""
+    """Return the number of blocks of each class for messages: "1 ConvBnAct and 10 InvertedResidual"."""
     counts = Counter(type(view.model.get_submodule(name)).__name__ for name in view.blocks)
     *others, last = (f"{count} {name}" for name, count in counts.items())
     return f"{', '.join(others)} and {last}" if others else last
@@ -38,15 +38,15 @@ def blocks_at(
     """Return the names of blocks by their indices, each block once, in the order of the model.
 
     Args:
-        view: of a model with blocks. Check first that the method can work on some of them: a model that it cannot work
-            on has no right index.
-        setting: full name of the setting: ``method.<name>.<setting>``.
-        indices: counted from 0 through all stages, negative ones from the end.
-        last: the last block may be listed.
-        once: no block may be listed twice.
+        view: the view of a model with blocks. First check that the method supports some of them; otherwise no index is
+            valid.
+        setting: full name of the setting, ``method.<name>.<setting>``.
+        indices: indices, counted from 0 through all stages; negative indices count from the end.
+        last: allow the last block.
+        once: reject a list that contains a block twice.
 
     Raises:
-        SettingError: an index outside the model, or a block listed twice.
+        SettingError: an index is outside the model, or a block is listed twice.
     """
     count = len(view.blocks)
     places = [index % count if -count <= index < count else count for index in indices]
@@ -55,7 +55,7 @@ def blocks_at(
             allowed, do = f"indices from {-count} to {count - 1}", f"{view.name} has {count} blocks."
         else:
             allowed = f"indices from 0 to {count - 2}"
-            do = f"{view.name} has {count} blocks, and in the last it has no effect."
+            do = f"{view.name} has {count} blocks. In the last block, the method has no effect."
         raise SettingError(setting, list(indices), allowed, do)
     if once and len(set(places)) < len(places):
         raise SettingError(setting, list(indices), "a list with each block once")

@@ -1,8 +1,9 @@
-"""Frozen feed-forward networks run on a part of the batch at a time.
+"""Frozen feed-forward networks that process a part of the batch at a time.
 
-A block's feed-forward network widens its input fourfold, and its activation function makes a second tensor of that
-size. Below the lowest parameter that trains nothing of this is kept, yet for a moment it is the most memory that a
-step takes which trains little. In parts that stay in the processor's cache it takes less, and no more time.
+The feed-forward network of a block widens its input fourfold, and its activation function creates a second tensor of
+that size. Below the lowest trainable parameter, nothing of this is saved. These temporary tensors can nevertheless
+dominate the memory of a step that trains few parameters. Parts that fit into the processor's cache need less memory at
+equal speed.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from torch import Tensor, nn
 from efficient_ft.methods.forwards import OwnForward, put_around, take_away
 from efficient_ft.models.frozen_batch_norm import FROZEN
 
-#: Bytes of the widest tensor that a part may make.
+#: Maximum number of bytes of the widest tensor of a part.
 _PART_BYTES = 5 * 2**20
 
-#: Classes of timm whose forward pass treats the images of a batch independently.
+#: Classes of timm whose forward pass processes the images of a batch independently.
 _KINDS = (mlp.Mlp, mlp.GluMlp, mlp.SwiGLU, mlp.ConvMlp, mlp.GlobalResponseNormMlp, ConvMlpWithNorm)
 
 
 class FrozenFeedForward(OwnForward):
-    """The forward pass of a feed-forward network, on parts of the batch where no gradient passes through it."""
+    """The forward pass of a feed-forward network, which splits the batch if no gradient passes through the network."""
 
     same_values = True
 
@@ -36,7 +37,7 @@ class FrozenFeedForward(OwnForward):
         return torch.cat([self.within(part, *args, **kwargs) for part in x.chunk(parts)])
 
     def _parts(self, x: Tensor) -> int:
-        """The number of parts; 1: the whole batch at once, as without this class."""
+        """Return the number of parts; 1: the batch is not split."""
         if x.device.type != "cpu" or torch.compiler.is_compiling() or len(x) < 2:
             return 1
         if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.module.parameters())):
@@ -44,7 +45,7 @@ class FrozenFeedForward(OwnForward):
         if any(_mixes(module) for module in self.module.modules()):
             return 1
         layers = [m for m in self.module.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
-        if not layers:  # replaced by others
+        if not layers:  # another method has replaced the layers
             return 1
         channels = x.shape[1 if isinstance(layers[0], nn.Conv2d) else -1]
         widest = x.numel() // channels * max(len(layer.weight) for layer in layers) * x.element_size()
@@ -52,7 +53,7 @@ class FrozenFeedForward(OwnForward):
 
 
 def _mixes(module: nn.Module) -> bool:
-    """True if the module ties images of a batch together, or draws random numbers for them."""
+    """Return True if the module mixes the images of a batch or draws random numbers for them."""
     if not module.training:
         return False
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -61,7 +62,7 @@ def _mixes(module: nn.Module) -> bool:
 
 
 def run_in_parts(model: nn.Module) -> None:
-    """Let the feed-forward networks of `model` run on parts of the batch while they are frozen."""
+    """Let the feed-forward networks of `model` process parts of the batch while they are frozen."""
     for module in model.modules():
         if type(module) in _KINDS:
             put_around(module, FrozenFeedForward(module))

@@ -1,8 +1,8 @@
-"""Replacement forward passes of module objects; several methods can give one to the same module.
+"""Replacements of the forward passes of module objects. Several methods can replace the forward pass of one module.
 
-A replacement is stored in one attribute of the module, `forward`. Nothing else of the model changes, so that it can be
-copied, pickled, saved and changed back. Replacements are nested: each calls the one inside it, and the innermost calls
-the forward pass of the module's class, or the one that another library has given to the module object.
+A replacement is stored in the attribute `forward` of the module. The rest of the model does not change, so that it can
+be copied, pickled, saved and restored. Replacements are nested: each calls the next inner replacement. The innermost
+calls the forward pass of the module's class, or the one that another library has assigned to the module object.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from efficient_ft.core.errors import UserError
 
 
 class OwnForward:
-    """Base of the callables that replace the `forward` of a module object.
+    """Base class of the callables that replace the `forward` of a module object.
 
     A subclass implements ``__call__`` with the module's own arguments, and calls `within` to run the module.
 
     Args:
-        module: the module it becomes the forward of.
+        module: the module whose forward pass is replaced.
 
     Attributes:
-        same_values: it computes what the module computes without it, so that others need not know of it.
-        inner: the next replacement inside this one, or the forward of another library; None: the class's.
+        same_values: True if the results equal those of the module, so that other methods can ignore the replacement.
+        inner: the next inner replacement, or the forward pass of another library; None: that of the module's class.
     """
 
     same_values: ClassVar[bool] = False
@@ -39,13 +39,13 @@ class OwnForward:
         raise NotImplementedError  # abstract
 
     def within(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the next replacement inside this one, or the forward pass of the module's class."""
+        """Run the next inner replacement, or the forward pass of the module's class."""
         if self.inner is not None:
             return self.inner(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def all_inside(self) -> list[OwnForward]:
-        """Return the replacements inside this one, from the outermost to the innermost."""
+        """Return the inner replacements, from the outermost to the innermost."""
         found: list[OwnForward] = []
         inner = self.inner
         while isinstance(inner, OwnForward):
@@ -55,11 +55,11 @@ class OwnForward:
 
 
 def refuse_export(what: str, instead: str) -> None:
-    """Raise UserError while a model is exported: by ``torch.export``, ``torch.jit.trace`` or to ONNX.
+    """Raise UserError while a model is exported by ``torch.export``, ``torch.jit.trace`` or to ONNX.
 
     Args:
-        what: a sentence that says why it cannot be exported.
-        instead: a sentence that says what to do.
+        what: a sentence that states why it cannot be exported.
+        instead: a sentence that states what to do.
     """
     if torch.compiler.is_exporting() or torch.jit.is_tracing() or torch.onnx.is_in_onnx_export():
         raise UserError(f"{what} {instead}")
@@ -75,7 +75,7 @@ def forwards_of(module: nn.Module) -> list[OwnForward]:
 
 
 def foreign_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the forward pass that another library has given to the module object; None: it has that of its class."""
+    """Return the forward pass that another library has assigned to the module object, or None."""
     replacements = forwards_of(module)
     found: Callable[..., Any] | None = replacements[-1].inner if replacements else vars(module).get("forward")
     return found
@@ -88,7 +88,7 @@ def put_around(module: nn.Module, forward: OwnForward) -> None:
 
 
 def put_inside(module: nn.Module, forward: OwnForward) -> None:
-    """Make `forward` the innermost replacement of `module`: the others run around it."""
+    """Make `forward` the innermost replacement of `module`. The others run around it."""
     others = forwards_of(module)
     forward.inner = foreign_forward(module)
     if others:
@@ -98,7 +98,7 @@ def put_inside(module: nn.Module, forward: OwnForward) -> None:
 
 
 def take_away(module: nn.Module, kind: type[_Kind], of: Callable[[_Kind], bool] = lambda _: True) -> None:
-    """Remove the replacements of a class, those for which `of` is true, from a module; others stay in their order."""
+    """Remove the replacements of a class for which `of` returns True from a module. The others keep their order."""
     if not forwards_of(module):
         return
     rest = [forward for forward in forwards_of(module) if not (isinstance(forward, kind) and of(forward))]

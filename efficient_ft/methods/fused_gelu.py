@@ -1,7 +1,7 @@
-"""Model layers whose GELU, and the BatchNorm before it, are computed in one pass each way, on a CPU in training.
+"""Model layers that compute GELU, and the BatchNorm before it, in one pass per direction, in training on a CPU.
 
-Once the products of low-rank layers are small, the operations between them cost as much time: BatchNorm and GELU take
-four passes over the widest tensors of a network, and torch's GELU on a CPU is bound by arithmetic, not by memory.
+Once the products of low-rank layers are small, the operations between them take as much time. BatchNorm and GELU take
+four passes over the widest tensors of a network, and torch's GELU on a CPU is limited by arithmetic, not by memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from efficient_ft.ops.gelu import batch_norm_gelu, gelu
 
 
 class FusedGelu(OwnForward):
-    """The forward pass of `nn.GELU` by `ops.gelu`."""
+    """The forward pass of `nn.GELU`, computed by `ops.gelu`."""
 
     same_values = True
 
@@ -28,7 +28,7 @@ class FusedGelu(OwnForward):
 
 
 class FusedNormGelu(OwnForward):
-    """The forward pass of a feed-forward network whose frozen BatchNorm and GELU are one operation."""
+    """The forward pass of a feed-forward network with frozen BatchNorm and GELU in one operation."""
 
     same_values = True
 
@@ -49,7 +49,7 @@ class FusedNormGelu(OwnForward):
 
 
 def _fits(module: nn.Module, x: Tensor) -> bool:
-    """Whether the operation runs on `x`: on a CPU in training, and where no function mode keeps activations its way."""
+    """Return True if the fused operation supports `x`: in training on a CPU, outside of all function modes."""
     return (
         module.training
         and x.device.type == "cpu"
@@ -64,7 +64,7 @@ def _exact(act: nn.Module) -> bool:
 
 
 def _changed(norm: nn.Module) -> bool:
-    """Whether somebody has changed what a call of the layer does, or wants to see it."""
+    """Return True if the forward pass of the layer was replaced or has hooks."""
     return "forward" in norm.__dict__ or _hooked(norm)
 
 
@@ -77,11 +77,11 @@ def _channels_last(x: Tensor) -> bool:
 
 
 def fuse_gelu(model: nn.Module, *, everywhere: bool = True) -> list[str]:
-    """Let GELU, and frozen BatchNorm with it, run in one pass each way where they can.
+    """Fuse GELU, and a frozen BatchNorm before it, into one pass per direction where this is possible.
 
     Args:
-        model: is changed.
-        everywhere: False: only if the model has feed-forward networks with BatchNorm before GELU.
+        model: the model, changed in place.
+        everywhere: if False, only models that have feed-forward networks with BatchNorm before GELU are changed.
 
     Returns:
         The names of the GELU layers.

@@ -1,4 +1,4 @@
-"""Check that an optimizer has every parameter that methods train."""
+"""A check that an optimizer contains every parameter that methods train."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from efficient_ft.core.errors import UserError
 
 
 class _Method(Protocol):
-    """A method as this module reads it; `methods.base` imports this module."""
+    """The part of `Method` that this module uses. `methods.base` imports this module."""
 
     def trained_in_some_step(self) -> Iterable[nn.Parameter]: ...
 
 
-#: By model: the methods applied to it, which know what they have frozen for the present step alone.
+#: The methods applied to each model. They know which parameters are frozen only in the current step.
 _applied: WeakKeyDictionary[nn.Module, WeakSet[_Method]] = WeakKeyDictionary()
 
 
 def note_applied(model: nn.Module, method: _Method) -> None:
-    """Note that `method` has been applied to `model`."""
+    """Record that `method` has been applied to `model`."""
     _applied.setdefault(model, WeakSet()).add(method)
 
 
 def check_optimizer(model: nn.Module, optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> None:
-    """Check that every parameter of `model` that trains, in this or in another step, is in an optimizer.
+    """Check that every parameter of `model` that is trained in any step is in an optimizer.
 
-    Call it once, after the optimizer is built. Lightning's and Hugging Face's callbacks do.
+    Call it once after the optimizer is created. The callbacks for Lightning and Hugging Face do this.
 
     Args:
-        model: the model that the methods were applied to.
+        model: the model to which the methods were applied.
         optimizers: one optimizer or several.
 
     Raises:
-        UserError: some parameters are in none of them: an optimizer was built before the methods were applied, or
-            within a step in which they freeze some parameters.
+        UserError: an optimizer lacks some parameters. It was created before the methods were applied, or within a step
+            in which they freeze some parameters.
     """
     several = [optimizers] if hasattr(optimizers, "param_groups") else list(optimizers)
     held = {id(p) for optimizer in several for group in optimizer.param_groups for p in group["params"]}
@@ -47,8 +47,8 @@ def check_optimizer(model: nn.Module, optimizers: torch.optim.Optimizer | Iterab
     missing = [name for name, parameter in wanted.items() if id(parameter) not in held]
     if missing:
         raise UserError(
-            f"{len(missing)} of {len(wanted)} parameters that train are in no optimizer ({', '.join(missing[:3])}"
-            f"{', …' if len(missing) > 3 else ''}): it was built before the methods were applied, or after the first"
-            " step_begin. Build it between the two, over all parameters whose requires_grad is True. Freeze parameters"
-            " that shall not train: p.requires_grad_(False)."
+            f"{len(missing)} of {len(wanted)} trainable parameters are in no optimizer ({', '.join(missing[:3])}"
+            f"{', …' if len(missing) > 3 else ''}). The optimizer was created before the methods were applied, or after"
+            " the first step_begin. Create it between the two, over all parameters whose requires_grad is True. Freeze"
+            " parameters that must not be trained: p.requires_grad_(False)."
         )

@@ -1,4 +1,4 @@
-"""Layers that a method leaves as they are, by parts of their names."""
+"""Layers that a method leaves unchanged, selected by parts of their names."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from efficient_ft.core.errors import SettingError
 
 
 def refuse_skip(skip: Sequence[str] | None) -> None:
-    """Raise SettingError unless `skip` is None or a list of texts."""
+    """Raise SettingError unless `skip` is None or a list of non-empty strings."""
     if skip is not None and (isinstance(skip, str) or not all(isinstance(part, str) and part for part in skip)):
         raise SettingError("skip", skip, "null or a list of parts of names, such as [attention,fc2]")
 
 
 def is_skipped(name: str, skip: Sequence[str] | None) -> bool:
-    """Whether a part of `name`, or several in a row, are in `skip`: ``mlp.fc2`` has ``mlp``, ``fc2`` and ``mlp.fc2``.
+    """Return True if `skip` contains a part of `name` or several consecutive parts.
 
-    ``*`` is any part: ``layer.*.output``.
+    ``mlp.fc2`` is skipped by ``mlp``, ``fc2`` and ``mlp.fc2``. ``*`` matches any part: ``layer.*.output``.
     """
     parts = name.split(".")
     for pattern in skip or ():

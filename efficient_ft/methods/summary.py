@@ -1,4 +1,4 @@
-"""Phrases for the one-line report of a method's changes: names as ranges, and skipped parts with reasons."""
+"""Phrases for the one-line summary of a method's changes: ranges of names, and skipped parts with reasons."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _SHORT = {
 
 
 def ranges(names: Iterable[str]) -> str:
-    """Return a short list of names, with numbers as ranges: ``blocks 9–11, norm and head``."""
-    found: dict[str, list[int]] = {}  # an empty list: a name without a number
+    """Return a short list of names in which numbers are ranges: ``blocks 9–11, norm and head``."""
+    found: dict[str, list[int]] = {}  # an empty list marks a name without a number
     for name in names:
         before, number = re.fullmatch(r"(.*?)\.?(\d+)", name, re.DOTALL).groups() if name[-1:].isdigit() else (name, "")  # type: ignore[union-attr]
         key = before if not number or name == f"{before}.{number}" else f"{before}#"
@@ -37,7 +37,7 @@ def ranges(names: Iterable[str]) -> str:
 
 
 def _numbered(name: str, numbers: list[int]) -> str:
-    """``blocks`` and 3, 7, 8, 9 → ``blocks 3, 7–9``; a name that ends with ``#`` has no dot: ``layer1–4``."""
+    """Format ``blocks`` and 3, 7, 8, 9 as ``blocks 3, 7–9``. A name that ends with ``#`` has no dot: ``layer1–4``."""
     runs = [[n for _, n in run] for _, run in groupby(enumerate(sorted(set(numbers))), lambda pair: pair[1] - pair[0])]
     text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
     if name.endswith("#"):
@@ -52,24 +52,24 @@ def _listed(words: list[str]) -> str:
 
 
 def within(names: Iterable[str]) -> str:
-    """Return the location of parts: each name up to its first number, as in `ranges`."""
+    """Return the location of parts: each name up to its first number, formatted by `ranges`."""
     return ranges(dict.fromkeys(re.sub(r"(\d+)\..*", r"\1", name, flags=re.DOTALL) for name in names))
 
 
 def count(number: int, word: str) -> str:
-    """Return a number with a noun: ``1 layer``, ``2 layers``."""
+    """Return a number with its noun: ``1 layer``, ``2 layers``."""
     return f"{number} {word}{'' if number == 1 else 's'}"
 
 
 def trained(model: nn.Module) -> str:
-    """Return the number of trainable parameters and of all parameters: ``1.34 M of 5.53 M parameters``."""
+    """Return the number of trainable and of all parameters: ``1.34 M of 5.53 M parameters``."""
     total, train = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (True, False))
     share = f"{format_number(train)} of {format_number(total)}" if train < total else format_number(total)
     return f"{share} parameters"
 
 
 def left(skipped: Mapping[str, Skipped], state: str, unit: str = "layer") -> str:
-    """Return a phrase about the skipped parts, to append to a summary; empty if there are none.
+    """Return a phrase about the skipped parts to append to a summary. The phrase is empty if no part is skipped.
 
     Args:
         skipped: see `Applied`.

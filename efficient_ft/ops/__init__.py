@@ -1,1 +1,1 @@
-"""Operations on tensors: projections, packed tensors and operations, tokens, recomputation. They know no model."""
+"""Operations on tensors: projections, storage formats, tokens and recomputation. They are independent of any model."""

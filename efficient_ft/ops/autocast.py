@@ -1,4 +1,4 @@
-"""Autocast for operations that torch does not cast: autograd functions of ours."""
+"""Autocast for our autograd functions, whose inputs torch does not cast."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 
 def to_single_precision(x: Tensor) -> Tensor:
-    """Convert x to float32 under CUDA's autocast, as torch does for normalizations and softmax (not on the CPU)."""
+    """Convert x to float32 under autocast on CUDA, like torch does for normalizations and softmax."""
     if x.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
         return x.float()
     return x
 
 
 def to_autocast_dtype(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Convert the inputs of a linear layer to autocast's dtype, if it is enabled; gradients are converted back."""
+    """Convert the inputs of a linear layer to autocast's dtype if autocast is enabled. Gradients are converted back."""
     device = x.device.type
     if not torch.is_autocast_enabled(device):
         return x, weight, bias
@@ -27,7 +27,7 @@ def to_autocast_dtype(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[T
 
 
 def autocast_disabled(like: Tensor) -> AbstractContextManager[Any]:
-    """Disable autocast inside a ``with`` block, on the tensor's device; a device without autocast (meta) needs none."""
+    """Disable autocast on the tensor's device inside a ``with`` block. On devices without autocast, do nothing."""
     kind = like.device.type
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
@@ -36,7 +36,7 @@ def current_autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
     """Return a factory of context managers that re-enter the current autocast state, later and in any thread.
 
     Args:
-        device: kind of device, e.g. ``cuda``.
+        device: device type, e.g. ``cuda``.
     """
     if not torch.is_autocast_enabled(device):
         return nullcontext

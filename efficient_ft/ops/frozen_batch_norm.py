@@ -1,7 +1,7 @@
-"""BatchNorm with frozen statistics and a frozen scale: an affine map per channel that keeps nothing of its input.
+"""BatchNorm with frozen statistics and a frozen scale: an affine map per channel that saves nothing of its input.
 
-torch's BatchNorm in evaluation mode keeps its input even if only the input's gradient is needed. (If the scale trains
-too, torch's fused backward is faster and is used.)
+torch's BatchNorm in evaluation mode saves its input even if only the gradient of the input is needed. If the scale is
+trained, torch's fused backward pass is faster and is used instead.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch.autograd.function import once_differentiable
 def frozen_batch_norm(
     x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """Compute `F.batch_norm` with running statistics; gradients for x and `bias`, none for `weight`.
+    """Compute `F.batch_norm` with running statistics, with gradients for x and `bias` but not for `weight`.
 
     Args:
         x: (B, C, H, W).
         mean, variance: (C,) running statistics.
-        weight, bias: (C,) or None; `weight` must not need a gradient.
-        eps: added to the variance.
+        weight, bias: (C,) or None. `weight` must not need a gradient.
+        eps: constant added to the variance.
     """
     return _FrozenBatchNorm.apply(x, mean, variance, weight, bias, eps)
 

@@ -1,6 +1,6 @@
-"""Convolution with a frozen weight: it keeps nothing of its input.
+"""Convolution with a frozen weight that saves nothing of its input.
 
-torch's convolution keeps its input even if the weight needs no gradient. (Its linear layers do not.)
+torch's convolution saves its input even if the weight needs no gradient. Its linear layers do not.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def frozen_conv2d(
     dilation: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """Compute `F.conv2d`; gradients for x and `bias`, none for `weight`.
+    """Compute `F.conv2d`, with gradients for x and `bias` but not for `weight`.
 
     Args:
         x: (B, C_in, H, W).
-        weight: (C_out, C_in / groups, kernel height, kernel width); must not need a gradient.
+        weight: (C_out, C_in / groups, kernel height, kernel width). It must not need a gradient.
         bias: (C_out,) or None.
-        stride, padding, dilation, groups: of the convolution.
+        stride, padding, dilation, groups: settings of the convolution.
     """
     return _FrozenConv2d.apply(*to_autocast_dtype(x, weight, bias), (stride, padding, dilation, groups))
 

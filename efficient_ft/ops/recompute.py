@@ -1,7 +1,7 @@
-"""Recomputation: only the input of a part of a model is kept, packed, and the part runs again in the backward pass.
+"""Recomputation: a part of a model saves only its packed input, and runs again in the backward pass.
 
 Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016. `torch.utils.checkpoint`
-cannot keep its input in another form, and it keeps it in a closure, hidden from the meter of saved tensors.
+cannot pack its input. It stores the input in a closure, where saved-tensor hooks do not measure it.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ def recompute(
     packer: Packer,
     context: PackContext,
 ) -> Any:
-    """Return `function(x, *others, **keywords)`, recomputed in the backward pass from the packed x.
+    """Return `function(x, *others, **keywords)`, and recompute it in the backward pass from the packed x.
 
-    The forward pass uses x itself, and the recomputed one the unpacked x. Dropout is the same in both: the state of the
-    random generators is kept.
+    The forward pass uses x itself, and the recomputation uses the unpacked x. The states of the random number
+    generators are restored, so that dropout is equal in both.
 
     Args:
-        function: a module's forward; it returns a tensor, or a tuple, list or dictionary with tensors in it.
+        function: the forward method of a module. It returns a tensor, or a tuple, list or dictionary of tensors.
         x: (B, ...) activations.
-        others, keywords: the other arguments of `function`. Tensors in them are kept as they are, and get gradients.
+        others, keywords: the other arguments of `function`. Tensors in them are saved unchanged and get gradients.
         parameters: the parameters of the part that need a gradient.
         packer: packs x.
-        context: in which x is packed.
+        context: the context in which x is packed.
     """
     leaves, form = tree_flatten((others, keywords))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    # Autograd sees the tensors; the other leaves stay in their positions.
+    # Autograd receives the tensors; the other leaves stay in their positions.
     fixed = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
@@ -61,7 +61,7 @@ def recompute(
 
 
 class _Recompute(torch.autograd.Function):
-    """Runs a function without recording it, and once more, recorded, in the backward pass."""
+    """Run a function without recording it, and run it again with recording in the backward pass."""
 
     @staticmethod
     def forward(
@@ -73,7 +73,7 @@ class _Recompute(torch.autograd.Function):
         x: Tensor,
         *others: Tensor,
     ) -> tuple[Any, ...]:
-        """Return the form of the result, and its leaves; `others` are `count` arguments, then parameters."""
+        """Return the tree structure and the leaves of the result. `others` are `count` arguments, then parameters."""
         ctx.state = _RandomState(x.device)
         ctx.autocast = current_autocast(x.device.type)
         form, results = call(x, *others[:count])
@@ -86,7 +86,7 @@ class _Recompute(torch.autograd.Function):
     def backward(ctx: Any, _: None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *others = load(ctx)
         x = x.detach().to(ctx.type)
-        # Arguments are cut off from what made them; parameters are leaves already, which the function holds itself.
+        # Arguments are detached from their graph. Parameters are leaves already, which the function references itself.
         arguments = [x, *(tensor.detach() for tensor in others[: ctx.count])]
         inputs = [*arguments, *others[ctx.count :]]
         needed = ctx.needs_input_grad[4:]
@@ -105,14 +105,14 @@ class _Recompute(torch.autograd.Function):
 
 
 class _RandomState:
-    """The states of the random generators of the CPU and of one device."""
+    """The states of the random number generators of the CPU and of one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.cpu = device, torch.get_rng_state()
         self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def restored(self) -> ExitStack:
-        """Restore these states inside a ``with`` block, and the current ones at its end."""
+        """Restore these states inside a ``with`` block, and the current states at its end."""
         stack = ExitStack()
         stack.enter_context(torch.random.fork_rng(devices=[self.device] if self.cuda is not None else []))
         torch.set_rng_state(self.cpu)

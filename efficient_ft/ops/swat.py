@@ -1,12 +1,13 @@
 """Sparse weights and activations in training (SWAT: Raihan, Aamodt, NeurIPS 2020).
 
-A linear layer or convolution computes with the largest of its weights, w̃, and keeps the largest values of its input,
-x̃, for the backward pass::
+A linear layer or convolution computes with its largest weights, w̃, and saves the largest values of its input, x̃, for
+the backward pass::
 
     y = x ∗ w̃ + b,    g_x from g_y and w̃,    g_w from g_y and x̃ (dense: dropped weights train too),    g_b exact
 
-Values below a threshold are dropped. There is one threshold per weight and one per input, over the whole batch, each
-used for several steps: the number of values kept varies with the data between two refreshes. Zeros are never kept.
+Values below a threshold are dropped. Each weight has a threshold, and each input has one for all images of the batch. A
+threshold is used for several steps. Between two refreshes, the number of stored values varies with the data. Zeros are
+never stored.
 """
 
 from __future__ import annotations
@@ -23,12 +24,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from efficient_ft.ops.saving import PackedOperations, PackingState, Policy, packed_operation
-from efficient_ft.ops.saving.mode import has_counted_names, refuse_earlier
 from efficient_ft.ops.saving.table import name_of
 from efficient_ft.ops.storage import Dense, PackContext, Packed, bitmap_bytes, magnitude_bits, pack_bits, unpack_bits
 
 _PRODUCTS = (F.linear, F.conv2d, torch.conv2d)
-#: The other operations are not sparse in SWAT; these have a packed form with an unchanged result that keeps less.
+#: The other operations are not sparse in SWAT. Those below have packed versions that save less, with equal results.
 _SUPPORTED = (
     *(*_PRODUCTS, F.relu, torch.relu, Tensor.relu, F.relu6, F.hardtanh),
     *(F.batch_norm, F.avg_pool2d, F.adaptive_avg_pool2d, F.max_pool2d, torch.max_pool2d),
@@ -37,15 +37,15 @@ _SUPPORTED = (
 
 @dataclass
 class Thresholds(PackingState):
-    """The smallest magnitudes kept, from step to step.
+    """Thresholds of magnitudes that persist from step to step.
 
     Attributes:
-        sparsity: share of the values dropped.
-        refresh: thresholds are computed again in every step whose number is a multiple of this. A threshold that was
-            not used in such a step, because its layer was frozen, is computed again when it is used next.
-        step: number of optimizer steps done.
+        sparsity: share of the values that are dropped.
+        refresh: thresholds are recomputed in every step whose number is a multiple of `refresh`. A threshold that was
+            not used in such a step, because its layer was frozen, is recomputed at its next use.
+        step: number of finished optimizer steps.
         by_name: threshold by parameter name, or by the name of an input's `PackContext`.
-        computed: the step in which each of them was computed.
+        computed: the step in which each threshold was computed.
     """
 
     sparsity: float = 0.8
@@ -55,19 +55,19 @@ class Thresholds(PackingState):
     computed: dict[str, int] = field(default_factory=dict)
 
     def in_training(self, name: str, x: Tensor) -> float:
-        """Return the threshold of x in a training step, refreshed if it is due."""
+        """Return the threshold of x in a training step. Recompute it if a refresh is due."""
         if isinstance(x, FakeTensor):
             return 0.0
         last = self.computed.get(name)
         due = last is None or self.step % self.refresh == 0 or last // self.refresh != self.step // self.refresh
-        if due and not bool(x.isfinite().all()):  # leaves no trace
+        if due and not bool(x.isfinite().all()):  # the stored threshold does not change
             return self.by_name[name] if name in self.by_name else self._compute(x)
         if due:
             self.by_name[name], self.computed[name] = self._compute(x), self.step
         return self.by_name[name]
 
     def in_evaluation(self, name: str, x: Tensor) -> float:
-        """Return the threshold of the last step; before training, that of x itself."""
+        """Return the threshold of the last step. Before training, compute it from x."""
         if isinstance(x, FakeTensor):
             return 0.0
         return self.by_name[name] if name in self.by_name else self._compute(x)
@@ -80,7 +80,7 @@ class Thresholds(PackingState):
         return float(x[magnitude_bits(x).kthvalue(dropped + 1).indices].abs())
 
     def dropped(self, n: int) -> int:
-        """Return how many of n values are dropped."""
+        """Return the number of dropped values of n."""
         return math.floor(n * self.sparsity)
 
     def state_dict(self) -> dict[str, Any]:
@@ -88,32 +88,26 @@ class Thresholds(PackingState):
         return {"step": self.step, "of": dict(self.by_name), "computed": dict(self.computed)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the step and the thresholds.
-
-        Raises:
-            UserError: an earlier version wrote them.
-        """
-        refuse_earlier(has_counted_names(state_dict["of"]))
+        """Restore the step and the thresholds."""
         self.step, self.by_name = state_dict["step"], dict(state_dict["of"])
-        # Checkpoints written before steps were recorded: all thresholds hold until the next refresh.
-        self.computed = {**dict.fromkeys(self.by_name, self.step), **state_dict.get("computed", {})}
+        self.computed = dict(state_dict["computed"])
 
 
 def largest(threshold: float, x: Tensor) -> Tensor:
-    """Return x with 0 where its magnitude is below `threshold`."""
+    """Return x with zeros where its magnitude is below `threshold`."""
     return torch.where(x.abs() >= threshold, x, 0)
 
 
 @dataclass(frozen=True, eq=False)
 class LargestOfBatch:
-    """A packer that keeps the values from a threshold up, one for the whole batch, and a bitmap."""
+    """A packer that stores a bitmap and the values that reach a threshold. All images share the threshold."""
 
     thresholds: Thresholds
 
     def pack(self, x: Tensor, context: PackContext) -> Packed:
         """Pack all samples of x with one threshold."""
         n = x.numel()
-        if isinstance(x, FakeTensor):  # the budget, which is exact in steps with a refresh
+        if isinstance(x, FakeTensor):  # the budget is exact in steps with a refresh
             values = x.new_empty(n - self.thresholds.dropped(n))
             bits = x.new_empty(bitmap_bytes(n), dtype=torch.uint8)
         else:
@@ -129,13 +123,13 @@ def _spread(shape: torch.Size, values: Tensor, bits: Tensor) -> Tensor:
 
 
 class SparseProducts(PackedOperations):
-    """While entered, linear layers and convolutions are SWAT's, and ReLU keeps one bit per element.
+    """A mode with SWAT's linear layers and convolutions, in which ReLU saves one bit per element.
 
     Args:
-        thresholds: kept from step to step.
+        thresholds: thresholds that persist from step to step.
         region, samples, modules: see `PackedOperations`.
         weights: names of the sparse weights, by the id of the parameter.
-        training: pack activations; if False, the forward pass with sparse weights is all that changes.
+        training: pack activations. If False, only the forward pass changes, which uses sparse weights.
     """
 
     def __init__(
@@ -170,10 +164,10 @@ class SparseProducts(PackedOperations):
         return func(input, self.weight(weight)[0], *args, **kwargs)
 
     def weight(self, weight: Tensor) -> tuple[Tensor, Tensor | Packed]:
-        """Return the sparse weight, and the weight itself as the form that is saved."""
+        """Return the sparse weight, and the dense weight to save."""
         name = self.weights.get(id(weight))
-        if name is None:  # computed from a parameter, or another module's
+        if name is None:  # computed from a parameter, or a weight of another module
             return weight, weight
         threshold = (self.thresholds.in_training if self.training else self.thresholds.in_evaluation)(name, weight)
-        # The weight is in memory in any case: the backward pass computes its sparse form again.
+        # The dense weight is in memory anyway. The backward pass recomputes the sparse weight.
         return largest(threshold, weight), Packed((weight,), partial(largest, threshold))

@@ -1,4 +1,4 @@
-"""Adam and AdamW whose moments take 8 or 4 bits per value."""
+"""Adam and AdamW with moments of 8 or 4 bits per value."""
 
 from __future__ import annotations
 
@@ -15,32 +15,31 @@ from efficient_ft.ops.blockwise import AdamStep, Moments, adam_step, empty_momen
 from efficient_ft.ops.blockwise.update import dense_step
 from efficient_ft.optim.states import plain_states
 
-_OLD = "exp_avg_scale"  # in states of the form before this one, and of torchao
-
 
 class LowBitAdamW(Optimizer):
-    """`torch.optim.AdamW` whose moments are stored block-wise, in 8 or 4 bits per value.
+    """`torch.optim.AdamW` with block-wise quantized moments of 8 or 4 bits per value.
 
-    A step computes in float32 and rounds the moments to codes afterwards, at random but equally in every run. Blocks
-    have 128 values. Parameters with fewer than 4096 values, and those that are not a whole number of blocks, keep
-    float32 moments.
+    A step computes in float32 and then rounds the moments stochastically to codes, in the same way in every run. Blocks
+    have 128 values. Parameters with fewer than 4096 values, or whose size is not a multiple of 128, have float32
+    moments.
 
-    No step exceeds the bound of AdamW's own steps, however far the gradients of a block are spread: the state holds the
-    ratio m / √v, and √v in steps of nearly equal relative size. Entries of the state of a parameter in blocks:
-    ``ratio`` and ``root`` (codes, uint8), ``ratio_scale`` (float32, one per block) and ``root_range`` (int16, three).
+    The bound on the steps of AdamW also holds here, however large the range of the gradients in a block is. The state
+    stores the ratio m / √v, and √v in steps of nearly equal relative size. The state of a parameter in blocks consists
+    of ``ratio`` and ``root`` (codes, uint8), ``ratio_scale`` (float32, one per block) and ``root_range`` (int16, three
+    per block).
 
     Source of blocks: Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", ICLR 2022.
 
     Args:
         params: parameters or parameter groups.
         lr: learning rate.
-        betas: decay of the first and second moment.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled (AdamW).
-        bits: 8 or 4.
+        betas: decay rates of the first and second moment.
+        eps: constant added to the root of the second moment.
+        weight_decay: coefficient of the decoupled weight decay (AdamW).
+        bits: bits per value, 8 or 4.
 
     Raises:
-        SettingError: a value outside these ranges.
+        SettingError: a value is out of range.
     """
 
     decoupled = True
@@ -70,7 +69,7 @@ class LowBitAdamW(Optimizer):
         """Update the parameters that have a gradient.
 
         Args:
-            closure: computes the loss and its gradients again; what it returns is returned.
+            closure: reevaluates the loss and its gradients. Its result is returned.
 
         Raises:
             UserError: a gradient is sparse.
@@ -88,7 +87,7 @@ class LowBitAdamW(Optimizer):
     def _update(self, p: Tensor, group: dict[str, Any]) -> None:
         assert p.grad is not None
         if p.grad.is_sparse:
-            raise UserError(f"{type(self).__name__} takes dense gradients, got a sparse one. Use sparse=False.")
+            raise UserError(f"{type(self).__name__} requires dense gradients, got a sparse one. Use sparse=False.")
         state = self.state[p]
         if not state:
             state.update(self._empty_state(p))
@@ -99,7 +98,7 @@ class LowBitAdamW(Optimizer):
         step = AdamStep(
             float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], self.decoupled, int(state["step"])
         )
-        # The same memory if it is float32 and contiguous, else a copy.
+        # If the tensor is float32 and contiguous, this is the same memory, and otherwise a copy.
         values, grad = (t.detach().float().contiguous() for t in (p, p.grad))
         if "ratio" in state:
             moments = Moments(*(state[name] for name in Moments._fields))
@@ -110,7 +109,7 @@ class LowBitAdamW(Optimizer):
             p.copy_(values)
 
     def _empty_state(self, p: Tensor) -> dict[str, Tensor]:
-        """Moments of zero."""
+        """Return zero moments."""
         step = torch.zeros((), dtype=torch.float32)
         if is_blockwise(p.numel()):
             return {"step": step, **empty_moments(p.numel(), self.bits, p.device)._asdict()}
@@ -121,46 +120,34 @@ class LowBitAdamW(Optimizer):
         """Restore a state exactly, on the devices of the parameters.
 
         Raises:
-            UserError: the state is of other bits, of another optimizer or of an earlier form.
+            UserError: the state belongs to another optimizer or to another number of bits.
         """
         states = plain_states(self, state_dict)
-        if any(map(_is_of_another_form, states.values())):
-            raise UserError(
-                "The optimizer's state has an earlier form, or torchao's, in which steps can become far too large or"
-                f" too small. {type(self).__name__} cannot continue it. Finish the training with the version"
-                " that began it. Or start again: pass resume=never for a run, which then trains from the beginning;"
-                " leave out load_state_dict in a loop, which keeps the weights."
-            )
         for p, state in states.items():
             expected = {name: t.shape for name, t in self._empty_state(p).items()}
-            if {name: t.shape for name, t in state.items()} != expected:
+            if {name: getattr(t, "shape", None) for name, t in state.items()} != expected:
                 raise UserError(
                     f"The optimizer's state must be that of {type(self).__name__} with bits={self.bits}, got another"
-                    f" one (a parameter of shape {tuple(p.shape)}). Build the optimizer that the state was saved from."
+                    f" one (a parameter of shape {tuple(p.shape)}). Create the optimizer whose state was saved, or"
+                    " start again: pass resume=never for a run, or omit load_state_dict in a loop."
                 )
         super().load_state_dict({**state_dict, "state": {}})
         for p, state in states.items():
-            # torch's own would turn codes into the parameters' type
+            # Optimizer.load_state_dict would convert codes to the dtype of the parameters.
             self.state[p] = {
                 name: t.detach().clone() if name == "step" else t.detach().to(p.device, copy=True)
                 for name, t in state.items()
             }
 
 
-def _is_of_another_form(state: dict[str, Any]) -> bool:
-    """Return whether the state of a parameter has a form before this one, or is torchao's."""
-    range_ = state.get("root_range")
-    return _OLD in state or hasattr(state.get("exp_avg"), "codes") or (range_ is not None and range_.shape[-1] != 3)
-
-
 class LowBitAdam(LowBitAdamW):
-    """`torch.optim.Adam` as `LowBitAdamW` is AdamW: weight decay is added to the gradient.
+    """`torch.optim.Adam` with quantized moments, like `LowBitAdamW`. Weight decay is added to the gradient.
 
     Args:
-        params, lr, betas, eps, weight_decay, bits: see `LowBitAdamW`; `weight_decay` is 0 by default.
+        params, lr, betas, eps, weight_decay, bits: see `LowBitAdamW`. The default of `weight_decay` is 0.
 
     Raises:
-        SettingError: a value outside the ranges of `LowBitAdamW`.
+        SettingError: a value is out of range, see `LowBitAdamW`.
     """
 
     decoupled = False

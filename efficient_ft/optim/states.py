@@ -1,4 +1,4 @@
-"""The states of an optimizer."""
+"""Access to the state of an optimizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 
 def plain_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[Tensor, dict[str, Tensor]]:
-    """Return the states of a state dict by the parameter of `optimizer` that each belongs to."""
+    """Return the states of a state dict, keyed by the parameters of `optimizer`."""
     indices = [index for group in state_dict["param_groups"] for index in group["params"]]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     states = state_dict["state"]
@@ -17,7 +17,7 @@ def plain_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[Tenso
 
 
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:
-    """Return the tensors of an optimizer's state; of tensor subclasses the ordinary ones inside."""
+    """Return the tensors of an optimizer's state. A tensor subclass is replaced by its inner tensors."""
     values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     return [part for value in values for part in _parts(value)]
 

@@ -1,1 +1,1 @@
-"""Methods that add trainable modules to the model: LoRA, mixture of experts, Rep-Net, TinyTL."""
+"""Methods that add trainable modules to the model: LoRA, mixture of experts, Rep-Net and TinyTL."""

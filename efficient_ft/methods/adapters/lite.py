@@ -1,4 +1,4 @@
-"""The lite residual module that TinyTL and Rep-Net run in parallel with the blocks of a CNN.
+"""The lite residual module that TinyTL and Rep-Net add in parallel with the blocks of a CNN.
 
 Sources: Cai, Gan, Zhu, Han, "TinyTL: Reduce Memory, Not Parameters for Efficient On-Device Learning", NeurIPS 2020;
 Qiao, Wang, Liu, Shen, Yuille, "Micro-Batch Training with Batch-Channel Normalization and Weight Standardization", 2019.
@@ -6,33 +6,34 @@ Qiao, Wang, Liu, Shen, Yuille, "Micro-Batch Training with Batch-Channel Normaliz
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from timm.layers import StdConv2d
 from torch import Tensor, nn
 
-from efficient_ft.core.errors import UserError
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.models.view import ModelView
 
-#: Channels per group of every GroupNorm.
+#: Number of channels per group of every GroupNorm.
 GROUP = 8
 
-#: Added to the variance in weight standardization.
+#: Constant added to the variance in weight standardization.
 EPS = 1e-6
 
 
 class LiteResidual(nn.Module):
     """2×2 average pooling → k×k convolution → GroupNorm → ReLU → 1×1 convolution → GroupNorm.
 
-    Both convolutions use weight standardization. The scale of the last norm is initialized to 0, and so the output
-    is 0.
+    Both convolutions use weight standardization. The scale of the last norm is initialized to 0, so the output is 0.
 
     Args:
-        inputs: input channels, also of the k×k convolution's output; a multiple of `GROUP`.
-        outputs: output channels; a multiple of `GROUP`.
+        inputs: number of input channels and of output channels of the k×k convolution; a multiple of `GROUP`.
+        outputs: number of output channels; a multiple of `GROUP`.
         kernel: k, odd.
-        groups: groups of the k×k convolution.
-        stride: stride of the block that the module runs in parallel with.
+        groups: number of groups of the k×k convolution.
+        stride: stride of the block that the module is parallel to.
     """
 
     def __init__(self, inputs: int, outputs: int, kernel: int, groups: int, stride: int) -> None:
@@ -45,11 +46,11 @@ class LiteResidual(nn.Module):
         nn.init.zeros_(self.norm2.weight)
 
     def forward(self, x: Tensor, size: torch.Size) -> Tensor:
-        """Compute the module's output, resized bilinearly.
+        """Compute the output of the module, resized bilinearly.
 
         Args:
             x: input of the block, (B, inputs, H, W). A map with a side of 1 is not pooled.
-            size: (H, W) of the block's output.
+            size: (H, W) of the output of the block.
 
         Returns:
             (B, outputs, *size).
@@ -67,6 +68,14 @@ def refuse_indivisible(view: ModelView, method_name: str, name: str, channels: i
             f"method {method_name}: {name} of {view.name} has {channels} channels, which is not a multiple of {GROUP}"
             " (GroupNorm). Choose another architecture."
         )
+
+
+def check_lite(kernel_size: Any, groups: Any) -> None:
+    """Raise SettingError unless these settings of the first convolution of a module are allowed."""
+    if type(kernel_size) is not int or kernel_size < 1 or kernel_size % 2 == 0:
+        raise SettingError("kernel_size", kernel_size, "an odd integer >= 1")
+    if type(groups) is not int or groups not in (1, 2, 4, 8):
+        raise SettingError("groups", groups, ("1", "2", "4", "8"))
 
 
 def stride_of(module: nn.Module) -> int:

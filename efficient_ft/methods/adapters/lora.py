@@ -1,4 +1,4 @@
-"""LoRA: a trainable low-rank matrix B·A is added to the frozen weight of each adapted layer. Implemented by peft.
+"""LoRA: a trainable low-rank matrix B·A is added to the frozen weight of each adapted layer. peft implements it.
 
 Source: Hu, Shen, Wallis, Allen-Zhu, Li, Wang, Wang, Chen, "LoRA: Low-Rank Adaptation of Large Language Models", ICLR
 2022.
@@ -6,14 +6,14 @@ Source: Hu, Shen, Wallis, Allen-Zhu, Li, Wang, Wang, Chen, "LoRA: Low-Rank Adapt
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Any, Literal
 
 from torch import nn
 
-from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.errors import UserError
 from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
+from efficient_ft.methods.checks import check_bool, check_choice, check_integer, check_number
 from efficient_ft.methods.declarations import Adds, Axis
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.summary import count, left, trained, within
@@ -25,26 +25,26 @@ from efficient_ft.models.view import Layer, ModelView, Reason, Skipped, projecti
 class LoRA(Method):
     """Add LoRA adapters to the trainable layers of the model (Hu et al., ICLR 2022).
 
-    Layers are adapted where the selection that was applied before leaves their weight trainable; without a selection,
-    everywhere. An adapted layer computes W x + (alpha / rank) B A x with W frozen, A initialized by
+    A layer is adapted if the selection that was applied before leaves its weight trainable. Without a selection, all
+    layers are trainable. An adapted layer computes W x + (alpha / rank) B A x with W frozen, A initialized by
     ``kaiming_uniform_(a=√5)`` and B by zeros, so that the output is unchanged at initialization. `remove` merges the
-    adapters into the weights and restores the layers' names.
+    adapters into the weights and restores the names of the layers.
 
-    With ``targets="attention"``, linear layers and 1×1 convolutions of attention modules are adapted; A, B and the head
-    train, nothing else. With ``targets="all"``, every linear layer and 1×1 convolution whose input comes from the
-    images is adapted, and what else the selection leaves trainable trains too: biases, norms, layer scales, other
-    convolutions. The stem, the head and new parts around a
-    pretrained network are never adapted, nor are layers whose input or output has no more channels
-    than the rank (talking heads), nor those of other classes than torch's (convolutions of standardized weights).
+    With ``targets="attention"``, linear layers and 1×1 convolutions of attention modules are adapted, and only A, B and
+    the head are trained. With ``targets="all"``, every linear layer and 1×1 convolution whose input comes from the
+    images is adapted, and the other parameters that the selection leaves trainable are trained too: biases, norms,
+    layer scales and other convolutions. The stem, the head and new modules around a pretrained network are never
+    adapted. Layers whose input or output has at most as many channels as the rank (talking heads), and layers of other
+    classes than torch's (convolutions with standardized weights) are not adapted either.
 
     Args:
-        rank: rank r of each adapter, at least 1; a fused qkv layer gets 3·rank with the same alpha (scale
+        rank: rank r of each adapter, at least 1. A fused qkv layer gets 3·rank with the same alpha (scale
             alpha / (3·rank)).
         alpha: numerator of the adapters' scale alpha / rank, above 0.
-        targets: layers that are adapted: those in ``attention`` modules, or ``all`` linear layers and 1×1 convolutions.
-        dropout: probability of dropout on the adapters' input in training, from 0 to below 1.
-        as_published: as the baselines of the LBP-WHT paper ran: a layer whose forward is never called (SwinV2's qkv)
-            is not adapted, and layers narrower than the rank (talking heads) are.
+        targets: layers to adapt: those in ``attention`` modules, or ``all`` linear layers and 1×1 convolutions.
+        dropout: probability of dropout on the input of the adapters in training, from 0 to below 1.
+        as_published: reproduce the baselines of the LBP-WHT paper: layers whose forward is never called (SwinV2's qkv)
+            are not adapted, and layers narrower than the rank (talking heads) are.
 
     Raises:
         SettingError: a setting is out of range.
@@ -65,20 +65,15 @@ class LoRA(Method):
         dropout: float = 0.0,
         as_published: bool = False,
     ) -> None:
-        if type(rank) is not int or rank < 1:
-            raise SettingError("rank", rank, "an integer >= 1")
-        if not (math.isfinite(alpha) and alpha > 0):
-            raise SettingError("alpha", alpha, "a number > 0")
-        if targets not in ("attention", "all"):
-            raise SettingError("targets", targets, ["attention", "all"])
-        if not 0 <= dropout < 1:
-            raise SettingError("dropout", dropout, "a number >= 0 and < 1")
-        if not isinstance(as_published, bool):
-            raise SettingError("as_published", as_published, ("true", "false"))
+        check_integer("rank", rank)
+        check_number("alpha", alpha, "a number > 0", lambda number: number > 0)
+        check_choice("targets", targets, ("attention", "all"))
+        check_number("dropout", dropout, "a number >= 0 and < 1", lambda share: 0 <= share < 1)
+        check_bool("as_published", as_published)
         self.rank, self.alpha, self.targets, self.dropout = rank, float(alpha), targets, float(dropout)
         self.as_published = as_published
         self._adapted: tuple[str, ...] = ()
-        # Attention modules that are switched to calling their qkv layer instead of reading its weight.
+        # Attention modules that call their qkv layer instead of reading its weight while the method is applied.
         self._reached: tuple[str, ...] = ()
         # requires_grad of every parameter before `apply`.
         self._before: dict[str, bool] = {}
@@ -90,7 +85,7 @@ class LoRA(Method):
 
         if any(isinstance(m, BaseTunerLayer) for m in model.modules()):
             raise UserError(f"method {self.name}: the model has peft adapters already; merge or unload them first.")
-        outside = frozenset(view.outside)  # new layers train themselves
+        outside = frozenset(view.outside)  # new layers, which are trained directly
         skipped = {x.name: Skipped(Reason.NEW) if is_inside(x.name, outside) else self._why_not(x) for x in view.layers}
         chosen = [layer for layer in view.layers if skipped[layer.name] is None]
         left_out = {name: why for name, why in skipped.items() if why is not None}
@@ -113,7 +108,7 @@ class LoRA(Method):
         )
         inject_adapter_in_model(config, model)
         del model.peft_config
-        # peft has frozen everything except the adapters, the head too.
+        # peft has frozen all parameters except the adapters, including the head.
         for name, parameter in parameters.items():
             parameter.requires_grad_(name in trains)
             if not parameter.requires_grad:
@@ -142,29 +137,29 @@ class LoRA(Method):
         return f"rank {self.rank} in {where}: {trained(model)} train{left(left_out, 'not adapted')}"
 
     def _trains(self, model: nn.Module, view: ModelView, left_out: dict[str, Skipped]) -> set[str]:
-        """Return the names of the model's own parameters that train."""
+        """Return the names of the model's own parameters that are trained."""
         if self.targets == "attention":
             return self._trained_head(view)
-        # As published, a layer that LoRA does not reach is frozen like the adapted ones.
+        # As published, a layer whose forward is never called is frozen like the adapted layers.
         unreached = [name for name, why in left_out.items() if why.reason == Reason.AS_PUBLISHED]
         weights = {f"{name}.weight" for name in (*self._adapted, *unreached)}
         return {n for n, before in self._before.items() if before and n not in weights}
 
     def _trained_head(self, view: ModelView) -> set[str]:
-        """Return the names of the head's and other new parameters, without those that the selection has frozen."""
+        """Return the names of the parameters of the head and other new modules that the selection leaves trainable."""
         return {n for n in view.new_parameters() if self._before[n]}
 
     def _rank(self, name: str) -> int:
         """Return the rank of the adapter of the layer `name`.
 
-        That of a fused layer is multiplied by the projections in it while alpha stays the same, as in the baselines of
-        the LBP-WHT paper.
+        The rank of a fused layer is multiplied by its number of projections while alpha is unchanged, as in the
+        baselines of the LBP-WHT paper.
         """
         return self.rank * projections_in(name)
 
     def _why_not(self, layer: Layer) -> Skipped | None:
-        """Return why a layer gets no adapter, or None if it gets one."""
-        # An adapter needs an input that comes from the images, but no grid of tokens.
+        """Return the reason why a layer gets no adapter, or None if it gets one."""
+        # An adapter requires an input that comes from the images, but no grid of tokens.
         if layer.why_not is not None and layer.why_not.reason != Reason.NO_GRID:
             return layer.why_not
         if self.targets == "attention" and not layer.in_attention:
@@ -172,10 +167,10 @@ class LoRA(Method):
         return self._why_not_trained(layer)
 
     def _why_not_trained(self, layer: Layer) -> Skipped | None:
-        """Return why a layer of a kind that is adapted gets no adapter, or None if it gets one."""
+        """Return the reason why a layer of a supported kind gets no adapter, or None if it gets one."""
         if type(layer.module) not in (nn.Linear, nn.Conv2d):
-            # Standardized weights: an adapter could not be merged. Padding by a rule: A would not follow it.
-            return Skipped(Reason.OTHER_FORM, f"its class {type(layer.module).__name__} has a forward of its own")
+            # An adapter cannot be merged into standardized weights, and A does not apply rule-based padding.
+            return Skipped(Reason.OTHER_FORM, f"its class {type(layer.module).__name__} defines its own forward")
         if not layer.module.weight.requires_grad:  # type: ignore[union-attr]
             return Skipped(Reason.FROZEN)
         if layer.reach is not None and self.as_published:
@@ -186,11 +181,11 @@ class LoRA(Method):
         return None
 
     def _nothing(self, view: ModelView, skipped: dict[str, Skipped]) -> UserError:
-        """Return the error for a model in which no layer is adapted: why, and what to do."""
+        """Return the error for a model in which no layer is adapted."""
         narrow = next((f"{n}: {why}" for n, why in skipped.items() if why.reason == Reason.TOO_NARROW), None)
         if narrow is not None:
             return UserError(
-                f"method {self.name}: no layer of {view.name} is wide enough ({narrow}); use a lower rank."
+                f"method {self.name}: no layer of {view.name} is wide enough ({narrow}). Use a lower rank."
             )
         frozen = sum(why.reason == Reason.FROZEN for why in skipped.values())
         if frozen:
@@ -200,10 +195,10 @@ class LoRA(Method):
             )
         if self.targets == "attention":
             return UserError(
-                f"method {self.name}: {view.name} has no attention layers that can be adapted;"
-                f" use method.{self.name}.targets=all."
+                f"method {self.name}: {view.name} has no attention layers that can be adapted."
+                f" Use method.{self.name}.targets=all."
             )
         return UserError(
             f"method {self.name}: {view.name} has no linear layers or 1×1 convolutions outside its stem and head that"
-            " can be adapted; use another method (bitfit, last_stage)."
+            " can be adapted. Use another method (bitfit, last_stage)."
         )

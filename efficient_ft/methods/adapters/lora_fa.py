@@ -1,4 +1,4 @@
-"""LoRA-FA: LoRA whose projection A is frozen, so that the backward pass needs A x, of rank r, and never x.
+"""LoRA-FA: LoRA with a frozen projection A. The backward pass needs only A x, of rank r, instead of x.
 
 Source: Zhang, Zhang, Shi, Chu, Li, "LoRA-FA: Memory-efficient Low-rank Adaptation for Large Language Models
 Fine-tuning", 2023.
@@ -21,11 +21,11 @@ from efficient_ft.ops.saving import current_packing
 
 
 class _FrozenForward(OwnForward):
-    """Forward pass of a convolution that keeps nothing of its input while its weight is frozen."""
+    """Forward pass of a convolution that saves nothing of its input while its weight is frozen."""
 
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
         module: Any = self.module
-        # A low-rank backward pass has given the module another class; a packed convolution keeps no input either.
+        # A low-rank backward pass has changed the class of the module. A packed convolution saves no input either.
         if type(self.module) is not nn.Conv2d or module.weight.requires_grad or current_packing() is not None:
             return self.within(x, *others, **keywords)
         return frozen_conv2d(
@@ -35,28 +35,28 @@ class _FrozenForward(OwnForward):
 
 @register
 class LoRAFA(LoRA):
-    """Add LoRA adapters of which only B trains (LoRA-FA: Zhang et al., 2023).
+    """Add LoRA adapters whose matrix A is frozen, so that only B is trained (LoRA-FA: Zhang et al., 2023).
 
-    An adapted layer computes W x + (alpha / rank) B A x with W and A frozen. The gradient of B needs A x, of ``rank``
-    values per position; nothing else of the layer's input is kept. A is initialized as in LoRA, and B by zeros: the
-    output is unchanged at initialization. B and the head train, nothing else; what the selection leaves trainable
-    otherwise (norms, biases) is frozen, and so is a convolution that is not adapted, which keeps no input either.
-    `remove` merges the adapters into the weights and restores the layers' names.
+    An adapted layer computes W x + (alpha / rank) B A x with frozen W and A. The gradient of B needs A x, of ``rank``
+    values per position, and no other part of the layer's input is saved. A is initialized like in LoRA and B by zeros,
+    so that the output is unchanged at initialization. Only B and the head are trained. The other parameters that the
+    selection leaves trainable (norms, biases) are frozen. A convolution that is not adapted is frozen too, and saves no
+    input. `remove` merges the adapters into the weights and restores the names of the layers.
 
-    Layers are adapted where the selection that was applied before leaves their weight trainable; without a selection,
-    everywhere but in the stem and the head. Not adapted are layers whose input or output has no more channels than the
-    rank, and layers of other classes than torch's.
+    A layer is adapted if the selection that was applied before leaves its weight trainable. Without a selection, all
+    layers except the stem and the head are trainable. Layers whose input or output has at most as many channels as the
+    rank, and layers of other classes than torch's are not adapted.
 
     Args:
-        rank: rank r of each adapter, at least 1; a fused qkv layer gets 3·rank with the same alpha (scale
+        rank: rank r of each adapter, at least 1. A fused qkv layer gets 3·rank with the same alpha (scale
             alpha / (3·rank)).
         alpha: numerator of the adapters' scale alpha / rank, above 0.
-        targets: layers that are adapted: ``all`` linear layers and ungrouped convolutions of any kernel size (A has the
-            kernel, B is 1×1), or those linear layers and 1×1 convolutions that are in ``attention`` modules.
+        targets: layers to adapt: ``all`` linear layers and ungrouped convolutions of any kernel size (A has the kernel,
+            B is 1×1), or the linear layers and 1×1 convolutions in ``attention`` modules.
 
     Raises:
         SettingError: a setting is out of range.
-        UserError: as in `LoRA`.
+        UserError: see `LoRA`.
     """
 
     name = "lora_fa"
@@ -86,12 +86,12 @@ class LoRAFA(LoRA):
         spatial = layer.why_not is not None and layer.why_not.reason == Reason.SPATIAL_CONVOLUTION
         if spatial and self.targets == "all":
             module: Any = layer.module
-            if module.dilation != (1, 1) or module.padding_mode != "zeros":  # peft's A has neither
-                return Skipped(Reason.OTHER_FORM, "a convolution that is dilated or not padded by zeros")
+            if module.dilation != (1, 1) or module.padding_mode != "zeros":  # peft's A supports neither
+                return Skipped(Reason.OTHER_FORM, "the convolution is dilated or not padded with zeros")
             return self._why_not_trained(layer)
         return super()._why_not(layer)
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Return True for a convolution of torch's own class that pads with zeros, by numbers."""
+    """Return True for a convolution of torch's class with numeric zero padding."""
     return type(module) is nn.Conv2d and module.padding_mode == "zeros" and not isinstance(module.padding, str)

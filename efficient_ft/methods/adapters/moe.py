@@ -1,14 +1,13 @@
-"""Mixture of experts (MoE): copies of a block's feed-forward network, to the top k of which each token is routed.
+"""Mixture of experts (MoE): each token is routed to the top k of several copies of a block's feed-forward network.
 
 Sources: Sarkar et al., "Block Selective Reprogramming for On-device Training of Vision Transformers" (BSR), CVPR
-Workshops 2024, section 5.2. Balance loss: Fedus, Zoph, Shazeer, "Switch Transformers: Scaling to Trillion Parameter
-Models with Simple and Efficient Sparsity", JMLR 2022, equations 4 to 6.
+Workshops 2024, Section 5.2. Balance loss: Fedus, Zoph, Shazeer, "Switch Transformers: Scaling to Trillion Parameter
+Models with Simple and Efficient Sparsity", JMLR 2022, Equations 4 to 6.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from efficient_ft.core.context import is_recomputing
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.blocks import blocks_at, check_indices
+from efficient_ft.methods.checks import check_bool, check_integer, check_number
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.forwards import (
     OwnForward,
@@ -36,12 +36,12 @@ from efficient_ft.models.tasks import Tasks, for_each_task, tasks_of
 from efficient_ft.models.view import ModelView, Reason, Skipped
 from efficient_ft.ops.saving import packing_suspended
 
-#: Feed-forward networks that process each token separately.
+#: Feed-forward networks that process each token independently.
 _STANDARD = (Mlp, GluMlp, SwiGLU)
 
 
 class _BalanceLosses(dict[str, Tensor]):
-    """Balance losses of the last training forward pass, by name of the layer. Copies and pickles of it are empty."""
+    """Balance losses of the last training forward pass, by name of the layer. Its copies and pickles are empty."""
 
     def __reduce__(self) -> Any:
         return type(self), ()
@@ -50,14 +50,14 @@ class _BalanceLosses(dict[str, Tensor]):
 class _ExpertsForward(OwnForward):
     """Forward pass of a feed-forward network with experts.
 
-    The network itself is the first expert; its submodules ``gate`` and ``experts`` are the router and the others.
+    The network itself is the first expert. Its submodules ``gate`` and ``experts`` are the router and the others.
 
     Args:
         module: the feed-forward network.
         name: full name of `module` in the model.
         top_k: number of experts per token.
         norm_topk_prob: normalize the weights of a token's experts to a sum of 1.
-        balance_losses: where the forward pass stores its balance loss; None: no balance loss is computed.
+        balance_losses: dictionary in which the forward pass stores its balance loss; None: it is not computed.
     """
 
     def __init__(
@@ -69,16 +69,16 @@ class _ExpertsForward(OwnForward):
     @torch.compiler.disable  # the number of tokens per expert depends on values
     def __call__(self, x: Tensor) -> Tensor:
         refuse_export(
-            "method moe: the number of tokens of each expert depends on the images, and an exported network would keep"
-            " that of the example.",
+            "method moe: the number of tokens of each expert depends on the images, and an exported network would use"
+            " the numbers of the example.",
             "Run the network in PyTorch, or train it without experts.",
         )
-        # Packing is per image, but an expert's tokens come from several images.
+        # Packing is per image, but the tokens of an expert come from several images.
         with packing_suspended():
             return self._mixed(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
     def _mixed(self, x_TC: Tensor) -> Tensor:
-        """Compute Σ weight · expert(x) over each token's experts, in float32 or wider; (T, C) to (T, C)."""
+        """Compute Σ weight · expert(x) over each token's experts, (T, C), in at least float32."""
         mlp: Any = self.module
         experts = [self.within, *mlp.experts]
         probability_TE = mlp.gate(x_TC).to(torch.promote_types(x_TC.dtype, torch.float32)).softmax(-1)
@@ -93,9 +93,9 @@ class _ExpertsForward(OwnForward):
         order = expert_TK.flatten().argsort(stable=True)  # sorts the T·K (token, expert) pairs by expert
         token = order.div(self.top_k, rounding_mode="floor")
         parts = x_TC.index_select(0, token).split(_counts(expert_TK, len(experts)))
-        # An expert without tokens does not run; its gradients stay None.
+        # An expert without tokens does not run, and its gradients stay None.
         y = torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True) if len(part)])
-        # index_select restores the order of tokens; index_add would save its summands for the backward pass.
+        # index_select restores the order of tokens. index_add would save its summands for the backward pass.
         y_TKC = y.index_select(0, order.argsort()).unflatten(0, weight_TK.shape)
         return (y_TKC * weight_TK.unsqueeze(-1)).sum(1).to(y.dtype)
 
@@ -103,8 +103,8 @@ class _ExpertsForward(OwnForward):
 def _counts(expert_TK: Tensor, experts: int) -> list[int]:
     """Return the number of tokens of each expert.
 
-    Fake and meta tensors have no values: their tokens are spread evenly. The total cost is the same, since it is linear
-    in the number of tokens.
+    Fake and meta tensors have no values, so their tokens are spread evenly. The total cost is the same, since it is
+    linear in the number of tokens.
     """
     if isinstance(expert_TK, FakeTensor) or expert_TK.is_meta:
         pairs = expert_TK.numel()
@@ -114,16 +114,16 @@ def _counts(expert_TK: Tensor, experts: int) -> list[int]:
 
 def _balance_loss(probability_TE: Tensor, expert_TK: Tensor) -> Tensor:
     """Return E · Σ fₑ · Pₑ over the E experts (share of the tokens · mean probability); 1 if both are uniform."""
-    # Without a gradient through the shares, the sum is a mean over the (token, expert) pairs.
+    # No gradient flows through the shares, so the sum is a mean over the (token, expert) pairs.
     return probability_TE.shape[1] * probability_TE.mean(0)[expert_TK].mean()
 
 
 # ------------------------------------------------------------------------------------------------ the methods
 class ExpertsMethod(Method):
-    """Base class of the methods with experts (`MoE`, `BSRMoE`): experts, routers by task, balance loss.
+    """Base class of the methods with experts (`MoE`, `BSRMoE`): experts, one router per task, and the balance loss.
 
     Attributes:
-        num_experts, top_k, norm_topk_prob, aux_loss_coef: the settings, as in `MoE`.
+        num_experts, top_k, norm_topk_prob, aux_loss_coef: settings, see `MoE`.
     """
 
     adds: frozenset[Adds] = frozenset({Adds.MODULES, Adds.LOSS})
@@ -139,26 +139,19 @@ class ExpertsMethod(Method):
     _networks: tuple[str, ...] = ()
 
     def _store_routing(self, num_experts: Any, top_k: Any, norm_topk_prob: Any, aux_loss_coef: Any) -> None:
-        """Check the routing settings and store them; SettingError if one is out of range."""
-        if type(num_experts) is not int or num_experts < 1:
-            raise SettingError("num_experts", num_experts, "an integer >= 1")
+        """Check the routing settings and store them."""
+        check_integer("num_experts", num_experts)
         if type(top_k) is not int or not 1 <= top_k <= num_experts:
             raise SettingError("top_k", top_k, f"an integer from 1 to num_experts={num_experts}")
-        if not isinstance(norm_topk_prob, bool):
-            raise SettingError("norm_topk_prob", norm_topk_prob, ("true", "false"))
-        if (
-            isinstance(aux_loss_coef, bool)
-            or not isinstance(aux_loss_coef, int | float)
-            or not (math.isfinite(aux_loss_coef) and aux_loss_coef >= 0)
-        ):
-            raise SettingError("aux_loss_coef", aux_loss_coef, "a number >= 0")
+        check_bool("norm_topk_prob", norm_topk_prob)
+        check_number("aux_loss_coef", aux_loss_coef, "a number >= 0", lambda number: number >= 0)
         self.num_experts, self.top_k = num_experts, top_k
         self.norm_topk_prob, self.aux_loss_coef = norm_topk_prob, float(aux_loss_coef)
         if not aux_loss_coef:
             self.adds = self.adds - {Adds.LOSS}
 
     def _networks_of(self, view: ModelView, blocks: Sequence[int]) -> tuple[str, ...]:
-        """Return the full names of the feed-forward networks of the blocks; the model is not changed.
+        """Return the full names of the feed-forward networks of the blocks, without changing the model.
 
         Raises:
             SettingError: a block index is outside the model or listed twice.
@@ -174,7 +167,7 @@ class ExpertsMethod(Method):
                 mlp = networks[name]
                 kind = "no mlp" if mlp is None else f"an mlp of an unsupported type ({type(mlp).__name__})"
                 raise UserError(
-                    f"method {self.name}: {name} of {view.name} has {kind}. Experts need blocks whose mlp is timm's"
+                    f"method {self.name}: {name} of {view.name} has {kind}. Experts require blocks whose mlp is timm's"
                     " Mlp, GluMlp or SwiGLU, without convolutions."
                 )
         return tuple(f"{block}.mlp" for block in chosen)
@@ -197,7 +190,7 @@ class ExpertsMethod(Method):
             put_inside(mlp, _ExpertsForward(mlp, name, self.top_k, self.norm_topk_prob, self._balance_losses))
 
     def _take_experts(self, model: nn.Module) -> None:
-        """Remove gates and experts; each network keeps the weights of its first expert."""
+        """Remove gates and experts. Each network keeps the weights of its first expert."""
         mlp: Any
         for mlp in model.modules():
             if any(isinstance(f, _ExpertsForward) for f in forwards_of(mlp)):
@@ -218,7 +211,7 @@ class ExpertsMethod(Method):
 
         Raises:
             UserError: when set on a network with one task.
-            SettingError: when set to a name that is not one of the tasks.
+            SettingError: when set to an unknown task.
         """
         return None if self._tasks is None else self._tasks.active
 
@@ -226,7 +219,7 @@ class ExpertsMethod(Method):
     def task(self, name: str) -> None:
         if self._tasks is None:
             raise UserError(
-                f"method {self.name}: the network has one task; call efficient_ft.models.tasks.give_heads before"
+                f"method {self.name}: the network has one task. Call efficient_ft.models.tasks.give_heads before"
                 " applying the method."
             )
         self._tasks.active = name
@@ -238,7 +231,7 @@ class ExpertsMethod(Method):
             loss: scalar loss of the forward pass.
 
         Raises:
-            UserError: a block with experts computed no balance loss: it is recomputed in the backward pass
+            UserError: a block with experts computed no balance loss. It is recomputed in the backward pass
                 (checkpointing), or no forward pass ran in training mode with gradients since the last call.
         """
         if self._balance_losses is None:
@@ -257,7 +250,7 @@ class ExpertsMethod(Method):
 
 
 def _is_standard(mlp: nn.Module | None) -> bool:
-    """Return whether a feed-forward network can be an expert."""
+    """Return True if a feed-forward network can be an expert."""
     if mlp is None or type(mlp) not in _STANDARD or foreign_forward(mlp) is not None:
         return False
     return not any(isinstance(m, nn.Conv2d) for m in mlp.modules())
@@ -270,28 +263,29 @@ def _width(mlp: nn.Module) -> int:
 
 @register
 class MoE(ExpertsMethod):
-    """Replace the feed-forward networks of some blocks by experts (BSR, CVPR Workshops 2024, section 5.2).
+    """Replace the feed-forward networks of some blocks by experts (BSR, CVPR Workshops 2024, Section 5.2).
 
     A linear gate without bias, initialized to 0, and a softmax give each token a probability for each expert. The
-    ``top_k`` most probable experts run, and their outputs are summed, weighted by the probabilities; ties go to the
-    expert with the lower index. As published, the ``top_k`` probabilities are not normalized to a sum of 1, so that the
-    initial output is top_k / num_experts times that of the feed-forward network. With ``norm_topk_prob`` the initial
+    ``top_k`` most probable experts run, and their outputs are summed, weighted by the probabilities. Ties go to the
+    expert with the lower index. As published, the ``top_k`` probabilities are not normalized to a sum of 1, so the
+    initial output is top_k / num_experts times that of the feed-forward network. With ``norm_topk_prob``, the initial
     output is unchanged. An expert without tokens in a step does not run, and its gradients are None.
 
-    The first expert is the model's own feed-forward network and keeps its parameter names; the others
+    The first expert is the model's own feed-forward network and keeps its parameter names. The other experts
     (``….mlp.experts.…``) are copies of it. They and the gates (``….mlp.gate.…``) cannot be merged: exported weights
     contain them. `remove` keeps the first expert with its trained weights. In a network with several tasks
-    (`efficient_ft.models.tasks`) every task has its own gates; set `task` to choose one.
+    (`efficient_ft.models.tasks`), every task has separate gates. Set `task` to select one.
 
     Args:
         num_experts: number of experts in each of the blocks, at least 1.
-        top_k: number of experts that each token is routed to, from 1 to num_experts.
-        blocks: indices of the blocks with experts, counted from 0 through all stages, negative ones from the end.
+        top_k: number of experts to which each token is routed, from 1 to num_experts.
+        blocks: indices of the blocks with experts, counted from 0 through all stages; negative indices count from the
+            end.
         norm_topk_prob: normalize the weights of a token's experts to a sum of 1.
         aux_loss_coef: factor of the balance loss that `total_loss` adds, at least 0. The balance loss is
-            E · Σ fₑ · Pₑ, summed over the blocks, with fₑ the share of the (token, expert) pairs of one process's batch
-            that go to expert e, and Pₑ the mean probability of expert e. 0 as in BSR, where it is computed and never
-            added; 0.01 in M³ViT and Switch Transformers.
+            E · Σ fₑ · Pₑ, summed over the blocks. fₑ is the share of the (token, expert) pairs of one process's batch
+            that are routed to expert e, and Pₑ is the mean probability of expert e. BSR uses 0: it computes the loss
+            but never adds it. M³ViT and Switch Transformers use 0.01.
 
     Raises:
         SettingError: a setting is out of range; when applied: a block index is outside the model or listed twice, or

@@ -1,27 +1,25 @@
 """Rep-Net: trainable side modules in parallel with a few blocks of a frozen network.
 
-Source: Yang, Rakin, Fan, "Rep-Net: Efficient On-Device Learning via Feature Reprogramming", CVPR 2022, in the form of
-the baseline in "Block Selective Reprogramming" (BSR, CVPR Workshops 2024; Figure 3 and equation 7):
-a_{i+1} = f_M(a_i) + f_S(a_i), with f_M a frozen block of the network and f_S a trainable side module. BSR applies it to
-transformers too.
+Source: Yang, Rakin, Fan, "Rep-Net: Efficient On-Device Learning via Feature Reprogramming", CVPR 2022, as the baseline
+in "Block Selective Reprogramming" (BSR, CVPR Workshops 2024; Figure 3 and Equation 7): a_{i+1} = f_M(a_i) + f_S(a_i),
+with a frozen block f_M of the network and a trainable side module f_S. BSR applies it to transformers too.
 
 The papers specify six modules on a downsampled map in a CNN and three blocks in a transformer, whose outputs are added
-to the network's, and that the head trains too. They do not specify the modules' positions and sizes. We derived both
-from the costs in BSR's Table 5 (per image: 6.2 GMACs and 9.91 MB for ResNet-50, 5.7 GMACs and 40.1 MB for DeiT-S):
+to the network's, and a trained head. They do not specify the positions and sizes of the modules. We derived both from
+the costs in BSR's Table 5 (per image: 6.2 GMACs and 9.91 MB for ResNet-50, 5.7 GMACs and 40.1 MB for DeiT-S):
 
-* DeiT-S: transformer blocks like the network's own. Three of them give 5.73 GMACs. By BSR's counting rule, 40.1 MiB is
-  the memory of three trained blocks and eight frozen ones after the first of them. The first side block is therefore
-  parallel to block 3 (of 0 to 11), where BSR's first trained block is. Blocks 7 and 11 for the others, as in BSR, are
-  our choice.
-* ResNet-50: TinyTL's module with as many hidden channels as its input, kernels of 5 and 4 groups, in parallel with the
-  middle block of each sixth of the network (1, 4, 6, 9, 12, 14 of 0 to 15). This gives 6.22 GMACs and 10.0 MiB by
-  TinyTL's counting rule (`cost.published`). The modules have 50 M parameters. This follows from the table: with modules
-  of this form, kernels up to 7, spread evenly over all four stages, no choice that matches both costs has fewer than
-  49 M.
+* DeiT-S: transformer blocks like the network's own. Three blocks give 5.73 GMACs. By BSR's counting rule, 40.1 MiB is
+  the memory of three trained blocks and of the eight frozen blocks after the first of them. The first side block is
+  therefore parallel to block 3 (of 0 to 11), which is BSR's first trained block. The choice of blocks 7 and 11 for the
+  others, as in BSR, is ours.
+* ResNet-50: TinyTL's module with as many hidden channels as input channels, kernels of 5 and 4 groups, in parallel with
+  the middle block of each sixth of the network (1, 4, 6, 9, 12, 14 of 0 to 15). This gives 6.22 GMACs and 10.0 MiB by
+  TinyTL's counting rule (`cost.published`). The modules have 50 M parameters. With modules of this type, kernels up to
+  7, and an even distribution over all four stages, every choice that matches both costs has at least 49 M parameters.
 
-The initialization is our choice: the network's output is unchanged. The last norm of a CNN's module has a scale of 0. A
-transformer's side block is a copy of the block that it is parallel to, with the last projection of both branches set to
-0; only the output of its branches is added, not its residual.
+The initialization is our choice and leaves the output of the network unchanged. The last norm of a CNN's module has a
+scale of 0. The side block of a transformer is a copy of the block that it is parallel to, with the last projection of
+both branches set to 0. Only the output of its branches is added, not its residual.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.methods.adapters.lite import LiteResidual, refuse_indivisible, stride_of
+from efficient_ft.methods.adapters.lite import LiteResidual, check_lite, refuse_indivisible, stride_of
 from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
 from efficient_ft.methods.blocks import blocks_at, check_indices, classes_in_words
 from efficient_ft.methods.declarations import Adds, Axis, Needs
@@ -63,7 +61,7 @@ class _SideForward(OwnForward):
         y, tokens = pop_tokens(self.within(x, *others, **keywords))
         if isinstance(side, LiteResidual):
             return y + side(x, y.shape[-2:])
-        # The side block's branches without its residual x, which is part of y.
+        # Add the branches of the side block without its residual x, which is part of y.
         x, input_tokens = pop_tokens(x)
         with token_context(input_tokens):
             return attach_tokens(y + (side(x, *others, **keywords) - x), tokens)
@@ -73,13 +71,13 @@ class _SideForward(OwnForward):
 class RepNet(Method):
     """Add trainable side modules in parallel with blocks of a frozen network (Rep-Net: Yang et al., CVPR 2022).
 
-    The side modules and the head train, nothing else. Supported are the blocks of ResNets, MobileNets and plain vision
-    transformers (ViT, DeiT). Blocks that the selection applied before has frozen get no module. Side modules output 0
-    at initialization. They cannot be merged: exported weights contain them (``….side_module.…``).
+    Only the side modules and the head are trained. The blocks of ResNets, MobileNets and plain vision transformers
+    (ViT, DeiT) are supported. Blocks that the selection has frozen get no module. Side modules output 0 at
+    initialization. They cannot be merged: exported weights contain them (``….side_module.…``).
 
     Args:
-        blocks: indices of the blocks that get a side module, counted from 0 through all stages, negative ones from the
-            end; None: six blocks of a CNN or three of a transformer, evenly spaced over the trainable ones.
+        blocks: indices of the blocks that get a side module, counted from 0 through all stages; negative indices count
+            from the end. None: six blocks of a CNN or three of a transformer, evenly spaced over the trainable blocks.
         kernel_size: kernel size of the side modules in a CNN, odd.
         groups: number of groups of their first convolution: 1, 2, 4 or 8.
 
@@ -99,10 +97,7 @@ class RepNet(Method):
     def __init__(self, blocks: list[int] | None = None, kernel_size: int = 5, groups: int = 4) -> None:
         if blocks is not None:
             check_indices("blocks", blocks, do="Use null for evenly spaced blocks.")
-        if type(kernel_size) is not int or kernel_size < 1 or kernel_size % 2 == 0:
-            raise SettingError("kernel_size", kernel_size, "an odd integer >= 1")
-        if type(groups) is not int or groups not in (1, 2, 4, 8):
-            raise SettingError("groups", groups, ["1", "2", "4", "8"])
+        check_lite(kernel_size, groups)
         self.blocks, self.kernel_size, self.groups = None if blocks is None else list(blocks), kernel_size, groups
         self._before: dict[str, bool] = {}
 
@@ -129,7 +124,7 @@ class RepNet(Method):
         if not able:
             raise UserError(
                 f"method {self.name}: {view.name} has no blocks that side modules support (those of ResNet, MobileNet,"
-                f" ViT and DeiT); its blocks are {classes_in_words(view)}. Use lora or bitfit."
+                f" ViT and DeiT). Its blocks are {classes_in_words(view)}. Use lora or bitfit."
             )
         skipped = dict.fromkeys(blocks, Skipped(Reason.NOT_CHOSEN, "no side module: not chosen by blocks"))
         skipped |= {
@@ -138,9 +133,7 @@ class RepNet(Method):
         train = [name for name in able if any(p.requires_grad for p in blocks[name].parameters())]
         skipped |= {name: Skipped(Reason.FROZEN) for name in able if name not in train}
         if not train:
-            raise UserError(
-                f"method {self.name}: the blocks of {view.name} are all {Reason.FROZEN.value}; select full."
-            )
+            raise UserError(f"method {self.name}: all blocks of {view.name} are {Reason.FROZEN.value}. Select full.")
         if self.blocks is None:
             n = len(train)
             if _is_token_block(blocks[train[0]]):
@@ -152,12 +145,12 @@ class RepNet(Method):
         chosen = [name for name in train if name in wanted]
         if not chosen:
             raise UserError(
-                f"method {self.name}: blocks={self.blocks} of {view.name} are all {Reason.FROZEN.value}; select full."
+                f"method {self.name}: all blocks={self.blocks} of {view.name} are {Reason.FROZEN.value}. Select full."
             )
         return chosen, {name: why for name, why in skipped.items() if name not in chosen}
 
     def _listed(self, view: ModelView, able: Sequence[str]) -> list[str]:
-        """Return the names of the blocks at the indices in `self.blocks`; all are in `able`."""
+        """Return the names of the blocks at the indices in `self.blocks`, which must be in `able`."""
         assert self.blocks is not None
         setting = f"method.{self.name}.blocks"
         names = blocks_at(view, setting, self.blocks)
@@ -193,7 +186,7 @@ class RepNet(Method):
         return side.to(first.weight.device, first.weight.dtype).train(block.training)
 
     def _remove(self, model: nn.Module) -> None:
-        """Remove the side modules; the head keeps its trained values."""
+        """Remove the side modules. The head keeps its trained values."""
         for module in model.modules():
             if hasattr(module, "side_module"):
                 take_away(module, _SideForward)
@@ -206,10 +199,10 @@ class RepNet(Method):
 
 
 def _is_token_block(block: nn.Module) -> bool:
-    """Return whether `block` is a ViT block whose branches both end in a projection."""
+    """Return True for a ViT block whose branches both end in a projection."""
     return type(block) is Block and hasattr(block.attn, "proj") and hasattr(block.mlp, "fc2")
 
 
 def _is_map_block(block: nn.Module) -> bool:
-    """Return whether `block` is a supported CNN block, without a space-to-depth convolution."""
+    """Return True for a supported CNN block without a space-to-depth convolution."""
     return type(block) in _CONVOLUTIONS and getattr(block, "conv_s2d", None) is None

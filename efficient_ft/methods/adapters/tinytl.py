@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.methods.adapters.lite import EPS, GROUP, LiteResidual, refuse_indivisible, stride_of
+from efficient_ft.core.errors import UserError
+from efficient_ft.methods.adapters.lite import EPS, GROUP, LiteResidual, check_lite, refuse_indivisible, stride_of
 from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
 from efficient_ft.methods.blocks import classes_in_words
+from efficient_ft.methods.checks import check_choice
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.forwards import foreign_forward
 from efficient_ft.methods.registry import register
@@ -26,15 +27,15 @@ from efficient_ft.methods.summary import count, left, trained
 from efficient_ft.models.frozen_batch_norm import FROZEN
 from efficient_ft.models.view import ModelView, Reason, Skipped
 
-#: Downsampling factor of a block's input from which its module has a kernel size of at most 3: the pooled map is then
-#: 3×3 for images of 224 pixels. The paper does not specify this. With it, and with as many hidden channels as input
-#: channels, all four published memories that depend on it are matched (TinyTL 37 and 65 MB, FT-Last 31, FT-Norm+Last
-#: 192); with kernels of 5 everywhere TinyTL needs 42 MB instead of 37.
+#: Downsampling factor of a block's input from which its module has a kernel size of at most 3. The pooled map is then
+#: 3×3 for images of 224 pixels. The paper does not specify this value. With it, and with as many hidden channels as
+#: input channels, all four published memories that depend on it are matched (TinyTL 37 and 65 MB, FT-Last 31,
+#: FT-Norm+Last 192). With kernels of 5 everywhere, TinyTL would need 42 MB instead of 37.
 COARSE = 32
 
 
 class InvertedResidualWithLite(InvertedResidual):
-    """timm's InvertedResidual with a parallel `lite_residual`; the block's own parameters keep their names."""
+    """timm's InvertedResidual with a parallel `lite_residual`. The parameters of the block keep their names."""
 
     lite_residual: LiteResidual
 
@@ -44,7 +45,7 @@ class InvertedResidualWithLite(InvertedResidual):
 
 
 class GroupNorm2d(nn.BatchNorm2d):
-    """GroupNorm with groups of `GROUP` channels, in place of a BatchNorm2d whose scale and shift it keeps."""
+    """GroupNorm with groups of `GROUP` channels, which replaces a BatchNorm2d and keeps its scale and shift."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.group_norm(x, self.num_features // GROUP, self.weight, self.bias, self.eps)
@@ -67,25 +68,24 @@ _GROUPED |= {FROZEN[norm]: grouped for norm, grouped in _GROUPED.items()}
 class TinyTL(Method):
     """Add lite residual modules in parallel with a CNN's inverted residual blocks (TinyTL: Cai et al., NeurIPS 2020).
 
-    The modules, all biases and the head train; all other weights are frozen. Blocks and biases that the selection
-    applied before has frozen stay frozen, and such blocks get no module. Neither do blocks without expansion
-    (MobileNetV2's first), or of another class than timm's InvertedResidual. Modules output 0 at initialization. They
+    The modules, all biases and the head are trained, and all other weights are frozen. Blocks and biases that the
+    selection has frozen stay frozen, and such blocks get no module. Blocks without expansion (MobileNetV2's first), and
+    blocks of other classes than timm's InvertedResidual get no module either. Modules output 0 at initialization. They
     cannot be merged: exported weights contain them (``….lite_residual.…``).
 
     Args:
-        kernel_size: kernel size of the modules' first convolution, odd; at most 3 in blocks whose input is smaller than
-            the image by a factor of 32 or more.
+        kernel_size: kernel size of the first convolution of the modules, odd. It is at most 3 in blocks whose input is
+            smaller than the image by a factor of 32 or more.
         groups: number of groups of this convolution: 1, 2, 4 or 8.
-        norm: norm layers of the pretrained network: ``group``, as published (every BatchNorm is replaced by GroupNorm
-            with groups of 8 channels, and the weights of all convolutions without a bias are standardized; for weights
-            that were trained in this form), or ``batch`` (BatchNorm stays, and the initial output of the network is
-            unchanged).
+        norm: norm layers of the pretrained network. ``group``, as published, replaces every BatchNorm by GroupNorm with
+            groups of 8 channels, and standardizes the weights of all convolutions without a bias. It requires weights
+            that were trained in this way. ``batch`` keeps BatchNorm, and the initial output is unchanged.
 
     Raises:
         SettingError: a setting is out of range.
         UserError: when applied: no inverted residual block is trainable; the number of channels of a block or norm is
-            not a multiple of 8; a norm cannot be replaced by GroupNorm, or has statistics of a training with BatchNorm
-            (``norm="group"``); or another method that adds modules has been applied.
+            not a multiple of 8; with ``norm="group"``, a norm cannot be replaced by GroupNorm or has statistics of
+            training with BatchNorm; or another method that adds modules has been applied.
     """
 
     name = "tinytl"
@@ -95,15 +95,11 @@ class TinyTL(Method):
     merges = False
 
     def __init__(self, kernel_size: int = 5, groups: int = 2, norm: Literal["group", "batch"] = "group") -> None:
-        if type(kernel_size) is not int or kernel_size < 1 or kernel_size % 2 == 0:
-            raise SettingError("kernel_size", kernel_size, "an odd integer >= 1")
-        if type(groups) is not int or groups not in (1, 2, 4, 8):
-            raise SettingError("groups", groups, ["1", "2", "4", "8"])
-        if norm not in ("group", "batch"):
-            raise SettingError("norm", norm, ["group", "batch"])
+        check_lite(kernel_size, groups)
+        check_choice("norm", norm, ("group", "batch"))
         self.kernel_size, self.groups, self.norm = kernel_size, groups, norm
         self._before: dict[str, bool] = {}
-        # By module name: original class of each norm; mean and standard deviation of each standardized filter.
+        # By module name: the original class of each norm, and mean and standard deviation of each standardized filter.
         self._norms: dict[str, type] = {}
         self._filters: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -132,11 +128,8 @@ class TinyTL(Method):
             )
             block.lite_residual = lite.to(like.device, like.dtype).train(block.training)
             block.__class__ = InvertedResidualWithLite
-        notes = (
-            ("every BatchNorm is replaced by GroupNorm; the pretrained weights must have been trained with GroupNorm",)
-            if norms
-            else ()
-        )
+        note = "every BatchNorm is replaced by GroupNorm; the pretrained weights must have been trained with GroupNorm"
+        notes = (note,) if norms else ()
         added = tuple(f"{name}.lite_residual" for name in chosen)
         summary = f"lite residuals in {count(len(chosen), 'block')}; these, biases and head train: {trained(model)}"
         summary += left(skipped, "without a residual", "block") + ("; GroupNorm replaces BatchNorm" if norms else "")
@@ -163,13 +156,13 @@ class TinyTL(Method):
                 smaller *= stride_of(module)
         if not chosen and any(why.reason == Reason.FROZEN for why in skipped.values()):
             raise UserError(
-                f"method {self.name}: the inverted residual blocks of {view.name} are all {Reason.FROZEN.value};"
-                " select full."
+                f"method {self.name}: all inverted residual blocks of {view.name} are {Reason.FROZEN.value}."
+                " Select full."
             )
         if not chosen:
             raise UserError(
                 f"method {self.name}: {view.name} has no inverted residual blocks of timm's class InvertedResidual"
-                " (MobileNetV2 and V3, MNASNet, ProxylessNAS, EfficientNet), to which modules are added; its blocks are"
+                " (MobileNetV2 and V3, MNASNet, ProxylessNAS, EfficientNet), which the method requires. Its blocks are"
                 f" {classes_in_words(view)}. Use lora or bitfit."
             )
         return chosen, skipped
@@ -178,7 +171,7 @@ class TinyTL(Method):
         """Return the names of all BatchNorms.
 
         Raises:
-            UserError: one of them cannot be replaced by GroupNorm, or was trained.
+            UserError: a BatchNorm cannot be replaced by GroupNorm, or was trained.
         """
         found = []
         for name, module in view.model.named_modules():
@@ -186,20 +179,20 @@ class TinyTL(Method):
                 if type(module) not in _GROUPED or not module.affine:
                     raise UserError(
                         f"method {self.name}: {name} of {view.name} is a {type(module).__name__}, which cannot be"
-                        " replaced by GroupNorm; use method.tinytl.norm=batch."
+                        " replaced by GroupNorm. Use method.tinytl.norm=batch."
                     )
                 refuse_indivisible(view, self.name, name, module.num_features)
                 if _was_trained(module):
                     raise UserError(
                         f"method {self.name}: the weights of {view.name} were trained with BatchNorm ({name} has"
-                        " running statistics); with GroupNorm instead of it the network would predict at chance. Use"
+                        " running statistics). With GroupNorm, the network would predict at chance level. Use"
                         " method=tinytl_batch_norm, or weights that were trained with GroupNorm."
                     )
                 found.append(name)
         return found
 
     def _remove(self, model: nn.Module) -> None:
-        """Remove the modules and restore norm layers and filters; biases and head keep their trained values."""
+        """Remove the modules and restore norm layers and filters. Biases and head keep their trained values."""
         block: Any
         for block in model.modules():
             if hasattr(block, "lite_residual"):
@@ -219,7 +212,7 @@ class TinyTL(Method):
 
 
 def _was_trained(norm: _BatchNorm) -> bool:
-    """Return whether a BatchNorm has seen images: its statistics differ from those of a new one."""
+    """Return True if a BatchNorm was trained: its statistics differ from those of a new BatchNorm."""
     mean, variance = norm.running_mean, norm.running_var
     if mean is None or variance is None or mean.is_meta or isinstance(mean, FakeTensor):
         return False
@@ -227,16 +220,16 @@ def _was_trained(norm: _BatchNorm) -> bool:
 
 
 def _is_normalized(module: nn.Module) -> bool:
-    """Return whether a norm follows the convolution: it has no bias then (those of squeeze-and-excitation have one)."""
+    """Return True if a norm follows the convolution, which then has no bias (in squeeze-and-excitation it has one)."""
     return isinstance(module, nn.Conv2d) and module.bias is None
 
 
 @torch.no_grad()
 def _standardize(module: Any) -> tuple[Tensor, Tensor]:
-    """Standardize the filters of a convolution in place, once, since they are frozen.
+    """Standardize the filters of a convolution in place. Once is sufficient, since they are frozen.
 
     Returns:
-        Mean and standard deviation of each filter before, (C_out, 1, 1, 1).
+        Mean and standard deviation of each original filter, (C_out, 1, 1, 1).
     """
     weight = module.weight
     variance, mean = torch.var_mean(weight, dim=(1, 2, 3), correction=0, keepdim=True)

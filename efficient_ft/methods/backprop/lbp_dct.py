@@ -1,7 +1,7 @@
-"""LBP-DCT: the same low-rank backward with a low-pass DCT over the whole token grid.
+"""LBP-DCT: the low-rank backward pass of LBP-WHT with a low-pass DCT over the full token grid.
 
-At the number of coefficients and the cost of LBP-WHT it is closer to the exact gradient on every grid that is no
-single 8×8 block. Source of the scheme: LBP-WHT (see `lbp_wht`); the projector is ours.
+At equal numbers of coefficients and equal cost, its gradient is closer to the exact gradient than that of LBP-WHT on
+every grid larger than one 8×8 block. The scheme is that of LBP-WHT (see `lbp_wht`), and the projector is our extension.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from efficient_ft.ops.projection import CosineProjector
 
 @register
 class LBPDCT(LowRankBackward):
-    """Gradients of linear layers through the lowest DCT-II components of the token grid.
+    """Compute the gradients of linear layers from the lowest DCT-II components of the token grid.
 
     Args:
-        order: 1–15; keeps as many components as LBP-WHT's ``l1`` selection of that order (padding ``ortho``).
-        skip, fused: as in `LBPWHT`.
+        order: from 1 to 15; uses as many components as LBP-WHT's ``l1`` selection of this order with ``ortho`` padding.
+        skip, fused: see `LBPWHT`.
 
     Raises:
         SettingError: `order` is not an integer from 1 to 15.
-        UserError: as in `LowRankBackward`.
+        UserError: see `LowRankBackward`.
     """
 
     name = "lbp_dct"

@@ -1,8 +1,9 @@
-"""LBP-WHT: low-rank backward by a block-wise Walsh–Hadamard projection.
+"""LBP-WHT: a low-rank backward pass with a block-wise Walsh–Hadamard projection.
 
 Source: Yang, Chiang, Li, Marculescu, Marculescu, "Efficient Low-rank Backpropagation for Vision Transformer
-Adaptation", NeurIPS 2023. The default padding is ours: an orthonormal basis of the cropped rows, which is exact at
-full rank and closer to the exact gradient at every rank we measured; `padding="reflect", as_published=True` is theirs.
+Adaptation", NeurIPS 2023. The default padding is our extension: an orthonormal basis of the cropped rows. It is exact
+at full rank, and closer to the exact gradient at every measured rank. `padding="reflect", as_published=True` reproduces
+the paper.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from efficient_ft.core.distributed import all_reduce_sum
-from efficient_ft.core.errors import SettingError
 from efficient_ft.methods.backprop.low_rank import LowRank, LowRankBackward, refuse_order
 from efficient_ft.methods.base import Applied
+from efficient_ft.methods.checks import check_choice, check_integer
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.skip import refuse_skip
 from efficient_ft.models.view import Layer, ModelView
@@ -27,26 +28,26 @@ ORDERS = {"l1": 15, "linf": 8, "lhe": 15}
 
 @register
 class LBPWHT(LowRankBackward):
-    """Gradients of linear layers through a few Walsh–Hadamard bases of each 8×8 block of the token grid.
+    """Compute the gradients of linear layers from a few Walsh–Hadamard bases of each 8×8 block of the token grid.
 
     Args:
-        bases: which of the 64 bases. ``l1``: i + j ≤ order − 1 (order 1–15; R = order(order+1)/2 up to order 8).
-            ``linf``: max(i, j) ≤ order − 1 (order 1–8, R = order²). ``lhe``: the R = order(order+1)/2 of most energy
-            in each layer's g_y over the first `profile_steps` steps, which run with the exact backward.
-        order: of the low-pass selection; 4 (R = 10) to 6 (R = 21) is the paper's advice.
-        padding: of grids that are no multiple of 8: ``ortho``, ``zero`` (both exact at full rank), ``reflect`` (as
-            published: not exact at any rank).
-        as_published: as the authors ran it: a qkv whose forward was never called (SwinV2) stays exact, and layers
-            are projected even where that costs more than the exact backward (talking heads).
-        profile_steps: optimizer steps that ``lhe`` profiles.
-        skip: parts of the names of layers that stay exact: ``attention``, ``fc2``, ``mlp.fc2``; ``*`` is any part.
-        fused: on a CPU compute GELU, and a frozen BatchNorm before it, in one pass each way: less time and fewer bytes,
-            and about 100 MiB for the compiler of the kernels (numba). None: only in networks that have BatchNorm
-            before GELU (EfficientFormer), where it gains most.
+        bases: selection of the 64 bases. ``l1``: i + j ≤ order − 1 (order 1–15; R = order(order+1)/2 up to order 8).
+            ``linf``: max(i, j) ≤ order − 1 (order 1–8, R = order²). ``lhe``: the R = order(order+1)/2 bases with the
+            most energy in each layer's g_y over the first `profile_steps` steps, which run the exact backward pass.
+        order: order of the low-pass selection. The paper recommends 4 (R = 10) to 6 (R = 21).
+        padding: padding of grids whose sides are not multiples of 8: ``ortho``, ``zero`` (both exact at full rank), or
+            ``reflect`` (as published, not exact at any rank).
+        as_published: reproduce the published code: a qkv layer whose forward is never called (SwinV2) stays exact, and
+            layers are projected even if this costs more than the exact backward pass (talking heads).
+        profile_steps: number of optimizer steps that ``lhe`` profiles.
+        skip: parts of the names of layers that stay exact: ``attention``, ``fc2``, ``mlp.fc2``. ``*`` matches any part.
+        fused: on a CPU, compute GELU and a frozen BatchNorm before it in one pass per direction. This takes less time
+            and fewer bytes, and about 100 MiB for the kernel compiler (numba). None: only in networks with BatchNorm
+            before GELU (EfficientFormer), where the gain is largest.
 
     Raises:
-        SettingError: a value outside these.
-        UserError: as in `LowRankBackward`; with ``reflect`` padding also a grid too small to be mirrored.
+        SettingError: a value is not allowed.
+        UserError: see `LowRankBackward`; with ``reflect`` padding, also if a grid is too small to be mirrored.
     """
 
     name = "lbp_wht"
@@ -61,13 +62,10 @@ class LBPWHT(LowRankBackward):
         skip: Sequence[str] | None = None,
         fused: bool | None = None,
     ):
-        if bases not in ORDERS:
-            raise SettingError("bases", bases, ORDERS)
+        check_choice("bases", bases, ORDERS)
         refuse_order(order, ORDERS[bases], f" with bases={bases}")
-        if padding not in ("ortho", "zero", "reflect"):
-            raise SettingError("padding", padding, ("ortho", "zero", "reflect"))
-        if type(profile_steps) is not int or profile_steps < 1:
-            raise SettingError("profile_steps", profile_steps, "an integer >= 1")
+        check_choice("padding", padding, ("ortho", "zero", "reflect"))
+        check_integer("profile_steps", profile_steps)
         refuse_skip(skip)
         self.bases, self.order, self.padding = bases, order, padding
         self.as_published, self.profile_steps = as_published, profile_steps
@@ -99,7 +97,7 @@ class LBPWHT(LowRankBackward):
 
     def remove(self, model: nn.Module) -> None:
         super().remove(model)
-        self._steps, self._layers, self._restored = 0, {}, None  # a new model gets a new profile
+        self._steps, self._layers, self._restored = 0, {}, None  # another model starts with a new profile
 
     def step_end(self) -> None:
         super().step_end()
@@ -113,11 +111,11 @@ class LBPWHT(LowRankBackward):
             self._stop_watching()
 
     def _most_energy(self, energy: Tensor | None) -> Pairs:
-        """The R bases of most energy, lowest first; those of LP_L1 for a layer that no gradient on the grid reached."""
+        """Return the R bases of most energy, lowest first, or those of LP_L1 if the layer received no gradient."""
         pairs = low_pass_l1(self.order)
         energy = torch.zeros(BLOCK, BLOCK, dtype=torch.float64) if energy is None else energy
         energy = all_reduce_sum(energy)
-        if not energy.any():  # the last block of a model that classifies by its class token, say
+        if not energy.any():  # e.g. the last block of a model that classifies by its class token
             return pairs
         top = energy.flatten().topk(len(pairs)).indices.tolist()
         return lowest_first((k // BLOCK, k % BLOCK) for k in top)
@@ -135,7 +133,7 @@ class LBPWHT(LowRankBackward):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if not self.profiles or not state_dict:
             return
-        self._restored = state_dict  # for a model that it is applied to later
+        self._restored = state_dict  # for a model to which the method is applied later
         self._steps = state_dict["steps"]
         if not self.acts_per_step:
             self._stop_watching()

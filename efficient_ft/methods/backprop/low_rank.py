@@ -1,7 +1,7 @@
-"""The base of low-rank backward methods: the layers they change, and how.
+"""The base class of methods with a low-rank backward pass, and the layers that it changes.
 
-Only the class of a layer changes: the module object and the names of its parameters stay, and so does its forward in
-evaluation. So a changed model can be copied, pickled, saved and changed back.
+Only the class of a layer changes. The module object, the names of its parameters and its forward pass in evaluation
+stay the same, so that a changed model can be copied, pickled, saved and restored.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class LowRank:
     """The settings of a changed layer.
 
     Attributes:
-        projector: gives the projection for the grid of a step; None while the layer is profiled (exact backward).
+        projector: selects the projection for the grid of a step; None while the layer is profiled (exact backward).
         tokens: the layout of the positions in the input.
-        energy: (8, 8) float64 on the CPU, the share of each WHT basis in the energy of g_y, added up over the backward
-            passes while `projector` is None. Shares, so that every pass counts the same however its loss is scaled.
+        energy: (8, 8) float64 on the CPU, the share of each WHT basis in the energy of g_y, summed over the backward
+            passes while `projector` is None. Shares give every pass the same weight, regardless of its loss scale.
     """
 
     projector: Projector | None
@@ -52,7 +52,7 @@ class LowRank:
 
 
 class LowRankLinear(nn.Linear):
-    """`nn.Linear` whose backward pass is low-rank in training."""
+    """`nn.Linear` with a low-rank backward pass in training."""
 
     low_rank: LowRank
 
@@ -77,14 +77,14 @@ class LowRankLinear(nn.Linear):
                 return super().forward(x)
         if x.shape[1:-1].numel() != projection.tokens:
             raise UserError(
-                f"Low-rank backward: a layer got {x.shape[1]} tokens, but its grid is {grid[0]}×{grid[1]} after"
-                f" {how.tokens.prefix} prefix tokens. Build the model at the size of the images it is trained on."
+                f"Low-rank backward: a layer received {x.shape[1]} tokens, but its grid is {grid[0]}×{grid[1]} after"
+                f" {how.tokens.prefix} prefix tokens. Build the model at the size of its training images."
             )
         return low_rank_linear(x, self.weight, self.bias, projection)
 
 
 class LowRankConv2d(nn.Conv2d):
-    """A 1×1 `nn.Conv2d` whose backward pass is low-rank in training."""
+    """A 1×1 `nn.Conv2d` with a low-rank backward pass in training."""
 
     low_rank: LowRank
 
@@ -107,7 +107,7 @@ def _records(module: nn.Linear | nn.Conv2d, x: Tensor) -> bool:
 
 
 def _of_kept(whole: Any, tokens: Tokens, prefix: int, x: Tensor) -> SubsetProjection:
-    """The projection of the tokens left; layers that run on the same ones share it."""
+    """Return the projection of the remaining tokens. Layers that run on the same tokens share it."""
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     key = whole, dtype
@@ -117,7 +117,7 @@ def _of_kept(whole: Any, tokens: Tokens, prefix: int, x: Tensor) -> SubsetProjec
 
 
 def _profiled(y: Tensor, how: LowRank, grid: tuple[int, int], tokens: Tokens | None = None) -> Tensor:
-    """Return `y`; the energies of its gradient are added to the layer's in the backward pass."""
+    """Return `y`. The backward pass adds the energies of its gradient to those of the layer."""
 
     def gather(g: Tensor) -> None:
         if how.tokens.form == "channels_first":
@@ -126,7 +126,7 @@ def _profiled(y: Tensor, how: LowRank, grid: tuple[int, int], tokens: Tokens | N
             g = tokens.on_grid(g, how.tokens.prefix, grid[0] * grid[1]).unflatten(1, grid)
         g_BHWC = g[:, how.tokens.prefix :].unflatten(1, grid) if g.dim() == 3 else g
         energy = block_energy(g_BHWC).cpu().double()
-        if 0 < energy.sum() < torch.inf:  # an overflow in fp16 is a step that is skipped
+        if 0 < energy.sum() < torch.inf:  # a step with an fp16 overflow is skipped
             share = energy / energy.sum()
             how.energy = share if how.energy is None else how.energy + share
 
@@ -141,25 +141,25 @@ def refuse_order(order: int, largest: int, where: str = "") -> None:
 
 
 class LowRankBackward(Method):
-    """Base of the methods that compute the gradients of linear layers and 1×1 convolutions in a low-rank space.
+    """Base class of the methods that compute gradients of linear layers and 1×1 convolutions in a low-rank space.
 
-    Every layer whose input has a token grid is changed: attention and MLP layers, talking heads, patch merging; never
-    the stem, the patch embedding or the head. A layer whose low-rank backward would cost more than its exact one stays
-    exact, and the report says so. The selection decides which layers train; frozen ones are changed as well.
+    Every layer whose input has a token grid is changed: attention and MLP layers, talking heads and patch merging, but
+    not the stem, the patch embedding and the head. A layer whose low-rank backward pass would cost more than the exact
+    one stays exact and is reported. The selection determines which layers are trained; frozen layers are changed too.
 
     A subclass implements `projector_for`.
 
     Attributes:
-        as_published: layers are projected even where the exact backward costs less, and a layer whose forward was never
-            called stays exact.
-        profiles: layers run with the exact backward first, and the subclass sets their projectors later.
-        skip: layers whose names have one of these parts stay exact (`methods.skip`).
-        fused: whether GELU, and a frozen BatchNorm before it, run in one pass on a CPU (see `methods.fused_gelu`);
-            None: in networks that have BatchNorm before GELU.
+        as_published: project layers even if the exact backward pass costs less, and keep layers exact whose forward is
+            never called.
+        profiles: layers run the exact backward pass first, and the subclass sets their projectors later.
+        skip: parts of the names of layers that stay exact (`methods.skip`).
+        fused: compute GELU and a frozen BatchNorm before it in one pass on a CPU (see `methods.fused_gelu`); None: only
+            in networks with BatchNorm before GELU.
 
     Raises:
-        UserError: when applied: the model has no layer with a token grid, or a grid that the projector cannot project;
-            in a forward pass in training: the positions of the tokens are unknown, or their number is not the grid's.
+        UserError: when applied: the model has no layer with a token grid, or a grid cannot be projected; in a forward
+            pass in training: the positions of the tokens are unknown, or their number differs from the grid's.
     """
 
     axis = Axis.BACKPROP
@@ -168,22 +168,22 @@ class LowRankBackward(Method):
     as_published: bool = False
     profiles: bool = False
     fused: bool | None = None
-    _fuses: bool | None = None  # whether GELU layers of the model run fused; None: not applied yet
+    _fuses: bool | None = None  # True if GELU layers of the model are fused; None before the method is applied
     skip: Sequence[str] | None = None
 
     @abstractmethod
     def projector_for(self, layer: Layer) -> Projector:
         """Return the projector of a layer.
 
-        If the projector is chosen later (profiling), return a placeholder of the same rank and cost.
+        If the projector is selected later (profiling), return a placeholder with the same rank and cost.
 
         Args:
-            layer: a linear layer or 1×1 convolution of the view, with `layer.tokens`, the layout of its tokens, and
+            layer: a linear layer or 1×1 convolution of the view, with the layout of its tokens, `layer.tokens`, and
                 `layer.channels`, (C_in, C_out).
 
         Raises:
-            SettingError: a setting does not fit this layer. A projector that cannot project a grid raises ValueError in
-                its own `projection`, of which `apply` makes a UserError.
+            SettingError: a setting does not fit this layer. If a projector cannot project a grid, its `projection`
+                raises ValueError, which `apply` converts to UserError.
         """
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
@@ -195,10 +195,9 @@ class LowRankBackward(Method):
                 assert layer.why_not is not None
                 skipped[layer.name] = layer.why_not
             elif foreign_forward(layer.module) is not None:
-                detail = "another library has given it a forward of its own"
-                skipped[layer.name] = Skipped(Reason.OTHER_FORM, detail)
+                skipped[layer.name] = Skipped(Reason.OTHER_FORM, "another library has replaced its forward")
             elif type(layer.module) not in CHANGED:
-                detail = f"its class {type(layer.module).__name__} has a forward of its own"
+                detail = f"its class {type(layer.module).__name__} defines its own forward"
                 skipped[layer.name] = Skipped(Reason.OTHER_FORM, detail)
             elif is_skipped(layer.name, self.skip):
                 skipped[layer.name] = Skipped(Reason.NOT_CHOSEN, f"left exact (method.{self.name}.skip)")
@@ -209,7 +208,7 @@ class LowRankBackward(Method):
                 exact[layer.name] = Skipped(Reason.EXACT_IS_CHEAPER, why)
             else:
                 chosen.append((layer, self.projector_for(layer), layer.tokens))
-        # Nothing is changed before every layer has been decided: a refusal leaves the model as it was.
+        # The model is changed only after every layer has been checked, so that an error leaves it unchanged.
         for layer, projector, tokens in chosen:
             layer.module.__class__ = CHANGED[type(layer.module)]
             layer.module.low_rank = LowRank(None if self.profiles else projector, tokens)  # type: ignore[assignment]
@@ -236,11 +235,11 @@ class LowRankBackward(Method):
 
     @property
     def libraries(self) -> tuple[str, ...]:  # type: ignore[override]
-        # Before the model is known a prediction counts it unless it is switched off.
+        # A prediction for an unknown model includes the library unless fusion is disabled.
         return () if self.fused is False or self._fuses is False else ("numba",)
 
     def _costs_more(self, layer: Layer, tokens: TokenLayout) -> str | None:
-        """Return why a layer stays exact; None: it does not."""
+        """Return why a layer stays exact, or None if it does not."""
         try:
             projection = self.projector_for(layer).projection(tokens.grid, tokens.prefix, layer.channels)
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""Back Razor: activations pruned to their largest values between the forward and the backward pass.
+"""Back Razor: activations are pruned to their largest values between the forward and the backward pass.
 
 Source: Jiang, Chen, Huang, Du, Zhou, Wang, "Back Razor: Memory-Efficient Transfer Learning by Self-Sparsified
 Backpropagation", NeurIPS 2022.
@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from efficient_ft.core.errors import SettingError
+from efficient_ft.methods.checks import check_choice, check_sparsity
 from efficient_ft.methods.declarations import Adds
 from efficient_ft.methods.memory.packing import DENSE_FORWARD, ActivationPacking
 from efficient_ft.methods.registry import register
@@ -25,32 +26,33 @@ VALUES = ("fp16", "bf16", "same", "int8")
 
 @register
 class BackRazor(ActivationPacking):
-    """Keep the largest values of each sample's activations and a bitmap; the forward pass is not changed.
+    """Save the largest values of each sample's activations and a bitmap. The forward pass does not change.
 
-    Pruned are the inputs of linear layers, convolutions and normalizations, q, k, v and softmax's output; GELU's input
-    is kept whole, in half precision, and ReLU keeps a bit per element. Gradients to a layer's input do not depend on
-    what is pruned, except through normalizations and attention.
+    The method prunes the inputs of linear layers, convolutions and normalizations, q, k, v and the output of softmax.
+    The input of GELU is not pruned but saved in half precision, and ReLU saves one bit per element. The gradient of a
+    layer's input does not depend on pruned values, except through normalizations and attention.
 
     Args:
-        sparsity: share of the values dropped, from 0 to below 1.
-        value_dtype: type of the values kept: ``fp16`` (as the authors; where it overflows, `step_end` raises an error),
-            ``bf16``, ``same`` (the activation's own), or ``int8`` (Back Razor with Mesa: 8 bits, a running range per
-            tensor; GELU's input too).
-        norm_saves: what normalizations keep: their ``input`` (as published), or x̂, ``normalized``.
-        attention: ``unfused`` keeps q, k, v and softmax's output (as published); ``fused`` keeps q, k and v in 8 bits
-            and recomputes attention from them by torch's fused kernel.
-        recompute_inputs: a layer that takes the output of GELU, or of a LayerNorm if ``norm_saves=normalized``, keeps
-            no input of its own: it is computed from what the layer before keeps.
-        threshold: ``exact`` (as published), or ``sampled``: estimated from 4096 values of each sample, never over
-            budget and a little below it.
-        prune: ``backward``, or ``both``: the paper's negative control (its Figure 3), in which the forward pass of
-            training also computes with the pruned tensors. The formulas of the backward pass are the same: pruning
-            passes gradients straight through. Evaluation stays dense, so that the two differ only in the forward pass
-            of training, and the exported model is what is evaluated.
-        skip: parts of the names of layers that stay dense: ``decoder``, ``mlp.fc2``; ``*`` is any part.
+        sparsity: share of the values that are dropped, from 0 to below 1.
+        value_dtype: dtype of the saved values: ``fp16`` (as published; on overflow, `step_end` raises an error),
+            ``bf16``, ``same`` (the dtype of the activation), or ``int8`` (Back Razor with Mesa: 8 bits with a running
+            range per tensor, also for the input of GELU).
+        norm_saves: tensor that normalizations save: their ``input`` (as published) or the ``normalized`` input x̂.
+        attention: ``unfused`` saves q, k, v and the output of softmax (as published). ``fused`` saves q, k and v in
+            8 bits and recomputes attention from them with torch's fused kernel.
+        recompute_inputs: a layer after GELU, or after a LayerNorm if ``norm_saves=normalized``, does not save its
+            input. It is recomputed from the tensor that the preceding layer saves.
+        threshold: ``exact`` (as published) or ``sampled``. A sampled threshold is estimated from 4096 values of each
+            sample. It never exceeds the budget, and saves slightly fewer values.
+        prune: ``backward`` or ``both``. ``both`` is the paper's negative control (its Figure 3): the forward pass in
+            training also computes with the pruned tensors. The backward pass uses the same formulas, and pruning passes
+            gradients straight through. Evaluation and exported models stay dense, so that the two values differ only in
+            the forward pass of training.
+        skip: parts of the names of layers that stay dense: ``decoder``, ``mlp.fc2``. ``*`` matches any part.
 
     Raises:
-        SettingError: a value outside these, or ``prune=both`` with ``attention=fused`` or ``value_dtype=int8``.
+        SettingError: a value is not allowed, or ``prune=both`` is combined with ``attention=fused`` or
+            ``value_dtype=int8``.
     """
 
     name = "back_razor"
@@ -67,20 +69,15 @@ class BackRazor(ActivationPacking):
         skip: Sequence[str] | None = None,
     ):
         super().__init__()
-        if isinstance(sparsity, bool) or not isinstance(sparsity, int | float) or not 0 <= sparsity < 1:
-            raise SettingError("sparsity", sparsity, "a number >= 0 and < 1")
-        for setting, value, allowed in (
-            ("value_dtype", value_dtype, VALUES),
-            ("norm_saves", norm_saves, ("input", "normalized")),
-            ("attention", attention, ("unfused", "fused")),
-            ("threshold", threshold, ("exact", "sampled")),
-            ("prune", prune, ("backward", "both")),
-        ):
-            if value not in allowed:
-                raise SettingError(setting, value, allowed)
+        check_sparsity(sparsity)
+        check_choice("value_dtype", value_dtype, VALUES)
+        check_choice("norm_saves", norm_saves, ("input", "normalized"))
+        check_choice("attention", attention, ("unfused", "fused"))
+        check_choice("threshold", threshold, ("exact", "sampled"))
+        check_choice("prune", prune, ("backward", "both"))
         if prune == "both" and (attention == "fused" or value_dtype == "int8"):
             other = "attention=fused" if attention == "fused" else "value_dtype=int8"
-            raise SettingError("prune", prune, f"backward with {other}", "The control prunes, it does not round.")
+            raise SettingError("prune", prune, f"backward with {other}", "The control only prunes and does not round.")
         self.sparsity, self.value_dtype, self.norm_saves = sparsity, value_dtype, norm_saves
         self.attention, self.recompute_inputs = attention, recompute_inputs
         refuse_skip(skip)

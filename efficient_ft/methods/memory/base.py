@@ -1,4 +1,4 @@
-"""The base of methods on the memory axis: how they change a forward pass, and their state."""
+"""Base classes of the methods on the memory axis: replacements of forward passes, and packing state."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from efficient_ft.ops.saving import PackingState
 
 
 class MemoryForward(OwnForward):
-    """Replacement of the forward pass of a module whose activations are kept in another form."""
+    """Replacement of the forward pass of a module whose activations are saved in another storage format."""
 
     @property
     def training(self) -> bool:
         """True if this may be a training step.
 
-        `freeze_batch_norm` gives BatchNorms a frozen class, whose flag is the model's; those of other classes are in
-        evaluation mode in every forward pass.
+        `freeze_batch_norm` assigns a frozen class to BatchNorms, whose flag follows the model. Other classes of
+        BatchNorm may be in evaluation mode during training.
         """
         if self.module.training:
             return True
@@ -32,20 +32,20 @@ class MemoryForward(OwnForward):
 
 
 def refuse_recomputation(method: str) -> None:
-    """Raise UserError while the model recomputes a part itself: what the part keeps is not kept until then."""
+    """Raise UserError while the model itself recomputes a part: the method would then save nothing."""
     if is_recomputing():
         raise UserError(
-            f"method {method}: the model runs its blocks again in the backward pass (gradient checkpointing), so that"
-            f" {method} saves nothing. Call model.set_grad_checkpointing(False) (transformers:"
-            f" gradient_checkpointing_disable()), or leave out {method}."
+            f"method {method}: the model runs its blocks again in the backward pass (gradient checkpointing), so"
+            f" {method} saves no memory. Call model.set_grad_checkpointing(False) (transformers:"
+            f" gradient_checkpointing_disable()), or remove {method}."
         )
 
 
 class MemoryMethod(Method):
-    """Base of the methods that decide how a model keeps its activations.
+    """Base class of the methods that define how a model saves its activations.
 
     Attributes:
-        libraries: numba, the compiler of the CPU kernels, where values are changed into fewer bits.
+        libraries: numba, which compiles the CPU kernels, for methods that quantize or prune values.
     """
 
     axis = Axis.MEMORY
@@ -57,14 +57,14 @@ class MemoryMethod(Method):
         self._restored: dict[str, Any] | None = None
 
     def _begin(self) -> PackingState:
-        """Return new packing state, restored from the checkpoint where there is one."""
+        """Create new packing state, and restore it if a checkpoint was loaded."""
         self._packing = self._new_state()
         if self._restored is not None:
             self._packing.load_state_dict(self._restored)
         return self._packing
 
     def _new_state(self) -> PackingState:
-        """Return the state that lasts from step to step: running ranges, overflow."""
+        """Return the state that persists from step to step: running ranges and overflow."""
         return PackingState()
 
     def _remove(self, model: nn.Module) -> None:
@@ -73,10 +73,10 @@ class MemoryMethod(Method):
 
     def remove(self, model: nn.Module) -> None:
         super().remove(model)
-        self._packing = self._restored = None  # a new model gets new ranges
+        self._packing = self._restored = None  # another model starts with new ranges
 
     def step_end(self) -> None:
-        """Check the step's packed values.
+        """Check the packed values of the step.
 
         Raises:
             UserError: a packed value was too large for fp16.
@@ -90,6 +90,6 @@ class MemoryMethod(Method):
         return {} if self._packing is None else self._packing.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restored = state_dict  # for a model that it is applied to later
+        self._restored = state_dict  # for a model to which the method is applied later
         if self._packing is not None:
             self._packing.load_state_dict(state_dict)

@@ -1,7 +1,7 @@
-"""Block checkpointing: keep a block's input, run the block again in the backward pass.
+"""Block checkpointing: save only a block's input, and run the block again in the backward pass.
 
-Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016. Keeping the inputs in fewer
-bits is ours.
+Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016. Quantization of the inputs is
+our extension.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from efficient_ft.core.errors import SettingError
 from efficient_ft.methods.base import Applied
 from efficient_ft.methods.blocks import blocks_at, check_indices
+from efficient_ft.methods.checks import check_choice
 from efficient_ft.methods.declarations import Needs
 from efficient_ft.methods.forwards import put_around
 from efficient_ft.methods.memory.base import MemoryForward, MemoryMethod, refuse_recomputation
@@ -25,7 +25,7 @@ from efficient_ft.ops.saving import PackingState
 from efficient_ft.ops.storage import Dense, EightBits, GroupBits, Half, PackContext, Packer
 from efficient_ft.ops.tokens import Tokens, attach_tokens, pop_tokens
 
-#: How a block's input is kept, by `Checkpointing.input_dtype`.
+#: Storage format of a block's input, by `Checkpointing.input_dtype`.
 INPUT_DTYPES: dict[str, Packer] = {
     "same": Dense(),
     "bf16": Half(torch.bfloat16),
@@ -41,7 +41,7 @@ class _RecomputedForward(MemoryForward):
         super().__init__(module)
         self.name, self.packer, self.packing = name, packer, packing
 
-    @torch.compiler.disable  # it runs again from inside the backward pass
+    @torch.compiler.disable  # runs again inside the backward pass
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Any:
         module = self.module
         parameters = [p for p in module.parameters() if p.requires_grad]
@@ -58,10 +58,10 @@ class _RecomputedForward(MemoryForward):
     def _run(self, x: Tensor, tokens: Tokens | None, *args: Any, **keywords: Any) -> Any:
         module = self.module
         x = attach_tokens(x, tokens)
-        if not torch.is_grad_enabled():  # the first time
+        if not torch.is_grad_enabled():  # the first run
             return self.within(x, *args, **keywords)
         self.packing.last.in_backward = True
-        # The recomputation must not update running statistics again: autograd has saved them.
+        # The recomputation must not update running statistics again, and autograd has saved them.
         moving = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
         before = [(m.momentum, m.num_batches_tracked) for m in moving]
         counts = [None if count is None else count.clone() for _, count in before]
@@ -70,7 +70,7 @@ class _RecomputedForward(MemoryForward):
         try:
             return self.within(x, *args, **keywords)
         finally:
-            # The count is set back, not counted down: a layer that another one replaces does not count.
+            # The count is restored instead of decremented: a replaced BatchNorm does not count.
             for m, (momentum, counter), count in zip(moving, before, counts, strict=True):
                 m.momentum = momentum
                 if counter is not None and count is not None:
@@ -79,19 +79,19 @@ class _RecomputedForward(MemoryForward):
 
 @register
 class Checkpointing(MemoryMethod):
-    """Keep only the input of each block and compute the block again in the backward pass.
+    """Save only the input of each block, and recompute the block in the backward pass.
 
-    Gradients are exact with ``input_dtype=same``. The forward pass of the blocks runs twice. Inputs are never pruned: a
-    block recomputed from a pruned input has a different gradient.
+    Gradients are exact with ``input_dtype=same``. The forward pass of the blocks runs twice. Inputs are never pruned,
+    since a block recomputed from a pruned input would have a different gradient.
 
     Args:
-        blocks: indices of the blocks, negative ones from the end; None: all of them.
-        input_dtype: type in which a block's input is kept: ``same`` (unchanged), ``bf16``, ``int8`` (one running
-            range), or ``int4`` (a minimum and a step for each 64 values, as `LowBit` keeps them).
+        blocks: indices of the blocks; negative indices count from the end. None: all blocks.
+        input_dtype: storage format of a block's input: ``same`` (unchanged), ``bf16``, ``int8`` (one running range), or
+            ``int4`` (a minimum and a step per 64 values, like in `LowBit`).
 
     Raises:
-        SettingError: a value outside these, or (when applied) a block outside the model.
-        UserError: when applied: the model's blocks are not recognized.
+        SettingError: a value is not allowed; when applied: a block index is outside the model.
+        UserError: when applied: the blocks of the model are not recognized.
     """
 
     name = "checkpointing"
@@ -101,8 +101,7 @@ class Checkpointing(MemoryMethod):
         super().__init__()
         if blocks is not None:
             check_indices("blocks", blocks, "[0,1,2]", do="null means all blocks.")
-        if input_dtype not in INPUT_DTYPES:
-            raise SettingError("input_dtype", input_dtype, INPUT_DTYPES)
+        check_choice("input_dtype", input_dtype, INPUT_DTYPES)
         self.blocks, self.input_dtype = None if blocks is None else list(blocks), input_dtype
         if input_dtype not in ("int8", "int4"):
             self.libraries = ()

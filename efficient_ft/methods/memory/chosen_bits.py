@@ -1,22 +1,22 @@
-"""Bits and groups of each packed tensor under a budget of bytes, chosen by how much packing it changes the gradient.
+"""Selection of the bits and group of each packed tensor under a budget of bytes, by the change of the gradient.
 
-In the steps of the profile every tensor is kept in 8 bits. When the backward pass reaches the output of a part of the
-model, it runs from there down once as it is, and once more for each tensor that the part packs, with that tensor alone
-rounded to 3 bits: the change of the gradient is measured, through all layers below. The change is the sum, over the
-parts of the model, of the squared norm of the difference, relative to that of the part's own gradient: optimizers such
-as Adam do not mind that one part's gradient is larger than another's.
+In the steps of the profile, every tensor is saved in 8 bits. When the backward pass reaches the output of a part of the
+model, it runs once from there without changes, and once more for each tensor that the part packs, with only this tensor
+rounded to 3 bits. This measures the change of the gradient through all layers below. The change is the squared norm of
+the difference, relative to that of the part's own gradient, summed over the parts of the model. It is relative because
+optimizers such as Adam are insensitive to the scale of a part's gradient.
 
-The changes of several tensors add up, since their rounding errors are independent, and for each the change is
-proportional to the squared rounding error, which is measured too and gives the change in every other form. (On a
-trained small ViT the sum is within 5 % of the change when all are rounded.) Bits are then spent where they lower the
-sum most.
+The changes of several tensors are additive, since their rounding errors are independent. For each tensor, the change is
+proportional to the squared rounding error. This error is measured too, and gives the change in every other format. On a
+trained small ViT, the sum is within 5 % of the change when all tensors are rounded. Bits are then spent where they
+reduce the sum most.
 
-A part that pauses in a step of the profile (`lisa`, `uniform_layers`) is not measured in it: what its tensors do to the
-gradients of other parts says nothing of what they do to its own. Tensors measured in no step get the bits that the
-budget has for all alike.
+A part that is frozen in a step of the profile (`lisa`, `uniform_layers`) is not measured in this step: the effect of
+its tensors on the gradients of other parts does not predict the effect on its own gradient. Tensors that were never
+measured get the largest format that fits the budget for all tensors.
 
-ActNN (Chen et al., ICML 2021) and GACT (Liu et al., ICML 2022) choose bits by the sensitivity of the gradient's
-variance to them; measured changes, and relative to each part, are ours.
+ActNN (Chen et al., ICML 2021) and GACT (Liu et al., ICML 2022) select bits by the sensitivity of the gradient's
+variance. Measuring changes, relative to each part, is our extension.
 """
 
 from __future__ import annotations
@@ -36,29 +36,28 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from efficient_ft.core.distributed import all_reduce_sum
 from efficient_ft.methods.memory.packing import PackedForward
 from efficient_ft.ops.saving import PackingState
-from efficient_ft.ops.saving.mode import has_counted_names, refuse_earlier
 from efficient_ft.ops.storage import BITS, GroupBits, PackContext, Packed, group_length, group_pack, group_unpack
 from efficient_ft.ops.tokens import attach_tokens, pop_tokens
 
-#: How a tensor is packed: bits of a value, values of a group.
+#: Storage format of a tensor: bits per value, and values per group.
 Form = tuple[int, int]
 
-#: Bits of every tensor during the profile, from which changes are measured.
+#: Bits of every tensor during the profile, relative to which changes are measured.
 _EXACT = 8
 #: Bits to which a tensor is rounded to measure its change.
 _TRIAL = 3
-#: Steps without a finite gradient other than zero (fp16 overflow, a head of zeros) after which a profile ends.
+#: Number of steps without a finite, nonzero gradient (fp16 overflow, a head of zeros) after which a profile ends.
 _IN_VAIN = 16
 
 
 def bits_per_value(form: Form) -> float:
-    """Return the size of a packed value with its share of the group's minimum and step."""
+    """Return the bits per packed value, including its share of the group's minimum and step."""
     bits, group = form
     return bits + 32 / group
 
 
 def packed_bits(n: int, form: Form) -> int:
-    """Return the size of n packed values; the last group may be longer than what is left for it."""
+    """Return the number of bits of n packed values. The last group may be padded."""
     bits, group = form
     length = group_length(n, group)
     return -(-n // length) * (bits * length + 32)
@@ -66,18 +65,18 @@ def packed_bits(n: int, form: Form) -> int:
 
 @dataclass
 class ChosenBits(PackingState):
-    """The profile, and the bits chosen in it.
+    """The profile, and the storage formats selected in it.
 
     Attributes:
-        budget: mean bits per packed value, with its share of minimum and step.
-        groups: the numbers of values that a group can have.
-        stochastic: round at random.
-        profile_steps: steps to be measured.
-        steps: steps measured.
-        in_vain: steps in which nothing could be measured.
-        values: their number in each tensor packed in the profile, by the name of its `PackContext`.
-        changes: of the gradient, by tensor and form, summed over the steps measured.
-        forms: chosen, by tensor; None: the profile is not over.
+        budget: mean bits per packed value, including minimum and step.
+        groups: allowed numbers of values per group.
+        stochastic: round stochastically.
+        profile_steps: number of steps to measure.
+        steps: number of measured steps.
+        in_vain: number of steps in which nothing could be measured.
+        values: number of values of each tensor packed in the profile, by the name of its `PackContext`.
+        changes: change of the gradient by tensor and format, summed over the measured steps.
+        forms: selected format by tensor; None: the profile is not finished.
     """
 
     budget: float = 4.5
@@ -89,27 +88,27 @@ class ChosenBits(PackingState):
     values: dict[str, int] = field(default_factory=dict)
     changes: dict[str, dict[Form, float]] = field(default_factory=dict)
     forms: dict[str, Form] | None = None
-    #: Of this step: the part of each parameter, by its id, the parts in which nothing trains, and the changes measured.
+    #: In the current step: the part of each parameter by its id, the frozen parts, and the measured changes.
     _part_of: dict[int, str] = field(default_factory=dict)
     _frozen: dict[str, nn.Module] = field(default_factory=dict)
     _step: dict[str, dict[Form, float]] = field(default_factory=dict)
-    #: The tensor rounded in the backward pass that is running, and its squared rounding errors by form.
+    #: The tensor that the running backward pass rounds, and its squared rounding errors by format.
     _trial: str | None = None
     _errors: dict[Form, float] = field(default_factory=dict)
 
     @property
     def all_forms(self) -> list[Form]:
-        """All forms that a tensor can have, from the smallest."""
+        """All formats, from the smallest."""
         return sorted(((bits, group) for bits in BITS for group in self.groups), key=bits_per_value)
 
     @property
     def default(self) -> Form:
-        """The form of a tensor that was not measured: the largest that the budget has for all alike."""
+        """The format of a tensor that was not measured: the largest that fits the budget for all tensors."""
         return max((f for f in self.all_forms if bits_per_value(f) <= self.budget), key=bits_per_value)
 
     # ------------------------------------------------------------------ packing
     def pack(self, x: Tensor, context: PackContext) -> Packed:
-        """Pack x in the form chosen for it."""
+        """Pack x in the format selected for it."""
         form = (_EXACT, min(self.groups)) if self.forms is None else self.forms.get(context.name, self.default)
         packed = GroupBits(*form, self.stochastic).pack(x, context)
         if self.forms is not None:
@@ -118,7 +117,7 @@ class ChosenBits(PackingState):
         return Packed(packed.tensors, partial(self._unpack, context.name, packed.unpack))
 
     def _unpack(self, name: str, unpack: Any, *tensors: Tensor) -> Tensor:
-        """Unpack; the tensor on trial is rounded."""
+        """Unpack a tensor. Round it if it is measured."""
         x: Tensor = unpack(*tensors)
         if name != self._trial:
             return x
@@ -133,18 +132,18 @@ class ChosenBits(PackingState):
 
     # ------------------------------------------------------------------ the profile
     def begin_part(self, name: str, module: nn.Module) -> None:
-        """Note that a part of the model runs in a step of the profile."""
+        """Record that a part of the model runs in a step of the profile."""
         self._part_of.update((id(p), name) for p in module.parameters())
         if not _trains(module):
             self._frozen[name] = module
 
     def measure(self, part: str, output: GradientEdge, g: Tensor) -> None:
-        """Measure the changes for the tensors of a part, in the backward pass; once in a step.
+        """Measure the changes for the tensors of a part in the backward pass, once per step.
 
         Args:
-            part: its name.
-            output: of the part.
-            g: the gradient there.
+            part: name of the part.
+            output: output of the part.
+            g: gradient of the output.
         """
         names = [name for name in self.values if _part(name) == part and name not in self._step]
         if self.forms is not None or self._trial is not None or isinstance(g, FakeTensor) or not names:
@@ -155,7 +154,7 @@ class ChosenBits(PackingState):
         parts = [self._part_of.get(id(p), "") for p in parameters]
 
         def gradients() -> dict[str, list[Tensor]]:
-            """By part; what is outside of all parts counts as one."""
+            """Return the gradients by part. Parameters outside of all parts form one group."""
             self.last.held = None
             by_part: dict[str, list[Tensor]] = {}
             found = torch.autograd.grad(output, parameters, g, retain_graph=True, allow_unused=True)
@@ -164,7 +163,7 @@ class ChosenBits(PackingState):
             return by_part
 
         try:
-            self._trial = ""  # the gradients taken here are not measured in turn
+            self._trial = ""  # the gradients computed here are not measured themselves
             exact = gradients()
             sizes = {name: _squared_norm(group) for name, group in exact.items()}
             for name in names:
@@ -180,11 +179,11 @@ class ChosenBits(PackingState):
             self._trial, self.last.held = None, None
 
     def step_end(self) -> None:
-        """End a step. After the last one of the profile choose the forms; the same on all processes."""
+        """End a step. After the last step of the profile, select the formats, the same on all processes."""
         if self.forms is not None or not self.values:
             return
         names, forms = sorted(self.values), [form for form in self.all_forms if form[0] < _EXACT]
-        # Selections have ended their step: what pauses has `requires_grad` again, what never trains has not.
+        # Selections have ended their step: paused parts have `requires_grad` again, unlike permanently frozen parts.
         paused = {part for part, module in self._frozen.items() if _trains(module)}
         measured_now = {name: of for name, of in self._step.items() if _part(name) not in paused}
         found = [[measured_now.get(name, {}).get(form, 0.0) for form in forms] for name in names]
@@ -198,14 +197,14 @@ class ChosenBits(PackingState):
                 before = self.changes.get(name, {})
                 self.changes[name] = {f: before.get(f, 0.0) + change for f, change in zip(forms, row, strict=True)}
         if self.steps == self.profile_steps or self.in_vain == _IN_VAIN:
-            # A last batch has more samples in one process than in another, and texts are padded to other lengths.
+            # Processes can have last batches of different sizes, and texts padded to different lengths.
             counts = all_reduce_sum(torch.tensor([self.values[name] for name in names])).tolist()
             found_at = dict(zip(names, counts, strict=True))
             measured = {name: n for name, n in found_at.items() if any(self.changes.get(name, {}).values())}
             self.forms = choose_forms(measured, self.changes, self.budget, self.all_forms)
 
     def note(self) -> str | None:
-        """Return what was chosen, for the report; None: nothing yet."""
+        """Return the selected formats for the report, or None before the selection."""
         if self.forms is None:
             return None
         bits, group = self.default
@@ -214,7 +213,7 @@ class ChosenBits(PackingState):
         total = sum(self.values[name] for name in self.forms)
         mean = sum(packed_bits(self.values[name], form) for name, form in self.forms.items()) / total
         by_part: dict[str, str] = {}
-        for name in self.values:  # in the order in which they are packed
+        for name in self.values:  # in packing order
             if name in self.forms:
                 part, form = _part(name), "{}/{}".format(*self.forms[name])
                 by_part[part] = f"{by_part.get(part, part)} {form}"
@@ -223,7 +222,7 @@ class ChosenBits(PackingState):
 
     # ------------------------------------------------------------------ state
     def state_dict(self) -> dict[str, Any]:
-        """Return the profile and the choice."""
+        """Return the profile and the selected formats."""
         return {
             "steps": self.steps,
             "in_vain": self.in_vain,
@@ -234,12 +233,7 @@ class ChosenBits(PackingState):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from the state of `state_dict`.
-
-        Raises:
-            UserError: an earlier version wrote it.
-        """
-        refuse_earlier(has_counted_names(state_dict["values"]))
+        """Restore the state of `state_dict`."""
         if state_dict.get("noise") is not None:
             self.noise.load_state_dict(state_dict["noise"])
         self.steps, self.in_vain = state_dict["steps"], state_dict["in_vain"]
@@ -249,7 +243,7 @@ class ChosenBits(PackingState):
 
 
 class ChosenBitsPacker:
-    """The packer of a `ChosenBits`; one object for all kinds of tensors, so that each is packed once."""
+    """The packer of a `ChosenBits`. All kinds of tensors share one object, so that each tensor is packed once."""
 
     named = True
 
@@ -257,7 +251,7 @@ class ChosenBitsPacker:
         self.chosen = chosen
 
     def pack(self, x: Tensor, context: PackContext) -> Packed:
-        """Pack x in the form chosen for it."""
+        """Pack x in the format selected for it."""
         return self.chosen.pack(x, context)
 
 
@@ -281,7 +275,7 @@ class ProfiledForward(PackedForward):
 
 
 class _Output(torch.autograd.Function):
-    """The output of a part, where the backward pass is measured. It keeps nothing: its node knows what is below."""
+    """The output of a part, where the backward pass is measured. It saves nothing: its node leads to the graph."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, chosen: ChosenBits, part: str) -> Tensor:
@@ -298,16 +292,16 @@ class _Output(torch.autograd.Function):
 def choose_forms(
     values: Mapping[str, int], changes: Mapping[str, Mapping[Form, float]], budget: float, forms: Sequence[Form]
 ) -> dict[str, Form]:
-    """Choose the form of each tensor: the smallest sum of changes that the budget allows, to within one tensor.
+    """Select the format of each tensor with the smallest sum of changes under the budget, up to one tensor.
 
-    All begin in the smallest form; then the tensor that gets the next bits is always that whose change falls most for
-    them.
+    All tensors start in the smallest format. Each step enlarges the format of the tensor whose change decreases most
+    per bit.
 
     Args:
-        values: number of values, by tensor.
-        changes: of the gradient, by tensor and form; 0 in forms that are not there.
-        budget: mean bits per value; at least those of the smallest form.
-        forms: from the smallest.
+        values: number of values by tensor.
+        changes: change of the gradient by tensor and format; 0 for missing formats.
+        budget: mean bits per value, at least that of the smallest format.
+        forms: formats, from the smallest.
     """
     chosen = dict.fromkeys(values, forms[0])
     left = budget * sum(values.values()) * (1 + 1e-9) - sum(packed_bits(n, forms[0]) for n in values.values())
@@ -331,7 +325,7 @@ def choose_forms(
 def _parameters_below(node: Any) -> list[Tensor]:
     """Return the parameters that a backward pass from a node reaches.
 
-    What torch.compile has compiled is left out: its backward pass can run only once.
+    Code compiled by torch.compile is excluded, since its backward pass can run only once.
     """
     seen, nodes, found = {node}, [node], []
     while nodes:
@@ -346,7 +340,7 @@ def _parameters_below(node: Any) -> list[Tensor]:
 
 
 def _part(name: str) -> str:
-    """Return the part of the model that a packed tensor belongs to; its later calls in a forward pass have a number."""
+    """Return the part of the model to which a packed tensor belongs, without the number of the call."""
     return name.partition("/")[0].partition("(")[0]
 
 

@@ -1,8 +1,8 @@
-"""Exact sharing: each activation is kept once, and what can be computed from it is computed again.
+"""Exact sharing: each activation is saved once, and tensors that can be computed from it are recomputed.
 
 Sources: Andoorveedu, Zhu, Zheng, Pekhimenko, "Tempo: Accelerating Transformer-Based Model Training through Memory
 Footprint Reduction", NeurIPS 2022; Yang, Wei, et al., "Reducing Fine-Tuning Memory Overhead by Approximate and
-Memory-Sharing Backpropagation" (MS-BP), ICML 2024: a normalization and the layers after it share x̂.
+Memory-Sharing Backpropagation" (MS-BP), ICML 2024, in which a normalization and the layers after it share x̂.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Literal
 import torch
 from torch import nn
 
-from efficient_ft.core.errors import SettingError
 from efficient_ft.methods.base import Applied
+from efficient_ft.methods.checks import check_choice
 from efficient_ft.methods.memory.packing import ActivationPacking
 from efficient_ft.methods.registry import register
 from efficient_ft.models.view import ModelView
 from efficient_ft.ops.saving import Policy
 from efficient_ft.ops.storage import Dense, Half, Packer
 
-#: With ``attention=mixed`` attention is computed again in every block whose number is a multiple of this.
+#: With ``attention=mixed``, attention is recomputed in every block whose number is a multiple of this.
 _EVERY = 4
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -29,22 +29,22 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @register
 class Compact(ActivationPacking):
-    """Keep each activation once, exactly; the forward pass is not changed.
+    """Save each activation once and exactly. The forward pass does not change.
 
-    A normalization keeps its normalized input x̂, from which the inputs of the layers after it are computed; a layer
-    after GELU, SiLU, a product of two activations (SwiGLU) or, in a network with BatchNorm, after BatchNorm and its
-    activation function keeps no input of its own. No matrix product is computed twice, except in attention that is
-    recomputed. Gradients equal plain training's to rounding.
+    A normalization saves its normalized input x̂, from which the inputs of the layers after it are recomputed. A layer
+    does not save its input after GELU, SiLU, a product of two activations (SwiGLU) or, in a network with BatchNorm,
+    after BatchNorm and its activation function. No matrix product is computed twice, except in recomputed attention.
+    Gradients equal those of plain training up to rounding.
 
     Args:
-        attention: ``recomputed`` keeps q, k and v and computes attention from them again in the backward pass, and so
-            needs neither its output nor its statistics; ``kept`` keeps what torch's own operation keeps; ``mixed``
-            recomputes attention in every fourth block (of twelve, in the fourth, eighth and twelfth).
-        activation_dtype: type in which the inputs of GELU and other smooth activation functions are kept: ``same``
-            (exact), or ``bf16`` or ``fp16``, half of it in fp32. ReLU keeps a bit per element.
+        attention: ``recomputed`` saves q, k and v and recomputes attention from them in the backward pass, so that
+            neither its output nor its statistics are saved. ``kept`` saves the tensors that torch's operation saves.
+            ``mixed`` recomputes attention in every fourth block (of twelve, in the fourth, eighth and twelfth).
+        activation_dtype: dtype in which the inputs of GELU and other smooth activation functions are saved: ``same``
+            (exact), or ``bf16`` or ``fp16``, which take half the bytes of fp32. ReLU saves one bit per element.
 
     Raises:
-        SettingError: a value outside these.
+        SettingError: a value is not allowed.
     """
 
     name = "compact"
@@ -57,12 +57,10 @@ class Compact(ActivationPacking):
         activation_dtype: Literal["same", "bf16", "fp16"] = "same",
     ):
         super().__init__()
-        if attention not in ("mixed", "recomputed", "kept"):
-            raise SettingError("attention", attention, ("mixed", "recomputed", "kept"))
-        if activation_dtype not in ("same", *_DTYPES):
-            raise SettingError("activation_dtype", activation_dtype, ("same", *_DTYPES))
+        check_choice("attention", attention, ("mixed", "recomputed", "kept"))
+        check_choice("activation_dtype", activation_dtype, ("same", *_DTYPES))
         self.attention, self.activation_dtype = attention, activation_dtype
-        # With ``mixed``: blocks that keep what torch's attention keeps.
+        # Blocks that save the tensors of torch's attention, with ``mixed``.
         self._kept: frozenset[str] = frozenset()
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:

@@ -13,42 +13,44 @@ from typing import Literal
 
 from efficient_ft.core.errors import SettingError
 from efficient_ft.methods.base import Applied
+from efficient_ft.methods.checks import check_choice, check_integer, check_number
 from efficient_ft.methods.memory.chosen_bits import ChosenBits, ChosenBitsPacker, ProfiledForward, bits_per_value
 from efficient_ft.methods.memory.packing import ActivationPacking
 from efficient_ft.methods.registry import register
 from efficient_ft.ops.saving import PackingState, Policy
 from efficient_ft.ops.storage import BITS, GroupBits, Packer
 
-#: The largest group.
+#: Maximum number of values per group.
 _LARGEST = 2**16
-#: The groups that bits=auto chooses from.
+#: Groups from which bits=auto selects.
 _CHOSEN_GROUPS = (64, 128, 256)
 
 
 @register
 class LowBit(ActivationPacking):
-    """Keep what the backward pass needs in a few bits per value; the forward pass is not changed.
+    """Save the tensors of the backward pass in a few bits per value. The forward pass does not change.
 
-    Each group of consecutive values keeps its minimum and its step, the spacing of the values that it can represent, in
-    fp16. What can be computed from a kept tensor is not kept again: a layer after a normalization, GELU, a product of
-    two activations (SwiGLU) or, in a network with BatchNorm, after BatchNorm and its activation function, keeps nothing
-    of its own. ReLU keeps a bit per element.
+    Each group of consecutive values stores its minimum and its step, the spacing of the representable values, in fp16.
+    Tensors that can be computed from a saved tensor are not saved again: a layer does not save its input after a
+    normalization, GELU, a product of two activations (SwiGLU) or, in a network with BatchNorm, after BatchNorm and its
+    activation function. ReLU saves one bit per element.
 
     Args:
-        bits: of a value: 8, 4, 3 or 2; ``auto``: chosen for each tensor under the `budget`, by how much rounding it
-            changes the gradient. During the profile, the first `profile_steps`, all have 8 bits.
-        budget: mean bits per value for ``auto``, minimum and step included: 3.5 takes the bytes of ``bits=3``. None:
-            those of ``bits=4``, 4.5.
-        profile_steps: optimizer steps that ``auto`` profiles; each takes about half a step more for each tensor
-            packed, and keeps two more gradients meanwhile.
-        group: values of a group, a multiple of 8 up to 65536; None: 64, or 40 with 2 bits, and with ``auto`` 64, 128 or
-            256 for each tensor. The minimum and the step add 32 / group bits to each value.
-        rounding: ``nearest``, with a smaller error, or ``stochastic``, whose mean is the exact value (as in ActNN).
-        attention: ``fused`` keeps q, k and v and recomputes attention from them by torch's fused kernel; ``unfused``
-            keeps q, k, v and softmax's output.
+        bits: bits per value: 8, 4, 3, 2 or ``auto``. ``auto`` selects bits for each tensor under the `budget` by the
+            change of the gradient that rounding causes. During the profile, the first `profile_steps`, all tensors
+            have 8 bits.
+        budget: mean bits per value for ``auto``, including minimum and step. 3.5 takes the bytes of ``bits=3``. None:
+            4.5, the budget of ``bits=4``.
+        profile_steps: number of optimizer steps that ``auto`` profiles. Each takes about half a step more per packed
+            tensor, and temporarily stores two more gradients.
+        group: number of values per group, a multiple of 8 up to 65536. None: 64, or 40 with 2 bits; with ``auto``, 64,
+            128 or 256 for each tensor. The minimum and the step add 32 / group bits to each value.
+        rounding: ``nearest``, with a smaller error, or ``stochastic``, with the exact value as mean (like in ActNN).
+        attention: ``fused`` saves q, k and v and recomputes attention from them with torch's fused kernel. ``unfused``
+            saves q, k, v and the output of softmax.
 
     Raises:
-        SettingError: a value outside these.
+        SettingError: a value is not allowed.
     """
 
     name = "low_bit"
@@ -68,16 +70,11 @@ class LowBit(ActivationPacking):
             raise SettingError("bits", bits, (*map(str, BITS), "auto"))
         if group is not None and (type(group) is not int or group % 8 or not 8 <= group <= _LARGEST):
             raise SettingError(
-                "group", group, f"a multiple of 8 from 8 to {_LARGEST}, or null", "null means 64, and 40 with 2 bits."
+                "group", group, f"a multiple of 8 from 8 to {_LARGEST}, or null", "null is 64, or 40 with 2 bits."
             )
-        for setting, value, allowed in (
-            ("rounding", rounding, ("nearest", "stochastic")),
-            ("attention", attention, ("fused", "unfused")),
-        ):
-            if value not in allowed:
-                raise SettingError(setting, value, allowed)
-        if type(profile_steps) is not int or profile_steps < 1:
-            raise SettingError("profile_steps", profile_steps, "an integer >= 1")
+        check_choice("rounding", rounding, ("nearest", "stochastic"))
+        check_choice("attention", attention, ("fused", "unfused"))
+        check_integer("profile_steps", profile_steps)
         self.bits, self.group, self.rounding, self.attention = bits, group, rounding, attention
         self.budget, self.profile_steps = budget, profile_steps
         self._check_budget()
@@ -89,25 +86,16 @@ class LowBit(ActivationPacking):
             return
         if self.bits != "auto":
             raise SettingError(
-                "budget", self.budget, f"null with bits={self.bits}", "bits=auto chooses bits under a budget."
+                "budget", self.budget, f"null with bits={self.bits}", "Only bits=auto selects bits under a budget."
             )
         least = bits_per_value((min(BITS), max(self._groups)))
         most = bits_per_value((max(BITS), min(self._groups)))
-        if (
-            isinstance(self.budget, bool)
-            or not isinstance(self.budget, int | float)
-            or not least <= self.budget <= most
-        ):
-            raise SettingError(
-                "budget",
-                self.budget,
-                f"null or a number of bits per value from {least:g} to {most:g}",
-                "The minimum and the step of a group are included.",
-            )
+        allowed = f"null or a number of bits per value, with minimum and step, from {least:g} to {most:g}"
+        check_number("budget", self.budget, allowed, lambda bits: least <= bits <= most)
 
     @property
     def _groups(self) -> tuple[int, ...]:
-        """The groups that tensors can have; one, unless they are chosen."""
+        """Allowed numbers of values per group; a single number unless they are selected."""
         if self.group is not None:
             return (self.group,)
         return _CHOSEN_GROUPS if self.bits == "auto" else (40 if self.bits == 2 else 64,)

@@ -1,4 +1,4 @@
-"""Mesa: activations in 8 bits between the forward and the backward pass.
+"""Mesa: activations of 8 bits between the forward and the backward pass.
 
 Source: Pan, Chen, He, Liu, Cai, Zhuang, "Mesa: A Memory-saving Training Framework for Transformers", 2021.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from efficient_ft.core.errors import SettingError
+from efficient_ft.methods.checks import check_choice
 from efficient_ft.methods.memory.packing import ActivationPacking
 from efficient_ft.methods.registry import register
 from efficient_ft.ops.saving import Policy
@@ -16,28 +16,27 @@ from efficient_ft.ops.storage import EightBits
 
 @register
 class Mesa(ActivationPacking):
-    """Keep what the backward pass needs in 8 bits; the forward pass is not changed.
+    """Save the tensors of the backward pass in 8 bits. The forward pass does not change.
 
-    Inputs of linear layers, convolutions, normalizations and smooth activation functions, q, k, v and softmax's output
-    are rounded at random to 255 steps of a running range (mean with factor 0.9), one for each attention head; ReLU
-    keeps a bit per element.
+    The inputs of linear layers, convolutions, normalizations and smooth activation functions, q, k, v and the output of
+    softmax are stochastically rounded to 255 steps. Each attention head has a running range (mean with factor 0.9).
+    ReLU saves one bit per element.
 
     Args:
-        attention: ``unfused`` keeps q, k, v and softmax's output (as published); ``fused`` keeps q, k and v and
-            recomputes attention from them by torch's fused kernel.
-        recompute_inputs: a layer that takes the output of GELU or of a LayerNorm keeps no input of its own: it is
-            computed from what the layer before keeps.
+        attention: ``unfused`` saves q, k, v and the output of softmax (as published). ``fused`` saves q, k and v and
+            recomputes attention from them with torch's fused kernel.
+        recompute_inputs: a layer after GELU or a LayerNorm does not save its input. It is recomputed from the tensor
+            that the preceding layer saves.
 
     Raises:
-        SettingError: a value outside these.
+        SettingError: a value is not allowed.
     """
 
     name = "mesa"
 
     def __init__(self, attention: Literal["unfused", "fused"] = "unfused", recompute_inputs: bool = True):
         super().__init__()
-        if attention not in ("unfused", "fused"):
-            raise SettingError("attention", attention, ("unfused", "fused"))
+        check_choice("attention", attention, ("unfused", "fused"))
         self.attention, self.recompute_inputs = attention, recompute_inputs
 
     def policy(self) -> Policy:

@@ -1,13 +1,13 @@
-"""The base of methods that pack activations: in which parts of a model, and for how long.
+"""The base class of methods that pack activations. It selects the packed parts of a model.
 
-In training, parts of the model (blocks, stem, downsampling) run their forward pass inside a `PackedOperations` mode.
+In training, the parts (blocks, stem, downsampling) run their forward pass inside a `PackedOperations` mode.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,23 +32,42 @@ from efficient_ft.ops.saving import (
 )
 from efficient_ft.ops.storage import Dense, GroupBits, Sparse
 
-#: Why a method that changes the forward pass of layers cannot be stacked with low-rank backward.
-DENSE_FORWARD = "low-rank layers have a dense forward pass of their own and keep their projected input"
+#: Reason for the conflict of low-rank backward with methods that change the forward pass of layers.
+DENSE_FORWARD = "low-rank layers have their own dense forward pass and save their projected input"
 
-#: Reasons for which a layer inside a packed part runs as it is: its input has no batch dimension of images.
+#: Reasons for which a layer inside a packed part runs unchanged: its input has no batch dimension of images.
 _NO_BATCH = (Reason.NOT_FROM_IMAGES, Reason.ROUTED)
 
 
+@dataclass(frozen=True)
+class Part:
+    """A part of a model that a method packs.
+
+    Attributes:
+        name: full name of the part.
+        module: the part.
+        layers: layers of the part that run packed, by their full names.
+        networks: layers that compute a bias of attention scores from positions.
+        is_head: True if the part contains the classifier, in a model with attention.
+    """
+
+    name: str
+    module: nn.Module
+    layers: dict[str, nn.Module]
+    networks: tuple[nn.Module, ...]
+    is_head: bool
+
+
 class PackedForward(MemoryForward):
-    """A forward pass that packs what the module saves, in training.
+    """A forward pass that packs the tensors that the module saves, in training.
 
     Args:
         module: the part of the model.
-        name: its full name.
-        policy: how tensors are kept.
-        packing: the state that lasts from step to step.
+        name: full name of the part.
+        policy: storage format of each kind of tensor.
+        packing: state that persists from step to step.
         method: name of the method.
-        networks: layers that compute a bias of attention's scores from positions.
+        networks: layers that compute a bias of attention scores from positions.
     """
 
     def __init__(
@@ -65,7 +84,7 @@ class PackedForward(MemoryForward):
         counts = (getattr(m, "num_heads", None) for m in module.modules())
         self.heads: int | None = next((count for count in counts if type(count) is int), None)
 
-    @torch.compiler.disable  # the operations are taken as they run; around a packed part all may be compiled
+    @torch.compiler.disable  # the mode intercepts operations at run time; code around a packed part may be compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.training or not torch.is_grad_enabled():
             return self.within(*args, **kwargs)
@@ -84,13 +103,14 @@ class PackedForward(MemoryForward):
 def with_position_network(policy: Policy) -> Policy:
     """Return the policy of a part whose attention has a bias from a trained network of positions.
 
-    The bias's gradient is that of the scores, summed over images and windows. Each of its rows adds up to 0, so that
-    the network's gradient is small against its terms: with coarse q, k, v and softmax it is mostly error.
+    The gradient of the bias equals that of the scores, summed over images and windows. Each of its rows sums to 0, so
+    that the gradient of the network is small compared with its terms. With coarse q, k, v and softmax, it would consist
+    mostly of error.
     """
     packer = policy.attention
     if isinstance(packer, Dense) or (isinstance(packer, Sparse) and not packer.sparsity and not packer.eight_bits):
         return policy  # nothing is dropped
-    if policy.forward:  # the control computes with what it prunes
+    if policy.forward:  # the negative control computes with the pruned tensors
         return replace(policy, position_network=True)
     if isinstance(packer, Sparse):
         packer = GroupBits(8)
@@ -100,7 +120,7 @@ def with_position_network(policy: Policy) -> Policy:
 
 
 class _PlainForward(MemoryForward):
-    """The plain forward pass of a module inside a packed part whose input has no batch dimension of images."""
+    """The unchanged forward pass of a module inside a packed part whose input has no batch dimension of images."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with packing_suspended():
@@ -108,23 +128,22 @@ class _PlainForward(MemoryForward):
 
 
 class PartwiseMethod(MemoryMethod):
-    """Base of the methods that store a model's activations in another form, part by part.
+    """Base class of the methods that save the activations of a model in another storage format, part by part.
 
-    In a model with attention, blocks and the modules between stages are packed, and a stem of several convolutions; the
-    patch embedding, the final normalization and the head stay dense and exact, as published. In a network without
-    attention everything is packed, the stem and the classifier too, as published. Layers of which nothing needs a
-    gradient keep nothing anyway; what trains is decided by the selection. torch.compile leaves packed parts as they
-    are.
+    In a model with attention, the blocks, the modules between stages, and a stem of several convolutions are packed.
+    The patch embedding, the final normalization and the head stay dense and exact, as published. In a network without
+    attention, all layers are packed, including stem and classifier, as published. Layers without gradients save nothing
+    anyway; the selection decides which parameters are trained. torch.compile does not compile packed parts.
 
     Attributes:
-        packs_tail: in a model with attention the final normalization is packed too, and the head keeps its own input
-            alone, exactly, not the whole tensor that it is a view of (the class token of all tokens).
+        packs_tail: in a model with attention, the final normalization is packed too, and the head saves an exact copy
+            of its input instead of the full tensor of which the input is a view (the class token of all tokens).
     """
 
     packs_tail: bool = False
 
     def _left_plain(self, view: ModelView) -> dict[str, Skipped]:
-        """Return further layers that this method leaves as they are, with the reason."""
+        """Return further layers that this method leaves unchanged, with the reason."""
         return {}
 
     def _packs(self, module: nn.Module) -> bool:
@@ -132,25 +151,8 @@ class PartwiseMethod(MemoryMethod):
         return isinstance(module, nn.Linear | nn.Conv2d) or is_norm(module)
 
     @abstractmethod
-    def _forward_of(
-        self,
-        module: nn.Module,
-        name: str,
-        packing: PackingState,
-        layers: dict[str, nn.Module],
-        networks: Sequence[nn.Module],
-        is_head: bool,
-    ) -> MemoryForward:
-        """Return the forward of a part.
-
-        Args:
-            module: the part.
-            name: its full name.
-            packing: the state that lasts from step to step.
-            layers: those of the part that run packed, by their full names.
-            networks: layers that compute from positions what the part adds to attention's scores.
-            is_head: the part has the classifier, in a model with attention.
-        """
+    def _forward_of(self, part: Part, packing: PackingState) -> MemoryForward:
+        """Return the replacement of the forward pass of a part, with the state that persists from step to step."""
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
         parts, heads, skipped = _parts(view, self.packs_tail)
@@ -175,8 +177,8 @@ class PartwiseMethod(MemoryMethod):
             module = model.get_submodule(part)
             if part not in plain:
                 layers = {name: model.get_submodule(name) for name in inside[part] if name not in plain}
-                networks = [model.get_submodule(layer) for layer in _position_networks(view, part, parts)]
-                put_around(module, self._forward_of(module, part, packing, layers, networks, part in heads))
+                networks = tuple(model.get_submodule(layer) for layer in _position_networks(view, part, parts))
+                put_around(module, self._forward_of(Part(part, module, layers, networks, part in heads), packing))
         for name in plain:
             module = model.get_submodule(name)
             if name in names and name not in parts:
@@ -186,46 +188,38 @@ class PartwiseMethod(MemoryMethod):
         return Applied(self.name, touched, skipped, self._notes(model, view, packing), summary=summary)
 
     def _notes(self, model: nn.Module, view: ModelView, packing: PackingState) -> tuple[str, ...]:
-        """Return further sentences for the report, once all parts are packed."""
+        """Return further sentences for the report after all parts have been packed."""
         return ()
 
 
 class ActivationPacking(PartwiseMethod):
-    """Base of the methods that pack activations for the backward pass, by a `Policy`; a subclass implements `policy`.
+    """Base class of the methods that pack activations by a `Policy`. A subclass implements `policy`.
 
-    Where packing applies: see `PartwiseMethod`. A constructor calls ``super().__init__()``.
+    `PartwiseMethod` describes the packed parts. A constructor calls ``super().__init__()``.
 
     Raises:
         UserError: when applied: no layer of the model can be packed; in `step_end`: a packed value was too large for
             fp16.
     """
 
-    #: The class of the parts' forward passes.
+    #: Class of the forward passes of the parts.
     _forward: type[PackedForward] = PackedForward
 
     @abstractmethod
     def policy(self) -> Policy:
-        """Return the packer of each kind of activation; called when the method is applied."""
+        """Return the packer of each kind of activation. It is called when the method is applied."""
 
     def policy_of(self, part: str) -> Policy:
-        """Return the policy of a part, by its full name; the same for all unless a subclass decides otherwise."""
+        """Return the policy of a part, given by its full name. By default, all parts have the same policy."""
         return self.policy()
 
-    def _forward_of(
-        self,
-        module: nn.Module,
-        name: str,
-        packing: PackingState,
-        layers: dict[str, nn.Module],
-        networks: Sequence[nn.Module],
-        is_head: bool,
-    ) -> MemoryForward:
-        policy = self.policy_of(name)
-        policy = replace(policy, product=Dense(alone=True)) if is_head else policy
-        return self._forward(module, name, policy, packing, self.name, networks)
+    def _forward_of(self, part: Part, packing: PackingState) -> MemoryForward:
+        policy = self.policy_of(part.name)
+        policy = replace(policy, product=Dense(alone=True)) if part.is_head else policy
+        return self._forward(part.module, part.name, policy, packing, self.name, part.networks)
 
     def _notes(self, model: nn.Module, view: ModelView, packing: PackingState) -> tuple[str, ...]:
-        """Name what is kept in another form: operations inside packed parts that stay dense, with their bytes."""
+        """Return notes on other storage formats, and on the bytes that stay dense in packed parts."""
         if context.short_reports:
             return ()
         notes = []
@@ -238,7 +232,7 @@ class ActivationPacking(PartwiseMethod):
             if forward.networks and with_position_network(forward.policy).attention != forward.policy.attention
         ]
         if finer:
-            notes.append(f"8 bits for q, k, v and softmax in {within(finer)}, while its network of positions trains")
+            notes.append(f"8 bits for q, k, v and softmax in {within(finer)} while its position network is trained")
         kept = _dense_bytes(model, view, packing)
         named = [f"{name} {format_bytes(size)}" for name, size in sorted(kept.items(), key=lambda x: -x[1])]
         if named:
@@ -247,10 +241,10 @@ class ActivationPacking(PartwiseMethod):
 
 
 def _dense_bytes(model: nn.Module, view: ModelView, packing: PackingState) -> dict[str, float]:
-    """Return the bytes per image that operations without a packed form keep in a training step, by their names.
+    """Return the bytes per image that operations without a packed version save in a training step, by name.
 
-    Counted on a fake copy: no memory, no arithmetic. Operations below a hundredth of a MiB are left out, and all if the
-    model cannot be trained on fake tensors (its forward depends on values).
+    They are counted on a fake copy, without memory or arithmetic. Operations below a hundredth of a MiB are omitted.
+    The result is empty if the model cannot be trained on fake tensors because its forward pass depends on values.
     """
     packing.dense = DenseKept(BATCH)
     try:
@@ -261,7 +255,7 @@ def _dense_bytes(model: nn.Module, view: ModelView, packing: PackingState) -> di
     try:
         with mode:
             call(copied.train(), view.image_size)
-    except Exception:  # the model's own code may raise anything on fake tensors; the report is then shorter
+    except Exception:  # the model's own code may raise any exception on fake tensors; the report is then shorter
         return {}
     found = {name: size / BATCH for name, size in state.dense.bytes_of.items()}
     return {name: size for name, size in found.items() if size >= 2**20 / 100}
@@ -275,7 +269,7 @@ def _position_networks(view: ModelView, part: str, parts: Sequence[str]) -> list
 
 
 def _runs_packed(view: ModelView, name: str) -> bool:
-    """Return False for a normalization that runs, but by functions none of which is packed (GroupNorm)."""
+    """Return False for a normalization that runs only functions without a packed version."""
     functions = view.functions(name)
     if functions is None or not is_norm(view.model.get_submodule(name)):
         return True
@@ -283,10 +277,11 @@ def _runs_packed(view: ModelView, name: str) -> bool:
 
 
 def _parts(view: ModelView, packs_tail: bool) -> tuple[list[str], list[str], dict[str, Skipped]]:
-    """Return the names of the modules to be packed, none inside another.
+    """Return the names of the modules to pack, none of which contains another.
 
     Returns:
-        All of them; those that have the head, in a model with attention; and the modules left dense, with the reason.
+        All names; those of modules that contain the head, in a model with attention; and the modules that stay dense,
+        with the reason.
     """
     inner = [*view.blocks, *(name for extras in view.stage_extras for name in extras)]
     holders = {name.split(".")[0] for name in inner}

@@ -1,22 +1,22 @@
-"""SWAT: sparse weights in the forward and the backward pass, sparse activations in the backward pass.
+"""SWAT: sparse weights in the forward and the backward pass, and sparse activations in the backward pass.
 
-Source: Raihan, Aamodt, "Sparse Weight Activation Training", NeurIPS 2020; as the baseline of Back Razor's Table 2.
+Source: Raihan, Aamodt, "Sparse Weight Activation Training", NeurIPS 2020, the baseline in Table 2 of Back Razor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from efficient_ft.core.errors import SettingError
+from efficient_ft.methods.checks import check_integer, check_sparsity
 from efficient_ft.methods.declarations import Adds
 from efficient_ft.methods.forwards import forwards_of, refuse_export
 from efficient_ft.methods.memory.base import MemoryForward, refuse_recomputation
-from efficient_ft.methods.memory.packing import DENSE_FORWARD, PartwiseMethod
+from efficient_ft.methods.memory.packing import DENSE_FORWARD, Part, PartwiseMethod
 from efficient_ft.methods.registry import register
 from efficient_ft.models.view import ModelView, Reason, Skipped
 from efficient_ft.ops.saving import PackingState
@@ -24,28 +24,28 @@ from efficient_ft.ops.swat import SparseProducts, Thresholds, largest
 
 
 class _SparseForward(MemoryForward):
-    """A forward pass with sparse weights, in evaluation too."""
+    """A forward pass with sparse weights, in training and in evaluation."""
 
     def __init__(self, module: nn.Module, name: str, thresholds: Thresholds, layers: dict[str, nn.Module]) -> None:
         super().__init__(module)
         self.name, self.thresholds, self.layers = name, thresholds, layers
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """Return the weights by name, shared ones once."""
+        """Return the weights by name. A shared weight is listed once."""
         found: dict[int, tuple[str, nn.Parameter]] = {}
         for name, layer in self.layers.items():
             assert isinstance(layer.weight, nn.Parameter)
             found.setdefault(id(layer.weight), (f"{name}.weight", layer.weight))
         return dict(found.values())
 
-    @torch.compiler.disable  # the operations are taken as they run; around a packed part all may be compiled
+    @torch.compiler.disable  # the mode intercepts operations at run time; code around a packed part may be compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         x = next((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), None)
         if x is None or not x.numel():
             return self.within(*args, **kwargs)
         refuse_export(
             "method swat: an exported network would compute with dense weights.",
-            "Remove the method first: swat.remove(model). The weights that it dropped are then zero.",
+            "Remove the method first: swat.remove(model). The dropped weights are then zero.",
         )
         names = {id(weight): name for name, weight in self.weights().items()}
         modules = None
@@ -64,38 +64,36 @@ class _SparseForward(MemoryForward):
 
 @register
 class SWAT(PartwiseMethod):
-    """Compute with the largest weights of each layer, and keep the largest activations for the backward pass.
+    """Compute with the largest weights of each layer, and save the largest activations for the backward pass.
 
-    Linear layers and convolutions drop the smallest weights in the forward pass and in the gradient to their input,
-    and the smallest activations in the gradient to their weight, which is dense: a dropped weight trains and may come
-    back. Thresholds are taken over a whole weight and over a whole batch. The network's first layer, the patch
-    embedding and the head of a model with attention, and all other kinds of layers are exact; ReLU keeps a bit per
-    element.
+    Linear layers and convolutions drop the smallest weights in the forward pass and in the gradient of their input.
+    They drop the smallest activations in the gradient of their weight. This gradient is dense, so that dropped weights
+    are trained and may be used again later. A threshold applies to all values of a weight, or to the activations of all
+    images in a batch. The first layer of the network, all layers other than linear layers and convolutions, and in a
+    model with attention the patch embedding and the head are exact. ReLU saves one bit per element.
 
-    The result is a network of sparse weights: evaluation uses them, exported weights have zeros for what is dropped,
-    and `remove` leaves those zeros. The share dropped is `sparsity` in the steps that refresh the thresholds; in
-    between, and at the end, it follows the weights.
+    The result is a network with sparse weights. Evaluation uses them, exported weights contain zeros for dropped
+    values, and `remove` leaves these zeros. The share of dropped values equals `sparsity` in the steps that refresh the
+    thresholds. Between these steps and at the end of training, it varies with the weights.
 
     Args:
-        sparsity: share of the weights and of the activations dropped, from 0 to below 1.
-        refresh_interval: optimizer steps for which the thresholds hold.
+        sparsity: share of the weights and of the activations that are dropped, from 0 to below 1.
+        refresh_interval: number of optimizer steps for which thresholds are used.
 
     Raises:
-        SettingError: a value outside these.
+        SettingError: a value is not allowed.
     """
 
     name = "swat"
-    changes_weights = True  # dropped ones become zero
+    changes_weights = True  # dropped weights become zero
     adds = frozenset({Adds.SPARSE_WEIGHTS})
     acts_per_step = True
     conflicts: Mapping[str, str] = {Adds.LOW_RANK_LAYERS: DENSE_FORWARD}
 
     def __init__(self, sparsity: float = 0.8, refresh_interval: int = 10):
         super().__init__()
-        if isinstance(sparsity, bool) or not isinstance(sparsity, int | float) or not 0 <= sparsity < 1:
-            raise SettingError("sparsity", sparsity, "a number >= 0 and < 1")
-        if type(refresh_interval) is not int or refresh_interval < 1:
-            raise SettingError("refresh_interval", refresh_interval, "an integer >= 1")
+        check_sparsity(sparsity)
+        check_integer("refresh_interval", refresh_interval)
         self.sparsity, self.refresh_interval = sparsity, refresh_interval
 
     def _new_state(self) -> PackingState:
@@ -108,17 +106,9 @@ class SWAT(PartwiseMethod):
     def _packs(self, module: nn.Module) -> bool:
         return isinstance(module, nn.Linear | nn.Conv2d)
 
-    def _forward_of(
-        self,
-        module: nn.Module,
-        name: str,
-        packing: PackingState,
-        layers: dict[str, nn.Module],
-        networks: Sequence[nn.Module],
-        is_head: bool,
-    ) -> MemoryForward:
+    def _forward_of(self, part: Part, packing: PackingState) -> MemoryForward:
         assert isinstance(packing, Thresholds)
-        return _SparseForward(module, name, packing, layers)
+        return _SparseForward(part.module, part.name, packing, part.layers)
 
     def _remove(self, model: nn.Module) -> None:
         for module in model.modules():

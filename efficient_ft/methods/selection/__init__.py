@@ -1,1 +1,1 @@
-"""Which parameters train."""
+"""Selections of the parameters to train."""

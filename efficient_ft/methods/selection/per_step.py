@@ -1,8 +1,8 @@
-"""Selections that change from step to step: in each step some blocks train and the others are frozen.
+"""Selections that change from step to step: in each step, some blocks are trained and the others are frozen.
 
-Within a step a frozen parameter has ``requires_grad = False``: no gradient is computed for it, and below the lowest
-parameter that trains nothing is recorded or kept. Between steps all that may train has ``requires_grad``, so that the
-optimizer is built over all of it and its groups never change. Choices are drawn from (seed, step).
+Within a step, a frozen parameter has ``requires_grad = False``. No gradient is computed for it, and nothing is recorded
+or saved below the lowest trainable parameter. Between steps, all parameters that may be trained have ``requires_grad``,
+so that the optimizer can be created over all of them and its groups never change. Choices are drawn from (seed, step).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.seeding import generator_of
 from efficient_ft.methods.base import Applied, trainable
+from efficient_ft.methods.checks import check_bool, check_integer
 from efficient_ft.methods.declarations import Needs
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.selection.static import Selection
@@ -25,46 +26,45 @@ from efficient_ft.models.view import ModelView, Reason, Skipped, parameters_unde
 
 
 class LayersPerStep(Selection):
-    """Base of the selections that change from step to step: a subclass returns in `choose` the blocks that train.
+    """Base class of the selections that change from step to step. A subclass returns the trained blocks in `choose`.
 
-    The head and the norm before it train in every step. Within a step the parameters of the other blocks are frozen;
-    between steps all that may train has `requires_grad`, so that the optimizer is built over all of it.
+    The head and the norm before it are trained in every step. Within a step, the parameters of the other blocks are
+    frozen. Between steps, all parameters that may be trained have `requires_grad`, so that the optimizer can be created
+    over all of them.
 
     Args:
-        num_layers: K, blocks that train in a step.
-        train_embeddings: what comes before the blocks (patch embedding, class token, positions) trains, in every step.
-            If False it is frozen, and the backward pass of a step ends at the lowest block that trains.
-        seed: of the choices; None: the run's, and 0 outside of runs.
+        num_layers: K, number of blocks to train per step.
+        train_embeddings: train the modules before the blocks (patch embedding, class token, positions) in every step.
+            If False, they are frozen, and the backward pass of a step ends at the lowest trained block.
+        seed: seed of the choices; None: the seed of the run, and 0 outside of runs.
 
     Raises:
-        SettingError: a value outside these, or (when applied) more blocks than the model has.
-        UserError: when applied: the model's blocks are not recognized.
+        SettingError: a value is not allowed; when applied: the model has fewer blocks than `num_layers`.
+        UserError: when applied: the blocks of the model are not recognized.
     """
 
     needs = frozenset({Needs.BLOCKS, Needs.FIND_UNUSED_PARAMETERS})
     acts_per_step = True
-    #: A step's blocks are drawn: its cost is a mean.
+    #: The blocks of a step are drawn at random, so its cost is averaged over this number of steps.
     cost_steps = 8
 
     def __init__(self, num_layers: int, train_embeddings: bool, seed: int | None) -> None:
         super().__init__()
-        if type(num_layers) is not int or num_layers < 1:
-            raise SettingError("num_layers", num_layers, "an integer >= 1")
-        if not isinstance(train_embeddings, bool):
-            raise SettingError("train_embeddings", train_embeddings, ("true", "false"))
+        check_integer("num_layers", num_layers)
+        check_bool("train_embeddings", train_embeddings)
         if seed is not None and (type(seed) is not int or seed < 0):
             raise SettingError("seed", seed, "null (the run's) or an integer >= 0")
         self.num_layers, self.train_embeddings, self.seed = num_layers, train_embeddings, seed
         self._blocks: dict[str, nn.Module] = {}
-        #: What may train in each block, once every method is applied (adapters freeze what they adapt).
+        #: Trainable parameters of each block, once all methods are applied (adapters freeze the layers they adapt).
         self._trainable: dict[str, list[nn.Parameter]] | None = None
         self._trained: tuple[int, ...] = ()
 
     @abstractmethod
     def choose(self, step: int, count: int) -> list[int]:
-        """Return the indices of the blocks that train in a step, counted from 0.
+        """Return the indices, counted from 0, of the blocks to train in a step.
 
-        Draw random choices from (`self.seed`, `step`) alone, so that every process and a resumed run agree.
+        Draw random choices only from (`self.seed`, `step`), so that all processes and a resumed run agree.
 
         Args:
             step: number of the optimizer step, from 0.
@@ -72,7 +72,7 @@ class LayersPerStep(Selection):
         """
 
     def chosen(self, view: ModelView) -> dict[str, Tensor]:
-        """Return what may train."""
+        """Return the parameters that may be trained."""
         if self.train_embeddings:
             return dict(view.model.named_parameters())
         return parameters_under(view.model, [*view.blocks, *view.tail]) | view.new_parameters()
@@ -88,7 +88,7 @@ class LayersPerStep(Selection):
         return Applied(self.name, view.blocks, dict.fromkeys(frozen, why), summary=summary)
 
     def _drawn(self, count: int) -> str:
-        """Return a phrase about which of `count` blocks are trained."""
+        """Return a phrase about the number of trained blocks of `count`."""
         return f"{self.num_layers} of {count} blocks train in each step"
 
     def _notes(self) -> tuple[str, ...]:
@@ -96,7 +96,7 @@ class LayersPerStep(Selection):
         return ()
 
     def _check_count(self, view: ModelView) -> None:
-        """Raise SettingError where the model has fewer than K blocks."""
+        """Raise SettingError if the model has fewer than K blocks."""
         if self.num_layers > len(view.blocks):
             raise SettingError(
                 f"method.{self.name}.num_layers",
@@ -117,7 +117,7 @@ class LayersPerStep(Selection):
                 name: [p for p in block.parameters() if p.requires_grad] for name, block in self._blocks.items()
             }
         count = len(self._blocks)
-        with unset_fake_temporarily():  # costs are counted on fake tensors, choices drawn from real ones
+        with unset_fake_temporarily():  # costs are counted on fake tensors, but choices require real tensors
             self._trained = tuple(sorted(self.choose(step, count)))
         for index, parameters in enumerate(self._trainable.values()):
             for parameter in parameters:
@@ -143,14 +143,14 @@ class LayersPerStep(Selection):
 
 @register
 class UniformLayers(LayersPerStep):
-    """Train K blocks in every step, drawn uniformly: the control of methods that choose by importance.
+    """Train K uniformly drawn blocks in every step: the control for methods that choose by importance.
 
     Args:
         num_layers, train_embeddings, seed: see `LayersPerStep`.
 
     Raises:
-        SettingError: as in `LayersPerStep`.
-        UserError: when applied: the model's blocks are not recognized.
+        SettingError: see `LayersPerStep`.
+        UserError: when applied: the blocks of the model are not recognized.
     """
 
     name = "uniform_layers"
@@ -164,19 +164,19 @@ class UniformLayers(LayersPerStep):
 
 @register
 class LISA(LayersPerStep):
-    """Train K blocks, drawn uniformly every `interval` steps; what comes before and after the blocks always trains.
+    """Train K uniformly drawn blocks for `interval` steps each. The modules before and after the blocks always train.
 
     Source: Pan, Liu, Diao, Pi, Zhang, Han, Zhang, "LISA: Layerwise Importance Sampling for Memory-Efficient Large
     Language Model Fine-Tuning", NeurIPS 2024.
 
     Args:
-        num_layers: K, blocks that train at a time.
-        interval: optimizer steps from one choice to the next.
+        num_layers: K, number of blocks to train at a time.
+        interval: number of optimizer steps between two choices.
         train_embeddings, seed: see `LayersPerStep`.
 
     Raises:
-        SettingError: as in `LayersPerStep`, or `interval` is not an integer >= 1.
-        UserError: when applied: the model's blocks are not recognized.
+        SettingError: see `LayersPerStep`; or `interval` is not an integer >= 1.
+        UserError: when applied: the blocks of the model are not recognized.
     """
 
     name = "lisa"
@@ -185,8 +185,7 @@ class LISA(LayersPerStep):
         self, num_layers: int = 2, interval: int = 20, train_embeddings: bool = True, seed: int | None = None
     ) -> None:
         super().__init__(num_layers, train_embeddings, seed)
-        if type(interval) is not int or interval < 1:
-            raise SettingError("interval", interval, "an integer >= 1")
+        check_integer("interval", interval)
         self.interval = interval
 
     def _drawn(self, count: int) -> str:
@@ -195,27 +194,27 @@ class LISA(LayersPerStep):
         return f"{self.num_layers} of {count} blocks train, drawn every {self.interval} steps"
 
     def choose(self, step: int, count: int) -> list[int]:
-        # Choices that hold for several steps come from the first of them.
+        # The first step of an interval determines the choice for all of its steps.
         return torch.randperm(count, generator=self._generator(step - step % self.interval))[: self.num_layers].tolist()
 
 
 @register
 class TopLayers(LayersPerStep):
-    """Train the K blocks that matter most, found in a short profile: "FT top-K" of the ALaST paper.
+    """Train the K most important blocks, which a short profile determines: "FT top-K" of the ALaST paper.
 
-    In the first steps everything trains. A block matters by the size of its gradient relative to its weights,
-    ‖g‖ / ‖w‖, each step counting as a share of 1 (our choice: the paper says "exploration"). Steps whose gradients are
-    not finite do not count. The blocks chosen are part of the checkpoint.
+    All blocks are trained in the first steps. The importance of a block is the size of its gradient relative to its
+    weights, ‖g‖ / ‖w‖. Each step is normalized to a sum of 1, which is our choice: the paper only mentions
+    "exploration". Steps with non-finite gradients are ignored. Checkpoints contain the chosen blocks.
 
     Args:
-        num_layers: K.
-        profile_steps: optimizer steps of the profile.
-        train_embeddings: see `LayersPerStep`; during the profile as after it.
+        num_layers: K, number of blocks to train.
+        profile_steps: number of optimizer steps of the profile.
+        train_embeddings: see `LayersPerStep`; it applies during and after the profile.
 
     Raises:
-        SettingError: as in `LayersPerStep`, or `profile_steps` is not an integer >= 1.
-        UserError: when applied: the model's blocks are not recognized; in `step_end` of the profile: the gradients have
-            been set to None already.
+        SettingError: see `LayersPerStep`; or `profile_steps` is not an integer >= 1.
+        UserError: when applied: the blocks of the model are not recognized; in `step_end` of the profile: the gradients
+            were already set to None.
     """
 
     name = "top_layers"
@@ -224,8 +223,7 @@ class TopLayers(LayersPerStep):
 
     def __init__(self, num_layers: int = 3, profile_steps: int = 10, train_embeddings: bool = False) -> None:
         super().__init__(num_layers, train_embeddings, None)
-        if type(profile_steps) is not int or profile_steps < 1:
-            raise SettingError("profile_steps", profile_steps, "an integer >= 1")
+        check_integer("profile_steps", profile_steps)
         self.profile_steps = profile_steps
         self._steps = 0
         self._shares: list[float] = []
@@ -245,12 +243,12 @@ class TopLayers(LayersPerStep):
         super().step_end()
         if self._steps >= self.profile_steps or not self._trainable:
             return
-        blocks = list(self._trainable.values())  # where adapters alone train, not each has some
+        blocks = list(self._trainable.values())  # with adapters, some blocks may have no trainable parameters
         found = iter(torch.stack([_gradient_size(parameters) for parameters in blocks if parameters]).tolist())
         sizes = [next(found) if parameters else 0.0 for parameters in blocks]
         total = sum(sizes)
         if not math.isfinite(total):
-            return  # an overflow in fp16: the optimizer skips this step, and the profile takes another one
+            return  # after an fp16 overflow, the optimizer skips this step, and the profile uses another step
         shares = [size / total if total else 0.0 for size in sizes]
         self._shares = [a + b for a, b in zip(self._shares or [0.0] * len(shares), shares, strict=True)]
         self._steps += 1
@@ -260,7 +258,7 @@ class TopLayers(LayersPerStep):
 
     def remove(self, model: nn.Module) -> None:
         super().remove(model)
-        self._steps, self._shares, self._top = 0, [], []  # a new model gets a new profile
+        self._steps, self._shares, self._top = 0, [], []  # another model starts with a new profile
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self._steps, "shares": list(self._shares), "top": list(self._top)}
@@ -271,10 +269,10 @@ class TopLayers(LayersPerStep):
 
 
 def _gradient_size(parameters: list[nn.Parameter]) -> Tensor:
-    """Return ‖g‖ / ‖w‖ of all parameters of a block together.
+    """Return ‖g‖ / ‖w‖ over all parameters of a block.
 
     Raises:
-        UserError: the gradients have been set to None already.
+        UserError: the gradients were already set to None.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:

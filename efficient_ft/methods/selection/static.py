@@ -1,7 +1,7 @@
-"""Static selections: which parameters train, chosen once, before training.
+"""Static selections: the parameters to train are chosen once, before training.
 
-Only selections set `requires_grad` (adapters may freeze what they adapt). Below the lowest parameter that trains,
-autograd records no graph and keeps no activation.
+Only selections set `requires_grad`, except that adapters may freeze the layers that they adapt. Below the lowest
+trainable parameter, autograd records no graph and saves no activation.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.errors import UserError
 from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
 from efficient_ft.methods.blocks import blocks_at, check_indices
+from efficient_ft.methods.checks import check_bool
 from efficient_ft.methods.declarations import Axis, Needs
 from efficient_ft.methods.feed_forward import run_in_parts, run_whole
 from efficient_ft.methods.registry import register
@@ -24,11 +25,11 @@ from efficient_ft.models.view import ModelView, Reason, Skipped, is_norm, parame
 
 
 class Selection(Method):
-    """Base of the selections: a subclass returns in `chosen` the parameters that train; all others are frozen.
+    """Base class of the selections. A subclass returns the parameters to train in `chosen`; all others are frozen.
 
-    `apply` sets `requires_grad` and reports modules and parameters by the fewest names; `remove` restores what
-    `requires_grad` was. Frozen feed-forward networks run on parts of the batch, see `methods.feed_forward`. A
-    constructor calls ``super().__init__()``.
+    `apply` sets `requires_grad` and reports modules and parameters by the fewest names. `remove` restores
+    `requires_grad`. Frozen feed-forward networks process parts of the batch, see `methods.feed_forward`. A constructor
+    calls ``super().__init__()``.
     """
 
     axis = Axis.SELECTION
@@ -41,14 +42,14 @@ class Selection(Method):
 
     @abstractmethod
     def chosen(self, view: ModelView) -> dict[str, Tensor]:
-        """Return the parameters that train, by full name.
+        """Return the parameters to train by full name.
 
         Args:
-            view: the view of the model. `parameters_under(view.model, names)` gives the parameters of modules.
+            view: the view of the model. `parameters_under(view.model, names)` returns the parameters of modules.
 
         Raises:
             SettingError: a setting does not fit this model.
-            UserError: nothing in the model can be chosen.
+            UserError: no parameter of the model can be chosen.
         """
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
@@ -62,7 +63,7 @@ class Selection(Method):
         return Applied(self.name, touched, skipped, summary=f"{self._trains(touched)}: {trained(model)}")
 
     def _trains(self, touched: tuple[str, ...]) -> str:
-        """Return a phrase about the trained parts; `touched` names them with the fewest names."""
+        """Return a phrase about the trained parts, which `touched` lists by the fewest names."""
         return f"{ranges(touched)} {'trains' if len(touched) == 1 else 'train'}"
 
     def _remove(self, model: nn.Module) -> None:
@@ -76,19 +77,18 @@ class Selection(Method):
 
 @register
 class Full(Selection):
-    """Train everything: plain fine-tuning.
+    """Train all parameters (full fine-tuning).
 
     Args:
-        train_norms: False: all but the scales and shifts of normalization layers, as Back Razor trains CNNs (Jiang et
-            al., NeurIPS 2022, section 4.2).
+        train_norms: if False, freeze the scales and shifts of normalization layers, like Back Razor does for CNNs
+            (Jiang et al., NeurIPS 2022, Section 4.2).
     """
 
     name = "full"
 
     def __init__(self, train_norms: bool = True) -> None:
         super().__init__()
-        if not isinstance(train_norms, bool):
-            raise SettingError("train_norms", train_norms, ("true", "false"))
+        check_bool("train_norms", train_norms)
         self.train_norms = train_norms
 
     def _trains(self, touched: tuple[str, ...]) -> str:
@@ -105,7 +105,7 @@ class Full(Selection):
 
 @register
 class HeadOnly(Selection):
-    """Train the classifier alone (linear probing); a model with two classifiers trains both."""
+    """Train only the classifier (linear probing). If a model has two classifiers, both are trained."""
 
     name = "head"
     needs = frozenset({Needs.CLASSIFIER})
@@ -116,13 +116,13 @@ class HeadOnly(Selection):
 
 @register
 class LastStage(Selection):
-    """Train the last stage, what follows it and the head: the partial training of LBP-WHT.
+    """Train the last stage, the layers after it, and the head: the partial training of LBP-WHT.
 
-    The stage's downsampling is part of it, except where the papers left it out (EfficientFormerV2). An isotropic
+    The downsampling of the stage is included, except where the papers omit it (EfficientFormerV2). An isotropic
     transformer has four equal stages. See `ModelView.last_stage`.
 
     Raises:
-        UserError: when applied: the model has no stages or blocks that could be recognized.
+        UserError: when applied: the stages or blocks of the model are not recognized.
     """
 
     name = "last_stage"
@@ -138,21 +138,21 @@ class LastStage(Selection):
 
 @register
 class Blocks(Selection):
-    """Train the blocks listed, the final norm and the head.
+    """Train the listed blocks, the final norm and the head.
 
     Args:
-        blocks: indices into the model's blocks, counted from 0 through all stages; negative ones from the end.
+        blocks: indices of the blocks, counted from 0 through all stages; negative indices count from the end.
 
     Raises:
-        SettingError: no index is given, or (when applied) one is outside the model.
+        SettingError: no index is given; when applied: an index is outside the model.
     """
 
     name = "blocks"
     needs = frozenset({Needs.BLOCKS, Needs.CLASSIFIER})
     hints: ClassVar[Mapping[Needs, str]] = {
-        Needs.BLOCKS: "Choose what trains by another selection (head, full, bitfit, norm_last)."
+        Needs.BLOCKS: "Select the parameters to train by another selection (head, full, bitfit, norm_last)."
     }
-    #: A block listed twice is an error.
+    #: Reject lists that contain a block twice.
     _each_once = False
 
     def __init__(self, blocks: list[int]) -> None:
@@ -172,9 +172,9 @@ class Blocks(Selection):
 
 @register
 class BitFit(Selection):
-    """Train all bias vectors and the head (Ben Zaken et al., 2022).
+    """Train all bias vectors and the head (BitFit: Ben Zaken et al., 2022).
 
-    SwinV2's and BEiT's `q_bias` and `v_bias`, which are not in the qkv layer, are included; tables of relative
+    The `q_bias` and `v_bias` of SwinV2 and BEiT, which are not in the qkv layer, are included. Tables of relative
     positions that are called biases are not.
 
     Raises:
@@ -191,7 +191,7 @@ class BitFit(Selection):
         head = view.new_parameters()
         biases = {n: p for n, p in view.model.named_parameters() if p.dim() == 1 and re.search(r"(^|\.|_)bias$", n)}
         if not biases.keys() - head.keys():
-            raise UserError(f"method bitfit: {view.name} has no biases outside its head; use method=head.")
+            raise UserError(f"method bitfit: {view.name} has no biases outside its head. Use method=head.")
         return biases | head
 
 
@@ -214,14 +214,14 @@ class NormLast(Selection):
         norms = _norms(view.model)
         if not norms.keys() - head.keys():
             raise UserError(
-                f"method norm_last: {view.name} has no normalization layers with parameters outside its head; use"
+                f"method norm_last: {view.name} has no normalization layers with parameters outside its head. Use"
                 " method=head."
             )
         return norms | head
 
 
 def concise(model: nn.Module, chosen: set[int]) -> tuple[str, ...]:
-    """Return the fewest names of modules and parameters that stand for exactly the parameters whose ids are given."""
+    """Return the fewest names of modules and parameters that represent exactly the parameters with the given ids."""
 
     def names(module: nn.Module, prefix: str) -> Iterator[str]:
         own = [f"{prefix}{n}" for n, p in module.named_parameters(recurse=False) if id(p) in chosen]
@@ -237,7 +237,7 @@ def concise(model: nn.Module, chosen: set[int]) -> tuple[str, ...]:
 
 
 def _norms(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters that normalization layers hold themselves, by full name."""
+    """Return the parameters that belong directly to normalization layers, by full name."""
     return {
         f"{name}.{own}" if name else own: parameter
         for name, module in model.named_modules()

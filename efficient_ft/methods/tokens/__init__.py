@@ -1,1 +1,1 @@
-"""Methods that reduce the number of tokens from block to block: EViT drops tokens, ToMe merges them."""
+"""Methods that reduce the number of tokens: EViT drops tokens, ToMe merges them, and PatchDropout samples patches."""

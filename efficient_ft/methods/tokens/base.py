@@ -1,7 +1,7 @@
-"""Common base of the methods that drop or merge tokens: the forward passes of their blocks.
+"""The common base of the methods that drop or merge tokens: the forward passes of their blocks.
 
-A transformer block is run in two halves, attention and feed-forward network, and the number of tokens is reduced
-between them or after them. The record of the remaining tokens (`ops.tokens.Tokens`) is passed from block to block.
+A transformer block runs in two halves, attention and feed-forward network. The number of tokens is reduced between or
+after them. The record of the remaining tokens (`ops.tokens.Tokens`) is passed from block to block.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,11 +34,11 @@ from efficient_ft.ops.tokens import (
     token_context,
 )
 
-#: Submodules that a supported block may have, and the order of those that it must have.
+#: Allowed submodules of a supported block, and the required submodules in their order.
 _BLOCK = {"norm1", "attn", "ls1", "drop_path1", "norm2", "mlp", "ls2", "drop_path2"}
 _ORDER = ["norm1", "attn", "norm2", "mlp"]
 
-#: Functions by which attention that is not fused computes its map, (B, H, N, N).
+#: Functions with which unfused attention computes its attention map, (B, H, N, N).
 SOFTMAX = (Tensor.softmax, torch.softmax, F.softmax)
 
 
@@ -49,7 +49,7 @@ class Attention(TorchFunctionMode):
         prefix: P, number of prefix tokens; the class token is the first.
 
     Attributes:
-        scores_BL: attention of the class token to each of the L = N − P patch tokens, mean over the heads; None: no
+        scores_BL: attention of the class token to each of the L = N − P patch tokens, averaged over the heads; None: no
             attention was computed.
     """
 
@@ -65,7 +65,7 @@ class Attention(TorchFunctionMode):
             q, k, *others = args
             packing = current_packing()
             if packing is not None and packing.policy.fused is None:
-                q, k = q.contiguous(), k.contiguous()  # as unfused attention saves them, so that k is saved once
+                q, k = q.contiguous(), k.contiguous()  # like in unfused attention, so that k is saved only once
             self.scores_BL = class_attention(q, k, self.prefix, kwargs.get("scale"))
             return func(q, k, *others, **kwargs)
         result = func(*args, **kwargs)
@@ -74,23 +74,36 @@ class Attention(TorchFunctionMode):
         return result
 
 
-class TokenForward(OwnForward):
-    """Forward pass of a block that keeps all its tokens, in a model in which others drop or merge tokens.
+class Place(NamedTuple):
+    """The place of a block in a model.
 
-    It takes the record of the tokens from its input and attaches it to its output. Of several on one block, one runs:
-    the outermost of those that drop or merge tokens, or else the innermost.
+    Attributes:
+        method_name: name of the method that replaces the forward pass of the block.
+        prefix: P, number of prefix tokens of the model.
+        positions: H · W of the model's grid of patch tokens.
+        last: True for the last block of the model, whose output has no record.
+    """
+
+    method_name: str
+    prefix: int
+    positions: int
+    last: bool
+
+
+class TokenForward(OwnForward):
+    """Forward pass of a block that keeps all its tokens, in a model in which other blocks drop or merge tokens.
+
+    It takes the record of the tokens from its input and attaches it to its output. If a block has several such forward
+    passes, only one runs: the outermost of those that drop or merge tokens, or else the innermost.
 
     Args:
         module: the block.
-        method_name: name of the method that it belongs to.
-        prefix: number of the model's prefix tokens.
-        positions: H · W of the model's grid of patch tokens.
-        last: True for the model's last block, whose output has no record.
+        place: its place in the model.
     """
 
-    def __init__(self, module: nn.Module, method_name: str, prefix: int, positions: int, last: bool) -> None:
+    def __init__(self, module: nn.Module, place: Place) -> None:
         super().__init__(module)
-        self.method_name, self.prefix, self.positions, self.last = method_name, prefix, positions, last
+        self.method_name, self.prefix, self.positions, self.last = place
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self._has_another_inside():
@@ -101,7 +114,7 @@ class TokenForward(OwnForward):
             return self.passed_on(self.within(x, *args, **kwargs), tokens)
 
     def _has_another_inside(self) -> bool:
-        """Return True if this forward runs another one of its kind, of another method."""
+        """Return True if this forward pass runs another forward pass of this kind, of another method."""
         return any(isinstance(inner, TokenForward) for inner in self.all_inside())
 
     def passed_on(self, x: Tensor, tokens: Tokens | None) -> Tensor:
@@ -109,7 +122,7 @@ class TokenForward(OwnForward):
         return x if self.last else attach_tokens(x, tokens)
 
     def plain(self, others: Sequence[Any], keywords: dict[str, Any]) -> None:
-        """Raise UserError if the block is called with a mask or positions, which are made for all tokens."""
+        """Raise UserError if the block is called with a mask or positions, which apply to all tokens."""
         if any(value is not None and value is not False for value in (*others, *keywords.values())):
             raise UserError(
                 f"{type(self.module).__name__}: tokens cannot be dropped or merged in blocks that are called with an"
@@ -117,7 +130,7 @@ class TokenForward(OwnForward):
             )
 
     def first_half(self, x: Tensor, observer: TorchFunctionMode | None) -> Tensor:
-        """Return x + attention(x); attention runs inside `observer` if there is one."""
+        """Return x + attention(x). Attention runs inside `observer` if it is given."""
         block: Any = self.module
         with observer or nullcontext():
             attended = block.attn(block.norm1(x))
@@ -130,7 +143,7 @@ class TokenForward(OwnForward):
 
 
 def _through(block: nn.Module, names: Sequence[str], x: Tensor) -> Tensor:
-    """Apply the named submodules of `block` in turn, skipping those that it does not have."""
+    """Apply the named submodules of `block` in turn. Skip those that it does not have."""
     for name in names:
         x = getattr(block, name)(x) if hasattr(block, name) else x
     return x
@@ -140,22 +153,13 @@ class DroppingForward(TokenForward):
     """Forward pass of a block that drops tokens between its attention and its feed-forward network.
 
     Args:
-        module, method_name, prefix, positions, last: as in `TokenForward`.
-        keep: number of patch tokens to keep, given their number.
-        fuse: append one token fused from the dropped ones.
+        module, place: see `TokenForward`.
+        keep: returns the number of patch tokens to keep, given their number.
+        fuse: append one token fused from the dropped tokens.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        method_name: str,
-        prefix: int,
-        positions: int,
-        last: bool,
-        keep: Callable[[int], int],
-        fuse: bool,
-    ) -> None:
-        super().__init__(module, method_name, prefix, positions, last)
+    def __init__(self, module: nn.Module, place: Place, keep: Callable[[int], int], fuse: bool) -> None:
+        super().__init__(module, place)
         self.keep, self.fuse = keep, fuse
 
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
@@ -176,7 +180,7 @@ class DroppingForward(TokenForward):
 
         Args:
             x: (B, N, C).
-            attention: the block's attention, recorded.
+            attention: the recorded attention of the block.
             tokens: record of the tokens in x.
 
         Returns:
@@ -191,11 +195,10 @@ class DroppingForward(TokenForward):
 
 
 def refuse_other_blocks(view: ModelView, method_name: str, names: Sequence[str]) -> None:
-    """Check that every block named has the structure that `TokenForward` can run in two halves.
+    """Check that every named block has the structure that `TokenForward` can run in two halves.
 
     Raises:
-        UserError: one has another structure, a forward pass of its own, or a module that another method added, which
-            the text names.
+        UserError: a block has another structure, its own forward pass, or a module that another method has added.
     """
     added = added_modules(view.model)
     for name in names:
@@ -205,30 +208,30 @@ def refuse_other_blocks(view: ModelView, method_name: str, names: Sequence[str])
         if new:
             owner = next((mark.method for mark in marks_of(view.model) if new & set(mark.modules)), "another library")
             raise UserError(
-                f"method {method_name}: {name} of {view.name} has a module that {owner} added to it; tokens can be"
-                " dropped or merged in other blocks only."
+                f"method {method_name}: {name} of {view.name} has a module that {owner} added to it. Drop or merge"
+                " tokens in other blocks only."
             )
         takes = set(inspect.signature(type(block).forward).parameters) - {"self", "x", "attn_mask", "is_causal"}
-        # timm registers submodules in the order of execution: norms after attention and mlp are another structure.
+        # timm registers submodules in execution order. Norms after attention and mlp are another structure.
         if takes or set(parts) - _BLOCK or [part for part in parts if part in _ORDER] != _ORDER:
             raise UserError(
-                f"method {method_name}: the blocks of {view.name} ({type(block).__name__}) are not of the form norm1,"
-                " attn, norm2, mlp, without other inputs or submodules; tokens can be dropped or merged in timm's ViT"
-                " blocks only."
+                f"method {method_name}: the blocks of {view.name} ({type(block).__name__}) do not have the structure"
+                " norm1, attn, norm2, mlp without other inputs or submodules. Tokens can be dropped or merged in timm's"
+                " ViT blocks only."
             )
         if type(block).forward is not Block.forward or foreign_forward(block) is not None:
             raise UserError(
-                f"method {method_name}: {name} of {view.name} ({type(block).__name__}) has a forward pass of its own,"
-                " which this method would replace by that of timm's Block. Use a network of timm's Block, or move the"
-                " change into the block's attn or mlp, whose forward passes are kept."
+                f"method {method_name}: {name} of {view.name} ({type(block).__name__}) has its own forward pass, which"
+                " this method would replace by that of timm's Block. Use a network of timm's Block, or move the change"
+                " into the block's attn or mlp, whose forward passes are kept."
             )
 
 
 def refuse_unfit_model(view: ModelView, method_name: str) -> None:
-    """Check that some block can be run in two halves, before indices of blocks are looked at.
+    """Check that some block can run in two halves. Call it before indices of blocks are checked.
 
     Raises:
-        UserError: none can: that of `refuse_other_blocks` for the first block.
+        UserError: no block can; the error is that of `refuse_other_blocks` for the first block.
     """
     errors = []
     for name in view.blocks:
@@ -240,16 +243,16 @@ def refuse_unfit_model(view: ModelView, method_name: str) -> None:
 
 
 def refuse_fixed_tokens(view: ModelView, method_name: str, run: Callable[[nn.Module, Tensor, int], None]) -> None:
-    """Check that every block accepts tokens (B, N, C) for any N: run a copy of each on fake tensors.
+    """Check that every block accepts tokens (B, N, C) for any N, by running a copy of each on fake tensors.
 
     Args:
-        view: of a model with blocks and `Needs.TOKEN_GRID`.
+        view: the view of a model with blocks and `Needs.TOKEN_GRID`.
         method_name: name of the method.
-        run: runs a block as the method does, on all tokens (1, N, C) and on fewer; the last argument is the number of
-            prefix tokens.
+        run: runs a block like the method does, on all tokens (1, N, C) and on fewer tokens. Its last argument is the
+            number of prefix tokens.
 
     Raises:
-        UserError: a block fails; or one that `run` raises, as it is.
+        UserError: a block fails, or `run` raises UserError.
     """
     mode, positions = FakeTensorMode(allow_non_fake_inputs=True), grid_positions(view)
     for name in view.blocks:
@@ -272,26 +275,26 @@ def refuse_fixed_tokens(view: ModelView, method_name: str, run: Callable[[nn.Mod
 
 
 def grid_positions(view: ModelView) -> int:
-    """Return H · W of the blocks' grid of patch tokens; the method must declare `Needs.TOKEN_GRID`."""
+    """Return H · W of the blocks' grid of patch tokens. The method must declare `Needs.TOKEN_GRID`."""
     assert view.block_grid is not None
     height, width = view.block_grid
     return height * width
 
 
 class _Refused:
-    """Stands in for a function of a model whose result needs all tokens of each block."""
+    """A replacement for a function of a model whose result needs all tokens of each block."""
 
     def __init__(self, method_name: str, function: str) -> None:
         self.method_name, self.function = method_name, function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise UserError(
-            f"method {self.method_name}: {self.function} needs all tokens of each block, and the method leaves fewer."
-            f" Remove it first: {self.method_name}.remove(model)."
+            f"method {self.method_name}: {self.function} needs all tokens of each block, but the method removes tokens."
+            f" Remove the method first: {self.method_name}.remove(model)."
         )
 
 
-#: Functions of timm's networks that put the tokens of blocks on the grid.
+#: Functions of timm's networks that map the tokens of blocks to the grid.
 _ALL_TOKENS = ("forward_intermediates", "get_intermediate_layers")
 
 
@@ -299,9 +302,9 @@ def refuse_onnx(method_name: str) -> None:
     """Raise UserError while a model is exported to ONNX by TorchScript."""
     if torch.onnx.is_in_onnx_export() and not torch.compiler.is_exporting():
         raise UserError(
-            f"method {method_name}: torch.onnx.export with dynamo=False has no operators for the tokens that it drops"
-            f" or merges. Use dynamo=True. Or remove the method first: {method_name}.remove(model). The exported model"
-            " then computes on all tokens."
+            f"method {method_name}: torch.onnx.export with dynamo=False has no operators for dropping or merging"
+            f" tokens. Use dynamo=True. Or remove the method first: {method_name}.remove(model). The exported model"
+            " then computes with all tokens."
         )
 
 
@@ -317,8 +320,8 @@ def give_forwards(
         model: the model, changed in place.
         view: the view of `model`.
         method_name: name of the method.
-        chosen: by name of the block, the class of its forward pass and the arguments after `last`. All other blocks get
-            a plain `TokenForward`.
+        chosen: for each block with a special forward pass, its class and its arguments after `place`. All other blocks
+            get a plain `TokenForward`.
     """
     positions = grid_positions(view)
     for function in _ALL_TOKENS:
@@ -326,11 +329,12 @@ def give_forwards(
             setattr(model, function, _Refused(method_name, function))
     for name in view.blocks:
         block, (kind, settings) = model.get_submodule(name), chosen.get(name, (TokenForward, ()))
-        put_inside(block, kind(block, method_name, view.prefix_tokens, positions, name == view.blocks[-1], *settings))
+        place = Place(method_name, view.prefix_tokens, positions, name == view.blocks[-1])
+        put_inside(block, kind(block, place, *settings))
 
 
 def take_forwards(model: nn.Module, method_name: str) -> None:
-    """Remove the forward passes that `give_forwards` gave to the blocks for a method."""
+    """Remove the forward passes that `give_forwards` assigned to the blocks for a method."""
     for function in _ALL_TOKENS:
         if isinstance(vars(model).get(function), _Refused):
             delattr(model, function)

@@ -1,4 +1,4 @@
-"""EViT: patch tokens with low attention from the class token are dropped, and fused into one token.
+"""EViT: patch tokens with low attention from the class token are dropped and fused into one token.
 
 Source: Liang, Ge, Tong, Song, Wang, Xie, "Not All Patches Are What You Need: Expediting Vision Transformers via Token
 Reorganizations", ICLR 2022.
@@ -15,6 +15,7 @@ from torch import nn
 from efficient_ft.core.errors import SettingError
 from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.blocks import blocks_at, check_indices
+from efficient_ft.methods.checks import check_bool, check_keep_rate
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.summary import ranges
@@ -34,22 +35,22 @@ from efficient_ft.ops.tokens import num_kept
 class EViT(Method):
     """Drop the patch tokens that the class token attends to least (EViT: Liang et al., ICLR 2022).
 
-    In each block of ``drop_at``, between attention and feed-forward network, the share ``keep_rate`` of the patch
-    tokens with the highest attention from the class token (mean over heads) is kept, in descending order of attention.
-    The others are fused into one token, their sum weighted by attention. Tokens are dropped in training and in
-    evaluation: the weights keep the model's own names, but are to be used with the same dropping, which exported files
-    record. Attention stays fused; the class token's row is computed separately.
+    Each block of ``drop_at`` keeps the share ``keep_rate`` of the patch tokens with the highest attention from the
+    class token (averaged over heads), in descending order of attention. It does so between attention and feed-forward
+    network. The other patch tokens are fused into one token, their sum weighted by attention. Tokens are dropped in
+    training and in evaluation. The weights keep the model's own names, but must be used with the same dropping, which
+    exported files record. Attention stays fused, and the class token's row is computed separately.
 
     Args:
-        drop_at: indices of the blocks in which tokens are dropped, counted from 0, negative ones from the end; not the
-            last block.
-        keep_rate: share of the patch tokens that each of these blocks keeps, above 0 and at most 1; the number is
+        drop_at: indices of the blocks in which tokens are dropped, counted from 0; negative indices count from the end.
+            The last block is not allowed.
+        keep_rate: share of the patch tokens that each of these blocks keeps, above 0 and at most 1. The number is
             rounded up.
-        fuse: append one token fused from the dropped ones.
+        fuse: append one token fused from the dropped tokens.
 
     Raises:
-        SettingError: a setting is out of range; when applied: a block index is outside the model, is that of the last
-            block or listed twice, or so few tokens are left that a block drops none.
+        SettingError: a setting is out of range; when applied: a block index is outside the model, belongs to the last
+            block or is listed twice, or a block would drop no token because too few are left.
         UserError: when applied: the model has no class token, no grid of tokens, or blocks of an unsupported type; or
             another method that drops or merges tokens has been applied.
     """
@@ -81,16 +82,16 @@ class EViT(Method):
 def dropping_blocks(
     view: ModelView, method_name: str, drop_at: Sequence[int], keep_rate: float, fuse: bool
 ) -> tuple[str, ...]:
-    """Return the names of the blocks at the indices `drop_at`; the model is not changed.
+    """Return the names of the blocks at the indices `drop_at`, without changing the model.
 
     Args:
         view: the view of the model.
         method_name: name of the method, for errors.
-        drop_at, keep_rate, fuse: as in `EViT`.
+        drop_at, keep_rate, fuse: see `EViT`.
 
     Raises:
-        SettingError: an index is outside the model, is that of the last block or listed twice, or so few tokens are
-            left that a block drops none.
+        SettingError: an index is outside the model, belongs to the last block or is listed twice, or a block would drop
+            no token because too few are left.
         UserError: the blocks are of an unsupported type.
     """
     refuse_unfit_model(view, method_name)
@@ -103,13 +104,13 @@ def dropping_blocks(
 def drop_tokens(
     model: nn.Module, view: ModelView, method_name: str, names: Sequence[str], keep_rate: float, fuse: bool
 ) -> None:
-    """Replace the forward passes of the blocks, so that those named drop tokens as `EViT` does."""
+    """Replace the forward passes of the blocks, so that the named blocks drop tokens like `EViT` does."""
     settings = partial(num_kept, keep_rate=keep_rate), fuse
     give_forwards(model, view, method_name, dict.fromkeys(names, (DroppingForward, settings)))
 
 
 def _refuse_few(view: ModelView, method_name: str, chosen: Sequence[str], keep_rate: float, fuse: bool) -> None:
-    """Raise SettingError if one of the blocks outputs as many tokens as it takes."""
+    """Raise SettingError if a block outputs as many tokens as it receives."""
     count = grid_positions(view)
     for name in chosen:
         kept = num_kept(count, keep_rate)
@@ -127,9 +128,7 @@ def _refuse_few(view: ModelView, method_name: str, chosen: Sequence[str], keep_r
 
 
 def check_dropping(drop_at: Any, keep_rate: Any, fuse: Any) -> None:
-    """Raise SettingError if one of the settings of `EViT` is out of range for every model."""
+    """Raise SettingError if a setting of `EViT` is out of range for every model."""
     check_indices("drop_at", drop_at, "[3,6,9]")
-    if isinstance(keep_rate, bool) or not isinstance(keep_rate, int | float) or not 0 < keep_rate <= 1:
-        raise SettingError("keep_rate", keep_rate, "a number > 0 and <= 1")
-    if not isinstance(fuse, bool):
-        raise SettingError("fuse", fuse, ("true", "false"))
+    check_keep_rate(keep_rate)
+    check_bool("fuse", fuse)

@@ -1,4 +1,4 @@
-"""PatchDropout: in training a random part of each image's patch tokens enters the blocks.
+"""PatchDropout: in training, a random subset of each image's patch tokens is processed.
 
 Source: Liu, Matsoukas, Strand, Azizpour, Smith, "PatchDropout: Economizing Vision Transformers Using Patch Dropout",
 WACV 2023.
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.base import Applied, Method
+from efficient_ft.methods.checks import check_keep_rate
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.forwards import OwnForward, put_around, take_away
 from efficient_ft.methods.registry import register
@@ -39,13 +40,13 @@ from efficient_ft.ops.tokens import (
 
 
 class _PatchDropForward(OwnForward):
-    """Forward pass of the first block on a random part of its patch tokens, in training.
+    """Forward pass of the first block on a random subset of its patch tokens, in training.
 
     Args:
         module: the block.
-        prefix: number of the model's prefix tokens.
+        prefix: number of prefix tokens of the model.
         positions: H · W of the model's grid of patch tokens.
-        keep_rate: as in `PatchDropout`.
+        keep_rate: see `PatchDropout`.
     """
 
     def __init__(self, module: nn.Module, prefix: int, positions: int, keep_rate: float) -> None:
@@ -61,33 +62,33 @@ class _PatchDropForward(OwnForward):
         return self.within(attach_tokens(x, tokens.dropped(index_BK, self.positions, False)), *others, **keywords)
 
     def _kept(self, x_BNC: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the prefix tokens and a random part of the patch tokens, and the indices (B, K) of these."""
+        """Return the prefix tokens with a random subset of the patch tokens, and the indices (B, K) of the subset."""
         patches_BLC = x_BNC[:, self.prefix :]
         batch, count = patches_BLC.shape[:2]
         order_BL = torch.rand(batch, count, device=x_BNC.device).argsort(1)
-        # In the order of the grid, so that at a rate of 1 nothing is changed at all.
+        # In the order of the grid, so that keep_rate=1 changes nothing.
         index_BK = order_BL[:, : num_kept(count, self.keep_rate)].sort(1).values
         return torch.cat([x_BNC[:, : self.prefix], take(patches_BLC, index_BK)], 1), index_BK
 
 
 @register
 class PatchDropout(Method):
-    """Train on a random part of each image's patch tokens (PatchDropout: Liu et al., WACV 2023).
+    """Train on a random subset of each image's patch tokens (PatchDropout: Liu et al., WACV 2023).
 
-    In each training step the share ``keep_rate`` of an image's patch tokens, drawn uniformly for each image, enters the
-    first block, after position embeddings have been added. Prefix tokens (class token, distillation token, registers)
-    are always kept. Evaluation takes all patches: the model is the pretrained one.
+    In each training step, the share ``keep_rate`` of an image's patch tokens enters the first block, after position
+    embeddings have been added. The patches are drawn uniformly for each image. Prefix tokens (class token, distillation
+    token, registers) are always kept. Evaluation uses all patches, so that the evaluated model is unmodified.
 
-    Patches are drawn from torch's generator, as dropout is. Runs seed it by (seed, rank, batch), so that a resumed run
-    draws the same patches. Kept tokens have grid positions: low-rank backward projects them, and methods that drop or
-    merge tokens in the blocks work on what is left.
+    Patches are drawn from torch's generator, like dropout masks. Runs seed it by (seed, rank, batch), so that a resumed
+    run draws the same patches. Kept tokens have grid positions. Low-rank backward therefore projects them, and methods
+    that drop or merge tokens in the blocks process the kept tokens.
 
     Args:
-        keep_rate: share of the patch tokens that enter the blocks in training, above 0 and at most 1; the number is
+        keep_rate: share of the patch tokens that enter the blocks in training, above 0 and at most 1. The number is
             rounded up.
 
     Raises:
-        SettingError: the rate is out of range; when applied: it leaves out no patch of the model's images.
+        SettingError: the rate is out of range; when applied: no patch of the model's images would be dropped.
         UserError: when applied: the model has no blocks or no grid of tokens, its blocks are of an unsupported type
             (positions inside the blocks, side modules), or the model drops patches already (timm's
             ``patch_drop_rate``).
@@ -99,20 +100,19 @@ class PatchDropout(Method):
     adds = frozenset({Adds.TOKEN_DROPPING})
     needs = frozenset({Needs.BLOCKS, Needs.TOKEN_GRID})
     hints: ClassVar[Mapping[Needs, str]] = {
-        Needs.TOKEN_GRID: "Patches can be left out where all blocks work on tokens of one grid (ViT, DeiT)."
+        Needs.TOKEN_GRID: "Patches can be dropped if all blocks work on tokens of one grid (ViT, DeiT)."
     }
 
     def __init__(self, keep_rate: float = 0.5) -> None:
         super().__init__()
-        if isinstance(keep_rate, bool) or not isinstance(keep_rate, int | float) or not 0 < keep_rate <= 1:
-            raise SettingError("keep_rate", keep_rate, "a number > 0 and <= 1")
+        check_keep_rate(keep_rate)
         self.keep_rate = keep_rate
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
         refuse_other_blocks(view, self.name, view.blocks)
         if any(isinstance(module, TimmPatchDropout | PatchDropoutWithIndices) for module in model.modules()):
             raise UserError(
-                f"method {self.name}: {view.name} has patch dropout of its own; create it with patch_drop_rate=0."
+                f"method {self.name}: {view.name} has its own patch dropout. Create it with patch_drop_rate=0."
             )
         count = grid_positions(view)
         kept = num_kept(count, self.keep_rate)
@@ -121,7 +121,7 @@ class PatchDropout(Method):
             raise SettingError(
                 f"method.{self.name}.keep_rate",
                 self.keep_rate,
-                f"low enough to leave out a patch ({view.name} has {count} of them)",
+                f"low enough to drop a patch ({view.name} has {count} patches)",
                 f"Use larger images (now {height}×{width}).",
             )
         refuse_fixed_tokens(view, self.name, _run_on_fewer)
@@ -148,4 +148,4 @@ def _run_on_fewer(block: nn.Module, x: Tensor, prefix: int) -> None:
         for given in (x, x[:, 1:]):
             left = block(given).shape[1]
             if left != given.shape[1]:
-                raise ValueError(f"a block makes {left} tokens of {given.shape[1]}")
+                raise ValueError(f"a block returns {left} tokens for {given.shape[1]} input tokens")

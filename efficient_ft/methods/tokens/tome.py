@@ -17,11 +17,13 @@ from torch.overrides import TorchFunctionMode
 from efficient_ft.core.context import is_recomputing
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.base import Applied, Method
+from efficient_ft.methods.checks import check_bool, check_number
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.summary import ranges
 from efficient_ft.methods.tokens.base import (
     SOFTMAX,
+    Place,
     TokenForward,
     give_forwards,
     grid_positions,
@@ -42,7 +44,7 @@ from efficient_ft.ops.tokens import (
     unmerge,
 )
 
-#: Functions by which attention that is not fused computes its scores, q kᵀ.
+#: Functions with which unfused attention computes its scores, q kᵀ.
 _PRODUCTS = (Tensor.matmul, Tensor.__matmul__, torch.matmul)
 
 
@@ -50,12 +52,12 @@ class _SizedAttention(TorchFunctionMode):
     """Proportional attention and a record of the keys inside a ``with`` block, for fused attention and softmax.
 
     Args:
-        sizes_BN: number of patches that each token represents; their log is added to the attention scores before
+        sizes_BN: number of patches that each token represents. Their log is added to the attention scores before
             softmax (ToMe, Equation 1). None: each token counts once.
         record_keys: record the keys.
 
     Attributes:
-        keys: keys of each attention computed, mean over heads, (B, N, D), detached, in single precision at least.
+        keys: detached keys of each attention, averaged over heads, (B, N, D), in at least single precision.
     """
 
     def __init__(self, sizes_BN: Tensor | None, record_keys: bool) -> None:
@@ -63,7 +65,7 @@ class _SizedAttention(TorchFunctionMode):
         self.bias_B11N = None if sizes_BN is None else sizes_BN.log()[:, None, None]
         self.record_keys = record_keys
         self.keys: list[Tensor] = []
-        self._factor: Tensor | None = None  # second factor of the last product, kᵀ if softmax follows
+        self._factor: Tensor | None = None  # second factor of the last product, which is kᵀ if softmax follows
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -82,7 +84,7 @@ class _SizedAttention(TorchFunctionMode):
     ) -> Any:
         if attn_mask is not None:
             raise UserError(
-                "method tome: tokens cannot be merged in attention with a mask of its own. Use a model without."
+                "method tome: tokens cannot be merged in attention with its own mask. Use a model without a mask."
             )
         self._record(k)
         return attend(q, k, v, None if self.bias_B11N is None else self.bias_B11N.to(q.dtype), *others, **kwargs)
@@ -97,26 +99,23 @@ class _MergingForward(TokenForward):
     """Forward pass of a block that merges tokens between its attention and its feed-forward network.
 
     Args:
-        module, method_name, prefix, positions, last: as in `TokenForward`.
+        module, place: see `TokenForward`.
         r: number of tokens to merge; at most half of the patch tokens are merged.
-        proportional_attention: as in `ToMe`.
-        after_merge: an earlier block merges tokens.
-        unmerges: the last block repeats each merged token, so that all that follows the blocks weighs it by its size.
+        proportional_attention: see `ToMe`.
+        after_merge: True if an earlier block merges tokens.
+        unmerges: True if the last block repeats each merged token, so that all later layers weight it by its size.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        method_name: str,
-        prefix: int,
-        positions: int,
-        last: bool,
+        place: Place,
         r: int,
         proportional_attention: bool,
         after_merge: bool = False,
         unmerges: bool = False,
     ) -> None:
-        super().__init__(module, method_name, prefix, positions, last)
+        super().__init__(module, place)
         self.r, self.proportional_attention, self.after_merge = r, proportional_attention, after_merge
         self.unmerges = unmerges
 
@@ -128,7 +127,7 @@ class _MergingForward(TokenForward):
         x, tokens = pop_tokens(x)
         if self.after_merge and tokens is None and is_recomputing():
             raise UserError(
-                "method tome: reentrant checkpointing recomputes a block without the sizes of its merged tokens; use"
+                "method tome: reentrant checkpointing recomputes a block without the sizes of its merged tokens. Use"
                 " method=checkpointing, or timm.layers.set_reentrant_ckpt(False)."
             )
         r = merged_of(x.shape[1] - self.prefix, self.r)
@@ -148,20 +147,20 @@ class _MergingForward(TokenForward):
 
     @staticmethod
     def _acts(r: int) -> bool:
-        """Return whether matching and merging run for this r."""
+        """Return True if this r requires matching and merging."""
         return r > 0
 
     def _merged(self, x: Tensor, attention: _SizedAttention, tokens: Tokens, r: int) -> tuple[Tensor, Tokens]:
-        """Return the tokens after merging r of them, and their record; `tokens` is the record before.
+        """Merge r tokens. Return the remaining tokens and their record; `tokens` is the record before.
 
         Raises:
             UserError: `attention` has recorded no keys.
         """
         if not attention.keys:
             raise UserError(
-                f"method tome: the keys of {type(self.module.attn).__name__} were not found (it takes no softmax of a"
-                " product of queries and keys); similar tokens cannot be matched without keys. Use a model with"
-                " softmax attention."
+                f"method tome: the keys of {type(self.module.attn).__name__} were not found, since it computes no"
+                " softmax of a product of queries and keys. Without keys, similar tokens cannot be matched. Use a model"
+                " with softmax attention."
             )
         sizes_BN, into_BN = tokens.sizes_BN, tokens.merged_into_BN
         if sizes_BN is None:
@@ -178,34 +177,34 @@ class ToMe(Method):
     """Merge the most similar patch tokens in every block (ToMe: Bolya et al., ICLR 2023).
 
     Between attention and feed-forward network, patch tokens are split into two alternating sets. Each token of the
-    first set is matched with the most similar one of the second (cosine similarity of the keys, mean over heads,
-    detached), and the r most similar pairs are merged into their mean, weighted by the number of patches that each
+    first set is matched with the most similar token of the second set (cosine similarity of the keys, averaged over
+    heads, detached). The r most similar pairs are merged into their mean, weighted by the number of patches that each
     token represents. Prefix tokens (class token, distillation token, registers) are not merged and stay first.
     Attention stays fused.
 
     The two sets are then concatenated, as in the paper: prefix tokens, the rest of the first set, the second set. This
-    order decides the two sets of the next block, and nothing else: blocks whose attention depends on positions
-    (relative, rotary) are refused.
+    order only determines the two sets of the next block. Blocks whose attention depends on positions (relative, rotary)
+    are rejected.
 
-    Tokens are merged in training and in evaluation: the weights keep the model's own names, but are to be used with the
-    same merging, which exported files record. The model needs no class token: unless the model is one of timm that
-    classifies by its class token alone, the last block repeats each merged token once for each patch that it
-    represents, in the order of the patches. Pooling after the blocks thus weighs tokens by their size: a mean is
-    weighted by the sizes, and attention pooling adds their log to its scores.
+    Tokens are merged in training and in evaluation. The weights keep the model's own names, but must be used with the
+    same merging, which exported files record. The model needs no class token. Unless a timm model classifies by its
+    class token alone, the last block repeats each merged token once for each patch that it represents, in the order of
+    the patches. Pooling after the blocks therefore weights tokens by their size: a mean is weighted by the sizes, and
+    attention pooling adds their log to its scores.
 
-    If fewer than 2·r patch tokens are left, half of them are merged, as in the paper. An r is refused if it exceeds
+    If fewer than 2·r patch tokens are left, half of them are merged, as in the paper. An r is rejected if it exceeds
     half of the grid's tokens, or if only one patch token would be left after the last block.
 
     Args:
-        r: number of tokens merged in each block, at least 0; a list: one number for each block.
+        r: number of tokens merged in each block, at least 0; a list contains one number per block.
         inflect: slope of the schedule of r, the second number of the paper's (r, inflect), from −1 to 1. r changes
-            linearly from the first block to the last, from (1 − inflect)·r to (1 + inflect)·r: −1 goes from 2·r to 0
-            (the paper's decreasing schedule), 1 from 0 to 2·r. Rounding keeps the mean at r. Only for a single r.
+            linearly from (1 − inflect)·r in the first block to (1 + inflect)·r in the last: −1 goes from 2·r to 0 (the
+            paper's decreasing schedule), and 1 from 0 to 2·r. Rounding preserves the mean r. It requires a single r.
         proportional_attention: add the log of the number of patches that a token represents to its attention scores
             (the paper's Equation 1).
 
     Raises:
-        SettingError: a setting is out of range; when applied: r is a list of another length than the model's number of
+        SettingError: a setting is out of range; when applied: r is a list whose length differs from the number of
             blocks, or merges too many tokens.
         UserError: when applied: the model has no grid of tokens, its blocks are of an unsupported type, or its
             attention has a mask or no keys; or another method that drops or merges tokens, or one with a low-rank
@@ -217,7 +216,7 @@ class ToMe(Method):
     adds = frozenset({Adds.TOKEN_MERGING})
     needs = frozenset({Needs.BLOCKS, Needs.TOKEN_GRID})
     conflicts: Mapping[str, str] = {
-        Adds.LOW_RANK_LAYERS: "merged tokens have no grid positions along which gradients are projected"
+        Adds.LOW_RANK_LAYERS: "merged tokens have no grid positions, which the projection of gradients requires"
     }
     merges = False
 
@@ -226,12 +225,10 @@ class ToMe(Method):
         each = r if isinstance(r, Sequence) and not isinstance(r, str) else [r]
         if not each or not all(type(n) is int and n >= 0 for n in each):
             raise SettingError("r", r, "an integer >= 0, or a list of them, one for each block")
-        if isinstance(inflect, bool) or not isinstance(inflect, int | float) or not -1 <= inflect <= 1:
-            raise SettingError("inflect", inflect, "a number from -1 to 1")
+        check_number("inflect", inflect, "a number from -1 to 1", lambda slope: -1 <= slope <= 1)
         if inflect and each is r:
             raise SettingError("inflect", inflect, "0 if r is a list")
-        if not isinstance(proportional_attention, bool):
-            raise SettingError("proportional_attention", proportional_attention, ("true", "false"))
+        check_bool("proportional_attention", proportional_attention)
         self.r = list(each) if each is r else r
         self.inflect, self.proportional_attention = inflect, proportional_attention
 
@@ -241,24 +238,19 @@ class ToMe(Method):
         refuse_fixed_tokens(view, self.name, _run_merging)
         r = self._r_per_block(view, patches)
         unmerges = not classifies_by_class_token(model)
-        give_forwards(
-            model,
-            view,
-            self.name,
-            {
-                name: (_MergingForward, (n, self.proportional_attention, any(r[:index]), unmerges))
-                for index, (name, n) in enumerate(zip(view.blocks, r, strict=True))
-            },
-        )
+        forwards = {
+            name: (_MergingForward, (n, self.proportional_attention, any(r[:index]), unmerges))
+            for index, (name, n) in enumerate(zip(view.blocks, r, strict=True))
+        }
+        give_forwards(model, view, self.name, forwards)
         why = Skipped(Reason.NO_EFFECT, "r is 0")
         none = {name: why for name, n in zip(view.blocks, r, strict=True) if not n}
         merging = tuple(name for name in view.blocks if name not in none)
         if not merging:
             return Applied(self.name, merging, none, none_needed="r is 0 in every block")
         each = f"{min(r)}" if min(r) == max(r) else f"{min(r)} to {max(r)}"
-        return Applied(
-            self.name, merging, none, summary=f"{ranges(merging)} each merge {each} of {patches} patch tokens"
-        )
+        summary = f"{ranges(merging)} each merge {each} of {patches} patch tokens"
+        return Applied(self.name, merging, none, summary=summary)
 
     def _r_per_block(self, view: ModelView, patches: int) -> list[int]:
         """Return r of each block of a model with `patches` patch tokens.
@@ -295,27 +287,28 @@ class ToMe(Method):
 
 
 def classifies_by_class_token(model: nn.Module) -> bool:
-    """Return True for a model of timm whose classifier reads prefix tokens alone.
+    """Return True for a timm model whose classifier reads prefix tokens alone.
 
-    A class of another package may read the patch tokens in spite of its attributes.
+    A class of another package may read the patch tokens despite these attributes.
     """
     by_token = getattr(model, "global_pool", None) == "token" and getattr(model, "attn_pool", None) is None
     return by_token and type(model).__module__.startswith("timm.models.")
 
 
 def _run_merging(block: nn.Module, x: Tensor, prefix: int) -> None:
-    """Run a block on x (1, N, C), as it is and with tokens merged: before it, and inside it."""
+    """Run a block on x (1, N, C) unchanged, with tokens merged inside it, and on fewer tokens."""
     patches = x.shape[1] - prefix
     block(x)
-    _MergingForward(block, ToMe.name, prefix, patches, True, 1, True)(x)
-    _MergingForward(block, ToMe.name, prefix, patches, True, 0, True)(x[:, 1:])
+    place = Place(ToMe.name, prefix, patches, True)
+    _MergingForward(block, place, 1, True)(x)
+    _MergingForward(block, place, 0, True)(x[:, 1:])
 
 
 def scheduled(r: int, inflect: float, blocks: int) -> list[int]:
     """Return r of each block, changing linearly from (1 − inflect)·r in the first to (1 + inflect)·r in the last.
 
-    Two blocks at the same distance from the middle have exactly 2·r together: halves are rounded to even, and `inflect`
-    is taken as the decimal fraction that is written.
+    Two blocks at the same distance from the middle merge exactly 2·r tokens together. Halves are rounded to even, and
+    `inflect` is read as a decimal fraction.
 
     Args:
         r: mean over the blocks.
@@ -327,12 +320,12 @@ def scheduled(r: int, inflect: float, blocks: int) -> list[int]:
 
 
 def merged_of(patches: int, r: int) -> int:
-    """Return how many of `patches` patch tokens a block merges: r, but at most half of them."""
+    """Return the number of patch tokens that a block merges: r, but at most half of `patches`."""
     return min(r, patches // 2)
 
 
 def _leaves_some(r: Sequence[int], patches: int) -> bool:
-    """Return whether no r exceeds half of all patch tokens, and more than one patch token is left at the end."""
+    """Return True if no r exceeds half of all patch tokens, and more than one patch token is left at the end."""
     if not any(r):
         return True
     left = patches

@@ -1,1 +1,1 @@
-"""Methods on two axes at once."""
+"""Methods that act on two axes at once."""

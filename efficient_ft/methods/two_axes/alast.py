@@ -1,8 +1,8 @@
-"""ALaST: a budget per block sets how many tokens are passed to the next block and how likely the block is to train.
+"""ALaST: the budget of a block determines its number of output tokens and its probability of being trained.
 
 Source: Devoto, Alvetreti, Pomponi, Di Lorenzo, Minervini, Scardapane, "Adaptive Layer Selection for Efficient Vision
-Transformer Fine-Tuning", 2024. Where the paper leaves a choice open, or the authors' later account differs, there is a
-setting.
+Transformer Fine-Tuning", 2024. Settings cover the choices that the paper does not specify, and those in which the
+authors' later account differs.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from efficient_ft.core.context import is_recomputing
 from efficient_ft.core.distributed import all_reduce_sum
 from efficient_ft.core.errors import SettingError
 from efficient_ft.methods.base import Applied
+from efficient_ft.methods.checks import check_choice, check_number
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.selection.per_step import LayersPerStep
 from efficient_ft.methods.tokens.base import (
     Attention,
     DroppingForward,
+    Place,
     give_forwards,
     grid_positions,
     refuse_other_blocks,
@@ -33,6 +35,9 @@ from efficient_ft.methods.tokens.base import (
 from efficient_ft.models.view import ModelView
 from efficient_ft.ops.tokens import Tokens, is_token_reduction_suspended, pop_tokens, token_context
 
+#: Settings that must be numbers of at least 0.
+_NUMBERS = ("budget_min", "budget_max", "budget_init", "budget_lr")
+
 
 @dataclass
 class _Budget:
@@ -40,9 +45,9 @@ class _Budget:
 
     Attributes:
         value: b, the share of the incoming patch tokens that is passed on.
-        change: Σ of ‖CLS_l − CLS_{l−1}‖² over the images of the step, so far; one buffer for all steps.
-        images: images of the step, so far.
-        before: Δ of the step before; None in the first step.
+        change: Σ of ‖CLS_l − CLS_{l−1}‖² over the images of the step so far, in a buffer that all steps share.
+        images: number of images of the step so far.
+        before: Δ of the previous step; None in the first step.
     """
 
     value: float
@@ -54,22 +59,12 @@ class _Budget:
 class _BudgetedForward(DroppingForward):
     """A block that, in training, passes on as many tokens as its budget allows."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        method_name: str,
-        prefix: int,
-        positions: int,
-        last: bool,
-        budgets: dict[str, _Budget],
-        name: str,
-        least: int,
-    ) -> None:
-        super().__init__(module, method_name, prefix, positions, last, self._kept, False)
+    def __init__(self, module: nn.Module, place: Place, budgets: dict[str, _Budget], name: str, least: int) -> None:
+        super().__init__(module, place, self._kept, False)
         self.budget, self.least = budgets[name], least
 
     def _kept(self, count: int) -> int:
-        # .7 of 10 is 7, though .7 · 10 may not be
+        # The constant corrects rounding errors: 0.7 · 10 must give 7.
         return max(self.least, math.floor(self.budget.value * count + 1e-9))
 
     @torch.compiler.disable  # the number of tokens changes from step to step
@@ -99,33 +94,35 @@ class _BudgetedForward(DroppingForward):
 
 @register
 class ALaST(LayersPerStep):
-    """Train K blocks in each step, drawn by their budgets; a block passes on as many tokens as its budget allows.
+    """Train K blocks per step, drawn by their budgets. A block passes on as many tokens as its budget allows.
 
-    A block's budget b follows how much it changes the class token: after each step
-    ``b ← b + budget_lr · (Δ − Δ of the step before)``, within [budget_min, budget_max], with Δ the squared change of
-    the class token through the block (the paper's Equations 5 and 6). After a block, ⌊b · N⌋ of its N patch tokens
-    are passed on, those that the class token attended to most; the others are dropped, not fused. Frozen blocks drop
-    tokens too. In evaluation all tokens are passed on. At least one stays in a model that does not classify by its
-    class token alone.
+    The budget b of a block follows the change that the block makes to the class token. After each step,
+    ``b ← b + budget_lr · (Δ − Δ of the previous step)``, limited to [budget_min, budget_max]. Δ is the squared change
+    of the class token through the block (the paper's Equations 5 and 6). After a block, the ⌊b · N⌋ of its N patch
+    tokens with the highest attention from the class token are passed on. The others are dropped without fusion. Frozen
+    blocks drop tokens too. At least one token remains in a model that does not classify by its class token alone. In
+    evaluation, all tokens are passed on.
 
-    The defaults are the authors' later account; ``alast_paper`` has the paper's.
+    The defaults follow the authors' later account. The variant ``alast_paper`` has the settings of the paper.
 
     Args:
-        num_layers: K, blocks that train in a step.
-        budget_init: the budgets of the first step.
-        budget_min, budget_max: budgets stay within these.
-        budget_lr: α. The paper's is the learning rate, 1e-4; here times 128, its batch size, since Δ is a mean.
-        delta: how Δ, a sum over channels and images, is reduced: ``image`` (the mean over the images), ``value`` (over
-            images and channels), or ``batch`` (the sum: then α depends on the batch size).
-        first_delta: Δ before the first step: ``zero``, or the ``same`` as in it, so that it changes no budget.
+        num_layers: K, number of blocks to train per step.
+        budget_init: budget of every block in the first step.
+        budget_min, budget_max: lower and upper bound of the budgets.
+        budget_lr: α. In the paper, it equals the learning rate, 1e-4. The default multiplies this value by 128, the
+            paper's batch size, since Δ is a mean.
+        delta: reduction of Δ, a sum over channels and images: ``image`` (mean over the images), ``value`` (mean over
+            images and channels), or ``batch`` (sum; α then depends on the batch size).
+        first_delta: Δ before the first step: ``zero``, or ``same`` for the value of the first step, which leaves the
+            budgets unchanged.
         layer_choice: ``sample`` (K blocks without replacement, with probabilities softmax(b)), or ``highest`` (the K
-            highest budgets, the first of equals).
+            blocks with the highest budgets; ties go to the earlier block).
         train_embeddings, seed: see `LayersPerStep`.
 
     Raises:
-        SettingError: a value outside these; or, when applied, more blocks than the model has, or budgets that leave no
-            token.
-        UserError: when applied: the model has no class token, no token grid, or blocks of another form.
+        SettingError: a value is not allowed; when applied: the model has fewer blocks than `num_layers`, or budgets
+            leave no token.
+        UserError: when applied: the model has no class token, no token grid, or blocks of an unsupported type.
     """
 
     name = "alast"
@@ -146,15 +143,10 @@ class ALaST(LayersPerStep):
         train_embeddings: bool = True,
         seed: int | None = None,
     ) -> None:
+        """Create the method. The parameters are its settings."""
         super().__init__(num_layers, train_embeddings, seed)
-        for setting, value in (
-            ("budget_min", budget_min),
-            ("budget_max", budget_max),
-            ("budget_init", budget_init),
-            ("budget_lr", budget_lr),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-                raise SettingError(setting, value, "a number >= 0")
+        for setting, value in zip(_NUMBERS, (budget_min, budget_max, budget_init, budget_lr), strict=True):
+            check_number(setting, value, "a number >= 0", lambda number: number >= 0)
         if budget_max > 1:
             raise SettingError("budget_max", budget_max, "a number from 0 to 1")
         if budget_min > budget_max:
@@ -163,19 +155,11 @@ class ALaST(LayersPerStep):
             raise SettingError(
                 "budget_init", budget_init, f"a number from budget_min ({budget_min}) to budget_max ({budget_max})"
             )
-        for setting, word, allowed in (
-            ("delta", delta, ("image", "value", "batch")),
-            ("first_delta", first_delta, ("zero", "same")),
-            ("layer_choice", layer_choice, ("sample", "highest")),
-        ):
-            if word not in allowed:
-                raise SettingError(setting, word, allowed)
-        self.budget_init, self.budget_min, self.budget_max, self.budget_lr = (
-            budget_init,
-            budget_min,
-            budget_max,
-            budget_lr,
-        )
+        check_choice("delta", delta, ("image", "value", "batch"))
+        check_choice("first_delta", first_delta, ("zero", "same"))
+        check_choice("layer_choice", layer_choice, ("sample", "highest"))
+        self.budget_init, self.budget_min, self.budget_max = budget_init, budget_min, budget_max
+        self.budget_lr = budget_lr
         self.delta, self.first_delta, self.layer_choice = delta, first_delta, layer_choice
         self._budgets: dict[str, _Budget] = {}
         self._channels = 1
@@ -190,14 +174,14 @@ class ALaST(LayersPerStep):
         self._channels = int(model.get_parameter("cls_token").shape[-1])
         if self._restored is not None:
             self.load_state_dict(self._restored)
-        # an average of patch tokens needs one
+        # The average of patch tokens requires at least one.
         least = 0 if getattr(model, "global_pool", "token") == "token" else 1
         chosen = {name: (_BudgetedForward, (self._budgets, name, least)) for name in view.blocks}
         give_forwards(model, view, self.name, chosen)
         return super()._apply(model, view)
 
     def _check_start(self, view: ModelView) -> None:
-        """Raise SettingError where the first budgets leave no patch token after a block before the last."""
+        """Raise SettingError if the initial budgets leave no patch token after a block before the last."""
         positions = left = grid_positions(view)
         for name in view.blocks[:-1]:
             left = math.floor(self.budget_init * left + 1e-9)
@@ -207,7 +191,7 @@ class ALaST(LayersPerStep):
                     f"method.{self.name}.budget_init",
                     self.budget_init,
                     "a share that leaves patch tokens after all blocks",
-                    f"Of {positions} patch tokens none is left after {name}. Take larger images (here"
+                    f"None of the {positions} patch tokens is left after {name}. Use larger images (now"
                     f" {height}×{width}).",
                 )
 
@@ -220,7 +204,7 @@ class ALaST(LayersPerStep):
 
     def remove(self, model: nn.Module) -> None:
         super().remove(model)
-        self._restored = None  # a new model starts from budget_init
+        self._restored = None  # another model starts from budget_init
 
     def choose(self, step: int, count: int) -> list[int]:
         self._present = [budget.value for budget in self._budgets.values()]
@@ -241,7 +225,7 @@ class ALaST(LayersPerStep):
             budget.change.zero_()
             budget.images = 0
             if not math.isfinite(delta):
-                continue  # an overflow in fp16, a step that is skipped
+                continue  # a step with an fp16 overflow is skipped
             before = budget.before
             if before is None:
                 before = delta if self.first_delta == "same" else 0.0
@@ -249,7 +233,7 @@ class ALaST(LayersPerStep):
             budget.before = delta
 
     def _deltas(self, changes: Tensor, images: int) -> list[float]:
-        """Δ of every block, over the images of all micro-batches and processes."""
+        """Return Δ of every block, over the images of all micro-batches and processes."""
         *deltas, images_all = all_reduce_sum(torch.cat([changes, changes.new_tensor([images])])).tolist()
         over = {"image": images_all, "value": images_all * self._channels, "batch": 1.0}[self.delta]
         return [delta / over for delta in deltas]
@@ -261,6 +245,6 @@ class ALaST(LayersPerStep):
         return {name: [budget.value, budget.before] for name, budget in self._budgets.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restored = state_dict  # for a model that it is applied to later
+        self._restored = state_dict  # for a model to which the method is applied later
         for name, budget in self._budgets.items():
             budget.value, budget.before = state_dict[name]

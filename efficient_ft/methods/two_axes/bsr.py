@@ -1,4 +1,4 @@
-"""BSR: a few blocks train, and unimportant tokens are dropped on the way.
+"""BSR: a few blocks are trained, and unimportant tokens are dropped.
 
 Source: "Block Selective Reprogramming for On-device Training of Vision Transformers", CVPR Workshops 2024.
 """
@@ -23,21 +23,23 @@ from efficient_ft.models.view import ModelView
 
 @register
 class BSR(Blocks):
-    """Train the blocks listed, the final norm and the head, and drop tokens as `EViT` does, in evaluation too.
+    """Train the listed blocks, the final norm and the head, and drop tokens like `EViT` in training and evaluation.
 
-    It is the selection of `Blocks` and the dropping of `EViT` in one; each is available alone, and can be stacked.
+    The method combines the selection of `Blocks` with the dropping of `EViT`, which are also available separately and
+    can be stacked.
 
     Args:
-        blocks: those that train, counted from 0, negative ones from the end.
-        drop_at: blocks in which tokens are dropped; not the last. With an empty list no token is dropped, and any
-            model with blocks is accepted (BSR on ResNet-50; "Ours" in the paper's Table 5).
-        keep_rate: share of the patch tokens kept in each of them, above 0 and at most 1.
-        fuse: fuse the dropped tokens into one, weighted by attention.
+        blocks: indices of the blocks to train, counted from 0; negative indices count from the end.
+        drop_at: indices of the blocks in which tokens are dropped. The last block is not allowed. With an empty list,
+            no token is dropped, and every model with blocks is supported (BSR on ResNet-50; "Ours" in the paper's Table
+            5).
+        keep_rate: share of the patch tokens that each of these blocks keeps, above 0 and at most 1.
+        fuse: fuse the dropped tokens into one token, weighted by attention.
 
     Raises:
-        SettingError: a value outside these, or (when applied) a block outside the model or listed twice.
-        UserError: when applied: the model has no recognized blocks; or, where tokens are dropped, no class token, no
-            token grid, or blocks of another form.
+        SettingError: a value is not allowed; when applied: a block is outside the model or listed twice.
+        UserError: when applied: the blocks of the model are not recognized; if tokens are dropped, also: the model has
+            no class token, no token grid, or blocks of an unsupported type.
     """
 
     name = "bsr"
@@ -70,7 +72,7 @@ class BSR(Blocks):
         if not self.drop_at:
             return super()._apply(model, view)
         refuse_unfit_model(view, self.name)
-        self._names(view)  # a mistake in `blocks` is refused before anything is changed
+        self._names(view)  # checks `blocks` before the model is changed
         dropping = dropping_blocks(view, self.name, self.drop_at, self.keep_rate, self.fuse)
         drop_tokens(model, view, self.name, dropping, self.keep_rate, self.fuse)
         selected = super()._apply(model, view)

@@ -1,6 +1,6 @@
-"""BSR with experts: the blocks that train have several feed-forward networks, of which each token takes a few.
+"""BSR with experts: each token is routed to a few of several feed-forward networks in the trained blocks.
 
-Source: "Block Selective Reprogramming for On-device Training of Vision Transformers", CVPR Workshops 2024, section 5.2.
+Source: "Block Selective Reprogramming for On-device Training of Vision Transformers", CVPR Workshops 2024, Section 5.2.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from efficient_ft.models.view import ModelView
 
 @register
 class BSRMoE(ExpertsMethod, BSR):
-    """BSR whose trained blocks have experts in the place of their feed-forward networks.
+    """BSR with experts instead of the feed-forward networks of the trained blocks.
 
-    `BSR` and `MoE` in one: the blocks listed (attention, norms, experts, gates), the final norm and the head train, and
-    tokens are dropped on the way. Published costs (Table 6) are those of ``keep_rate=0.7, fuse=False``.
+    The method combines `BSR` and `MoE`: the listed blocks (attention, norms, experts, gates), the final norm and the
+    head are trained, and tokens are dropped. Published costs (Table 6) use ``keep_rate=0.7, fuse=False``.
 
     Args:
-        num_experts, top_k, norm_topk_prob, aux_loss_coef: as in `MoE`.
-        blocks: those that train and have experts.
-        drop_at, keep_rate, fuse: as in `BSR`.
+        num_experts, top_k, norm_topk_prob, aux_loss_coef: see `MoE`.
+        blocks: indices of the blocks that are trained and have experts.
+        drop_at, keep_rate, fuse: see `BSR`.
 
     Raises:
-        SettingError, UserError: as in `MoE` and `BSR`.
+        SettingError, UserError: see `MoE` and `BSR`.
     """
 
     name = "bsr_moe"

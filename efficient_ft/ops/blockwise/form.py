@@ -1,16 +1,16 @@
-"""The block-wise form of Adam's moments m and v: codes of the ratio m / √v and of the root √v.
+"""The block-wise storage format of Adam's moments m and v: codes of the ratio m / √v and of the root √v.
 
-A code of the root counts equal steps between the smallest and the largest positive root of its block, in the order of
-float32 numbers: nearly a logarithm. A positive root never becomes 0, however far the roots of a block are spread; 0 has
-a code of its own. The ratio, which no spread affects, is a signed square of its code. Storing the ratio rather than m
-keeps Adam's bound on a step: an error of the root changes m and √v by the same factor.
+The codes of the root are equal steps between the smallest and the largest positive root of a block, in the order of
+float32 numbers, which is nearly logarithmic. A positive root never becomes 0, however large the range of a block is; 0
+has a separate code. The ratio does not depend on this range, and is a signed square of its code. Storing the ratio
+instead of m preserves Adam's bound on a step: an error of the root changes m and √v by the same factor.
 
-v changes by a thousandth per step (beta2 = 0.999), which rounding to nearest would lose. Codes are therefore rounded at
-random, from a hash of position and step: the same in every run. The ratio has no bias. The root is rounded up slightly
-more often, so that coarse codes make steps smaller rather than larger. Over thousands of steps this would add up until
-steps vanish. A block therefore stores the mean rounding error of its roots (the shift), which decoding adds to each
-root. The errors that remain grow within some sixty steps to a fifth of a root in 4 bits. They make the mean of 1 / √v
-larger by their square, 5 %, and a step divides by that much more.
+v changes by a thousandth per step (beta2 = 0.999), which rounding to nearest would lose. Codes are therefore rounded
+stochastically by a hash of the position and the step, which is the same in every run. The ratio is unbiased. The root
+is rounded up slightly more often, so that coarse codes make steps smaller rather than larger. Over thousands of steps,
+this bias would accumulate until steps vanish. Each block therefore stores the mean rounding error of its roots, the
+shift, and decoding adds the shift to each root. In 4 bits, the remaining errors grow to a fifth of a root within about
+60 steps. They increase the mean of 1 / √v by their square, 5 %, and the step is divided by the same factor.
 
 Source of blocks: Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", ICLR 2022.
 """
@@ -24,33 +24,33 @@ from torch import Tensor
 
 from efficient_ft.ops.storage.eight_bits import uniform
 
-#: Values in a block.
+#: Number of values in a block.
 BLOCK = 128
-#: Smaller tensors keep their values.
+#: Tensors with fewer values are not quantized.
 MIN_SIZE = 4096
-#: Float32 numbers in a unit of the codes' distance, by bits.
+#: Number of float32 numbers in one unit of the distance between codes, by bits.
 UNIT = {8: 256, 4: 4096}
-#: The shift of a block is a multiple of this share of the codes' distance.
+#: Resolution of the shift of a block, as a fraction of the distance between codes.
 SHIFT = 2.0**-14
-#: Relative growth of a step's divisor as rounding errors build up, by bits.
+#: Relative growth of the divisor of a step as rounding errors accumulate, by bits.
 GROWTH = {8: 0.0, 4: 0.05}
-#: Share of this growth that each step leaves to the later ones.
+#: Fraction of this growth that remains after each step.
 GROWTH_LEFT = 0.97
-#: The largest root, √(2^128), as an integer; larger ones and NaN are stored as this.
+#: The largest root, √(2^128), as an integer. Larger roots and NaN are stored as this value.
 LARGEST = 0x5F7FFFFF
-#: The smallest largest ratio of a block.
+#: Lower bound of the largest ratio of a block.
 SMALLEST = 1e-30
 
 
 class Moments(NamedTuple):
-    """Moments in the block-wise form.
+    """Moments in the block-wise storage format.
 
     Attributes:
-        ratio: (n · bits / 8,) uint8, codes of m / √v; in 4 bits two in a byte, the first in the high half.
+        ratio: (n · bits / 8,) uint8, codes of m / √v. In 4 bits, a byte stores two codes, the first in its high half.
         ratio_scale: (blocks,) float32, the ratio at code 1.
-        root: (n · bits / 8,) uint8, codes of √v; 0 is exactly 0.
-        root_range: (blocks, 3) int16: upper half of the smallest positive root's bits, distance of the codes in units,
-            and the shift.
+        root: (n · bits / 8,) uint8, codes of √v. Code 0 is exactly 0.
+        root_range: (blocks, 3) int16: the upper half of the smallest positive root's bits, the distance between codes
+            in units, and the shift.
     """
 
     ratio: Tensor
@@ -60,12 +60,12 @@ class Moments(NamedTuple):
 
 
 def is_blockwise(size: int) -> bool:
-    """Return whether the moments of a parameter of `size` values are kept in blocks: whole blocks, and not few."""
+    """Return True if the moments of a parameter of `size` values are quantized: a multiple of BLOCK, >= MIN_SIZE."""
     return size >= MIN_SIZE and size % BLOCK == 0
 
 
 def empty_moments(size: int, bits: int, device: torch.device | None = None) -> Moments:
-    """Return moments of zero for a parameter of `size` values."""
+    """Return zero moments for a parameter of `size` values."""
     blocks, codes = size // BLOCK, size * bits // 8
     return Moments(
         torch.zeros(codes, dtype=torch.uint8, device=device),
@@ -76,23 +76,23 @@ def empty_moments(size: int, bits: int, device: torch.device | None = None) -> M
 
 
 def levels(bits: int) -> tuple[int, int]:
-    """Return the largest code of the ratio, and the steps from the smallest to the largest positive root."""
+    """Return the largest code of the ratio, and the number of steps from the smallest to the largest positive root."""
     return 2 ** (bits - 1) - 1, 2**bits - 2
 
 
 def seed_of(step: int) -> int:
-    """Return the seed of the random rounding in a step."""
+    """Return the seed of stochastic rounding in a step."""
     return step * 0x9E3779B9 % 2**32
 
 
 def quantize(m: Tensor, root: Tensor, bits: int, step: int) -> Moments:
-    """Round moments to codes.
+    """Quantize moments.
 
     Args:
-        m: (n,) float32, n a multiple of ``BLOCK``.
+        m: (n,) float32, where n is a multiple of `BLOCK`.
         root: (n,) float32, the root of v.
         bits: 8 or 4.
-        step: of the optimizer; determines the rounding.
+        step: number of the optimizer step, which determines the rounding.
     """
     noise = uniform(m.numel(), torch.tensor(seed_of(step)), m.device).view(-1, BLOCK)
     ratio, scale = _ratio_codes((m / root).view(-1, BLOCK), bits, noise * 4096 % 1)
@@ -101,7 +101,7 @@ def quantize(m: Tensor, root: Tensor, bits: int, step: int) -> Moments:
 
 
 def dequantize(moments: Moments, bits: int) -> tuple[Tensor, Tensor]:
-    """Return m and v, (n,) float32."""
+    """Return m and v, (n,) float32 each."""
     ratio, roots = (_from_bytes(codes, bits) for codes in (moments.ratio, moments.root))
     low, distance, shift = moments.root_range.int().unbind(1)
     one = distance * UNIT[bits]
@@ -114,7 +114,7 @@ def dequantize(moments: Moments, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def _ratio_codes(ratio: Tensor, bits: int, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes (blocks, BLOCK) int32 and scales; a ratio that is not finite becomes 0."""
+    """Return codes (blocks, BLOCK) int32 and scales. A non-finite ratio becomes 0."""
     top, _ = levels(bits)
     ratio = torch.where(ratio.isfinite(), ratio, 0.0)
     size = ratio.abs()
@@ -138,7 +138,7 @@ def _root_codes(root: Tensor, bits: int, noise: Tensor) -> tuple[Tensor, Tensor]
     place = (integers - (low << 16)[:, None]).float() * (1 / one)
     code = place.floor()
     rest = place - code
-    # More often up than in proportion, the more octaves (2^23 numbers) are between two codes.
+    # The more octaves (2^23 numbers) are between two codes, the more often codes are rounded up than in proportion.
     up = noise < rest + (one * 2.0**-22).clamp_max_(1) * (rest - rest * rest)
     code = (code + up).clamp_(0, top).int() + 1
     down = torch.where(positive, (rest * (1 / SHIFT)).int() - up * round(1 / SHIFT), 0)

@@ -1,13 +1,11 @@
-"""The kernels of the block-wise step: numba's on a CPU, Triton's on a GPU.
+"""The kernels of the block-wise Adam step: numba on a CPU, Triton on a GPU.
 
-From the same gradients they find the codes of the plain torch form, except where the last bit of a square root or a
-quotient decides. Optional: without numba or Triton the plain torch form is used.
+For equal gradients, their codes equal those of the reference implementation, except where the last bit of a square root
+or a quotient decides. Both libraries are optional: without them, the reference implementation runs.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,19 +14,20 @@ import torch
 from torch import Tensor
 
 from efficient_ft.ops.blockwise.form import BLOCK, LARGEST, SHIFT, SMALLEST, UNIT, Moments, levels, seed_of
-from efficient_ft.ops.storage.kernels.cpu import _run as run_in_threads
+from efficient_ft.ops.optional import optional_module
+from efficient_ft.ops.storage.kernels.cpu import run_in_threads
 
-_AT_A_TIME = 1 << 14  # values that a thread of a CPU updates at a time
-_ROWS = 8  # blocks that a program of a GPU updates
+_AT_A_TIME = 1 << 14  # number of values that a CPU thread updates at a time
+_ROWS = 8  # number of blocks that a GPU program updates
 
 
 def supports(x: Tensor) -> bool:
-    """Return whether a kernel takes this tensor."""
+    """Return True if a kernel supports this tensor."""
     return x.dtype == torch.float32 and x.numel() > 0 and _kernels(x.device.type) is not None
 
 
 def adam_step(p: Tensor, grad: Tensor, moments: Moments, bits: int, factors: Sequence[float], step: int) -> None:
-    """Compute `blockwise.adam_step` with the `factors` and the number of its step."""
+    """Compute `blockwise.adam_step` with the `factors` and the number of the step."""
     (_on_cpu if p.device.type == "cpu" else _on_gpu)(p, grad, moments, bits, factors, seed_of(step))
 
 
@@ -50,12 +49,6 @@ def _on_gpu(p: Tensor, grad: Tensor, moments: Moments, bits: int, factors: Seque
         )  # fmt: skip
 
 
-@functools.cache
 def _kernels(device: str) -> Any:
     name = {"cpu": "numba_kernels", "cuda": "triton_kernels"}.get(device)
-    if name is None:
-        return None
-    try:
-        return importlib.import_module(f"efficient_ft.ops.blockwise.{name}")
-    except ImportError:
-        return None
+    return name and optional_module(f"efficient_ft.ops.blockwise.{name}")

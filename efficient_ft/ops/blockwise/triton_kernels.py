@@ -1,6 +1,6 @@
-"""The Triton kernel of `blockwise.kernels`; importing this module needs Triton."""
+"""The Triton kernel of `blockwise.kernels`. Importing this module requires Triton."""
 # mypy: ignore-errors
-# (Triton's types, not Python's)
+# (annotations are types of Triton)
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def _noise(at, seed):
-    """Return `packing.eight_bits.uniform` at these positions."""
+    """Return `ops.storage.eight_bits.uniform` at these positions."""
     h = (at + seed).to(tl.uint32, bitcast=True)
     h = (h ^ (h >> 16)) * 0x7FEB352D
     h = (h ^ (h >> 15)) * 0x846CA68B
@@ -41,7 +41,10 @@ def adam_step(
     SIZE: tl.constexpr, RATIO_TOP: tl.constexpr, ROOT_TOP: tl.constexpr, UNIT: tl.constexpr, LARGEST: tl.constexpr,
     SHIFTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute `blockwise.adam_step` for ROWS blocks of SIZE values."""
+    """Compute `blockwise.adam_step` for ROWS blocks of SIZE values.
+
+    A kernel receives every pointer, size and constant as a separate argument.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = row.to(tl.int64)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     inside = row < blocks
@@ -87,7 +90,7 @@ def adam_step(
     code = tl.minimum(tl.floor(place).to(tl.int32) + up, ROOT_TOP) + 1
     down = tl.sum(tl.where(bits > 0, (rest * SHIFTS).to(tl.int32) - up * SHIFTS, 0), 1)
     positive = tl.maximum(tl.sum((bits > 0).to(tl.int32), 1), 1)
-    # Rounded down, also where it is negative.
+    # Rounded down, even if it is negative.
     shift = tl.where(down < 0, -((positive - 1 - down) // positive), down // positive)
     tl.store(range_ + 3 * row + 2, shift.to(tl.int16), mask=inside)
     _store_codes(root, at, tl.where(bits > 0, code, 0), row, blocks, BITS, ROWS, SIZE)

@@ -1,7 +1,7 @@
-"""One step of Adam or AdamW over moments that are kept block-wise.
+"""A step of Adam or AdamW with block-wise moments.
 
-Sources: Kingma, Ba, "Adam", ICLR 2015, algorithm 1; Loshchilov, Hutter, "Decoupled Weight Decay Regularization", ICLR
-2019, algorithm 2. The step uses the moments before they are quantized again.
+Sources: Kingma, Ba, "Adam", ICLR 2015, Algorithm 1; Loshchilov, Hutter, "Decoupled Weight Decay Regularization", ICLR
+2019, Algorithm 2. The step uses the moments before they are quantized again.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from efficient_ft.ops.blockwise.form import GROWTH, GROWTH_LEFT, Moments, dequan
 
 
 class AdamStep(NamedTuple):
-    """The numbers of one step.
+    """The settings of one step.
 
     Attributes:
         lr: learning rate.
-        beta1, beta2: decay of the moments.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled (AdamW), or added to the gradient (Adam).
-        decoupled: which of the two.
-        step: number of this step, from 1.
+        beta1, beta2: decay rates of the moments.
+        eps: constant added to the root of the second moment.
+        weight_decay: coefficient of the weight decay.
+        decoupled: True for decoupled weight decay (AdamW); False adds it to the gradient (Adam).
+        step: number of the step, from 1.
     """
 
     lr: float
@@ -35,10 +35,10 @@ class AdamStep(NamedTuple):
     step: int
 
     def factors(self, growth: float = 0.0) -> tuple[float, ...]:
-        """Return what the formulas multiply by, in the order of `kernels.adam_step`.
+        """Return the factors of the formulas, in the order of `kernels.adam_step`.
 
         Args:
-            growth: of the divisor, relative, as rounding errors build up (`form.GROWTH`).
+            growth: relative growth of the divisor as rounding errors accumulate (`form.GROWTH`).
         """
         return (
             0.0 if self.decoupled else self.weight_decay,
@@ -54,14 +54,14 @@ class AdamStep(NamedTuple):
 
 
 def adam_step(p: Tensor, grad: Tensor, moments: Moments, bits: int, step: AdamStep) -> None:
-    """Update a parameter and its block-wise moments, in place.
+    """Update a parameter and its block-wise moments in place.
 
     Args:
         p: (n,) float32, contiguous.
-        grad: (n,) float32, contiguous; not changed.
-        moments: of the parameter; updated.
-        bits: of the codes, 8 or 4.
-        step: the numbers of the step.
+        grad: (n,) float32, contiguous. It is not changed.
+        moments: moments of the parameter.
+        bits: bits per code, 8 or 4.
+        step: the settings of the step.
     """
     if kernels.supports(p):
         kernels.adam_step(p, grad, moments, bits, step.factors(GROWTH[bits]), step.step)
@@ -70,7 +70,7 @@ def adam_step(p: Tensor, grad: Tensor, moments: Moments, bits: int, step: AdamSt
 
 
 def adam_step_reference(p: Tensor, grad: Tensor, moments: Moments, bits: int, step: AdamStep) -> None:
-    """Compute `adam_step` in plain torch."""
+    """Reference implementation of `adam_step` in plain PyTorch."""
     m, v = dequantize(moments, bits)
     root = dense_step(p, grad, m, v, step, GROWTH[bits])
     for held, new in zip(moments, quantize(m, root, bits, step.step), strict=True):
@@ -78,9 +78,9 @@ def adam_step_reference(p: Tensor, grad: Tensor, moments: Moments, bits: int, st
 
 
 def dense_step(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: AdamStep, growth: float = 0.0) -> Tensor:
-    """Update a parameter and its moments m and v, all float32 of one shape, in place; return the root of v.
+    """Update a parameter and its moments m and v, float32 tensors of one shape, in place; return the root of v.
 
-    For `growth` see `AdamStep.factors`. Every product is rounded before it is added, as in the kernel;
+    See `AdamStep.factors` for `growth`. Every product is rounded before it is added, like in the kernel, whereas
     ``add_(x, alpha=a)`` and ``lerp_`` round once.
     """
     l2, decay, beta1, rest1, beta2, rest2, correction, eps, rate = step.factors(growth)

@@ -1,7 +1,7 @@
-"""GELU, alone or after a BatchNorm with frozen statistics, in one pass over the tensor each way.
+"""GELU, alone or after a BatchNorm with frozen statistics, in one pass over the tensor in each direction.
 
-Only the input is kept for the backward pass: of BatchNorm and GELU one tensor instead of two. Results are those of
-torch's operations to rounding. On a CPU, in float32, kernels compiled by numba compute them.
+Only the input is saved for the backward pass: one tensor instead of two for BatchNorm and GELU. Results equal those of
+torch's operations up to rounding. On a CPU in float32, kernels compiled by numba compute them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["batch_norm_gelu", "gelu"]
 
 
 def gelu(x: Tensor) -> Tensor:
-    """Compute `F.gelu` (the exact one, by erf), with a gradient for x.
+    """Compute the exact `F.gelu` (by erf), with a gradient for x.
 
     Args:
-        x: of any shape, dense.
+        x: a dense tensor of any shape.
     """
     return _Gelu.apply(x)
 
@@ -37,7 +37,7 @@ def batch_norm_gelu(
         x: (B, C, H, W), contiguous in channels-last memory.
         mean, variance: (C,) running statistics.
         weight, bias: (C,) or None.
-        eps: added to the variance.
+        eps: constant added to the variance.
     """
     return _BatchNormGelu.apply(x, mean, variance, weight, bias, eps)
 

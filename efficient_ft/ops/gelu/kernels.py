@@ -1,21 +1,25 @@
-"""CPU kernels of GELU in float32, compiled by numba. Optional: without numba torch's are used."""
+"""CPU kernels of GELU in float32, compiled by numba. numba is optional: without it, torch's operations run."""
 
 from __future__ import annotations
 
-import functools
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from efficient_ft.ops.storage.kernels.cpu import _run as run_in_threads
+from efficient_ft.ops.optional import optional_module
+from efficient_ft.ops.storage.kernels.cpu import run_in_threads
 
-_AT_A_TIME = 1 << 14  # values that a thread takes at a time
-_PIECES = 64  # of a map, each with sums of its own: a number that does not depend on the threads
+_AT_A_TIME = 1 << 14  # number of values that a thread processes at a time
+_PIECES = 64  # number of pieces of a map with separate sums; it does not depend on the number of threads
+
+#: The compiled kernels, or None without numba.
+_kernels = partial(optional_module, "efficient_ft.ops.gelu.numba_kernels")
 
 
 def supports(x: Tensor) -> bool:
-    """Return whether the kernels take this tensor."""
+    """Return True if the kernels support this tensor."""
     real = type(x) in (Tensor, torch.nn.Parameter)  # a fake tensor has no data
     return real and x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() > 0 and _kernels() is not None
 
@@ -24,7 +28,7 @@ def forward(x: Tensor, scale: Tensor | None, shift: Tensor | None, y: Tensor) ->
     """Write GELU(x · scale + shift) to y.
 
     Args:
-        x, y: dense and in the same layout, channels-last with a scale.
+        x, y: dense tensors of the same layout, channels-last with a scale.
         scale, shift: (C,), or both None.
     """
     if scale is None or shift is None:
@@ -39,12 +43,12 @@ def backward(
     """Write the gradient of x to g_x.
 
     Args:
-        g, x, g_x: dense and in the same layout, channels-last with a scale.
+        g, x, g_x: dense tensors of the same layout, channels-last with a scale.
         scale, shift: (C,), or both None.
-        mean: (C,); None: no sums.
+        mean: (C,); None: no sums are computed.
 
     Returns:
-        With a mean: Σ h and Σ h · (x - mean), (C,), where h is the gradient of x · scale + shift.
+        With a mean, Σ h and Σ h · (x - mean), (C,) each, where h is the gradient of x · scale + shift.
     """
     if scale is None or shift is None:
         _run(_kernels().backward(False, False), x, None, [g, x, g_x])
@@ -64,12 +68,3 @@ def backward(
 def _run(kernel: Any, x: Tensor, at_a_time: int | None, tensors: list[Tensor], n: int = 1) -> None:
     rows, at_a_time = x.numel() // n, max(1, _AT_A_TIME if at_a_time is None else at_a_time)
     run_in_threads(kernel, [-(-rows // at_a_time), at_a_time, rows, n, *(t.data_ptr() for t in tensors)])
-
-
-@functools.cache
-def _kernels() -> Any:
-    try:
-        from efficient_ft.ops.gelu import numba_kernels
-    except ImportError:
-        return None
-    return numba_kernels

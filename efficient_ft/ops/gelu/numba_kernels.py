@@ -1,10 +1,10 @@
-"""The loops of `gelu.kernels`, compiled by numba; importing this module needs numba.
+"""The numba kernels of `gelu.kernels`. Importing this module requires numba.
 
-The job is a C function of one pointer, as in `packing.kernels.numba_kernels`. A row of a map in channels-last memory
-has one value per channel; rows of other tensors have one value, and neither scale nor shift.
+A job is a C function of one pointer, like those in `ops.storage.kernels.numba_kernels`. A row of a map in channels-last
+memory has one value per channel. Rows of other tensors have one value, without scale and shift.
 """
 # mypy: ignore-errors
-# (numba's types, not Python's)
+# (annotations are types of numba)
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from numba import carray, float32, int32, njit
 
 from efficient_ft.ops.storage.kernels.numba_kernels import _address, _take, as_job
 
-# `contract`: a product and a sum become one operation where the processor has it. A vector and the elements that are
-# left over must be computed alike, so nothing else is relaxed.
+# `contract` fuses a product and a sum if the processor supports it. Nothing else is relaxed, so that vectors and the
+# remaining elements are computed in the same way.
 _jit: Any = njit(nogil=True, boundscheck=False, error_model="numpy", fastmath={"contract"})
 
 _SQRT_HALF = float32(0.5**0.5)
 _DENSITY = float32((2 * np.pi) ** -0.5)
-#: From here on erf is 1 in float32.
+#: From this value on, erf is 1 in float32.
 _ONE = float32(3.92)
 
 
 @_jit
 def _erf(t):
-    """Compute erf(t) by a rational approximation in float32, that of the Eigen library."""
+    """Compute erf(t) by the rational approximation in float32 of the Eigen library."""
     t = min(max(t, -_ONE), _ONE)
     s = t * t
     p = s * float32(-2.72614225801306e-10) + float32(2.77068142495902e-08)
@@ -56,7 +56,7 @@ def _cdf(u):
 
 @_jit
 def _density(u):
-    """Compute φ(u): 2^k e^r with k an integer and r at most half of ln 2 in size, by a polynomial of degree 6."""
+    """Compute φ(u) as 2^k e^r with an integer k and |r| at most ln 2 / 2, by a polynomial of degree 6."""
     x = max(float32(-0.5) * u * u, float32(-87))
     k = np.floor(x * float32(1.44269504088896341) + float32(0.5))
     r = x - k * float32(0.693359375)
@@ -108,7 +108,7 @@ def _affine_row_gradients(g, x, scale, shift, mean, g_x, of_shift, of_scale):
 
 @functools.cache
 def forward(affine: bool) -> Any:
-    """Compile the job that computes GELU, some rows at a time; `affine`: of x · scale + shift."""
+    """Compile the job that computes GELU, several rows at a time; with `affine`, of x · scale + shift."""
 
     def gelu_job(pointer):
         job = carray(pointer, 9)
@@ -134,7 +134,7 @@ def forward(affine: bool) -> Any:
 
 @functools.cache
 def backward(affine: bool, sums: bool) -> Any:
-    """Compile the job of the gradient of x; `sums`: also those of scale and shift, a row of sums for each piece."""
+    """Compile the job of the gradient of x. With `sums`, it also writes a row of sums for scale and shift per piece."""
 
     def gelu_backward_job(pointer):
         job = carray(pointer, 13)

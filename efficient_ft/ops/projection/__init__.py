@@ -1,11 +1,12 @@
-"""Low-rank backward: constant matrices, projections built from them, and the layers that use them.
+"""Low-rank backward pass: constant matrices, projections built from them, and the layers that use them.
 
-`transforms` has the matrices, `projection` applies them to tensors, `projectors` chooses one for a grid, `low_rank` has
-the backward pass, and `spectrum` measures the energy of a gradient in each basis (LBP-WHT: Yang et al., NeurIPS 2023).
+`transforms` builds the matrices, `projection` applies them to tensors, `projectors` selects them for a grid, `low_rank`
+defines the backward pass, and `spectrum` measures the energy of a gradient in each basis (LBP-WHT: Yang et al., NeurIPS
+2023).
 """
 
 from efficient_ft.ops.projection.low_rank import low_rank_conv1x1, low_rank_linear
-from efficient_ft.ops.projection.projection import DENSE_LIMIT, Constants, Group, Projection, SubsetProjection
+from efficient_ft.ops.projection.projection import Projection, SubsetProjection
 from efficient_ft.ops.projection.projectors import (
     CosineProjector,
     Padding,
@@ -27,11 +28,8 @@ from efficient_ft.ops.projection.transforms import (
 
 __all__ = [
     "BLOCK",
-    "DENSE_LIMIT",
-    "Constants",
     "CosineProjector",
     "Grid",
-    "Group",
     "Padding",
     "Pairs",
     "Projection",

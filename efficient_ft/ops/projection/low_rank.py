@@ -1,13 +1,13 @@
 """The low-rank backward pass of a linear layer or 1×1 convolution, as autograd functions.
 
-With A the analysis and S the synthesis matrix of a projection (R × L, see `ops.projection.transforms`)::
+With the analysis matrix A and the synthesis matrix S of a projection (R × L, see `ops.projection.transforms`)::
 
-    x̂ = A x        in the forward pass: x̂ is all that is kept of x
+    x̂ = A x        in the forward pass: only x̂ is saved of x
     ĝ = A g_y
     g_w = ĝᵀ x̂,    g_x = Sᵀ (ĝ w),    g_b = Σ g_y  (exact)
 
-(LBP-WHT, Algorithm 1.) Exact whenever SᵀA is the identity. Layers that read one tensor (q, k and v, or a gate and what
-it gates) have one x̂.
+(LBP-WHT, Algorithm 1.) All gradients are exact if SᵀA is the identity. Layers that read the same tensor (q, k and v, or
+the two branches of a gated network) share one x̂.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from efficient_ft.ops.saving import current_packing, load, save
 from efficient_ft.ops.storage import Packed
 
 
-@torch.compiler.disable  # layers share x̂ as they run, by the identity of its source
+@torch.compiler.disable  # layers identify a shared x̂ at run time, by the identity of its source
 def low_rank_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection | SubsetProjection
 ) -> Tensor:
@@ -38,26 +38,27 @@ def low_rank_linear(
         x: (B, N, C_in) tokens, or (B, H, W, C_in).
         weight: (C_out, C_in).
         bias: (C_out,) or None.
-        projection: over the N tokens (prefix tokens and grid) or H·W positions, or over the tokens left of each image.
+        projection: projection over the N tokens (prefix tokens and grid), the H·W positions, or the remaining tokens
+            of each image.
     """
     return _LowRankLinear.apply(*to_autocast_dtype(x, weight, bias), projection, weakref.ref(x))
 
 
-@torch.compiler.disable  # layers share x̂ as they run, by the identity of its source
+@torch.compiler.disable  # layers identify a shared x̂ at run time, by the identity of its source
 def low_rank_conv1x1(x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection) -> Tensor:
-    """Compute a 1×1, stride-1, ungrouped `F.conv2d` with a low-rank backward pass.
+    """Compute an ungrouped 1×1 `F.conv2d` of stride 1 with a low-rank backward pass.
 
     Args:
-        x: (B, C_in, H, W), channels first or last in memory.
+        x: (B, C_in, H, W), channels-first or channels-last in memory.
         weight: (C_out, C_in, 1, 1).
         bias: (C_out,) or None.
-        projection: over the H·W positions.
+        projection: projection over the H·W positions.
     """
     return _LowRankConv1x1.apply(*to_autocast_dtype(x, weight, bias), projection, weakref.ref(x))
 
 
 class _LowRankLinear(torch.autograd.Function):
-    """A linear layer of tokens (B, N, C) or maps (B, H, W, C)."""
+    """A linear layer on tokens (B, N, C) or maps (B, H, W, C)."""
 
     @staticmethod
     def forward(
@@ -78,7 +79,7 @@ class _LowRankLinear(torch.autograd.Function):
 
 
 class _LowRankConv1x1(torch.autograd.Function):
-    """A 1×1 convolution of maps (B, C, H, W)."""
+    """A 1×1 convolution on maps (B, C, H, W)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection, read: Any) -> Tensor:
@@ -92,7 +93,7 @@ class _LowRankConv1x1(torch.autograd.Function):
         constants, g_w, g_b, gx_hat = _backward(ctx, g.flatten(2).transpose(1, 2))
         g_x = None
         if gx_hat is not None:
-            # In the memory format of g, so that the layers below need no copy.
+            # The memory format of g: the layers below then need no copy.
             first = g.is_contiguous()
             g_x = ctx.projection.back(gx_hat, constants, channels_first=first)
             g_x = (g_x if first else g_x.transpose(1, 2)).unflatten(2, g.shape[2:])
@@ -100,10 +101,10 @@ class _LowRankConv1x1(torch.autograd.Function):
 
 
 class _LastProjected:
-    """The x̂ computed last, for the next layer if it reads the same tensor; held until then, or the backward pass."""
+    """The last x̂, which the next layer reuses if it reads the same tensor. The backward pass frees it."""
 
     def __init__(self) -> None:
-        # One value, read and written at once: with several devices the backward pass has several threads.
+        # One attribute, replaced atomically: with several devices, the backward pass runs in several threads.
         self.held: tuple[weakref.ref[Tensor], tuple[Any, ...], Tensor | Packed] | None = None
 
 
@@ -113,9 +114,9 @@ _last = _LastProjected()
 def _save(
     ctx: Any, x_BNC: Tensor, weight: Tensor, projection: Projection | SubsetProjection, read: weakref.ref[Tensor]
 ) -> None:
-    """Save x̂ if the weight needs a gradient, the weight if x does, and the constants; never x.
+    """Save x̂ if the weight needs a gradient, the weight if x needs one, and the constants, but never x.
 
-    x̂ is packed in a packed part of a model. `read` is the tensor that the layer was called with.
+    x̂ is packed in a packed part of a model. `read` references the tensor with which the layer was called.
     """
     ctx.projection = projection
     constants = projection.constants(x_BNC.device, x_BNC.dtype)
@@ -126,8 +127,8 @@ def _save(
 def _x_hat(
     x_BNC: Tensor, projection: Projection | SubsetProjection, constants: Constants, read: weakref.ref[Tensor]
 ) -> Tensor | Packed:
-    """Compute x̂, or what it is computed from, unless the layer before has read the same tensor."""
-    packing = current_packing()  # no mode sees what an autograd function saves
+    """Return x̂, or a packed tensor from which x̂ is computed. Reuse it if the previous layer read the same tensor."""
+    packing = current_packing()  # a mode does not see the tensors that an autograd function saves
     if packing is not None:
         packing.begin("low_rank")
     kept = None if packing is None else packing.find_source(x_BNC)
@@ -146,13 +147,13 @@ def _x_hat(
 
 
 def _projected(unpack: Callable[..., Tensor], projection: Projection | SubsetProjection, *tensors: Tensor) -> Tensor:
-    """Compute x̂ from an x that is computed from a kept tensor."""
+    """Compute x̂ from an x that is restored from a packed tensor."""
     x_BNC = unpack(*tensors)
     return projection.project(x_BNC, projection.constants(x_BNC.device, x_BNC.dtype))
 
 
 def _backward(ctx: Any, g_BNC: Tensor) -> tuple[Constants, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the constants, g_w (C_out, C_in), g_b (C_out,) and ĝw (B, R, C_in); None where it is not needed."""
+    """Return the constants, g_w (C_out, C_in), g_b (C_out,) and ĝw (B, R, C_in), or None for unneeded gradients."""
     _last.held = None
     x_hat, weight, *_ = load(ctx)
     constants = ctx.projection.constants(g_BNC.device, g_BNC.dtype)
@@ -161,13 +162,13 @@ def _backward(ctx: Any, g_BNC: Tensor) -> tuple[Constants, Tensor | None, Tensor
     g_b = None
     if ctx.needs_input_grad[2]:
         if constants.ones is not None and g_BNC.dtype in (torch.float32, torch.float64):
-            # The sum over positions is a combination of the coefficients, without a second pass over g.
+            # The sum over positions is a combination of the coefficients. This avoids a second pass over g.
             g_b = torch.matmul(constants.ones, g_hat.sum(0))
         else:
             g_b = g_BNC.sum((0, 1))
     gx_hat = None
     if ctx.needs_input_grad[0]:
-        # (ĝw)ᵀ = wᵀĝᵀ: CPU libraries compute this order up to a quarter faster
+        # (ĝw)ᵀ = wᵀĝᵀ: CPU libraries compute this order up to a quarter faster.
         gx_hat = torch.mm(weight.flatten(1).T, g_hat.flatten(0, 1).T).unflatten(1, g_hat.shape[:2]).permute(1, 2, 0)
     return constants, g_w, g_b, gx_hat
 
@@ -177,7 +178,7 @@ def _weight_gradient(g_hat: Tensor, x_hat: Tensor) -> Tensor:
     c_out, c_in = g_hat.shape[1], x_hat.shape[1]
     if g_hat.device.type != "cpu" or c_in < 2 * c_out:
         return torch.mm(g_hat.T, x_hat)
-    # CPU libraries distribute a wide, flat product badly over threads: square pieces take a fifth less time.
+    # CPU libraries distribute a wide, flat product poorly over threads. Square pieces take a fifth less time.
     g_w = g_hat.new_empty(c_out, c_in)
     pieces = c_in // c_out
     for columns, out in zip(x_hat.chunk(pieces, 1), g_w.chunk(pieces, 1), strict=True):

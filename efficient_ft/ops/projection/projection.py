@@ -1,7 +1,7 @@
-"""Projections of tensors: groups of tiles that share one small matrix.
+"""Projections of tensors, as groups of tiles that share a small matrix.
 
-Maps are logical (B, N, C) tensors of any strides: tokens as they are, channels-first maps as a transposed view. The
-matrices are constants: the projection caches them by device and dtype, and they are never in a ``state_dict``.
+Maps are logical (B, N, C) tensors of any strides: tokens directly, and channels-first maps as a transposed view. The
+matrices are constants. A projection caches them by device and dtype, and they are never part of a ``state_dict``.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from efficient_ft.ops.projection.transforms import Tile, dense, disjoint
 
-#: Up to this number of positions one dense matrix is faster than gathering tiles.
+#: Up to this number of positions, one dense matrix is faster than gathering tiles.
 DENSE_LIMIT = 256
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Tiles that have the same matrices.
+    """Tiles that share their matrices.
 
     Attributes:
-        positions: (T, l) positions of each tile; None: the one tile is the whole map, in order.
-        analysis, synthesis: (r, l).
+        positions: (T, l) positions of each tile; None: a single tile covers the full map in order.
+        analysis, synthesis: (r, l) matrices.
     """
 
     positions: np.ndarray | None
@@ -40,7 +40,7 @@ class Group:
 
     @property
     def multiply_adds(self) -> int:
-        """Multiply-adds of one projection, or reverse projection, of one channel."""
+        """Number of multiply-adds of one projection, or reverse projection, of one channel."""
         return self.tiles * self.analysis.size
 
 
@@ -49,10 +49,10 @@ class Constants:
     """The tensors of a projection on one device and in one dtype, in the order of its groups.
 
     Attributes:
-        matrices: analysis, synthesis, analysis, synthesis, ... (one tensor twice where both are equal).
-        gather: (N,) positions in the order of the groups; None: one group over the whole map.
+        matrices: analysis, synthesis, analysis, synthesis, … If both are equal, the tensor is listed twice.
+        gather: (N,) positions in the order of the groups; None: one group covers the full map.
         scatter: (N,) the inverse of `gather`.
-        ones: (R,) combination of coefficients that gives the sum over tokens, or None.
+        ones: (R,) the combination of coefficients that gives the sum over tokens, or None.
     """
 
     matrices: tuple[Tensor, ...]
@@ -65,15 +65,15 @@ class Constants:
 class Projection:
     """A pair of matrices over the tokens of a layer, split into independent tiles.
 
-    Prefix tokens (class, distillation, registers) are not on the grid and take the exact path: each is its own tile
-    with the matrix 1.
+    Prefix tokens (class token, distillation token, registers) are not on the grid. Their gradients are exact: each is a
+    separate tile with the matrix 1.
 
     Attributes:
         tokens: N = prefix + H·W.
-        rank: R, the number of coefficients per channel, prefix tokens included.
+        rank: R, the number of coefficients per channel, including prefix tokens.
         groups: the matrices.
-        ones: c (R,) with cᵀ·analysis = 1ᵀ: the exact sum over tokens, a bias gradient, as a combination of the
-            coefficients. None: there is no such c.
+        ones: c (R,) with cᵀ·analysis = 1ᵀ. It expresses the exact sum over tokens, a bias gradient, as a combination
+            of the coefficients. None: no such c exists.
     """
 
     tokens: int
@@ -91,10 +91,10 @@ class Projection:
     def from_tiles(cls, tiles: list[Tile], grid: tuple[int, int], prefix: int = 0) -> Projection:
         """Create a projection from the tiles of a map.
 
-        A small map becomes one dense matrix, a large one groups of equal tiles.
+        A small map becomes one dense matrix, and a large map becomes groups of equal tiles.
 
         Args:
-            tiles: over the positions of the grid.
+            tiles: tiles over the positions of the grid.
             grid: (H, W).
             prefix: number of prefix tokens.
         """
@@ -116,10 +116,10 @@ class Projection:
         )
 
     def constants(self, device: torch.device, dtype: torch.dtype) -> Constants:
-        """Return the tensors on `device`, in `dtype`; built once."""
+        """Return the tensors on `device` and in `dtype`. They are built once."""
         key = (device, dtype)
         if key not in self._cache:
-            # A fake tensor made while costs are traced must not be cached for real steps.
+            # A fake tensor created while costs are traced must not be cached for real steps.
             with unset_fake_temporarily(), torch.inference_mode(False):
                 self._cache[key] = self._build(device, dtype)
         return self._cache[key]
@@ -140,7 +140,7 @@ class Projection:
         return Constants(tuple(matrices), gather, scatter, None if self.ones is None else tensor(self.ones))
 
     def matrices(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return analysis and synthesis over all tokens, dense (R, N); one tensor twice where they are equal."""
+        """Return dense analysis and synthesis matrices (R, N) over all tokens. If equal, they are the same tensor."""
         key = (device, dtype, "dense")
         if key not in self._cache:
             tiles = [
@@ -168,7 +168,7 @@ class Projection:
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def back(self, x_BRC: Tensor, constants: Constants, channels_first: bool = False) -> Tensor:
-        """Compute tokens (B, N, C), or (B, C, N) contiguous with `channels_first`, from coefficients (B, R, C)."""
+        """Compute tokens (B, N, C), or contiguous (B, C, N) with `channels_first`, from coefficients (B, R, C)."""
         if constants.scatter is None:
             if channels_first:
                 return torch.matmul(x_BRC.transpose(1, 2), constants.matrices[1])
@@ -185,15 +185,15 @@ class Projection:
 
 @dataclass(frozen=True, eq=False)
 class SubsetProjection:
-    """A projection of the tokens left after a drop: their columns of its matrices, image by image.
+    """A projection of the tokens that remain after a drop, from the columns of its matrices for each image.
 
-    Exact where the whole projection is. Fused tokens are not on the grid and take the exact path, like prefix tokens:
-    each is its own tile with the matrix 1.
+    It is exact if the full projection is exact. Fused tokens are not on the grid. Like prefix tokens, each is a
+    separate tile with the matrix 1.
 
     Attributes:
-        tokens: N, number of tokens left.
-        rank: R of the whole projection, plus one per fused token.
-        analysis_BNR, synthesis_BNR: transposed matrices; one tensor twice where they are equal.
+        tokens: N, number of remaining tokens.
+        rank: R of the full projection, plus one per fused token.
+        analysis_BNR, synthesis_BNR: transposed matrices. If equal, they are the same tensor.
     """
 
     tokens: int
@@ -207,9 +207,9 @@ class SubsetProjection:
 
         Args:
             whole: the projection of all tokens.
-            columns_BN: the column of each token left; columns after those of `whole` are fused tokens.
-            fused: number of fused tokens made so far.
-            dtype: of the matrices.
+            columns_BN: the column of each remaining token. Columns after those of `whole` belong to fused tokens.
+            fused: number of fused tokens so far.
+            dtype: dtype of the matrices.
         """
         taken: list[Tensor] = []
         analysis, synthesis = whole.matrices(columns_BN.device, dtype)
@@ -223,7 +223,7 @@ class SubsetProjection:
         return 2 * self.rank * self.tokens
 
     def constants(self, device: torch.device, dtype: torch.dtype) -> Constants:
-        """Return the tensors, which have one device and dtype already."""
+        """Return the tensors, which already have the right device and dtype."""
         return Constants((self.analysis_BNR, self.synthesis_BNR), None, None, None)
 
     def project(self, x_BNC: Tensor, constants: Constants) -> Tensor:
@@ -237,10 +237,10 @@ class SubsetProjection:
 
 
 def _group(tiles: list[Tile]) -> list[Group]:
-    """Group tiles of equal matrices."""
+    """Group tiles with equal matrices."""
     equal: dict[tuple, list[Tile]] = {}
     for t in tiles:
-        # rounded, since the matrices of equal tiles may differ in the last bit
+        # Rounded, since the matrices of equal tiles may differ in the last bit.
         equal.setdefault((t.analysis.shape, t.analysis.round(9).tobytes(), t.synthesis.round(9).tobytes()), []).append(
             t
         )
@@ -248,7 +248,7 @@ def _group(tiles: list[Tile]) -> list[Group]:
 
 
 def _combination(group: Group) -> np.ndarray | None:
-    """Return c (tiles·r,) with cᵀ·analysis = 1ᵀ on every tile, or None: the constant map is not in the row span."""
+    """Return c (tiles·r,) with cᵀ·analysis = 1ᵀ on every tile, or None if the row span excludes the constant map."""
     c, *_ = np.linalg.lstsq(group.analysis.T, np.ones(group.analysis.shape[1]), rcond=None)
     exact = np.abs(group.analysis.T @ c - 1).max() < 1e-10
     return np.tile(c, group.tiles) if exact else None

@@ -1,7 +1,7 @@
-"""Projectors: rules that give a projection for a grid. The paper's choice is one of them.
+"""Projectors: rules that select the projection for a grid. The paper's choice is one of them.
 
 A projector is a small hashable object. Projections are built once per (projector, grid, prefix) and shared by all
-layers, so that a model is copied or pickled without them.
+layers. Copies and pickles of a model therefore do not contain them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Padding = Literal["ortho", "zero", "reflect"]
 
 
 class Projector(Protocol):
-    """A rule that gives a projection for a grid and a layer's channels."""
+    """Protocol of the rules that select the projection for a grid and a layer's channels."""
 
     def projection(self, grid: Grid, prefix: int, channels: tuple[int, int]) -> Projection:
-        """Return the projection for maps of `grid` after `prefix` tokens, in a layer of (C_in, C_out) channels.
+        """Return the projection for maps of `grid` after `prefix` tokens, in a layer with (C_in, C_out) channels.
 
         Raises:
             ValueError: maps of this grid cannot be projected.
@@ -29,7 +29,7 @@ class Projector(Protocol):
 
 
 def backward_flops(projection: Projection | SubsetProjection, channels: tuple[int, int]) -> tuple[int, int]:
-    """Return the executed FLOPs per image of g_w and g_x of a linear layer: (exact, low-rank with all projections)."""
+    """Return the executed FLOPs per image of g_w and g_x of a linear layer: exact, and low-rank with projections."""
     c_in, c_out = channels
     exact = 4 * c_in * c_out * projection.tokens
     return exact, 4 * c_in * c_out * projection.rank + projection.flops * (2 * c_in + c_out)
@@ -37,10 +37,10 @@ def backward_flops(projection: Projection | SubsetProjection, channels: tuple[in
 
 @dataclass(frozen=True)
 class WalshProjector:
-    """Block-wise Walsh–Hadamard bases (LBP-WHT, Eq. 6–9).
+    """Block-wise Walsh–Hadamard bases (LBP-WHT, Equations 6 to 9).
 
     Attributes:
-        pairs: the (i, j) sequencies kept in every 8×8 block.
+        pairs: the (i, j) sequencies used in every 8×8 block.
         padding: ``ortho``, ``zero`` or ``reflect``; see `transforms.wht_tiles`.
     """
 
@@ -48,7 +48,7 @@ class WalshProjector:
     padding: Padding = "ortho"
 
     def projection(self, grid: Grid, prefix: int, channels: tuple[int, int]) -> Projection:
-        """Return the projection for maps of `grid`, the same for all `channels`.
+        """Return the projection for maps of `grid`, which does not depend on `channels`.
 
         Raises:
             ValueError: with ``reflect``, an axis is too short to be mirrored.
@@ -58,28 +58,23 @@ class WalshProjector:
 
 @dataclass(frozen=True)
 class CosineProjector:
-    """Low-pass DCT-II rows, the same number as the orthonormalized WHT of an LP_L1 order keeps on the grid.
+    """Low-pass DCT-II rows, as many as the orthonormalized WHT of an LP_L1 order selects on the grid.
 
-    One transform over the whole grid up to 256 positions. A larger grid has tiles of 16² or 14², if their executed
-    FLOPs, projections included, do not exceed those of the zero-padded WHT, and otherwise tiles of about 8².
+    Grids of up to 256 positions use a single transform. Larger grids use tiles of 16² or 14² if their executed FLOPs,
+    including projections, do not exceed those of the zero-padded WHT, and tiles of about 8² otherwise.
 
     Attributes:
-        order: of the LP_L1 selection, from 1 to 15.
+        order: order of the LP_L1 selection, from 1 to 15.
     """
 
     order: int
 
     def projection(self, grid: Grid, prefix: int, channels: tuple[int, int]) -> Projection:
-        """Return the projection for maps of `grid` after `prefix` tokens, in a layer of (C_in, C_out) channels.
-
-        Raises:
-            ValueError: maps of this grid cannot be projected.
-        """
+        """Return the projection for maps of `grid`; see `Projector.projection`."""
         if grid[0] * grid[1] <= DENSE_LIMIT:
             return _cosine_projection(self, grid, prefix, None)
-        budget = backward_flops(_walsh_projection(WalshProjector(low_pass_l1(self.order), "zero"), grid, 0), channels)[
-            1
-        ]
+        wht = WalshProjector(low_pass_l1(self.order), "zero")
+        budget = backward_flops(_walsh_projection(wht, grid, 0), channels)[1]
         for side in (16, 14):
             if all(n % side == 0 for n in grid):
                 large = _cosine_projection(self, grid, prefix, side)

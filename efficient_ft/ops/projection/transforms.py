@@ -1,10 +1,11 @@
-"""The matrices of the projections: small constants, built once per grid in float64, NumPy only.
+"""The matrices of the projections: small constants, built once per grid in float64 with NumPy.
 
-A projection is a pair of matrices over the L = H·W positions of a token grid: `analysis` (R × L) maps positions to R
-coefficients, and the transpose of `synthesis` (R × L) maps coefficients back. Both are equal, with orthonormal rows,
-except with the published padding, which analyzes a reflected map and crops the synthesized one.
+A projection is a pair of matrices over the L = H·W positions of a token grid. `analysis` (R × L) maps positions to R
+coefficients, and the transpose of `synthesis` (R × L) maps coefficients back. Both are equal, with orthonormal rows.
+The published padding is an exception: it analyzes a reflected map and crops the synthesized map.
 
-Source: LBP-WHT (Yang et al., NeurIPS 2023), Eq. 3–9. Padding and projection are linear, so both are one matrix.
+Source: LBP-WHT (Yang et al., NeurIPS 2023), Equations 3 to 9. Padding and projection are linear, so one matrix
+represents both.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import numpy as np
 Grid = tuple[int, int]
 Pairs = tuple[tuple[int, int], ...]
 
-BLOCK = 8  # the order of the paper's WHT: maps are divided into blocks of 8×8 positions
+BLOCK = 8  # order of the paper's WHT: maps are divided into blocks of 8×8 positions
 
 
 def walsh(n: int = BLOCK) -> np.ndarray:
-    """Return the sequency-ordered Walsh–Hadamard matrix, n × n, entries ±1: row k changes sign k times.
+    """Return the sequency-ordered Walsh–Hadamard matrix, n × n with entries ±1. Row k changes sign k times.
 
     Args:
         n: a power of two.
@@ -35,7 +36,7 @@ def walsh(n: int = BLOCK) -> np.ndarray:
 
 
 def low_pass_l1(order: int) -> Pairs:
-    """Return LP_L1-r: the pairs (i, j) of sequencies with i + j ≤ r − 1, lowest first (Eq. 8, 0-indexed).
+    """Return LP_L1-r, the pairs (i, j) of sequencies with i + j ≤ r − 1, lowest first (Equation 8, 0-indexed).
 
     Args:
         order: r, from 1 to 15.
@@ -44,7 +45,7 @@ def low_pass_l1(order: int) -> Pairs:
 
 
 def low_pass_linf(order: int) -> Pairs:
-    """Return LP_L∞-r: the pairs (i, j) of sequencies with max(i, j) ≤ r − 1, lowest first (Eq. 9, 0-indexed).
+    """Return LP_L∞-r, the pairs (i, j) of sequencies with max(i, j) ≤ r − 1, lowest first (Equation 9, 0-indexed).
 
     Args:
         order: r, from 1 to 8.
@@ -53,7 +54,7 @@ def low_pass_linf(order: int) -> Pairs:
 
 
 def lowest_first(pairs: Iterable[tuple[int, int]]) -> Pairs:
-    """Sort pairs of sequencies into their canonical order, the constant (0, 0) first."""
+    """Sort pairs of sequencies into their canonical order, in which the constant (0, 0) is first."""
     return tuple(sorted(pairs, key=lambda p: (sum(p), p)))
 
 
@@ -67,8 +68,8 @@ def padded_axis(size: int, reflect: bool) -> np.ndarray:
     """Return the padding of one axis as a matrix, padded size × size.
 
     Args:
-        size: of the axis.
-        reflect: padded rows are mirrored rows; if False, zeros.
+        size: number of positions of the axis.
+        reflect: mirror rows to pad; if False, pad with zeros.
 
     Raises:
         ValueError: the axis has fewer rows than the reflection needs.
@@ -93,9 +94,9 @@ class Tile:
     """The part of a projection over some positions of the map.
 
     Attributes:
-        positions: (l,) ascending.
-        analysis: (r, l).
-        synthesis: (r, l); the same object as `analysis` if both are equal.
+        positions: (l,) ascending positions.
+        analysis: (r, l) matrix.
+        synthesis: (r, l) matrix; the same object as `analysis` if both are equal.
     """
 
     positions: np.ndarray
@@ -104,17 +105,17 @@ class Tile:
 
 
 def wht_tiles(grid: Grid, pairs: Pairs, padding: str) -> list[Tile]:
-    """Build the block-wise WHT of a map: one tile for each 8×8 block, row by row.
+    """Build the block-wise WHT of a map, with one tile for each 8×8 block, row by row.
 
-    The grid is padded to multiples of 8 and divided into blocks, all with the same bases. With H the ±1 matrix the rows
-    are H/8, so that ĝᵀx̂ and H_Iᵀ(ĝw)/64 of the paper need no other factor.
+    The grid is padded to multiples of 8 and divided into blocks, which share their bases. With the ±1 matrix H, the
+    rows are H/8, so that ĝᵀx̂ and H_Iᵀ(ĝw)/64 of the paper need no further factor.
 
     Args:
         grid: (H, W) of the map.
-        pairs: the chosen (i, j) sequencies.
-        padding: ``zero``; ``reflect`` (as published: synthesis crops, so that rows are not orthonormal; a tile may
-            overlap its neighbor); ``ortho``: an orthonormal basis, block by block, of the span of the cropped rows (an
-            orthogonal projector on every grid; directions that vanish are dropped).
+        pairs: the selected (i, j) sequencies.
+        padding: ``zero``; ``reflect`` (as published: synthesis crops, so rows are not orthonormal, and a tile may
+            overlap its neighbor); or ``ortho`` (an orthonormal basis, per block, of the span of the cropped rows:
+            an orthogonal projector on every grid, without directions that vanish).
 
     Raises:
         ValueError: an axis of the grid has fewer rows than the reflection needs.
@@ -144,17 +145,17 @@ def wht_tiles(grid: Grid, pairs: Pairs, padding: str) -> list[Tile]:
 def dct_tiles(grid: Grid, sizes: tuple[list[int], list[int]], count: int) -> list[Tile]:
     """Build a low-pass DCT of a map divided into rectangles.
 
-    The rows are distributed over the rectangles by area, with at least one each.
+    The rows are distributed over the rectangles by area, with at least one row each.
 
     Args:
         grid: (H, W) of the map.
-        sizes: heights and widths of the rectangles; they add up to H and W.
-        count: rows over all tiles, from the number of tiles to H·W.
+        sizes: heights and widths of the rectangles, which sum to H and W.
+        count: number of rows over all tiles, from the number of tiles to H·W.
     """
     cuts = [np.split(np.arange(n), np.cumsum(s)[:-1]) for n, s in zip(grid, sizes, strict=True)]
     areas = [len(rows) * len(columns) for rows in cuts[0] for columns in cuts[1]]
     assert len(areas) <= count <= sum(areas), (grid, sizes, count)
-    free, room = count - len(areas), max(1, sum(areas) - len(areas))  # every tile keeps at least its mean
+    free, room = count - len(areas), max(1, sum(areas) - len(areas))  # every tile has at least its mean
     shares = [1 + free * (a - 1) / room for a in areas]
     counts = [int(s) for s in shares]
     by_remainder = sorted(range(len(areas)), key=lambda k: (counts[k] - shares[k], k))
@@ -168,7 +169,7 @@ def dct_tiles(grid: Grid, sizes: tuple[list[int], list[int]], count: int) -> lis
 
 
 def dense(tiles: list[Tile], positions: int) -> Tile:
-    """Combine tiles into one tile over all `positions`, with the rows in the order of the tiles."""
+    """Combine tiles into one tile over all `positions`, whose rows are in the order of the tiles."""
 
     def spread(matrices: list[np.ndarray]) -> np.ndarray:
         full = np.zeros((sum(map(len, matrices)), positions))
@@ -208,10 +209,10 @@ def disjoint(tiles: list[Tile], positions: int) -> list[Tile]:
 
 
 def orthonormal_rows(matrix: np.ndarray, tolerance: float = 1e-9) -> np.ndarray:
-    """Return an orthonormal basis of the row span, in the order of the rows, without rows that depend on earlier ones.
+    """Return an orthonormal basis of the row span, in the order of the rows, without rows that depend on earlier rows.
 
-    Gram–Schmidt, twice: orthonormal rows are returned unchanged (the first, constant one stays constant); a singular
-    value decomposition would mix them.
+    The Gram–Schmidt process runs twice. Orthonormal rows are returned unchanged, and the first, constant row stays
+    constant. A singular value decomposition would mix the rows.
     """
     basis = np.zeros((0, matrix.shape[1]))
     for row in matrix:
@@ -224,7 +225,7 @@ def orthonormal_rows(matrix: np.ndarray, tolerance: float = 1e-9) -> np.ndarray:
 
 
 def dct_rows(grid: Grid, count: int) -> np.ndarray:
-    """Return the lowest orthonormal DCT-II rows of a map, count × L, in order of (i/H)² + (j/W)², ties by (i, j).
+    """Return the `count` lowest orthonormal DCT-II rows of a map, count × L, ordered by (i/H)² + (j/W)², then (i, j).
 
     Args:
         grid: (H, W) of the map.
@@ -234,7 +235,7 @@ def dct_rows(grid: Grid, count: int) -> np.ndarray:
     cy, cx = _dct(height), _dct(width)
     order = sorted(
         ((i, j) for i in range(height) for j in range(width)),
-        # integer keys, since ties of floating-point keys would depend on rounding
+        # Integer keys, since ties of floating-point keys would depend on rounding.
         key=lambda p: ((p[0] * width) ** 2 + (p[1] * height) ** 2, p),
     )
     return np.stack([np.outer(cy[i], cx[j]).reshape(-1) for i, j in order[:count]])

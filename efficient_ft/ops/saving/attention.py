@@ -1,4 +1,4 @@
-"""Attention: softmax, scaled dot-product attention in its parts or fused, and normalized q and k."""
+"""Attention: softmax, fused and unfused scaled dot-product attention, multi-head attention, and normalized q and k."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from efficient_ft.ops.storage import Packed, Packer
 
 aten = torch.ops.aten
 
-#: Of a softmax whose values were all dropped.
+#: Lower bound of the sum of a softmax output. The sum is 0 if all of its values were dropped.
 _TINY = 1e-30
 
 
 class _Softmax(torch.autograd.Function):
-    """Softmax, which keeps its output; 0 where `masked_out`."""
+    """Softmax that saves its output. The output is 0 where `masked_out` is true."""
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, x: Tensor, dim: int, masked_out: Tensor | None = None) -> Tensor:
@@ -43,14 +43,10 @@ class _Softmax(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (p,) = load(ctx)
-        if ctx.zero_sum:  # a packed p does not add up to 1
+        if ctx.zero_sum:  # a packed p does not sum to 1
             total = p.sum(ctx.dim, keepdim=True)
-            return (
-                None,
-                (p * (g - (g * p).sum(ctx.dim, keepdim=True) / total.clamp_min(_TINY))).to(ctx.type),
-                None,
-                None,
-            )
+            g_x = p * (g - (g * p).sum(ctx.dim, keepdim=True) / total.clamp_min(_TINY))
+            return None, g_x.to(ctx.type), None, None
         return None, aten._softmax_backward_data(g, p, ctx.dim, p.dtype).to(ctx.type), None, None
 
 
@@ -74,9 +70,10 @@ def _functional_softmax(
 
 
 class _FusedAttention(torch.autograd.Function):
-    """softmax(q kᵀ · scale + bias) v with torch's fused kernel, recomputed in backward from the unpacked q, k and v.
+    """softmax(q kᵀ · scale + bias) v with torch's fused kernel and a constant bias.
 
-    The bias is a constant. The layer after it can compute its input from the same recomputation.
+    The backward pass recomputes attention from the unpacked q, k and v. The layer that follows can compute its input
+    from the same recomputation.
     """
 
     @staticmethod
@@ -113,7 +110,7 @@ class _FusedAttention(torch.autograd.Function):
 
 
 def _attention_again(parts: Sequence[tuple[Any, int]], scale: Any, has_bias: bool, *tensors: Tensor) -> Tensor:
-    """Compute attention from the tensors of the packed q, k and v; the result has the graph of this computation."""
+    """Recompute attention from the tensors of the packed q, k and v. The result has the graph of this computation."""
     remaining = iter(tensors)
     kept = [unpack(*islice(remaining, count)) for unpack, count in parts]
     bias = next(remaining) if has_bias else None
@@ -125,27 +122,27 @@ def _attention_again(parts: Sequence[tuple[Any, int]], scale: Any, has_bias: boo
 
 
 def _merge_heads(y: Tensor) -> Tensor:
-    """Return attention's result (B, H, N, D) as (B, N, H·D), without its graph."""
+    """Reshape the result of attention from (B, H, N, D) to (B, N, H·D), without its graph."""
     return y.detach().transpose(1, 2).flatten(2)
 
 
 class _Attention(torch.autograd.Function):
-    """Unfused softmax(q kᵀ · scale + bias) v, of (..., N, D) each, with a constant bias.
+    """Unfused softmax(q kᵀ · scale + bias) v of q, k and v (..., N, D), with a constant bias.
 
-    Softmax's output is kept once, for softmax and the second product.
+    The output of softmax is saved once, for softmax and for the second product.
     """
 
     @staticmethod
     def forward(
         ctx: Any, mode: PackedOperations, q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None
     ) -> Tensor:
-        # Contiguous: otherwise each product would copy them again.
+        # Contiguous inputs: each product would copy other inputs again.
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         scores = _scaled_product(q, k.mT, scale)
         if bias is not None:
             scores += bias
         p = torch.softmax(to_single_precision(scores), -1).to(scores.dtype)
-        if bias is not None:  # torch returns zeros for queries that are masked out
+        if bias is not None:  # torch returns zeros for fully masked queries
             p.masked_fill_(_masked_out(bias), 0)
         del scores
         y = p @ v
@@ -177,14 +174,14 @@ class _Attention(torch.autograd.Function):
 
 
 def _masked_out(mask: Tensor) -> Tensor:
-    """Return the queries whose mask leaves out every key: (..., N, 1) bool of (..., N, M)."""
+    """Return the queries whose mask (..., N, M) excludes every key, as (..., N, 1) bool."""
     if mask.dtype == torch.bool:
         return mask.any(-1, keepdim=True).logical_not()
     return mask.detach().amax(-1, keepdim=True) == -torch.inf
 
 
 def _scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Compute scale · a b, of (..., n, k) and (..., k, m), in one kernel."""
+    """Compute scale · a b of (..., n, k) and (..., k, m) in one kernel."""
     batch = a.shape[:-2]
     y = torch.baddbmm(a.new_empty(1, 1, 1), a.flatten(0, -3), b.flatten(0, -3), beta=0, alpha=scale)
     return y.view(*batch, *y.shape[1:])
@@ -217,7 +214,7 @@ def _attention(
     if constant and not dropout_p and not mode.policy.forward:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         return _Attention.apply(mode, query, key, value, scale, attn_mask)
-    # Contiguous, since each product would copy them again.
+    # Contiguous inputs: each product would copy other inputs again.
     query = (query * (query.shape[-1] ** -0.5 if scale is None else scale)).contiguous()
     key, value = key.contiguous(), value.contiguous()
     mode.begin("scores")
@@ -265,7 +262,10 @@ def _multi_head_attention(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> Any:
-    """Compute `nn.MultiheadAttention` of (N, B, C), without masks and without returning its weights."""
+    """Compute `nn.MultiheadAttention` of (N, B, C) without masks and without returning its weights.
+
+    The parameters are those of `F.multi_head_attention_forward`, which this function replaces.
+    """
     inputs = [t.transpose(0, 1) for t in (query, key, value)]
     unusual = (need_weights, add_zero_attn, use_separate_proj_weight, is_causal, in_proj_weight is None)
     given = (bias_k, bias_v, key_padding_mask, attn_mask, static_k, static_v)
@@ -291,7 +291,7 @@ def _multi_head_attention(
 
 
 def _packed_or_plain(mode: PackedOperations, function: Any, *args: Any) -> Tensor:
-    """Call an operation that another one consists of."""
+    """Call an operation that is part of another operation."""
     operation = packed_operation(function)
     assert operation is not None
     mode.begin(name_of(function))
@@ -300,7 +300,7 @@ def _packed_or_plain(mode: PackedOperations, function: Any, *args: Any) -> Tenso
 
 
 class _Normalize(torch.autograd.Function):
-    """x / max(‖x‖, ε) along `dim`. Keeps its output, which the product after it keeps as well."""
+    """x / max(‖x‖, ε) along `dim`. It saves its output, which the product that follows saves too."""
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, x: Tensor, dim: int, eps: float) -> Tensor:

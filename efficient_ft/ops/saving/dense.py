@@ -1,4 +1,4 @@
-"""A record of the operations inside packed parts that keep dense tensors for the backward pass."""
+"""A record of the operations in packed parts that save dense tensors for the backward pass."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from efficient_ft.ops.saving.table import name_of
 
 
 class DenseKept:
-    """Bytes of activations that operations without a packed form keep, by the operation's name.
+    """Bytes of the activations saved by operations that have no packed version, by the operation's name.
 
     Args:
-        samples: B, number of images; an activation's first dimension is a multiple of it.
+        samples: B, number of images; the first dimension of an activation is a multiple of it.
 
     Attributes:
-        bytes_of: by name; each storage counts once, for the first operation that keeps it.
+        bytes_of: bytes by name. Each storage counts once, for the first operation that saves it.
     """
 
     def __init__(self, samples: int) -> None:
@@ -28,11 +28,11 @@ class DenseKept:
         self._known: set[int] = set()
 
     def exclude(self, tensors: Iterable[Tensor]) -> None:
-        """Leave tensors out: parameters, and what is kept packed."""
+        """Exclude tensors from the record: parameters and packed tensors."""
         self._known.update(t.untyped_storage()._cdata for t in tensors)
 
     def watch(self, function: Any) -> saved_tensors_hooks:
-        """Return a context manager that records what a function of torch keeps."""
+        """Return a context manager that records the tensors that a function of torch saves."""
         name = name_of(function)
 
         def see(t: Tensor) -> Tensor:

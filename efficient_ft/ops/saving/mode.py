@@ -1,27 +1,26 @@
-"""The packing mode: it replaces torch's operations by those that save packed tensors.
+"""The packing mode replaces operations of torch by operations that save packed tensors.
 
-A `PackedOperations` mode around a part of a model's forward pass takes the operations that would save activations
-(linear layers, convolutions, normalizations, attention's products and softmax, activation functions, products with a
-learned scale) and computes the same result, but saves what a `Policy` says. The backward pass uses the formulas of the
-operation on the unpacked tensors (Back Razor: Jiang et al., NeurIPS 2022, Equation 3): gradients that do not depend on
-a packed tensor stay exact. So any model whose forward pass consists of torch's functions is supported, and nothing is
-saved for parameters that need no gradient. An operation without a packed form (`table`) runs as it is, and so do the
-operations that it calls (``nn.MultiheadAttention`` is one function to a mode).
+A `PackedOperations` mode surrounds a part of a model's forward pass. It intercepts the operations that would save
+activations: linear layers, convolutions, normalizations, the products and softmax of attention, activation functions,
+and products with a learned scale. It computes the same result, but saves tensors in the storage formats that a `Policy`
+selects. The backward pass applies the formulas of the operation to the unpacked tensors (Back Razor: Jiang et al.,
+NeurIPS 2022, Equation 3), so gradients that do not depend on a packed tensor stay exact. Nothing is saved for
+parameters that need no gradient. An operation that is not in the `table` runs unchanged, and so do the operations that
+it calls: ``nn.MultiheadAttention`` is a single function to a mode.
 
-A tensor that several operations save (the input of separate q, k and v layers, softmax's output) is packed once.
+A tensor that several operations save (the input of separate q, k and v layers, the output of softmax) is packed once.
 
-A packer that keeps state gets the tensor's name: the part of the model, the module inside it, the operation that the
-module calls, and the tensor's role in it. A module that calls an operation twice, or that runs twice, numbers its
-calls, whether they keep a tensor or not. A tensor therefore has the same name in every step, also if other layers are
-frozen in some steps.
+Packers that keep state identify a tensor by its name. The name consists of the part of the model, the module in that
+part, the operation, and the role of the tensor in the operation. Repeated calls of an operation or a module are
+numbered, even if they save nothing. A tensor therefore has the same name in every step, even if other layers are frozen
+in some steps.
 """
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +32,6 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from efficient_ft.core.context import context
-from efficient_ft.core.errors import UserError
 from efficient_ft.ops.saving.dense import DenseKept
 from efficient_ft.ops.saving.sharing import (
     LastUnpacked,
@@ -50,27 +48,29 @@ from efficient_ft.ops.storage import Dense, Noise, Overflow, PackContext, Packed
 
 @dataclass(frozen=True)
 class Policy:
-    """How each kind of tensor is kept for the backward pass.
+    """The storage format of each kind of tensor that is saved for the backward pass.
 
     Attributes:
-        product: inputs of linear layers and convolutions whose weight trains.
-        norm: inputs of normalizations and of products with a learned scale.
-        attention: q, k, v and softmax's output.
-        activation: inputs of GELU and other smooth activation functions. ReLU and its relatives keep one bit per
-            element.
-        normalized: LayerNorm keeps its normalized input x̂ (centered, and so better pruned) instead of its input.
-        derived: what can be computed from a kept tensor is not kept again: a product after an activation function
-            computes its input from that function's kept input, and one after a LayerNorm (if `normalized`) from x̂,
-            with γ and β exact.
-        derived_all: further tensors are computed instead of kept: what follows a BatchNorm that keeps its input, and a
-            ReLU after it; and the result of attention that stays fused, for the layer after it.
-        fused: the packer of q, k and v for attention that stays fused; the backward pass recomputes attention from
-            them, so that all its terms are consistent. None: unfused attention.
-        plain_attention: torch's fused attention stays as it is, with what it keeps.
-        position_network: scores of attention have a bias from a trained network. Softmax's gradient then has rows that
-            sum to 0, as they do without packing: that network's gradient is what remains of terms that cancel.
-        forward: the forward pass, too, computes with the packed inputs of products and normalizations, q, k, v and
-            softmax's output. A negative control; the formulas of the backward pass stay the same.
+        product: packer for the inputs of linear layers and convolutions with a trainable weight.
+        norm: packer for the inputs of normalizations and of products with a learned scale.
+        attention: packer for q, k, v and the output of softmax.
+        activation: packer for the inputs of GELU and other smooth activation functions. ReLU and its variants save one
+            bit per element.
+        normalized: LayerNorm saves its normalized input x̂ instead of its input. Pruning x̂ loses less, since it is
+            centered.
+        derived: tensors that can be computed from a saved tensor are not saved again. A product after an activation
+            function recomputes its input from the saved input of that function. A product after a LayerNorm (with
+            `normalized`) recomputes it from x̂ with the exact γ and β.
+        derived_all: more tensors are recomputed instead of saved: the output of a BatchNorm that saves its input, the
+            output of a ReLU after it, and the result of fused attention for the layer that follows.
+        fused: packer for q, k and v of fused attention. The backward pass recomputes attention from them, so that all
+            its terms are consistent. None: attention is unfused.
+        plain_attention: torch's fused attention stays unchanged, including the tensors that it saves.
+        position_network: a trained network adds a bias to the scores of attention. The gradient of that network
+            consists of terms that nearly cancel. The gradient of softmax therefore has rows that sum to 0, as it does
+            without packing.
+        forward: the forward pass also computes with the packed inputs of products and normalizations, and with the
+            packed q, k, v and output of softmax. This is a negative control; the backward pass uses the same formulas.
     """
 
     product: Packer
@@ -87,27 +87,27 @@ class Policy:
 
     @property
     def named(self) -> bool:
-        """Whether a packer uses the names of tensors."""
+        """True if a packer uses the names of tensors."""
         packers = (self.product, self.norm, self.attention, self.activation, self.fused)
         return any(getattr(packer, "named", False) for packer in packers)
 
     @property
     def exact(self) -> bool:
-        """Whether inputs of normalizations, and what is computed from them, come back unchanged."""
+        """True if the inputs of normalizations, and tensors computed from them, are restored exactly."""
         return isinstance(self.norm, Dense)
 
 
 @dataclass
 class PackingState:
-    """State that packing keeps from step to step.
+    """Packing state that persists from step to step.
 
     Attributes:
         ranges: running ranges of 8-bit tensors.
-        noise: of stochastic rounding.
-        overflow: whether a value was too large for fp16.
+        noise: seeds of stochastic rounding.
+        overflow: record of values that are too large for fp16.
         last: the tensor unpacked last.
         calls: number of times that each part of the model has run in the current forward pass.
-        dense: records what stays dense, for the report of a method; None: nothing is recorded.
+        dense: record of the tensors that stay dense, for a method's report; None: nothing is recorded.
     """
 
     ranges: Ranges = field(default_factory=Ranges)
@@ -118,9 +118,9 @@ class PackingState:
     dense: DenseKept | None = None
 
     def begin_call(self, name: str) -> str:
-        """Return a part's name with the number of its call in this forward pass, from the second one on.
+        """Return the name of a part, with the number of its call in this forward pass from the second call on.
 
-        A forward pass ends where a backward pass or an optimizer step begins.
+        A forward pass ends when a backward pass or an optimizer step begins.
         """
         if self.last.in_backward:
             self.last.in_backward = False
@@ -136,75 +136,56 @@ class PackingState:
         self.noise.end_step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the running ranges and the noise as plain containers; empty if neither was used."""
+        """Return the running ranges and the noise in plain containers. The result is empty if neither was used."""
         if not self.ranges.by_name and not self.noise.used:
             return {}
         return {"ranges": self.ranges.state_dict(), "noise": self.noise.state_dict() if self.noise.used else None}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from the state of `state_dict`.
-
-        Raises:
-            UserError: an earlier version wrote it.
-        """
+        """Restore the state of `state_dict`."""
         if state_dict:
-            refuse_earlier("ranges" not in state_dict)
             self.ranges.load_state_dict(state_dict["ranges"])
             if state_dict["noise"] is not None:
                 self.noise.load_state_dict(state_dict["noise"])
 
 
-def refuse_earlier(earlier: bool) -> None:
-    """Raise UserError if state was written by a version that numbered packed tensors (``blocks.0/3``)."""
-    if earlier:
-        raise UserError(
-            "The checkpoint holds the packing state of an earlier version, which numbered packed tensors. They are now"
-            " named by module and role, and the state cannot be continued. Start the run again (resume=never), or"
-            " continue it with the version that wrote it."
-        )
-
-
-def has_counted_names(names: Iterable[str]) -> bool:
-    """Return whether a name is that of a packed tensor in an earlier version: ``blocks.0/3``."""
-    return any(re.fullmatch(r".*/\d+", name) for name in names)
-
-
 def numbered(name: str, number: int) -> str:
-    """Return `name`, from the second use on with its number."""
+    """Append `number` to `name` unless it is 1."""
     return name if number == 1 else f"{name}({number})"
 
 
 def current_packing() -> PackedOperations | None:
-    """Return the innermost packing mode entered, or None.
+    """Return the innermost active packing mode, or None.
 
-    Autograd functions of ours, whose operations no mode sees, use it to pack what they save.
+    A mode does not see the operations inside our autograd functions, which use this function to pack what they save.
     """
     mode: PackedOperations | None = context.packing
     return mode
 
 
 def packing_suspended() -> AbstractContextManager[None]:
-    """Run operations as they are inside a ``with`` block, even in a packed part of a model.
+    """Run operations unchanged inside a ``with`` block, even in a packed part of a model.
 
-    For tensors that are not activations of the images.
+    Use it for tensors that are not activations of the images.
     """
     mode = current_packing()
     return nullcontext() if mode is None else mode.suspended()
 
 
 class PackedOperations(TorchFunctionMode):
-    """While entered, operations on tensors that need a gradient save packed tensors.
+    """A mode in which operations on tensors that need a gradient save packed tensors.
 
     Args:
-        policy: how each kind of tensor is kept.
-        state: kept from step to step.
-        region: a name for this part of the model, the same in every step.
-        samples: B, number of images in the batch; every activation's first dimension is a multiple of it.
+        policy: storage format of each kind of tensor.
+        state: state that persists from step to step.
+        region: name of this part of the model, the same in every step.
+        samples: B, number of images in the batch; the first dimension of every activation is a multiple of it.
         heads: number of attention heads in this part, for one range per head; None: one range per tensor.
-        modules: names of the modules in this part, for the names of tensors; None: only operations are named.
+        modules: names of the modules in this part, which become part of the names of tensors; None: only operations
+            are named.
 
     Attributes:
-        records: the pass keeps tensors, so that it counts as a call of the part.
+        records: True if the pass saves tensors and therefore counts as a call of the part.
     """
 
     records = True
@@ -229,11 +210,11 @@ class PackedOperations(TorchFunctionMode):
     def __enter__(self) -> PackedOperations:
         self._outer = current_packing()
         context.packing = self
-        self.state.last.held = None  # left by a backward pass that was not finished
+        self.state.last.held = None  # left over from an unfinished backward pass
         if self.records:
             self.region = self.state.begin_call(self.region)
         if self._modules is not None:
-            # Of all modules, while this part runs: the model itself stays as it is.
+            # Global hooks, active while this part runs: the model itself is not modified.
             self._hooks = [
                 register_module_forward_pre_hook(self._enter_module),
                 register_module_forward_hook(self._leave_module, always_call=True),
@@ -257,7 +238,7 @@ class PackedOperations(TorchFunctionMode):
             self._running.pop()
 
     def begin(self, operation: str) -> None:
-        """Note the operation whose tensors are kept next; call it whether it keeps any or not."""
+        """Start an operation. Tensors saved from now on carry its name. Call it even if the operation saves nothing."""
         module = self._running[-1]
         self._calls[module, operation] += 1
         operation = numbered(operation, self._calls[module, operation])
@@ -282,7 +263,7 @@ class PackedOperations(TorchFunctionMode):
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Leave operations as they are inside a ``with`` block (see `packing_suspended`)."""
+        """Run operations unchanged inside a ``with`` block (see `packing_suspended`)."""
         before, self._suspended = self._suspended, True
         try:
             yield
@@ -298,15 +279,15 @@ class PackedOperations(TorchFunctionMode):
         result: bool = False,
         role: str = "input",
     ) -> Packed:
-        """Pack x, once for all operations that save it.
+        """Pack x once for all operations that save it.
 
         Args:
             x: the tensor to save.
-            packer: packs x, if it is not packed already.
-            dtype: in which x takes part in the operation (autocast), and is unpacked; None: its own.
+            packer: packs x, unless x is packed already.
+            dtype: dtype to which the operation converts x (autocast), and in which x is unpacked; None: the dtype of x.
             heads: the dimension of x that is divided into heads.
-            result: x is the operation's own output: saving a view of it would create a reference cycle.
-            role: of x in the operation.
+            result: True if x is the operation's own output. Saving a view of it would create a reference cycle.
+            role: role of x in the operation.
         """
         order, memory, identity = memory_order(x)
         storage, key = x.untyped_storage(), (*identity, dtype or x.dtype, packer)
@@ -328,21 +309,21 @@ class PackedOperations(TorchFunctionMode):
         return add_user(packed, order, dtype or x.dtype)
 
     def keep_for_attention(self, x: Tensor, role: str) -> Packed:
-        """Pack x, a q, k or v (B, H, N, D), as attention packs it; if that is unfused, x is contiguous."""
+        """Pack x, which is q, k or v (B, H, N, D), like attention does. For unfused attention, x is contiguous."""
         return self.keep(x, self.policy.fused or self.policy.attention, x.dtype, 1, role=role)
 
     def weight(self, weight: Tensor) -> tuple[Tensor, Tensor | Packed]:
-        """Return the weight that a linear layer or convolution computes with, and the form of it that is saved."""
+        """Return the weight that a linear layer or convolution uses, and the tensor that is saved for it."""
         return weight, weight
 
     def find_source(self, x: Tensor) -> Packed | None:
-        """Return the packed form that x can be computed from, or None."""
+        """Return the packed tensor from which x can be computed, or None."""
         order, _, identity = memory_order(x)
         packed = self._find((*identity, "derived"), x.untyped_storage())
         return packed and add_user(packed, order, x.dtype)
 
     def derive(self, y: Tensor, x: Tensor, function: Callable[[Tensor], Tensor]) -> None:
-        """Let operations that save y = function(x) compute it from what x can be computed from, if there is such."""
+        """If x can be computed from a packed tensor, let operations that save y = function(x) compute y from it."""
         order, _, identity = memory_order(x)
         packed = self._find((*identity, "derived"), x.untyped_storage())
         if packed is not None:
@@ -356,17 +337,17 @@ class PackedOperations(TorchFunctionMode):
         self._kept[*identity, "derived"] = (weakref.ref(y.untyped_storage()), from_kept)
 
     def share(self, packed: Packed) -> Packed:
-        """Return `packed` with users of its own, which share what one of them unpacks where they are neighbors."""
+        """Return `packed` with a separate user count, so that consecutive users share one unpacked tensor."""
         shared = SharedUnpack(packed.unpack, self.state.last)
         return Packed(packed.tensors, shared, shared)
 
     def supports(self, *tensors: Tensor, trained: Sequence[Tensor | None] = ()) -> bool:
-        """Return whether `tensors` are activations of this batch, and one of them or of `trained` needs a gradient."""
+        """Return True if `tensors` are activations of this batch, and one of them or of `trained` needs a gradient."""
         return any(t is not None and t.requires_grad for t in (*tensors, *trained)) and all(
             t.dim() and t.numel() and t.shape[0] % self.samples == 0 for t in tensors
         )
 
     def _find(self, key: tuple[Any, ...], storage: torch.UntypedStorage) -> Packed | None:
-        """Return what is kept under `key`, unless its tensor is gone and another one has its memory."""
+        """Return the tensor packed under `key`, unless a new tensor has reused the memory of a freed one."""
         found = self._kept.get(key)
         return found[1] if found is not None and found[0]() is storage else None

@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 class _LayerNorm(torch.autograd.Function):
-    """LayerNorm, which keeps its input or x̂ (`Policy.normalized`); its statistics stay exact."""
+    """LayerNorm. It saves its input or x̂ (`Policy.normalized`), and exact statistics."""
 
     @staticmethod
     def forward(
@@ -39,12 +39,7 @@ class _LayerNorm(torch.autograd.Function):
             y, x_hat, rstd = _normalized(x, shape, weight, bias, eps)
             kept = mode.keep(x_hat, mode.policy.norm, None, -1, role="normalized")
             save(ctx, kept, weight, bias, rstd)
-            affine = [p for p in (weight, bias) if p is not None]
-            unpack = partial(_affine, kept.unpack, weight is not None, bias is not None)
-            if mode.policy.forward:
-                y = kept.shared.in_forward(unpack, *kept.tensors, *affine).to(y.dtype)
-            if mode.policy.derived:
-                mode.set_source(y, Packed((*kept.tensors, *affine), unpack, kept.shared))
+            y = _from_normalized(mode, y, kept, weight, bias)
         else:
             y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
             save(ctx, mode.keep(x, mode.policy.norm, None, -1), weight, bias, rstd, mean)
@@ -68,17 +63,17 @@ class _LayerNorm(torch.autograd.Function):
 def _normalized(
     x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return LayerNorm's output, x̂ and 1 / √(variance + ε)."""
+    """Return the output of LayerNorm, x̂, and 1 / √(variance + ε)."""
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64) or weight is None or bias is None:
         y, _, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
         return y, torch.native_layer_norm(x, shape, None, None, eps)[0], rstd
-    # Without γ and β, torch's kernel for the CPU takes twice the time.
+    # torch's CPU kernel takes twice the time without γ and β.
     x_hat, _, rstd = torch.native_layer_norm(x, shape, torch.ones_like(weight), torch.zeros_like(bias), eps)
     return torch.addcmul(bias, x_hat, weight), x_hat, rstd
 
 
 class _RMSNorm(torch.autograd.Function):
-    """x̂ · γ with x̂ = x / √(mean(x²) + ε) over the last dimensions; keeps x or x̂ as `_LayerNorm` does."""
+    """x̂ · γ with x̂ = x / √(mean(x²) + ε) over the last dimensions. It saves x or x̂, like `_LayerNorm`."""
 
     @staticmethod
     def forward(
@@ -91,12 +86,7 @@ class _RMSNorm(torch.autograd.Function):
         if mode.policy.normalized:
             kept = mode.keep(x_hat, mode.policy.norm, None, -1, result=weight is None, role="normalized")
             save(ctx, kept, weight, rstd)
-            affine = () if weight is None else (weight,)
-            unpack = partial(_affine, kept.unpack, weight is not None, False)
-            if mode.policy.forward:
-                y = kept.shared.in_forward(unpack, *kept.tensors, *affine).to(y.dtype)
-            if mode.policy.derived:
-                mode.set_source(y, Packed((*kept.tensors, *affine), unpack, kept.shared))
+            y = _from_normalized(mode, y, kept, weight, None)
         else:
             save(ctx, mode.keep(x, mode.policy.norm, None, -1), weight, rstd)
         return y
@@ -125,14 +115,13 @@ def _rms_norm(
 ) -> Any:
     if not mode.supports(input, trained=(weight,)) or len(normalized_shape) >= input.dim():
         return NotImplemented
-    eps = torch.finfo(torch.promote_types(input.dtype, torch.float32)).eps if eps is None else eps  # as torch does
-    input = to_single_precision(input)
-    input = as_kept(mode, input, mode.policy.norm, not mode.policy.normalized, -1, autocast=False)
+    eps = torch.finfo(torch.promote_types(input.dtype, torch.float32)).eps if eps is None else eps  # torch's default
+    input = _exact_or_packed(mode, input, -1)
     return _RMSNorm.apply(mode, input, [-1 - i for i in range(len(normalized_shape))], weight, eps)
 
 
 class _GroupNorm(torch.autograd.Function):
-    """GroupNorm, which keeps its input or x̂ as `_LayerNorm` does; its statistics stay exact."""
+    """GroupNorm. It saves its input or x̂, like `_LayerNorm`, and exact statistics."""
 
     @staticmethod
     def forward(
@@ -146,12 +135,8 @@ class _GroupNorm(torch.autograd.Function):
             x_hat = torch.native_group_norm(x, None, None, samples, channels, positions, groups, eps)[0]
             kept = mode.keep(x_hat, mode.policy.norm, None, role="normalized")
             save(ctx, kept, weight, rstd)
-            affine = [p.view(-1, *[1] * (x.dim() - 2)) for p in (weight, bias) if p is not None]
-            unpack = partial(_affine, kept.unpack, weight is not None, bias is not None)
-            if mode.policy.forward:
-                y = kept.shared.in_forward(unpack, *kept.tensors, *affine).to(y.dtype)
-            if mode.policy.derived:
-                mode.set_source(y, Packed((*kept.tensors, *affine), unpack, kept.shared))
+            affine = (None if p is None else _per_channel(p, x) for p in (weight, bias))
+            y = _from_normalized(mode, y, kept, *affine)
         else:
             save(ctx, mode.keep(x, mode.policy.norm, None), weight, rstd, mean)
         return y
@@ -162,7 +147,7 @@ class _GroupNorm(torch.autograd.Function):
         x, weight, rstd, *mean = load(ctx)
         wanted = [ctx.needs_input_grad[i] for i in (1, 3, 4)]
         statistics = (torch.zeros_like(rstd), torch.ones_like(rstd)) if ctx.normalized else (mean[0], rstd)
-        # One memory format: the kernel reads both by the format of the first.
+        # The kernel reads both tensors in the memory format of the first.
         g, x = g.contiguous(), x.contiguous()
         found = aten.native_group_norm_backward(g, x, *statistics, weight, *ctx.sizes, wanted)
         g_x = found[0] if wanted[0] else None
@@ -183,9 +168,21 @@ def _group_norm(
 ) -> Any:
     if not mode.supports(input, trained=(weight, bias)):
         return NotImplemented
-    input = to_single_precision(input)
-    input = as_kept(mode, input, mode.policy.norm, not mode.policy.normalized, autocast=False)
+    input = _exact_or_packed(mode, input)
     return _GroupNorm.apply(mode, input, num_groups, weight, bias, eps)
+
+
+def _from_normalized(
+    mode: PackedOperations, y: Tensor, kept: Packed, weight: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """Let operations that save y = x̂ · γ + β compute it from the packed x̂. `Policy.forward` recomputes y itself."""
+    affine = [p for p in (weight, bias) if p is not None]
+    unpack = partial(_affine, kept.unpack, weight is not None, bias is not None)
+    if mode.policy.forward:
+        y = kept.shared.in_forward(unpack, *kept.tensors, *affine).to(y.dtype)
+    if mode.policy.derived:
+        mode.set_source(y, Packed((*kept.tensors, *affine), unpack, kept.shared))
+    return y
 
 
 def _affine(unpack: Callable[..., Tensor], has_weight: bool, has_bias: bool, *tensors: Tensor) -> Tensor:
@@ -195,6 +192,12 @@ def _affine(unpack: Callable[..., Tensor], has_weight: bool, has_bias: bool, *te
     if has_weight:
         y = y * tensors[-count]
     return y + tensors[-1] if has_bias else y
+
+
+def _exact_or_packed(mode: PackedOperations, input: Tensor, heads: int | None = None) -> Tensor:
+    """Return the input of a normalization in its precision, packed and unpacked if `Policy.forward` requires it."""
+    input = to_single_precision(input)
+    return as_kept(mode, input, mode.policy.norm, not mode.policy.normalized, heads, autocast=False)
 
 
 @packs(F.layer_norm)
@@ -208,13 +211,12 @@ def _layer_norm(
 ) -> Any:
     if not mode.supports(input, trained=(weight, bias)):
         return NotImplemented
-    input = to_single_precision(input)
-    input = as_kept(mode, input, mode.policy.norm, not mode.policy.normalized, -1, autocast=False)
+    input = _exact_or_packed(mode, input, -1)
     return _LayerNorm.apply(mode, input, list(normalized_shape), weight, bias, eps)
 
 
 class _BatchNorm(torch.autograd.Function):
-    """BatchNorm with running statistics: an affine map per channel, which keeps its input only for γ's gradient."""
+    """BatchNorm with running statistics, an affine map per channel. It saves its input only for the gradient of γ."""
 
     @staticmethod
     def forward(
@@ -228,7 +230,7 @@ class _BatchNorm(torch.autograd.Function):
         eps: float,
     ) -> Tensor:
         y = F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
-        # Pruning drops what is near 0: only a centered input is near 0 where it matters least.
+        # Pruning drops values near 0. After centering, these are the values that matter least.
         policy = mode.policy
         ctx.centered = policy.normalized and isinstance(policy.norm, Sparse) and not policy.forward
         kept = None
@@ -266,7 +268,10 @@ def _per_channel(values: Tensor, like: Tensor) -> Tensor:
 
 
 class _TrainingBatchNorm(torch.autograd.Function):
-    """BatchNorm with the batch's statistics, which stay exact."""
+    """BatchNorm with exact statistics of the batch.
+
+    The parameters of `forward` are those of `F.batch_norm`: an autograd function passes each tensor separately.
+    """
 
     @staticmethod
     def forward(
@@ -306,16 +311,16 @@ def _set_map_source(
     weight: Tensor | None,
     bias: Tensor | None,
 ) -> None:
-    """Let operations that save y, a BatchNorm's output, compute it from the kept input."""
+    """Let operations that save y, the output of a BatchNorm, compute it from the packed input."""
     scale = rstd if weight is None else weight * rstd
     shift = -mean * scale if bias is None else bias - mean * scale
     source = Packed((*kept.tensors, scale, shift), partial(_mapped, kept.unpack), kept.shared)
-    # Packed, x itself is shared with BatchNorm's own backward pass; dense, the result of the map is.
+    # A packed x is shared with BatchNorm's own backward pass. For a dense x, the users share the result of the map.
     mode.set_source(y, mode.share(source) if mode.policy.exact else source)
 
 
 def _mapped(unpack: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Compute x · scale + shift, per channel, in one pass."""
+    """Compute x · scale + shift per channel in one pass."""
     *packed, scale, shift = tensors
     mean, var = torch.zeros_like(scale), torch.ones_like(scale)
     y: Tensor = torch.native_batch_norm(unpack(*packed), scale, shift, mean, var, False, 0.0, 0.0)[0]

@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 class _Scale(torch.autograd.Function):
-    """x · s with an s of fewer values than x, which stays dense (LayerScale, a logit scale, a gate per channel)."""
+    """x · s, where s has fewer values than x and stays dense (LayerScale, a logit scale, a gate per channel)."""
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, x: Tensor, s: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def _scaled(unpack: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """The product of two activations of each element (SwiGLU); `b` may be broadcast."""
+    """The elementwise product of two activations (SwiGLU). `b` may be broadcast."""
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, a: Tensor, b: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def _mul(mode: PackedOperations, input: Any, other: Any) -> Any:
 
 
 class _Smooth(torch.autograd.Function):
-    """A smooth activation function of each element, with the gradient `gradient(g, x)`."""
+    """A smooth elementwise activation function with the gradient `gradient(g, x)`."""
 
     @staticmethod
     def forward(
@@ -124,7 +124,7 @@ class _Smooth(torch.autograd.Function):
 
 @packs(F.silu)
 def _silu(mode: PackedOperations, input: Tensor, inplace: bool = False) -> Any:
-    # `inplace` is not needed: the input is packed already.
+    # `inplace` is ignored: the input is stored in packed form.
     return _Smooth.apply(mode, input, F.silu, _silu_gradient) if mode.supports(input) else NotImplemented
 
 
@@ -154,7 +154,7 @@ def _gelu(mode: PackedOperations, input: Tensor, *, approximate: str = "none") -
 
 
 class _Sigmoid(torch.autograd.Function):
-    """The logistic function, which keeps its output."""
+    """The logistic function. It saves its output."""
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, x: Tensor) -> Tensor:
@@ -175,14 +175,14 @@ def _sigmoid(mode: PackedOperations, input: Tensor) -> Any:
 
 
 class _Clamp(torch.autograd.Function):
-    """ReLU and its bounded forms, which keep one bit per element, or nothing where x is computed exactly again."""
+    """ReLU and its bounded variants. They save one bit per element, or nothing if x can be recomputed exactly."""
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, x: Tensor, low: float, high: float) -> Tensor:
         clamp = partial(torch.clamp, min=low, max=None if high == torch.inf else high)
         y = clamp(x)
         ctx.limits, ctx.shape = (low, high), x.shape
-        # Where x was packed, a value at a limit could change sides.
+        # If x was packed lossily, a value near a limit could change sides.
         source = mode.find_source(x) if mode.policy.exact and mode.policy.derived_all else None
         ctx.from_result = source is not None
         if source is not None:

@@ -1,4 +1,4 @@
-"""Pooling: average pooling keeps nothing, maximum pooling a byte per output."""
+"""Pooling: average pooling saves nothing, and maximum pooling saves one byte per output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 class _AveragePool(torch.autograd.Function):
-    """Average pooling. Its gradient needs only the shape of its input, which torch would keep."""
+    """Average pooling. Its gradient needs only the shape of its input; torch would save the input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, function: Any, gradient: Any) -> Tensor:
@@ -69,7 +69,7 @@ def _adaptive_avg_pool2d(mode: PackedOperations, input: Tensor, output_size: Any
 
 
 class _MaxPool2d(torch.autograd.Function):
-    """Maximum pooling. Keeps a byte per output, its position in the window; torch keeps the input and eight bytes."""
+    """Maximum pooling. It saves the position in the window, one byte per output. torch saves the input and 8 bytes."""
 
     @staticmethod
     def forward(
@@ -92,13 +92,13 @@ class _MaxPool2d(torch.autograd.Function):
         index = (top + position // width * dilation[0]) * ctx.shape[3] + left + position % width * dilation[1]
         g_x = g.new_zeros(*ctx.shape[:2], ctx.shape[2:].numel())
         g_x = g_x.scatter_add_(2, index.flatten(2), g.flatten(2)).view(ctx.shape)
-        # in the memory format of g, so that the layers below need no copy
+        # The memory format of g: the layers below then need no copy.
         g_x = g_x if g.is_contiguous() else g_x.contiguous(memory_format=torch.channels_last)
         return g_x, None, None, None, None, None
 
 
 def _corners(output: Tensor, stride: list[int], padding: list[int]) -> tuple[Tensor, Tensor]:
-    """Return the first row (H, 1) and first column (W,) of the windows of an output (B, C, H, W)."""
+    """Return the first row (H, 1) and the first column (W,) of the windows of an output (B, C, H, W)."""
     rows, columns = (
         torch.arange(n, device=output.device) * s - p for n, s, p in zip(output.shape[2:], stride, padding, strict=True)
     )

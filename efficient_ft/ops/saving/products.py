@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 class _Linear(torch.autograd.Function):
-    """g_x = g w and g_b exact, g_w = gᵀ x from the packed x."""
+    """Linear layer: g_x = g w and g_b are exact, and g_w = gᵀ x uses the packed x."""
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -51,7 +51,7 @@ def _linear(mode: PackedOperations, input: Tensor, weight: Tensor, bias: Tensor 
 
 
 class _Conv2d(torch.autograd.Function):
-    """As `_Linear`; without g_w the input's shape is all that is kept of it."""
+    """Convolution, like `_Linear`. Without g_w, only the shape of the input is saved."""
 
     @staticmethod
     def forward(
@@ -113,12 +113,12 @@ def _conv2d(
 
 
 def pair(value: int | Sequence[int]) -> list[int]:
-    """Return a setting of a convolution or pooling for both dimensions."""
+    """Expand a setting of a convolution or pooling layer to both dimensions."""
     return [value, value] if isinstance(value, int) else [*value] * (3 - len(value))
 
 
 class _Matmul(torch.autograd.Function):
-    """The product of two activations, (..., n, k) and (..., k, m)."""
+    """The product of two activations (..., n, k) and (..., k, m)."""
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, a: Tensor, b: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class _Matmul(torch.autograd.Function):
         packer = mode.policy.attention
         kept_a = mode.keep(a, packer, y.dtype, 1, role="a") if ctx.needs_input_grad[2] else None
         kept_b = mode.keep(b, packer, y.dtype, 1, role="b") if ctx.needs_input_grad[1] else None
-        save(ctx, kept_b, kept_a)  # a is unpacked last: softmax's output, which softmax needs next
+        save(ctx, kept_b, kept_a)  # a is unpacked last: it is the output of softmax, which softmax needs next
         ctx.types = a.dtype, b.dtype
         return y
 
@@ -146,7 +146,7 @@ def _bmm(mode: PackedOperations, input: Tensor, mat2: Tensor) -> Any:
 
 @packs(torch.matmul, Tensor.matmul, Tensor.__matmul__)
 def matmul(mode: PackedOperations, input: Tensor, other: Tensor) -> Any:
-    """Multiply two activations of the same leading dimensions; NotImplemented for other tensors."""
+    """Multiply two activations with equal leading dimensions; return NotImplemented for other tensors."""
     batched = input.dim() == other.dim() >= 3 and input.shape[:-2] == other.shape[:-2]
     if not batched or not mode.supports(input, other):
         return NotImplemented
@@ -154,6 +154,6 @@ def matmul(mode: PackedOperations, input: Tensor, other: Tensor) -> Any:
 
 
 def product(mode: PackedOperations, a: Tensor, b: Tensor) -> Tensor:
-    """Multiply two activations, (..., n, k) and (..., k, m), both kept as `Policy.attention` says."""
+    """Multiply two activations (..., n, k) and (..., k, m), both saved with `Policy.attention`."""
     packer, of_a, of_b = mode.policy.attention, b.requires_grad, a.requires_grad
     return _Matmul.apply(mode, as_kept(mode, a, packer, of_a, 1), as_kept(mode, b, packer, of_b, 1))

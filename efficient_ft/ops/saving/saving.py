@@ -1,4 +1,4 @@
-"""Saving packed tensors for the backward pass of an autograd function."""
+"""Functions that save packed tensors for the backward pass of an autograd function."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from efficient_ft.ops.storage import Packed
 
 
 def save(ctx: Any, *parts: Tensor | Packed | None) -> None:
-    """Save tensors, packed or dense, for the backward pass; all go through ``save_for_backward``."""
+    """Save packed and dense tensors for the backward pass, all through ``save_for_backward``."""
     flat: list[Tensor | None] = []
     ctx.parts = []
     for part in parts:
@@ -22,10 +22,11 @@ def save(ctx: Any, *parts: Tensor | Packed | None) -> None:
 
 
 def load(ctx: Any, one_by_one: bool = False) -> list[Any]:
-    """Return what `save` was given, unpacked, in the same order.
+    """Return the arguments of `save` in the same order, unpacked.
 
     Args:
-        one_by_one: return functions that unpack the packed parts, so that not all are in memory at once.
+        ctx: the context of the autograd function.
+        one_by_one: return functions that unpack the packed arguments, so that not all are in memory at once.
     """
     saved, at, parts = ctx.saved_tensors, 0, []
     for count, unpack in ctx.parts:

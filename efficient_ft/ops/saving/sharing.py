@@ -1,4 +1,4 @@
-"""Sharing: a tensor that several operations save is packed once, and unpacked once where its users are neighbors."""
+"""Sharing of packed tensors: several operations save one packed tensor, and consecutive users unpack it once."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from efficient_ft.ops.storage import Packed
 
 
 class LastUnpacked:
-    """The tensor that was unpacked last, held until all its users have had it or another one is unpacked.
+    """The tensor unpacked last. It is stored until all its users have received it or another tensor is unpacked.
 
-    In the backward pass the users of a tensor often run one right after another: the layer after a normalization and
-    the normalization, attention's second product and its softmax.
+    In the backward pass, the users of a tensor often run consecutively: the layer after a normalization and the
+    normalization, or the second product of attention and its softmax.
     """
 
     def __init__(self) -> None:
-        # One value, read and written at once: with several devices the backward pass has several threads.
+        # One attribute, replaced atomically: with several devices, the backward pass runs in several threads.
         self.held: tuple[SharedUnpack, Tensor] | None = None
-        #: A tensor was unpacked since this was last set to False.
+        #: True after a tensor was unpacked, until the flag is reset.
         self.in_backward = False
 
 
@@ -38,11 +38,11 @@ class SharedUnpack:
         self.unpack, self.last, self.users, self.calls = unpack, last, 0, 0
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        """Unpack for one user."""
+        """Return the dense tensor for one user."""
         held, self.last.held = self.last.held, None
         self.last.in_backward = True
         dense = held[1] if held is not None and held[0] is self else None
-        del held  # frees another tensor before this one is unpacked
+        del held  # frees the other tensor before this tensor is unpacked
         if dense is None:
             dense = self.unpack(*tensors)
         self.calls += 1
@@ -55,7 +55,7 @@ class SharedUnpack:
         self.users += 1
 
     def in_forward(self, unpack: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        """Call `unpack`, which calls this object, in the forward pass, without counting it as a user."""
+        """Call `unpack` in the forward pass. `unpack` calls this object, which does not count the call as a user."""
         dense = unpack(*tensors)
         self.calls -= 1
         self.last.held, self.last.in_backward = None, False
@@ -63,7 +63,7 @@ class SharedUnpack:
 
 
 class BothShared:
-    """The bookkeeping of a tensor that is computed from two packed ones, a product: its users are users of both."""
+    """The user count of a product of two packed tensors: a user of the product is a user of both factors."""
 
     def __init__(self, *shared: Any) -> None:
         self.shared = shared
@@ -75,12 +75,12 @@ class BothShared:
 
 
 def memory_order(x: Tensor) -> tuple[tuple[int, ...], Tensor, tuple[Any, ...]]:
-    """Identify x: a tensor and its transpose have the same identity, and are packed once.
+    """Identify x by its memory: a tensor and its transpose have the same identity and are packed once.
 
     Returns:
-        order: x's dimensions in the order of its memory; the first one stays first.
+        order: the dimensions of x in the order of its memory; the first dimension stays first.
         memory: x, permuted to that order.
-        identity: equal for tensors of the same values.
+        identity: a key that is equal for tensors with the same values.
     """
     order = (0, *sorted(range(1, x.dim()), key=x.stride().__getitem__, reverse=True))
     memory = x.permute(order)
@@ -89,13 +89,13 @@ def memory_order(x: Tensor) -> tuple[tuple[int, ...], Tensor, tuple[Any, ...]]:
 
 
 def add_user(packed: Packed, order: tuple[int, ...], dtype: torch.dtype) -> Packed:
-    """Return `packed` for one more operation, which unpacks it in its own order of dimensions and dtype."""
+    """Add a user to `packed`, and return it for that user's order of dimensions and dtype."""
     packed.shared.add_user()
     return in_order(packed, order, dtype)
 
 
 def in_order(packed: Packed, order: tuple[int, ...], dtype: torch.dtype) -> Packed:
-    """Return `packed`, which unpacks to the order of memory, for an order of dimensions and a dtype."""
+    """Convert `packed`, which unpacks in memory order, to an order of dimensions and a dtype."""
     return Packed(packed.tensors, partial(_in_order, packed.unpack, order, dtype), packed.shared)
 
 
@@ -105,7 +105,7 @@ def apply_to(function: Callable[[Tensor], Tensor], unpack: Callable[..., Tensor]
 
 
 def permuted(unpack: Callable[..., Tensor], order: tuple[int, ...], *tensors: Tensor) -> Tensor:
-    """Unpack in the order of memory."""
+    """Unpack a tensor and permute it to memory order."""
     return unpack(*tensors).permute(order)
 
 

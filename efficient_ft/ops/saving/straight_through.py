@@ -1,4 +1,4 @@
-"""A negative control: the forward pass, too, computes with the packed tensors (Back Razor, Figure 3)."""
+"""A negative control: the forward pass also computes with the packed tensors (Back Razor, Figure 3)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from efficient_ft.ops.storage import Packer
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Pack and unpack x; the gradient is passed on unchanged."""
+    """Pack and unpack x, and pass the gradient on unchanged."""
 
     @staticmethod
     def forward(
@@ -21,8 +21,8 @@ class _StraightThrough(torch.autograd.Function):
     ) -> Tensor:
         kept = mode.keep(x, packer, dtype, heads)
         y = kept.shared.in_forward(kept.unpack, *kept.tensors)
-        kept.shared.users -= 1  # nothing is saved here
-        mode.set_source(y, kept)  # an operation that saves y saves nothing more
+        kept.shared.users -= 1  # this function saves nothing
+        mode.set_source(y, kept)  # operations that save y reuse the packed tensor
         ctx.type = x.dtype
         return y
 
@@ -40,15 +40,15 @@ def as_kept(
     heads: int | None = None,
     autocast: bool = True,
 ) -> Tensor:
-    """Return x; with `Policy.forward`, packed and unpacked.
+    """Return x, or with `Policy.forward` the packed and unpacked x.
 
     Args:
         mode: the packing mode.
         x: the input of an operation.
-        packer: of x.
-        needed: the operation keeps x.
+        packer: the packer of x.
+        needed: True if the operation saves x.
         heads: see `PackedOperations.keep`.
-        autocast: the operation takes x in autocast's dtype.
+        autocast: True if the operation converts x to autocast's dtype.
     """
     if not mode.policy.forward or not needed:
         return x

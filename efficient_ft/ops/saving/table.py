@@ -1,6 +1,6 @@
-"""The table of packed operations: for a function of torch, the function that computes it in its place.
+"""The table of packed operations. It maps a function of torch to the function that replaces it.
 
-The modules of this package register their operations when they are imported. To add one, decorate it with `packs`.
+The modules of this package register their operations on import. Decorate a new operation with `packs`.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-#: Called with the mode and the arguments of torch's function. Returns its result, or NotImplemented: for these
-#: arguments there is no packed form.
+#: Called with the mode and the arguments of torch's function. Returns the result, or NotImplemented if the operation
+#: does not support these arguments.
 Operation = Callable[..., Any]
 
 _OPERATIONS: dict[Any, Operation] = {}
@@ -20,7 +20,7 @@ def packs(*functions: Any) -> Callable[[Operation], Operation]:
 
     def register(operation: Operation) -> Operation:
         for function in functions:
-            # torch has some functions under two names
+            # torch exports some functions under two names
             assert _OPERATIONS.get(function, operation) is operation, function
             _OPERATIONS[function] = operation
         return operation
@@ -34,5 +34,5 @@ def packed_operation(function: Any) -> Operation | None:
 
 
 def name_of(function: Any) -> str:
-    """Return the name of a function of torch: ``matmul`` for ``Tensor.__matmul__``."""
+    """Return the name of a function of torch, for example ``matmul`` for ``Tensor.__matmul__``."""
     return getattr(function, "__name__", str(function)).strip("_")

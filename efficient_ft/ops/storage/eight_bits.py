@@ -1,7 +1,7 @@
-"""The 8-bit form: steps between a low and a high value per group, with stochastic rounding, which is unbiased.
+"""The 8-bit format: steps between a minimum and a maximum per group, with unbiased stochastic rounding.
 
-Source: Mesa (Pan et al., 2021). Here is the plain torch form, the reference, which works on every device (fake tensors
-get shapes only); `kernels` has faster forms with the same results.
+Source: Mesa (Pan et al., 2021). This module contains the reference implementation in plain PyTorch, which runs on every
+device. Fake tensors only get shapes. `kernels` contains faster implementations with the same results.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from efficient_ft.ops.storage.kernels import kernels_for
 
 
 def quantize(x: Tensor, low: Tensor, high: Tensor, seed: Tensor) -> Tensor:
-    """Round x to 255 steps between `low` and `high`, up or down at random so that the mean is x.
+    """Round x to 255 steps between `low` and `high`, up or down at random with mean x.
 
     Args:
         x: (outer, G, inner) of any floating dtype.
-        low, high: (G,) float32; values outside are clamped.
-        seed: () int64; the same seed and x give the same result on every device.
+        low, high: (G,) float32. Values outside the range are clamped.
+        seed: () int64. Equal seeds and inputs give equal results on every device.
 
     Returns:
         (outer, G, inner) uint8.
@@ -32,14 +32,14 @@ def quantize(x: Tensor, low: Tensor, high: Tensor, seed: Tensor) -> Tensor:
 
 
 def quantize_reference(x: Tensor, low: Tensor, high: Tensor, seed: Tensor) -> Tensor:
-    """Compute `quantize` in plain torch."""
+    """Reference implementation of `quantize` in plain PyTorch."""
     steps = 255 / (high - low).clamp_min(1e-30)
     scaled = (x.float() - low[:, None]) * steps[:, None]
     return (scaled + uniform(x.numel(), seed, x.device).view(x.shape)).floor_().clamp_(0, 255).to(torch.uint8)
 
 
 def uniform(count: int, seed: Tensor, device: torch.device) -> Tensor:
-    """Return `count` numbers in [0, 1), multiples of 2⁻²⁴: a hash of position and seed (Wellons' lowbias32)."""
+    """Return `count` multiples of 2⁻²⁴ in [0, 1): a hash of the position and the seed (Wellons' lowbias32)."""
     mask = 0xFFFFFFFF
     h = (torch.arange(count, device=device, dtype=torch.int64) + seed.to(device)) & mask
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & mask
@@ -48,7 +48,7 @@ def uniform(count: int, seed: Tensor, device: torch.device) -> Tensor:
 
 
 def dequantize(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Return the values of the steps q (outer, G, inner) uint8 between `low` and `high` (G,), in float32."""
+    """Return the float32 values of the steps q (outer, G, inner) uint8 between `low` and `high` (G,)."""
     if isinstance(q, FakeTensor):
         return low.new_empty(q.shape)
     if q.numel() and (kernels := kernels_for(low)):
@@ -57,12 +57,12 @@ def dequantize(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 
 def dequantize_reference(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Compute `dequantize` in plain torch."""
+    """Reference implementation of `dequantize` in plain PyTorch."""
     return low[:, None] + q.float() * ((high - low) / 255)[:, None]
 
 
 def extremes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the smallest and largest value of each group of x (outer, G, inner), each (G,) float32."""
+    """Return the minimum and the maximum of each group of x (outer, G, inner), (G,) float32 each."""
     if isinstance(x, FakeTensor):
         return x.new_empty(x.shape[1], dtype=torch.float32), x.new_empty(x.shape[1], dtype=torch.float32)
     if kernels := kernels_for(x):
@@ -71,5 +71,5 @@ def extremes(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def extremes_reference(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `extremes` in plain torch."""
+    """Reference implementation of `extremes` in plain PyTorch."""
     return x.amin((0, 2)).float(), x.amax((0, 2)).float()

@@ -1,15 +1,16 @@
-"""The group form: values in 8, 4, 3 or 2 bits between a minimum and a step of each group of consecutive values.
+"""The group format: groups of consecutive values in 8, 4, 3 or 2 bits per value.
 
-A flat run of G consecutive values keeps its minimum and its step in fp16 and b bits per value: b + 32/G bits per value.
-Sources: ActNN (Chen et al., ICML 2021) for groups with stochastic rounding; GACT (Liu et al., ICML 2022). Rounding to
-the nearest step is biased, but errs far less.
+A group of G consecutive values stores its minimum and its step in fp16, and b bits per value: b + 32/G bits per value
+in total. Sources: ActNN (Chen et al., ICML 2021) for groups with stochastic rounding; GACT (Liu et al., ICML 2022).
+Rounding to the nearest step is biased, but its error is much smaller.
 
-The codes of a group are stored in planes: with 4 bits, byte j of a group has values j and j + G/2, in its low and high
-half; with 2 bits, values j, j + G/4, j + G/2 and j + 3G/4; with 3 bits, a plane of the two low bits as with 2 bits,
-then a plane of the highest bits, whose byte j has values j, j + G/8, ... So whole vectors are packed at once.
+The codes of a group are stored in planes, so that whole vectors are packed at once. With 4 bits, byte j of a group
+contains values j and j + G/2 in its low and high half. With 2 bits, it contains values j, j + G/4, j + G/2 and
+j + 3G/4. With 3 bits, a plane of the two low bits has the 2-bit layout. It is followed by a plane of the high bits, in
+which byte j contains values j, j + G/8, …
 
-Here is the plain torch form, the reference, which works on every device (fake tensors get shapes only); `kernels` has
-faster forms with the same results, bit for bit.
+This module contains the reference implementation in plain PyTorch, which runs on every device. Fake tensors only get
+shapes. `kernels` contains faster implementations with bit-identical results.
 """
 
 from __future__ import annotations
@@ -21,29 +22,29 @@ from torch._subclasses.fake_tensor import FakeTensor
 from efficient_ft.ops.storage.eight_bits import uniform
 from efficient_ft.ops.storage.kernels import kernels_for
 
-#: Numbers of bits that a value can have.
+#: Supported numbers of bits per value.
 BITS = (8, 4, 3, 2)
 
 
 def group_length(n: int, group: int) -> int:
-    """Return the length of the groups of n values: `group`, or n rounded up to a multiple of 8 if that is less."""
+    """Return the group length for n values: `group`, or n rounded up to a multiple of 8 if that is less."""
     return min(group, -(-n // 8) * 8)
 
 
 def group_pack(x: Tensor, bits: int, group: int, seed: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Pack the values of x, in the order of its dimensions.
+    """Pack the values of x in the order of its dimensions.
 
-    A group with a value that is not finite becomes NaN. A minimum or step too large for fp16 becomes infinite.
+    A group that contains a non-finite value becomes NaN. A minimum or step that exceeds fp16 becomes infinite.
 
     Args:
-        x: of any shape, floating dtype and strides; n >= 1 values.
-        bits: of a value: 8, 4, 3 or 2.
-        group: values of a group, a multiple of 8; see `group_length`.
-        seed: () int64, rounds at random with the mean x; the same seed and x give the same result on every device.
-            The minimum is then rounded down and the step up, so that no value is clamped. None: to the nearest step.
+        x: a tensor of any shape, floating dtype and strides, with n >= 1 values.
+        bits: bits per value: 8, 4, 3 or 2.
+        group: number of values per group, a multiple of 8; see `group_length`.
+        seed: () int64, for stochastic rounding with mean x. Equal seeds and inputs give equal results on every device.
+            The minimum is then rounded down and the step up, so that no value is clamped. None: round to nearest.
 
     Returns:
-        codes: (groups, G·bits/8) uint8; the codes after the last value are 0.
+        codes: (groups, G·bits/8) uint8. The codes after the last value are 0.
         ranges: (2, groups) fp16, the minimum and the step of each group.
     """
     n = x.numel()
@@ -58,9 +59,9 @@ def group_pack(x: Tensor, bits: int, group: int, seed: Tensor | None = None) -> 
 
 
 def as_whole_groups(x: Tensor, length: int) -> Tensor:
-    """View x as (M, L): M equally distant pieces of L elements, whole groups each (q inside a fused qkv).
+    """View x as (M, L): M equally spaced pieces of L elements, each a multiple of a group (q inside a fused qkv).
 
-    A copy (1, n) is made only where x has no such view.
+    If x has no such view, it is copied to (1, n).
     """
     piece, at = 1, x.dim() - 1
     while at >= 0 and (x.shape[at] == 1 or x.stride(at) == piece):
@@ -78,7 +79,7 @@ def as_whole_groups(x: Tensor, length: int) -> Tensor:
 
 
 def group_pack_reference(x: Tensor, bits: int, length: int, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute `group_pack` in plain torch, for groups of `length` values."""
+    """Reference implementation of `group_pack` in plain PyTorch, for groups of `length` values."""
     x = x.reshape(-1).float()
     (n,), levels = x.shape, 2**bits - 1
     x_GL = torch.cat([x, x[-1:].expand(-n % length)]).view(-1, length)
@@ -100,7 +101,7 @@ def group_pack_reference(x: Tensor, bits: int, length: int, seed: Tensor | None)
 
 
 def _half_below(x: Tensor) -> Tensor:
-    """Convert float32 to the largest fp16 that is not above it, so that the range of a group holds all its values."""
+    """Convert float32 to the largest fp16 number that is not above it, so that a group's range contains all values."""
     half = x.half()
     bits = half.view(torch.int16)
     below = torch.where(bits > 0, bits - 1, bits + 1).view(torch.float16)
@@ -108,7 +109,7 @@ def _half_below(x: Tensor) -> Tensor:
 
 
 def group_unpack(codes: Tensor, ranges: Tensor, n: int, bits: int, dtype: torch.dtype) -> Tensor:
-    """Rebuild the n values that `group_pack` packed, flat, in `dtype`."""
+    """Restore the n values packed by `group_pack` as a flat tensor of `dtype`."""
     if isinstance(codes, FakeTensor):
         return codes.new_empty(n, dtype=dtype)
     if kernels := kernels_for(ranges):
@@ -117,7 +118,7 @@ def group_unpack(codes: Tensor, ranges: Tensor, n: int, bits: int, dtype: torch.
 
 
 def group_unpack_reference(codes: Tensor, ranges: Tensor, n: int, bits: int) -> Tensor:
-    """Compute `group_unpack` in plain torch, in float32."""
+    """Reference implementation of `group_unpack` in plain PyTorch, in float32."""
     low, step = ranges.float()
     values = _from_planes(codes, bits).float() * step[:, None] + low[:, None]
     return values.flatten()[:n]
@@ -131,7 +132,7 @@ def _to_planes(codes_GL: Tensor, bits: int) -> Tensor:
 
 
 def _from_planes(packed: Tensor, bits: int) -> Tensor:
-    """Return the codes (groups, G) uint8 of (groups, G·bits/8)."""
+    """Unpack (groups, G·bits/8) into codes (groups, G) uint8."""
     if bits == 3:
         cut = packed.shape[1] * 2 // 3
         return _spread(packed[:, :cut], 2) | _spread(packed[:, cut:], 1) << 2

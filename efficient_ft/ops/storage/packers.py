@@ -1,7 +1,7 @@
-"""Packers: ways to keep a tensor for the backward pass.
+"""Packers convert a tensor to a storage format for the backward pass.
 
-The result of a packer is a `Packed`: the tensors to save, and the function that rebuilds a dense tensor of the old
-shape and dtype.
+A packer returns a `Packed`: the tensors to save, and the function that restores a dense tensor of the original shape
+and dtype.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from efficient_ft.ops.storage.state import PackContext
 
 @dataclass(frozen=True)
 class Packed:
-    """The packed form of one tensor.
+    """A packed tensor.
 
     Attributes:
-        tensors: to be saved for the backward pass.
-        unpack: rebuilds the dense tensor from these tensors, as autograd returns them. It holds no tensor of its own.
-        shared: bookkeeping of a form that several operations save (`efficient_ft.ops.saving`).
+        tensors: the tensors to save for the backward pass.
+        unpack: restores the dense tensor from these tensors, as autograd returns them. It references no tensor itself.
+        shared: user count of a packed tensor that several operations save (`efficient_ft.ops.saving`).
     """
 
     tensors: tuple[Tensor, ...]
@@ -39,35 +39,35 @@ class Packed:
 
 
 class Packer(Protocol):
-    """A way to keep a tensor.
+    """Protocol of the packers.
 
-    A packer with a true attribute `named` keeps state by the name of a tensor.
+    A packer whose attribute `named` is true keeps state under the name of a tensor.
     """
 
     def pack(self, x: Tensor, context: PackContext) -> Packed:
-        """Pack x, of any shape, not empty, its dimensions in the order of its memory."""
+        """Pack a non-empty tensor of any shape, whose dimensions are in the order of its memory."""
         ...
 
 
 @dataclass(frozen=True)
 class Dense:
-    """Keep the tensor as it is.
+    """Store the tensor unchanged.
 
     Args:
-        alone: of a view of less than half of a tensor keep a copy, so that the rest can be freed.
+        alone: copy a view of less than half of a tensor, so that the rest of that tensor can be freed.
     """
 
     alone: bool = False
 
     def pack(self, x: Tensor, context: PackContext) -> Packed:
-        """Return x itself, or a copy of it."""
+        """Return x itself or a copy of it."""
         part = self.alone and 2 * x.numel() * x.element_size() < x.untyped_storage().nbytes()
         return Packed((x.clone() if part else x,), _identity)
 
 
 @dataclass(frozen=True)
 class Half:
-    """Keep the tensor in `dtype`, which has two bytes; a tensor of two bytes per value is kept as it is."""
+    """Store the tensor in a 2-byte `dtype`. Tensors of at most two bytes per value are stored unchanged."""
 
     dtype: torch.dtype
 
@@ -78,12 +78,13 @@ class Half:
 
 @dataclass(frozen=True)
 class Sparse:
-    """Keep of each sample the `values_kept(n, sparsity)` values of largest magnitude and a bitmap (Back Razor).
+    """Store the `values_kept(n, sparsity)` largest-magnitude values of each sample and a bitmap (Back Razor).
 
     Args:
-        sparsity: share of the values dropped.
-        dtype: of the values, two bytes; values that have two bytes stay as they are. None: the input's.
-        eight_bits: the values in 8 bits, one running range per tensor (Back Razor with Mesa); `dtype` is ignored.
+        sparsity: share of the values that are dropped.
+        dtype: 2-byte dtype of the stored values. Values of two bytes are stored unchanged. None: the input's dtype.
+        eight_bits: store the values in 8 bits with one running range per tensor (Back Razor with Mesa), and ignore
+            `dtype`.
         exact: see `sparse_pack`.
     """
 
@@ -94,11 +95,11 @@ class Sparse:
 
     @property
     def named(self) -> bool:
-        """Whether running ranges are kept, by name."""
+        """True if the packer keeps running ranges by name."""
         return self.eight_bits
 
     def pack(self, x: Tensor, context: PackContext) -> Packed:
-        """Pack each sample of x on its own."""
+        """Pack each sample of x separately."""
         rows = x if x.shape[0] == context.samples else x.unflatten(0, (context.samples, -1))
         n = rows.shape[1:].numel()
         values, bitmap = sparse_pack(rows, values_kept(n, self.sparsity), self.exact)
@@ -113,7 +114,7 @@ class Sparse:
 
 @dataclass(frozen=True)
 class EightBits:
-    """Keep the tensor in 8 bits, with a running range per head where the context has heads (Mesa)."""
+    """Store the tensor in 8 bits, with one running range per head if the context has heads (Mesa)."""
 
     named: ClassVar[bool] = True
 
@@ -126,12 +127,12 @@ class EightBits:
 
 @dataclass(frozen=True)
 class GroupBits:
-    """Keep the tensor in a few bits per value, with a minimum and a step for each group of values (ActNN, GACT).
+    """Store the tensor in few bits per value, with a minimum and a step per group of values (ActNN, GACT).
 
     Args:
-        bits: of a value: 8, 4, 3 or 2.
-        group: consecutive values in memory that share a minimum and a step; a multiple of 8.
-        stochastic: round at random, so that the mean is x, instead of to the nearest step.
+        bits: bits per value: 8, 4, 3 or 2.
+        group: number of values, consecutive in memory, that share a minimum and a step; a multiple of 8.
+        stochastic: round stochastically with mean x, instead of to the nearest step.
     """
 
     bits: int
@@ -139,14 +140,14 @@ class GroupBits:
     stochastic: bool = False
 
     def pack(self, x: Tensor, context: PackContext) -> Packed:
-        """Round x in groups."""
+        """Quantize x in groups."""
         seed = context.noise.next_seed(x.device) if self.stochastic else None
         codes, ranges = group_pack(x, self.bits, self.group, seed)
         context.overflow.watch(ranges)
         return Packed((codes, ranges), partial(_groups_back, x.shape, x.dtype, self.bits))
 
 
-# The functions of `Packed.unpack`: module-level functions and `partial`, which hold no tensor.
+# Functions for `Packed.unpack`. They are module-level functions and partials, which reference no tensor.
 def _identity(x: Tensor) -> Tensor:
     return x
 

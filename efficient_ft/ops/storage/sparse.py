@@ -1,10 +1,10 @@
-"""The sparse form: a sample's values of largest magnitude, in their order, and a bitmap with one bit per element.
+"""The sparse format: the largest-magnitude values of a sample in their order, and a bitmap with one bit per element.
 
-Source: Back Razor (Jiang et al., NeurIPS 2022), section 3. The number of values kept is a function of the shape alone,
-so that the size of a packed tensor is known before its values are, and never exceeds the budget.
+Source: Back Razor (Jiang et al., NeurIPS 2022), Section 3. The number of stored values depends on the shape alone. The
+size of a packed tensor is therefore known in advance, and never exceeds the budget.
 
-Here is the plain torch form, the reference, which works on every device (fake tensors get shapes only); `kernels` has
-faster forms with the same results.
+This module contains the reference implementation in plain PyTorch, which runs on every device. Fake tensors only get
+shapes. `kernels` contains faster implementations with the same results.
 """
 
 from __future__ import annotations
@@ -17,62 +17,63 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from efficient_ft.ops.storage.kernels import kernels_for
 
-#: Number of values of a row that a sampled threshold is estimated from.
+#: Number of values of a row from which a sampled threshold is estimated.
 SUBSAMPLE = 4096
-#: A sampled threshold is this many standard deviations too high, so that few samples exceed their budget.
+#: Standard deviations by which a sampled threshold is raised, so that few samples exceed their budget.
 _CAUTION = 1.0
 
 
 def values_kept(n: int, sparsity: float) -> int:
-    """Return how many of a sample's n values are kept: all from the k-th smallest up, k = clip(⌊n·sparsity⌋, 1, n)."""
+    """Return the number of stored values of n: all from the k-th smallest up, k = clip(⌊n·sparsity⌋, 1, n)."""
     return n - min(max(math.floor(n * sparsity), 1), n) + 1 if n else 0
 
 
 def bitmap_bytes(n: int) -> int:
-    """Return the size of a bitmap of n bits, in bytes."""
+    """Return the size of a bitmap of n bits in bytes."""
     return -(-n // 8)
 
 
 def magnitude_bits(x: Tensor) -> Tensor:
-    """Return the magnitudes of x as integers of the same width and order: one kernel compares every dtype."""
+    """Return the magnitudes of x as integers of the same width and order, so that one kernel supports all dtypes."""
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     return x.contiguous().view(integer) & torch.iinfo(integer).max
 
 
 def uses_sampling(kept: int, n: int) -> bool:
-    """Return whether a threshold can be sampled: the row is longer than a subsample, and something is dropped."""
+    """Return True if a threshold can be sampled: the row exceeds a subsample, and some values are dropped."""
     return n > SUBSAMPLE and kept < n
 
 
 def subsample_stride(n: int) -> int:
-    """Return the distance between the values of a subsample of a row of n, counted around its end.
+    """Return the distance between the values of a subsample of a row of n values, which wraps around at its end.
 
-    Near the golden section, which spreads the values evenly, and coprime to n, so that they cover all channels.
+    The distance is near the golden section, which spreads the values evenly. It is coprime to n, so that the values
+    cover all channels.
     """
     golden = max(round(n * (math.sqrt(5) - 1) / 2), 1)
     return next(step for d in range(n) for step in (golden + d, golden - d) if math.gcd(step, n) == 1)
 
 
 def threshold_rank(kept: int, n: int, m: int) -> int:
-    """Return which of a subsample's m magnitudes, in ascending order from 0, is used as the threshold of n values."""
+    """Return the rank, from 0 in ascending order, of the threshold of n values in a subsample of m magnitudes."""
     dropped = 1 - kept / n
     caution = _CAUTION * math.sqrt(m * dropped * (1 - dropped))
     return min(max(math.ceil(dropped * m + caution), 0), m - 1)
 
 
 def sparse_pack(x: Tensor, kept: int, exact: bool) -> tuple[Tensor, Tensor]:
-    """Select the `kept` values of largest magnitude in each row.
+    """Select the `kept` largest-magnitude values of each row.
 
     Args:
-        x: (S, ...) of any floating dtype and strides; n ≥ 1 values per row.
+        x: (S, ...) of any floating dtype and strides, with n ≥ 1 values per row.
         kept: K, from 1 to n.
-        exact: the threshold is the (n − K + 1)-th smallest magnitude, and the first of the values equal to it are
-            kept, so that exactly K are. If False it is estimated from a strided subsample of each row (if
-            `uses_sampling`), and the rest of a row is dropped once K values are kept.
+        exact: use the (n − K + 1)-th smallest magnitude as the threshold, and keep the first of the values that equal
+            it, so that exactly K values are kept. If False, the threshold is estimated from a strided subsample of each
+            row (if `uses_sampling`), and the rest of a row is dropped once K values are kept.
 
     Returns:
-        values: (S, K) in x's dtype, padded with zeros after the last one kept.
-        bitmap: (S, ⌈n/8⌉) uint8; element i of a row is bit i mod 8 of byte i // 8.
+        values: (S, K) in the dtype of x, padded with zeros after the last kept value.
+        bitmap: (S, ⌈n/8⌉) uint8. Element i of a row is bit i mod 8 of byte i // 8.
     """
     if isinstance(x, FakeTensor):
         return x.new_empty(len(x), kept), x.new_empty(len(x), bitmap_bytes(x[0].numel()), dtype=torch.uint8)
@@ -84,9 +85,9 @@ def sparse_pack(x: Tensor, kept: int, exact: bool) -> tuple[Tensor, Tensor]:
 
 
 def as_pieces(x: Tensor) -> Tensor:
-    """View x (S, ...) as (S, M, L): rows of M equally distant pieces of L elements (q inside a fused qkv).
+    """View x (S, ...) as (S, M, L): rows of M equally spaced pieces of L elements (q inside a fused qkv).
 
-    A copy is made only where x has no such view.
+    If x has no such view, it is copied.
     """
     shape, strides = [1], [0]
     for size, stride in zip(x.shape[1:], x.stride()[1:], strict=True):
@@ -106,7 +107,7 @@ def as_pieces(x: Tensor) -> Tensor:
 
 
 def sparse_pack_reference(x: Tensor, kept: int, exact: bool) -> tuple[Tensor, Tensor]:
-    """Compute `sparse_pack` in plain torch."""
+    """Reference implementation of `sparse_pack` in plain PyTorch."""
     x = x.flatten(1)
     (rows, n), bits = x.shape, magnitude_bits(x)
     if exact or not uses_sampling(kept, n):
@@ -119,20 +120,20 @@ def sparse_pack_reference(x: Tensor, kept: int, exact: bool) -> tuple[Tensor, Te
         keep = bits >= sample.kthvalue(rank + 1, dim=1, keepdim=True).values
     position = keep.cumsum(1)
     keep &= position <= kept
-    # Column K takes the dropped values.
+    # Column K collects the dropped values.
     position = torch.where(keep, position - 1, kept)
     values = x.new_zeros(rows, kept + 1).scatter_(1, position, x)[:, :kept].contiguous()
     return values, _rows_to_bits(keep)
 
 
 def sparse_unpack(values: Tensor, bitmap: Tensor, n: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Rebuild the rows (S, n), zero where a value was dropped.
+    """Restore the rows (S, n), with zeros for dropped values.
 
     Args:
-        values: (S, K), from `sparse_pack`; of any floating dtype.
+        values: (S, K) of any floating dtype, from `sparse_pack`.
         bitmap: (S, ⌈n/8⌉), from `sparse_pack`.
-        n: elements per row.
-        dtype: of the result; None: that of `values`.
+        n: number of elements per row.
+        dtype: dtype of the result; None: the dtype of `values`.
     """
     dtype = dtype or values.dtype
     if isinstance(values, FakeTensor):
@@ -143,19 +144,19 @@ def sparse_unpack(values: Tensor, bitmap: Tensor, n: int, dtype: torch.dtype | N
 
 
 def sparse_unpack_reference(values: Tensor, bitmap: Tensor, n: int) -> Tensor:
-    """Compute `sparse_unpack` in plain torch."""
+    """Reference implementation of `sparse_unpack` in plain PyTorch."""
     keep = _bits_to_rows(bitmap, n)
     position = (keep.cumsum(1) - 1).clamp_(0)
     return torch.where(keep, values.gather(1, position), 0)
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """Pack a boolean tensor into a flat uint8 tensor, one bit each: element i is bit i mod 8 of byte i // 8."""
+    """Pack a boolean tensor into a flat uint8 tensor: element i is bit i mod 8 of byte i // 8."""
     return _rows_to_bits(mask.reshape(1, -1))[0]
 
 
 def unpack_bits(bits: Tensor, shape: torch.Size) -> Tensor:
-    """Rebuild the boolean tensor of `shape` from the result of `pack_bits`."""
+    """Restore the boolean tensor of `shape` from the result of `pack_bits`."""
     return _bits_to_rows(bits[None], shape.numel()).view(shape)
 
 

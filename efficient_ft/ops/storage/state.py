@@ -1,4 +1,4 @@
-"""State of packing: running ranges, seeds of stochastic rounding, overflow of fp16, and a tensor's context."""
+"""Packing state: running ranges, seeds of stochastic rounding, fp16 overflow, and the context of a tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from efficient_ft.ops.storage.kernels import gpu
 _LARGEST_HALF = 65504
 
 
-#: Share by which a range moves towards the current values in a step (Mesa).
+#: Fraction by which a range moves towards the current values in a step (Mesa).
 _SHARE = 0.1
 
 
@@ -26,27 +26,27 @@ _SHARE = 0.1
 class Ranges:
     """Running ranges of quantized tensors (Mesa: running mean with factor 0.9).
 
-    A step in which a tensor is not finite leaves no trace: its ranges are those before the step. A range that was not
-    used for n steps moves by what it would have moved in n steps, since the weights before it have changed.
+    If a tensor is not finite in a step, all ranges are restored to their values before that step. A range that was not
+    used for n steps moves by the amount of n steps, since the weights below it have changed.
 
     Attributes:
-        by_name: (low, high), each (G,) float32, by the name of the `PackContext`.
-        step: number of optimizer steps finished.
+        by_name: (low, high), (G,) float32 each, by the name of the `PackContext`.
+        step: number of finished optimizer steps.
         updated: step of the last update, by name.
     """
 
     by_name: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     step: int = 0
     updated: dict[str, int] = field(default_factory=dict)
-    #: Of this step: the ranges and their steps before it, and whether all tensors were finite, a () bool.
+    #: State of the current step: the ranges and their last updates before it, and a () bool, true if all are finite.
     _before: dict[str, tuple[tuple[Tensor, Tensor] | None, int]] = field(default_factory=dict)
     _finite: Tensor | None = None
 
     def update(self, name: str, x_OGI: Tensor) -> tuple[Tensor, Tensor]:
-        """Move a range towards that of x (outer, G, inner), and return it: low and high, each (G,) float32.
+        """Move a range towards that of x (outer, G, inner); return its low and high values, (G,) float32 each.
 
-        If x is not finite, the range returned is not either, so that x is unpacked to values that are not; the range
-        kept does not move.
+        If x is not finite, the returned range is not finite either, so that x is unpacked to non-finite values. The
+        stored range does not change.
         """
         low, high = extremes(x_OGI)
         old, step = self.by_name.get(name), self.updated.get(name, self.step)
@@ -68,7 +68,7 @@ class Ranges:
         return low, high
 
     def end_step(self) -> None:
-        """Finish an optimizer step; if one of its tensors was not finite, restore the ranges before it."""
+        """Finish an optimizer step. If one of its tensors was not finite, restore the ranges before the step."""
         if self._finite is not None and not self._finite:
             for name, (old, step) in self._before.items():
                 self.by_name.pop(name, None)
@@ -84,7 +84,7 @@ class Ranges:
         return {"step": self.step, "by_name": ranges}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from the state of `state_dict`."""
+        """Restore the state of `state_dict`."""
         self.step, self._before, self._finite = state_dict["step"], {}, None
         self.by_name, self.updated = {}, {}
         for name, (low, high, step) in state_dict["by_name"].items():
@@ -94,15 +94,15 @@ class Ranges:
 
 @dataclass
 class Noise:
-    """Seeds of stochastic rounding: a hash of (seed, rank, step, number of the seed in the step).
+    """Seeds of stochastic rounding: a hash of the seed, the rank, the step, and the index in the step.
 
-    Torch's own generators are not used, so that dropout and stochastic depth are those of a run without packing.
+    The generators of torch are not used. Dropout and stochastic depth therefore equal those of a run without packing.
 
     Attributes:
         seed: torch's initial seed when the object is created.
-        step: number of optimizer steps finished.
-        count: seeds returned in this step.
-        used: a seed was returned.
+        step: number of finished optimizer steps.
+        count: number of seeds returned in this step.
+        used: True once a seed was returned.
     """
 
     seed: int = field(default_factory=torch.initial_seed)
@@ -125,23 +125,23 @@ class Noise:
         return {"seed": self.seed, "step": self.step, "count": self.count}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from the state of `state_dict`."""
+        """Restore the state of `state_dict`."""
         self.seed, self.step, self.count = (state_dict[key] for key in ("seed", "step", "count"))
         self.used = True
 
 
 @dataclass
 class Overflow:
-    """Record whether a value was too large for fp16, without a synchronization with the device.
+    """Record whether a value was too large for fp16, without synchronizing with the device.
 
     Attributes:
-        flag: () bool on the device of the tensors; None: no value was converted since the last check.
+        flag: () bool on the device of the tensors; None if no value was converted since the last check.
     """
 
     flag: Tensor | None = None
 
     def to_half(self, x: Tensor) -> Tensor:
-        """Return x in fp16, and set the flag if a finite value becomes infinite."""
+        """Convert x to fp16, and set the flag if a finite value becomes infinite."""
         if isinstance(x, FakeTensor) or not x.numel():
             return x.to(torch.float16)
         flag = self._flag(x.device)
@@ -155,7 +155,7 @@ class Overflow:
         return x.to(torch.float16)
 
     def watch(self, half: Tensor) -> None:
-        """Set the flag if a value of `half`, converted from finite values, is infinite."""
+        """Set the flag if a value of `half`, which was converted from finite values, is infinite."""
         if not isinstance(half, FakeTensor):
             flag = self._flag(half.device)
             flag |= half.isinf().any().to(flag.device)
@@ -174,8 +174,8 @@ class Overflow:
         flag, self.flag = self.flag, None
         if flag is not None and bool(flag):
             raise UserError(
-                "A packed activation is larger than fp16 holds (65504). With value_dtype=fp16 choose value_dtype=bf16,"
-                " which takes the same memory and has a wider range; instead of method=low_bit choose method=mesa."
+                "A packed activation exceeds the range of fp16 (65504). With value_dtype=fp16, use value_dtype=bf16,"
+                " which takes the same memory and has a wider range. With method=low_bit, use method=mesa."
             )
 
 
@@ -184,12 +184,12 @@ class PackContext:
     """The context in which a tensor is packed, for packers that keep state.
 
     Attributes:
-        name: of the tensor, the same in every step.
+        name: name of the tensor, the same in every step.
         samples: B. The elements of a sample are adjacent along the first dimension, whose size is a multiple of B.
         ranges: running ranges, by name.
-        overflow: of fp16.
-        heads: (dimension of x, number of groups that it is divided into) for one range per head; None: one range.
-        noise: of stochastic rounding.
+        overflow: record of fp16 overflow.
+        heads: (dimension of x, number of groups along it) for one range per head; None: one range.
+        noise: seeds of stochastic rounding.
     """
 
     name: str

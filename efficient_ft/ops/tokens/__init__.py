@@ -1,7 +1,7 @@
-"""Fewer tokens: score, drop, fuse and merge them, and the record of those that are left. Functions of tensors.
+"""Functions that score, drop, fuse and merge tokens, and the record of the remaining tokens.
 
-Tokens are (B, N, C), the first P of them prefix tokens (class, distillation, registers), which are never dropped. The
-other tokens are called patch tokens, also after they were fused or merged.
+Tokens are (B, N, C). The first P tokens are prefix tokens (class token, distillation token, registers), which are never
+dropped. The other tokens are called patch tokens, even after they were fused or merged.
 """
 
 from efficient_ft.ops.tokens.attention import class_attention

@@ -13,25 +13,25 @@ from efficient_ft.ops.saving import current_packing, load, save
 
 
 def class_attention(q_BHND: Tensor, k_BHND: Tensor, prefix: int, scale: float | None = None) -> Tensor:
-    """Compute the class token's attention to each patch token: its row of softmax(q kᵀ · scale), mean over heads.
+    """Compute the class token's attention to each patch token: its row of softmax(q kᵀ · scale), averaged over heads.
 
-    Used next to fused attention, which does not return its map. In single precision at least, with O(H · N · D)
-    operations.
+    It complements fused attention, which does not return its attention map. It takes O(H · N · D) operations in at
+    least single precision.
 
     Args:
-        q_BHND, k_BHND: as attention takes them (after q and k normalization and rotary embeddings).
+        q_BHND, k_BHND: inputs of attention, after q and k normalization and rotary embeddings.
         prefix: P, number of prefix tokens; the class token is the first.
-        scale: None: 1 / √D.
+        scale: factor of the scores; None: 1 / √D.
 
     Returns:
-        (B, N − P) shares of the attention. They add up to less than 1, since prefix tokens have a share too.
+        (B, N − P) shares of the attention. Their sum is less than 1, since prefix tokens have a share too.
     """
     scale = q_BHND.shape[-1] ** -0.5 if scale is None else scale
     return _ClassRow.apply(q_BHND, k_BHND, scale)[:, prefix:]
 
 
 class _ClassRow(torch.autograd.Function):
-    """The class token's row (B, N). It keeps k as attention itself does, so that it needs no memory of its own."""
+    """The class token's row (B, N). It saves k like attention does, so that k is saved only once."""
 
     @staticmethod
     def forward(ctx: Any, q_BHND: Tensor, k_BHND: Tensor, scale: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Drop the patch tokens of lowest score, or fuse them into one (EViT: Liang et al., ICLR 2022; BSR, CVPRW 2024)."""
+"""Dropping of the lowest-scored patch tokens, or fusion into one token (EViT, ICLR 2022; BSR, CVPR Workshops 2024)."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from efficient_ft.ops.tokens.order import largest_first
 
 
 def num_kept(count: int, keep_rate: float) -> int:
-    """Return ⌈keep_rate · count⌉, with `keep_rate` as it is written: .1 of 30 is 3, not 4."""
+    """Return ⌈keep_rate · count⌉ for the decimal `keep_rate`: 0.1 of 30 is 3, not 4."""
     share = Fraction(str(keep_rate))
     return -(-share.numerator * count // share.denominator)
 
 
 def drop(x_BNC: Tensor, scores_BL: Tensor, prefix: int, kept: int, fuse: bool) -> tuple[Tensor, Tensor]:
-    """Keep the prefix tokens and the `kept` patch tokens of highest score, in descending order of score.
+    """Keep the prefix tokens and the `kept` highest-scored patch tokens, in descending order of score.
 
     Args:
         x_BNC: tokens, prefix tokens first.
-        scores_BL: of the patch tokens, L = N − P.
+        scores_BL: scores of the L = N − P patch tokens.
         prefix: P, number of prefix tokens.
         kept: K, from 0 to L.
-        fuse: append one token, Σ aᵢ xᵢ over the dropped ones with their scores a (EViT, Equation 4; BSR). Gradients
-            flow through both.
+        fuse: append the token Σ aᵢ xᵢ over the dropped tokens, where a are their scores (EViT, Equation 4; BSR).
+            Gradients flow through both factors.
 
     Returns:
         Tokens (B, P + K (+ 1), C), and the indices (B, K) of the kept patch tokens, from 0 to L − 1.
@@ -44,12 +44,12 @@ def drop(x_BNC: Tensor, scores_BL: Tensor, prefix: int, kept: int, fuse: bool) -
 
 
 def take(x_BNC: Tensor, index_BK: Tensor) -> Tensor:
-    """Gather the tokens (B, K, C) at `index_BK`, each token of an image at most once."""
+    """Gather the tokens (B, K, C) at `index_BK`, which contains each token of an image at most once."""
     return _Take.apply(x_BNC, index_BK)
 
 
 class _Take(torch.autograd.Function):
-    """torch.gather keeps its whole input, of which its gradient needs only the shape."""
+    """Gather tokens. torch.gather would save its input, but its gradient needs only the shape."""
 
     @staticmethod
     def forward(ctx: Any, x_BNC: Tensor, index_BK: Tensor) -> Tensor:
@@ -61,10 +61,10 @@ class _Take(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g_BKC: Tensor) -> tuple[Tensor, None]:
         (index_BK,) = ctx.saved_tensors
-        # indices are unique, so that nothing has to be added up
+        # Indices are unique, so no sum is needed.
         return g_BKC.new_zeros(ctx.shape).scatter_(1, over_channels(index_BK, ctx.shape[-1]), g_BKC), None
 
 
 def over_channels(index_BK: Tensor, channels: int) -> Tensor:
-    """Expand indices of tokens (B, K) to (B, K, channels), as gather and scatter need them."""
+    """Expand token indices (B, K) to (B, K, channels), as gather and scatter require."""
     return index_BK.unsqueeze(-1).expand(-1, -1, channels)

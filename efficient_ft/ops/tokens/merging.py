@@ -1,4 +1,4 @@
-"""Merge similar tokens (ToMe: Bolya et al., "Token Merging: Your ViT But Faster", ICLR 2023)."""
+"""Merging of similar tokens (ToMe: Bolya et al., "Token Merging: Your ViT But Faster", ICLR 2023)."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from efficient_ft.ops.tokens.order import largest_first
 
 @torch.no_grad()
 def match(metric_BNC: Tensor, r: int, prefix: int) -> Tensor:
-    """Compute bipartite soft matching (ToMe, section 3).
+    """Compute bipartite soft matching (ToMe, Section 3).
 
-    Tokens alternate between two sets, A (even positions) and B (odd ones). Every token of A has an edge to the most
-    similar one of B, and the r edges of highest similarity are merged.
+    Tokens alternate between two sets, A (even positions) and B (odd positions). Every token of A has an edge to the
+    most similar token of B, and the r edges of highest similarity are merged.
 
     Args:
-        metric_BNC: features whose cosine similarity is compared, in single precision at least: keys, mean over heads.
-        r: at most half of the patch tokens.
+        metric_BNC: features whose cosine similarity is compared in at least single precision: keys, averaged over
+            heads.
+        r: number of merged tokens, at most half of the patch tokens.
         prefix: P, number of prefix tokens, which are not merged.
 
     Returns:
-        (B, N): the new index of each token, from 0 to N − r − 1; both tokens of a pair have the same one.
-        The order is prefix tokens, unmerged tokens of A, then B, each in the order of the input: the paper concatenates
-        the two sets. The order decides the two sets of the next matching, and nothing else.
+        (B, N): the new index of each token, from 0 to N − r − 1, which is equal for both tokens of a pair. The order is
+        prefix tokens, unmerged tokens of A, then B, each in the order of the input: the paper concatenates the two
+        sets. The order only determines the two sets of the next matching.
     """
     metric = metric_BNC.to(torch.promote_types(metric_BNC.dtype, torch.float32))
     metric = metric / metric.norm(dim=-1, keepdim=True).clamp_min(1e-12)
     with autocast_disabled(metric_BNC):
         similarity_BAB = metric[:, ::2] @ metric[:, 1::2].mT
-    of_a, of_b = (prefix + 1) // 2, prefix // 2  # number of prefix tokens in A and in B, where they come first
+    of_a, of_b = (prefix + 1) // 2, prefix // 2  # number of prefix tokens in A and in B, where they are first
     similarity_BAB[:, :of_a] = -math.inf
     similarity_BAB[:, :, :of_b] = -math.inf
     best_BA, target_BA = similarity_BAB.max(-1)
@@ -52,11 +53,11 @@ def match(metric_BNC: Tensor, r: int, prefix: int) -> Tensor:
 
 
 def merge(x_BNC: Tensor, size_BN: Tensor, index_BN: Tensor, left: int) -> tuple[Tensor, Tensor]:
-    """Merge the tokens of equal index into the mean of all patches that they represent.
+    """Merge the tokens with equal indices into the mean of all patches that they represent.
 
     Args:
         x_BNC: tokens.
-        size_BN: number of patches that each token represents, in single precision at least.
+        size_BN: number of patches that each token represents, in at least single precision.
         index_BN: new index of each token, from `match`.
         left: N − r.
 
@@ -68,21 +69,21 @@ def merge(x_BNC: Tensor, size_BN: Tensor, index_BN: Tensor, left: int) -> tuple[
 
 
 def unmerge(x_BUC: Tensor, index_BN: Tensor) -> Tensor:
-    """Repeat each merged token once for each token that was merged into it: the inverse of `merge` in form.
+    """Repeat each merged token once for each token that was merged into it. The result has the shape before `merge`.
 
     Args:
         x_BUC: merged tokens.
         index_BN: for each of the N tokens before any merge, the index of the token that represents it now.
 
     Returns:
-        Tokens (B, N, C) in their order before any merge. Their mean is that of x weighted by sizes, and attention over
-        them is attention over x with the log of the sizes added to its scores.
+        Tokens (B, N, C) in their order before any merge. Their mean is the mean of x weighted by sizes. Attention over
+        them equals attention over x with the log of the sizes added to its scores.
     """
     return _Unmerge.apply(x_BUC, index_BN)
 
 
 class _Merge(torch.autograd.Function):
-    """Σ share · x over the tokens of each index. It keeps shares and indices, no activation."""
+    """Σ share · x over the tokens of each index. It saves shares and indices but no activation."""
 
     @staticmethod
     def forward(ctx: Any, x_BNC: Tensor, share_BN: Tensor, index_BN: Tensor, left: int) -> Tensor:
@@ -99,7 +100,7 @@ class _Merge(torch.autograd.Function):
 
 
 class _Unmerge(torch.autograd.Function):
-    """x at the indices, some of them repeated. It keeps the indices."""
+    """x at the indices, some of which are repeated. It saves the indices."""
 
     @staticmethod
     def forward(ctx: Any, x_BUC: Tensor, index_BN: Tensor) -> Tensor:
@@ -116,8 +117,8 @@ class _Unmerge(torch.autograd.Function):
 
 
 def _sums(x_BNC: Tensor, index_BN: Tensor, left: int) -> Tensor:
-    """Sum the tokens of each index, (B, left, C)."""
-    # rows of the whole batch, which CPUs add up many times faster
+    """Sum the tokens of each index to (B, left, C)."""
+    # CPUs sum rows of the flattened batch many times faster.
     first = torch.arange(len(index_BN), device=index_BN.device).unsqueeze(1) * left
     rows = (index_BN + first).flatten().unsqueeze(-1).expand(-1, x_BNC.shape[-1])
     sums = x_BNC.new_zeros(len(x_BNC) * left, x_BNC.shape[-1]).scatter_add_(0, rows, x_BNC.flatten(0, 1))

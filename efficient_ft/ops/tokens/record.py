@@ -1,7 +1,7 @@
-"""The record of a batch's tokens: where on the grid the remaining ones are, and how many patches each represents.
+"""The record of a batch's tokens: the grid positions of the remaining tokens, and the patches that each represents.
 
-From block to block the record travels as an attribute of the tensor of tokens (`attach_tokens`, `pop_tokens`), so that
-it is state of one forward pass and recomputation replays it. Inside a block the layers find it by `current_tokens`.
+The record is passed from block to block as an attribute of the tensor of tokens (`attach_tokens`, `pop_tokens`). It
+belongs to one forward pass, and recomputation reproduces it. Layers inside a block access it by `current_tokens`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Tokens:
     """The record of a batch's tokens after some were dropped or merged.
 
     Attributes:
-        grid_index_BL: index on the grid, row by row, of each token that is not a prefix token; the j-th fused token of
-            a forward pass has the index H·W + j. None: unknown (merged tokens, or another image size).
-        fused: number of fused tokens made so far.
-        sizes_BN: number of patches that each token represents, prefix tokens included; None: one each.
+        grid_index_BL: index on the grid, row by row, of each token except prefix tokens. The j-th fused token of a
+            forward pass has the index H·W + j. None: unknown (merged tokens, or another image size).
+        fused: number of fused tokens so far.
+        sizes_BN: number of patches that each token represents, including prefix tokens; None: one patch each.
         merged_into_BN: for each token before any merge, the index of the token that represents it; None: not recorded.
         cache: results that layers on these tokens share.
     """
@@ -47,7 +47,7 @@ class Tokens:
             prefix: number of prefix tokens.
             positions: H·W of the grid.
         """
-        if x_BNC.shape[1] - prefix != positions:  # images of another size, patches left out at random
+        if x_BNC.shape[1] - prefix != positions:  # images of another size, or randomly dropped patches
             return cls()
         index = torch.arange(x_BNC.shape[1] - prefix, device=x_BNC.device)
         return cls(index.expand(len(x_BNC), -1))
@@ -59,14 +59,14 @@ class Tokens:
         return torch.cat([before, self.grid_index_BL + prefix], 1)
 
     def on_grid(self, x_BNC: Tensor, prefix: int, positions: int) -> Tensor:
-        """Scatter the tokens to the grid, (B, H·W, C): zeros where a token was dropped."""
+        """Scatter the tokens to the grid, (B, H·W, C), with zeros for dropped tokens."""
         assert self.grid_index_BL is not None
         grid = x_BNC.new_zeros(len(x_BNC), positions + self.fused, x_BNC.shape[2])
         index = over_channels(self.grid_index_BL, x_BNC.shape[2])
         return grid.scatter_(1, index, x_BNC[:, prefix:])[:, :positions]
 
     def dropped(self, index_BK: Tensor, positions: int, fuse: bool) -> Tokens:
-        """Return the record after `drop` kept the tokens at `index_BK`; `fuse`: one fused token was appended."""
+        """Return the record after `drop` kept the tokens at `index_BK`, and with `fuse` appended one fused token."""
         if self.grid_index_BL is None:
             return replace(self, cache={})
         index = self.grid_index_BL.gather(1, index_BK)
@@ -81,32 +81,32 @@ def _rebuild(leaves: Iterable[Any], fused: Any) -> Tokens:
     return Tokens(grid_index_BL, fused, sizes_BN, merged_into_BN)
 
 
-# Recomputation keeps a record as its tensors.
+# Recomputation saves the tensors of a record.
 register_pytree_node(Tokens, lambda t: ([t.grid_index_BL, t.sizes_BN, t.merged_into_BN], t.fused), _rebuild)
 
-#: The attribute of a tensor of tokens that holds their record.
+#: The attribute of a tensor of tokens that stores their record.
 _ATTRIBUTE = "efficient_ft_tokens"
 
 
 def attach_tokens(x_BNC: Tensor, tokens: Tokens | None) -> Tensor:
-    """Attach a record to x for the next block, and return x. None: all tokens are there, nothing is attached."""
+    """Attach a record to x for the next block, and return x. None (no token was removed) attaches nothing."""
     if tokens is not None:
         setattr(x_BNC, _ATTRIBUTE, tokens)
     return x_BNC
 
 
 def pop_tokens(x_BNC: Tensor) -> tuple[Tensor, Tokens | None]:
-    """Return x without its record, and the record; None: all tokens are there.
+    """Return x without its record, and the record. None: no token was removed.
 
-    The returned tensor has no record, since a tensor kept for the backward pass would keep its record, too, hidden from
-    the meter.
+    The returned tensor has no record. Otherwise a tensor saved for the backward pass would also save its record, which
+    is not measured.
     """
     tokens: Tokens | None = getattr(x_BNC, _ATTRIBUTE, None)
     return (x_BNC if tokens is None else _Identity.apply(x_BNC)), tokens
 
 
 class _Identity(torch.autograd.Function):
-    """A tensor of the same values without the attributes of the first, and not a view of it."""
+    """Return a tensor with the same values, without the attributes of x. It is not a view of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -118,21 +118,21 @@ class _Identity(torch.autograd.Function):
 
 
 def token_context(tokens: Tokens | None) -> AbstractContextManager[None]:
-    """Let layers inside a ``with`` block know the record of the tokens that they take."""
+    """Set the record that `current_tokens` returns inside a ``with`` block."""
     return set_context("tokens", tokens)
 
 
 def current_tokens() -> Tokens | None:
-    """Return the record of the tokens that the current layer takes; None: all tokens are there."""
+    """Return the record of the tokens that the current layer receives; None: no token was removed."""
     tokens: Tokens | None = context.tokens
     return tokens
 
 
 def token_reduction_suspended() -> AbstractContextManager[None]:
-    """Let blocks keep all tokens inside a ``with`` block, in which a model is probed."""
+    """Make blocks keep all tokens inside a ``with`` block, for probing a model."""
     return set_context("token_reduction_suspended", True)
 
 
 def is_token_reduction_suspended() -> bool:
-    """Return whether blocks have to keep all tokens now."""
+    """Return True if blocks must keep all tokens."""
     return context.token_reduction_suspended

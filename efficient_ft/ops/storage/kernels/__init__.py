@@ -1,6 +1,7 @@
-"""Kernels of the packed forms, each with the same results, bit for bit, as the plain torch form.
+"""Kernels of the storage formats. Their results equal those of the reference implementations bit for bit.
 
-`cpu` runs numba's kernels, `gpu` Triton's. Both are optional: without them the plain torch forms are used.
+`cpu` runs numba kernels and `gpu` runs Triton kernels. Both libraries are optional: without them, the reference
+implementations run.
 """
 
 from __future__ import annotations
@@ -13,5 +14,5 @@ from efficient_ft.ops.storage.kernels import cpu, gpu
 
 
 def kernels_for(x: Tensor) -> Any:
-    """Return the module whose kernels take this tensor, or None: use the plain torch form."""
+    """Return the module whose kernels support this tensor, or None for the reference implementation."""
     return next((module for module in (cpu, gpu) if module.supports(x)), None)

@@ -1,7 +1,7 @@
-"""CPU kernels of the packed forms, compiled by numba. Optional: without numba the plain torch forms are used.
+"""CPU kernels of the storage formats, compiled by numba.
 
-Magnitudes are compared as integers: without the sign bit, floats of one dtype have the order of integers of the same
-width. So one kernel is enough for all dtypes of a width.
+Magnitudes are compared as integers: without the sign bit, floats of one dtype are ordered like integers of the same
+width. One kernel therefore supports all dtypes of a width.
 """
 
 from __future__ import annotations
@@ -12,44 +12,51 @@ import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-_BLOCK = 1 << 14  # elements that a thread processes at a time
+from efficient_ft.ops.optional import optional_module
+
+_BLOCK = 1 << 14  # number of elements that a thread processes at a time
 _SHORT = 1 << 10  # groups shorter than this are processed together
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+#: The compiled kernels, or None without numba.
+_kernels = partial(optional_module, "efficient_ft.ops.storage.kernels.numba_kernels")
+_groups = partial(optional_module, "efficient_ft.ops.storage.kernels.numba_groups")
+
 
 def supports(x: Tensor) -> bool:
-    """Return whether the kernels take this tensor."""
+    """Return True if the kernels support this tensor."""
     return x.device.type == "cpu" and x.element_size() in _INTEGERS and x.numel() > 0 and _kernels() is not None
 
 
 def load() -> None:
-    """Load numba and its compiler, as the first use of a kernel does: about 140 MiB of code."""
+    """Load numba and its compiler, like the first use of a kernel does: about 140 MiB of code."""
     if _kernels() is not None:
         group_pack(torch.zeros(1, 64), 4, 64, None)
 
 
 def sparse_pack(x: Tensor, kept: int, rank: int | None, subsample: int, hop: int) -> tuple[Tensor, Tensor]:
-    """Compute `packing.sparse_pack`.
+    """Compute `ops.storage.sparse_pack`.
 
     Args:
-        x: (S, M, L), a row in M pieces, the last dimension contiguous.
-        kept: K, values kept of each row.
-        rank: of the threshold in a subsample, in ascending order from 0; None: an exact threshold.
+        x: (S, M, L), rows of M pieces; the last dimension is contiguous.
+        kept: K, number of values kept per row.
+        rank: rank of the threshold in a subsample, from 0 in ascending order; None: an exact threshold.
         subsample: number of values of a row in the subsample.
-        hop: distance from one of them to the next, around the row.
+        hop: distance between the values of the subsample, which wraps around at the end of the row.
     """
     rows, n = x.shape[0], x[0].numel()
     values, bitmap = x.new_empty(rows, kept), torch.empty(rows, -(-n // 8), dtype=torch.uint8)
     size = x.element_size()
     largest = torch.iinfo(_INTEGERS[size]).max
     addresses = [t.data_ptr() for t in (x, values, bitmap)]
-    _run(
+    run_in_threads(
         _kernels().pack(size),
         [*x.shape, kept, *addresses, rank is None, rank or 0, subsample, largest, x.stride(0), x.stride(1), hop],
     )
@@ -57,48 +64,49 @@ def sparse_pack(x: Tensor, kept: int, rank: int | None, subsample: int, hop: int
 
 
 def sparse_unpack(values: Tensor, bitmap: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    """Compute `packing.sparse_unpack`."""
+    """Compute `ops.storage.sparse_unpack`."""
     values, bitmap = values.to(dtype).contiguous(), bitmap.contiguous()
     rows, kept = values.shape
     x = values.new_empty(rows, n)
-    _run(_kernels().unpack(x.element_size()), [rows, n, kept, *(t.data_ptr() for t in (x, values, bitmap))])
+    addresses = [t.data_ptr() for t in (x, values, bitmap)]
+    run_in_threads(_kernels().unpack(x.element_size()), [rows, n, kept, *addresses])
     return x
 
 
 def quantize(x: Tensor, low: Tensor, high: Tensor, seed: Tensor) -> Tensor:
-    """Compute `packing.quantize`."""
+    """Compute `ops.storage.quantize`."""
     q = torch.empty(x.shape, dtype=torch.uint8)
     x = x.contiguous().float()
     steps = 255 / (high - low).clamp_min(1e-30)
     shape, ranges = _rows(x, low, steps)
-    _run(_kernels().quantize(), [*shape, int(seed), *(t.data_ptr() for t in (x, *ranges, q))])
+    run_in_threads(_kernels().quantize(), [*shape, int(seed), *(t.data_ptr() for t in (x, *ranges, q))])
     return q
 
 
 def dequantize(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Compute `packing.dequantize`."""
+    """Compute `ops.storage.dequantize`."""
     q, x = q.contiguous(), torch.empty(q.shape, dtype=torch.float32)
     shape, ranges = _rows(q, low, (high - low) / 255)
-    _run(_kernels().dequantize(), [*shape, *(t.data_ptr() for t in (q, *ranges, x))])
+    run_in_threads(_kernels().dequantize(), [*shape, *(t.data_ptr() for t in (q, *ranges, x))])
     return x
 
 
 def extremes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `packing.extremes`."""
+    """Compute `ops.storage.extremes`."""
     x, groups = x.contiguous().float(), x.shape[1]
     shape, _ = _rows(x)
     low, high = torch.empty(2, shape[0], shape[5], dtype=torch.float32).unbind()
-    _run(_kernels().extremes(), [*shape, *(t.data_ptr() for t in (x, low, high))])
+    run_in_threads(_kernels().extremes(), [*shape, *(t.data_ptr() for t in (x, low, high))])
     return low.amin(0).view(groups, -1).amin(1), high.amax(0).view(groups, -1).amax(1)
 
 
 def group_pack(x: Tensor, bits: int, length: int, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute `packing.group_pack`.
+    """Compute `ops.storage.group_pack`.
 
     Args:
-        x: (M, L), M pieces, the last dimension contiguous; L is a multiple of `length`, or M is 1.
-        bits: of a value.
-        length: values of a group.
+        x: (M, L), M pieces; the last dimension is contiguous, and L is a multiple of `length` unless M is 1.
+        bits: bits per value.
+        length: number of values per group.
         seed: () int64; None: round to nearest.
     """
     x, n = x.float(), x.numel()
@@ -107,22 +115,22 @@ def group_pack(x: Tensor, bits: int, length: int, seed: Tensor | None) -> tuple[
     ranges = torch.empty(2, groups, dtype=torch.float16)
     addresses = [t.data_ptr() for t in (x, codes, ranges)]
     kernel, number = _groups().pack(bits, length, seed is not None), 0 if seed is None else int(seed)
-    _run(kernel, [*_in_blocks(groups, length), groups, length, n, *x.shape, x.stride(0), number, *addresses])
+    run_in_threads(kernel, [*_in_blocks(groups, length), groups, length, n, *x.shape, x.stride(0), number, *addresses])
     return codes, ranges
 
 
 def group_unpack(codes: Tensor, ranges: Tensor, n: int, bits: int, dtype: torch.dtype) -> Tensor:
-    """Compute `packing.group_unpack`."""
+    """Compute `ops.storage.group_unpack`."""
     codes, ranges = codes.contiguous(), ranges.float()
     groups, length = len(codes), codes.shape[1] * 8 // bits
     x = torch.empty(n, dtype=torch.float32)
     addresses = [t.data_ptr() for t in (codes, ranges, x)]
-    _run(_groups().unpack(bits, length), [*_in_blocks(groups, length), groups, length, n, *addresses])
+    run_in_threads(_groups().unpack(bits, length), [*_in_blocks(groups, length), groups, length, n, *addresses])
     return x.to(dtype)
 
 
 def _in_blocks(groups: int, length: int) -> tuple[int, int]:
-    """Return the number of blocks of groups, and the groups of each."""
+    """Return the number of blocks of groups, and the number of groups per block."""
     block = -(-_BLOCK // length)
     return -(-groups // block), block
 
@@ -131,8 +139,8 @@ def _rows(x: Tensor, *of_groups: Tensor) -> tuple[list[int], list[Tensor]]:
     """Divide a tensor (outer, G, inner) into blocks of rows.
 
     Returns:
-        Blocks, rows per block, rows, groups, inner, ranges, and whether groups are short.
-        `of_groups`, one value per group; with short groups one value per element of a row.
+        The numbers of blocks, rows per block, rows, groups, elements per group, and ranges, and True if groups are
+        short; and `of_groups`, with one value per group, or per element of a row if groups are short.
     """
     rows, groups, inner = x.shape
     block = -(-_BLOCK // (groups * inner))
@@ -144,8 +152,8 @@ def _rows(x: Tensor, *of_groups: Tensor) -> tuple[list[int], list[Tensor]]:
 
 
 # ------------------------------------------------------------------------------------------------ threads
-def _run(kernel: Any, job: list[int]) -> None:
-    """Call a kernel in torch's threads, with `job` after the counter of rows."""
+def run_in_threads(kernel: Any, job: list[int]) -> None:
+    """Call a kernel in the threads of torch. The arguments `job` follow the row counter."""
     numbers = np.zeros(16, np.int64)
     numbers[1 : 1 + len(job)] = job
     threads = max(1, min(torch.get_num_threads(), job[0]))
@@ -162,10 +170,10 @@ def _run(kernel: Any, job: list[int]) -> None:
 
 @functools.cache
 def _team() -> Callable[..., None] | None:
-    """Return ``GOMP_parallel`` (run a function in all threads) of the OpenMP library that torch has loaded.
+    """Return ``GOMP_parallel``, which runs a function in all threads, of the OpenMP library that torch has loaded.
 
-    Threads of another pool would share the cores with torch's, which spin for a while after each operation: packing
-    the activations of a step then takes 1.5× the time. None if torch's OpenMP is not found.
+    The threads of a separate pool would share the cores with those of torch, which spin for a while after each
+    operation: packing the activations of a step would take 1.5 times as long. None: torch's OpenMP was not found.
     """
     try:
         with open("/proc/self/maps", encoding="utf-8") as maps:
@@ -180,21 +188,5 @@ def _team() -> Callable[..., None] | None:
 
 @functools.cache
 def _threads(process: int) -> ThreadPoolExecutor:
-    """Return the thread pool of a process: a fork inherits the object, but not its threads."""
+    """Return the thread pool of a process. A fork inherits the object without its threads."""
     return ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 1), thread_name_prefix="packing")
-
-
-@functools.cache
-def _kernels() -> Any:
-    try:
-        from efficient_ft.ops.storage.kernels import numba_kernels
-    except ImportError:
-        return None
-    return numba_kernels
-
-
-@functools.cache
-def _groups() -> Any:
-    from efficient_ft.ops.storage.kernels import numba_groups
-
-    return numba_groups

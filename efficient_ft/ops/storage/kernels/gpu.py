@@ -1,7 +1,7 @@
-"""GPU kernels of the packed forms, in Triton. Optional: without Triton the plain torch forms are used.
+"""GPU kernels of the storage formats, in Triton.
 
-A subsample of a row gives a range that brackets its exact threshold, which is then searched in the few values of that
-range (Floyd, Rivest, CACM 1975). Nothing here synchronizes with the device.
+A subsample of a row brackets its exact threshold, which is then searched for among the few values in the bracket
+(Floyd, Rivest, CACM 1975). No function synchronizes with the device.
 """
 
 from __future__ import annotations
@@ -9,20 +9,26 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from efficient_ft.ops.optional import optional_module
+
 _TILE = 2048
 _BLOCK = 1024
-_LONGEST = 65536  # candidates that one program can hold
+_LONGEST = 65536  # maximum number of candidates of one program
 _INTEGERS = {2: torch.int16, 4: torch.int32}
-_PROGRAMS = 1024  # enough to fill a GPU
+_PROGRAMS = 1024  # number of programs that fills a GPU
+
+#: The compiled kernels, or None without Triton.
+_kernels = partial(optional_module, "efficient_ft.ops.storage.kernels.triton_kernels")
 
 
 def _on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the device of the first argument current, on which Triton launches."""
+    """Make the device of the first argument current, since Triton launches kernels on the current device."""
 
     @functools.wraps(function)
     def on_device(x: Tensor, *arguments: Any) -> Any:
@@ -33,13 +39,13 @@ def _on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def supports(x: Tensor) -> bool:
-    """Return whether the kernels take this tensor."""
+    """Return True if the kernels support this tensor."""
     return x.device.type == "cuda" and x.element_size() in _INTEGERS and x.numel() > 0 and _kernels() is not None
 
 
 @_on_its_device
 def sparse_pack(x: Tensor, kept: int, rank: int | None, subsample: int, hop: int) -> tuple[Tensor, Tensor]:
-    """Compute `packing.sparse_pack`; the arguments are those of `cpu.sparse_pack`."""
+    """Compute `ops.storage.sparse_pack`. The arguments are those of `cpu.sparse_pack`."""
     kernels = _kernels()
     (rows, pieces, length), size, device = x.shape, x.element_size(), x.device
     n, integer = pieces * length, _INTEGERS[size]
@@ -59,7 +65,7 @@ def sparse_pack(x: Tensor, kept: int, rank: int | None, subsample: int, hop: int
     gathered = rank is None and n > subsample
     if gathered:
         share = order / n
-        # Wide enough not to miss in practice: a miss costs a hundred times what the candidates save.
+        # The bracket rarely misses: a miss costs a hundred times the time that the candidates save.
         middle, wide = share * subsample, 4.5 * math.sqrt(subsample * share * (1 - share)) + 2
         ends = max(int(middle - wide), -1), min(int(middle + wide), subsample)
     else:
@@ -83,7 +89,7 @@ def sparse_pack(x: Tensor, kept: int, rank: int | None, subsample: int, hop: int
         )  # fmt: skip
     elif rank is None:
         threshold = threshold.contiguous()
-    else:  # values equal to a sampled threshold are kept
+    else:  # values that equal a sampled threshold are kept
         threshold = threshold - 1
     kernels.count[grid](
         bits, state, threshold, number, found, offset, candidates, *where, room,
@@ -98,7 +104,7 @@ def sparse_pack(x: Tensor, kept: int, rank: int | None, subsample: int, hop: int
 
 @_on_its_device
 def sparse_unpack(values: Tensor, bitmap: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    """Compute `packing.sparse_unpack`."""
+    """Compute `ops.storage.sparse_unpack`."""
     kernels = _kernels()
     values, bitmap = values.contiguous(), bitmap.contiguous()
     (rows, kept), tiles = values.shape, -(-n // _TILE)
@@ -115,7 +121,7 @@ def sparse_unpack(values: Tensor, bitmap: Tensor, n: int, dtype: torch.dtype) ->
 
 @_on_its_device
 def convert(x: Tensor, dtype: torch.dtype, overflow: Tensor | None = None) -> Tensor:
-    """Convert x to `dtype`; set `overflow` () bool if a finite value becomes infinite."""
+    """Convert x to `dtype`, and set `overflow` () bool if a finite value becomes infinite."""
     x, y = x.contiguous(), torch.empty(x.shape, dtype=dtype, device=x.device)
     grid = (-(-x.numel() // _BLOCK),)
     watched = overflow is not None
@@ -128,11 +134,11 @@ def convert(x: Tensor, dtype: torch.dtype, overflow: Tensor | None = None) -> Te
 
 @_on_its_device
 def quantize(x: Tensor, low: Tensor, high: Tensor, seed: Tensor) -> Tensor:
-    """Compute `packing.quantize`."""
+    """Compute `ops.storage.quantize`."""
     x, q = x.contiguous(), torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     steps = 255 / (high - low).clamp_min(1e-30)
     grid = (-(-x.numel() // _BLOCK),)
-    # A fused multiply-add would round once, and the reference rounds twice.
+    # Without fused multiply-add, which would round once: the reference implementation rounds twice.
     _kernels().quantize[grid](
         x, low, steps, seed.to(x.device), q, x.numel(), *x.shape[1:], BLOCK=_BLOCK, enable_fp_fusion=False
     )
@@ -141,7 +147,7 @@ def quantize(x: Tensor, low: Tensor, high: Tensor, seed: Tensor) -> Tensor:
 
 @_on_its_device
 def dequantize(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Compute `packing.dequantize`."""
+    """Compute `ops.storage.dequantize`."""
     q, x = q.contiguous(), low.new_empty(q.shape)
     grid = (-(-x.numel() // _BLOCK),)
     _kernels().dequantize[grid](
@@ -152,7 +158,7 @@ def dequantize(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 @_on_its_device
 def extremes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `packing.extremes`."""
+    """Compute `ops.storage.extremes`."""
     x = x.contiguous()
     rows, groups, inner = x.shape
     columns = min(_power(inner), _BLOCK)
@@ -170,13 +176,13 @@ def extremes(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @_on_its_device
 def group_pack(x: Tensor, bits: int, length: int, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute `packing.group_pack`; the arguments are those of `cpu.group_pack`."""
+    """Compute `ops.storage.group_pack`. The arguments are those of `cpu.group_pack`."""
     n, device = x.numel(), x.device
     groups = -(-n // length)
     codes = torch.empty(groups, length * bits // 8, dtype=torch.uint8, device=device)
     ranges = torch.empty(2, groups, dtype=torch.float16, device=device)
     grid, layout = _group_layout(groups, length, bits)
-    # A fused multiply-add would round once, and the reference rounds twice.
+    # Without fused multiply-add, which would round once: the reference implementation rounds twice.
     _kernels().group_pack[grid](
         x, None if seed is None else seed.to(device), codes, ranges, groups, length, length // layout["PARTS"], n,
         *x.shape, x.stride(0), RANDOM=seed is not None, enable_fp_fusion=False, **layout,
@@ -186,7 +192,7 @@ def group_pack(x: Tensor, bits: int, length: int, seed: Tensor | None) -> tuple[
 
 @_on_its_device
 def group_unpack(codes: Tensor, ranges: Tensor, n: int, bits: int, dtype: torch.dtype) -> Tensor:
-    """Compute `packing.group_unpack`."""
+    """Compute `ops.storage.group_unpack`."""
     codes, ranges = codes.contiguous(), ranges.contiguous()
     groups, length = len(codes), codes.shape[1] * 8 // bits
     x = torch.empty(n, dtype=dtype, device=codes.device)
@@ -198,7 +204,7 @@ def group_unpack(codes: Tensor, ranges: Tensor, n: int, bits: int, dtype: torch.
 
 
 def _group_layout(groups: int, length: int, bits: int) -> tuple[tuple[int], dict[str, int]]:
-    """Return the grid of programs and the constants of the kernels of groups."""
+    """Return the grid of programs and the constants of the group kernels."""
     parts = 8 // bits if bits != 3 else 8
     width = _power(length // parts)
     at_once = max(1, _TILE // (width * parts))
@@ -206,14 +212,5 @@ def _group_layout(groups: int, length: int, bits: int) -> tuple[tuple[int], dict
 
 
 def _power(count: int) -> int:
-    """Return the next power of two."""
+    """Return the smallest power of two that is at least `count`."""
     return 1 << max(count - 1, 0).bit_length()
-
-
-@functools.cache
-def _kernels() -> Any:
-    try:
-        from efficient_ft.ops.storage.kernels import triton_kernels
-    except ImportError:
-        return None
-    return triton_kernels

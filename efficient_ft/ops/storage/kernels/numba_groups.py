@@ -1,10 +1,10 @@
-"""The loops of the group form on the CPU, compiled by numba: see `numba_kernels` for what a job is.
+"""Numba kernels of the group format. See `numba_kernels` for the structure of a job.
 
-A function is compiled for each number of bits and each common length of a group, which then is a constant: all loops
-are vectorized. Nothing is cached on disk: numba never finds a cached function again that closes over compiled ones.
+A function is compiled for each number of bits and each common group length. The length is then a constant, so that all
+loops are vectorized. Nothing is cached on disk: numba cannot reload functions that close over compiled functions.
 """
 # mypy: ignore-errors
-# (numba's types, not Python's)
+# (annotations are types of numba)
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from numba.extending import intrinsic
 
 from efficient_ft.ops.storage.kernels.numba_kernels import _address, _noise, _ordered, _take, as_job
 
-# Divisions as IEEE 754 says: a check for zero would keep loops from being vectorized.
+# Division without a check for zero, which would prevent vectorization.
 _jit: Any = njit(nogil=True, boundscheck=False, error_model="numpy")
 
 
 @intrinsic
 def _bits_of(typing: Any, number: Any) -> Any:
-    """Return the bits of a float32 as an int32."""
+    """Reinterpret a float32 as an int32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], context.get_value_type(int32))
@@ -33,7 +33,7 @@ def _bits_of(typing: Any, number: Any) -> Any:
 
 @intrinsic
 def _float_of(typing: Any, bits: Any) -> Any:
-    """Return the float32 of the bits in an int32."""
+    """Reinterpret an int32 as a float32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], context.get_value_type(float32))
@@ -43,10 +43,10 @@ def _float_of(typing: Any, bits: Any) -> Any:
 
 @_jit
 def _to_half(value):
-    """Return the bits of a float32, not NaN, rounded to fp16 (to nearest, ties to even), as an int32."""
+    """Round a float32 that is not NaN to fp16 (to nearest, ties to even); return its bits as an int32."""
     bits = _bits_of(float32(value))
     sign, bits = (bits >> int32(16)) & int32(0x8000), bits & int32(0x7FFFFFFF)
-    if bits >= int32(0x47800000):  # 2¹⁶ and up
+    if bits >= int32(0x47800000):  # at least 2¹⁶
         return sign | int32(0x7C00)
     if bits < int32(0x38800000):  # below the smallest normal number: the sum has steps of 2⁻²⁴
         return sign | (_bits_of(_float_of(bits) + float32(0.5)) - int32(0x3F000000))
@@ -56,7 +56,7 @@ def _to_half(value):
 
 @_jit
 def _from_half(bits):
-    """Return the float32 of fp16 bits, finite."""
+    """Convert the bits of a finite fp16 number to float32."""
     sign, bits = (bits & int32(0x8000)) << int32(16), bits & int32(0x7FFF)
     if bits < int32(0x0400):
         value = float32(bits) * float32(2.0**-24)
@@ -66,7 +66,7 @@ def _from_half(bits):
 
 @_jit
 def _extremes(bits, start, count):
-    """Return the extremes of values from their float32 bits, in the order of `_ordered`."""
+    """Return the extremes of values, given by their float32 bits, in the order of `_ordered`."""
     low, high = int32(0x7FFFFFFF), int32(-0x80000000)
     for i in range(uint64(count)):
         value = _ordered(bits[start + i])
@@ -76,11 +76,11 @@ def _extremes(bits, start, count):
 
 @_jit
 def _range(low, high, levels, outward):
-    """Return the minimum and step of a group with these extremes, as fp16 bits; a step of -1: all codes are 0.
+    """Return the minimum and the step of a group with these extremes, as fp16 bits. A step of -1 sets all codes to 0.
 
-    `outward`: the minimum is rounded down and the step up.
+    With `outward`, the minimum is rounded down and the step up.
     """
-    if high >= int32(0x7F800000) or low <= int32(-0x7F800001):  # a value that is not finite
+    if high >= int32(0x7F800000) or low <= int32(-0x7F800001):  # a non-finite value
         return int32(0x7E00), int32(-1)
     lowest = _float_of(_ordered(low)) + float32(0.0)
     low_half = _to_half(lowest)
@@ -112,13 +112,13 @@ def _round_at_random(x, start, count, low, inverse, levels, base, codes):
 
 
 def _length(group: int) -> int:
-    """Return the constant that loops are compiled for; 0: the length is read from the job."""
+    """Return the group length for which loops are compiled; 0: the length is read from the job."""
     return group if group in (32, 40, 64, 128) else 0
 
 
 @functools.cache
 def _planes(bits: int, constant: int) -> Any:
-    """Return the functions that pack the codes of a group into planes, and spread planes into values."""
+    """Return the functions that pack the codes of a group into planes and unpack planes into values."""
 
     @_jit
     def pack(codes, length, out, at):
@@ -179,7 +179,7 @@ def _planes(bits: int, constant: int) -> Any:
 
 @functools.cache
 def pack(bits: int, group: int, at_random: bool) -> Any:
-    """Compile the job that packs groups of float32."""
+    """Compile the job that packs groups of float32 values."""
     constant = _length(group)
     to_planes, _ = _planes(bits, constant)
     levels = np.float32(2**bits - 1)
@@ -231,7 +231,7 @@ def pack(bits: int, group: int, at_random: bool) -> Any:
 
 @functools.cache
 def unpack(bits: int, group: int) -> Any:
-    """Compile the job that unpacks groups into float32."""
+    """Compile the job that unpacks groups into float32 values."""
     constant = _length(group)
     _, spread = _planes(bits, constant)
 

@@ -1,15 +1,15 @@
-"""The loops of `kernels.cpu`, compiled by numba; importing this module needs numba.
+"""Numba kernels of the storage formats. Importing this module requires numba.
 
-Each job is a C function of one pointer, to an array of 64-bit integers: sizes and the addresses of the data. A caller
-takes rows from the common counter ``job[0]`` until none is left, so any number of threads may call it at once. A job is
-compiled at its first use (seconds) and cached on disk.
+Each job is a C function whose argument is a pointer to an array of 64-bit integers: sizes and data addresses. A caller
+takes rows from the shared counter ``job[0]`` until none remain, so any number of threads may call a job at once. A job
+is compiled at its first use (seconds) and cached on disk.
 
-Only jobs are cached, each variant under a name of its own (`as_job`). Of functions that share a name, numba tells
-variants apart within a process; code of theirs that different processes cached may have the same symbols, and one is
-then called for the other: wrong results, without an error.
+Only jobs are cached, and each variant has a unique name (`as_job`). Within a process, numba distinguishes variants of
+functions that share a name. Code cached by different processes may however use equal symbols for them. A call would
+then reach the wrong variant and return wrong results without an error.
 """
 # mypy: ignore-errors
-# (numba's types, not Python's)
+# (annotations are types of numba)
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from numba.extending import intrinsic
 
 _jit: Any = njit(nogil=True, boundscheck=False)
 _INTEGERS = {2: int16, 4: int32, 8: int64}
-_CHUNK = 2048  # elements whose flags stay in the first cache; a multiple of 8
-_GATHER = np.uint64(0x0102040810204080)  # eight bytes of 0 or 1, times this: their bits in the highest byte
+_CHUNK = 2048  # number of elements whose flags stay in the L1 cache; a multiple of 8
+_GATHER = np.uint64(0x0102040810204080)  # multiplied by eight bytes of 0 or 1, collects their bits in the highest byte
 
 
 @intrinsic
@@ -53,11 +53,11 @@ def _address(typing: Any, integer: Any) -> Any:
 
 
 def as_job(*variant: object, **options: Any) -> Callable[[Any], Any]:
-    """Compile a function of one pointer to a C function, whose name has the variant and the processor in it.
+    """Compile a function of one pointer to a C function, whose name includes the variant and the processor.
 
     Args:
-        variant: what the function depends on, besides constants of its module.
-        options: of ``numba.cfunc``. ``cache=True`` needs a function that closes over no compiled one.
+        variant: the values on which the function depends, except constants of its module.
+        options: options of ``numba.cfunc``. With ``cache=True``, the function must not close over compiled functions.
     """
 
     def compiled(function: Any) -> Any:
@@ -80,9 +80,9 @@ def _flags(row, largest, threshold, flags):
 
 @_jit
 def _pack_row(x, where, largest, threshold, extra, values, byte_of, out, flags):
-    """Keep the values from `threshold` up, without the last `extra` equal to it; stop when `values` is full.
+    """Keep the values from `threshold` up, except the last `extra` of those equal to it, until `values` is full.
 
-    `out` has room for the whole row: every element is written, and the position advances only after a kept one.
+    `out` has space for the full row: every element is written, and the position advances only after a kept element.
     """
     kept = len(values)
     start, step, pieces, length = where
@@ -103,7 +103,7 @@ def _pack_row(x, where, largest, threshold, extra, values, byte_of, out, flags):
                 byte_of[at + m] = (eight[m] * _GATHER) >> uint64(56)
             at += padded
     if extra != 0 or j > kept:
-        # Rare: ties at the threshold, or a sampled threshold that is too low.
+        # Rare: ties at the threshold, or a sampled threshold that is too low
         equal = -extra
         for piece in range(pieces):
             for v in x[start + piece * step : start + piece * step + length]:
@@ -156,13 +156,13 @@ def _in_rank(sample, rank, largest):
 
 @_jit
 def _exact_threshold(x, where, hop, largest, kept, sample, out):
-    """Return the threshold and the number of values from it up (Floyd, Rivest, CACM 1975).
+    """Return the threshold and the number of values that are at least as large (Floyd, Rivest, CACM 1975).
 
-    A subsample brackets the threshold, which is then searched in the few values between the brackets.
+    A subsample brackets the threshold, which is then searched for among the few values in the bracket.
     """
     start, step, pieces, length = where
     n, m = pieces * length, len(sample)
-    k = n - kept  # its rank in ascending order, from 0
+    k = n - kept  # rank of the threshold, from 0 in ascending order
     low, high = largest - largest, largest
     if n > m:
         _subsample(x, where, hop, largest, sample)
@@ -176,13 +176,13 @@ def _exact_threshold(x, where, hop, largest, kept, sample, out):
     below, j = 0, uint64(0)
     for piece in range(pieces):
         row = x[start + piece * step : start + piece * step + length]
-        for i in range(len(row)):  # loops over indices are vectorized, loops over values are not
+        for i in range(len(row)):  # loops over indices are vectorized; loops over values are not
             below += (row[i] & largest) < low
         for i in range(len(row)):
             a = row[i] & largest
             out[j] = a
             j += uint64((a >= low) & (a <= high))
-    if below > k or below + int64(j) <= k:  # the brackets miss it
+    if below > k or below + int64(j) <= k:  # the threshold is outside the bracket
         below, j = 0, uint64(0)
         for piece in range(pieces):
             for v in x[start + piece * step : start + piece * step + length]:
@@ -242,8 +242,8 @@ def _unpack(values, bitmap, x, job):
             j += bit
 
 
-# Quantized tensors are rows of groups. Short groups are one loop over the row, with a range for each element; long
-# groups are a loop each, with the range in registers.
+# A quantized tensor consists of rows of groups. Short groups are processed in one loop over the row, with a range per
+# element. Long groups are processed in one loop each, with the range in registers.
 @_jit
 def _noise(i, base):
     h = uint32(base + uint32(i))
@@ -256,7 +256,7 @@ def _noise(i, base):
 @_jit
 def _quantize_short(x, low, step, base, q):
     for i in range(len(x)):
-        # Truncation rounds down, since the value is not negative.
+        # Truncation rounds non-negative values down.
         q[i] = uint8(int32(min(max((x[i] - low[i]) * step[i] + _noise(i, base), float32(0)), float32(255))))
 
 
@@ -280,7 +280,7 @@ def _dequantize_long(q, low, step, x):
 
 @_jit
 def _ordered(bits):
-    """Map the bits of a float to an integer of the same order, and back: integer comparisons are vectorized."""
+    """Map the bits of a float to an integer of the same order, and back. Integer comparisons are vectorized."""
     return bits ^ ((bits >> int32(31)) & int32(0x7FFFFFFF))
 
 
@@ -335,7 +335,7 @@ def unpack(size: int) -> Any:
 
 @functools.cache
 def quantize() -> Any:
-    """Compile the job that rounds float32 to steps."""
+    """Compile the job that quantizes float32 values."""
 
     @as_job(cache=True)
     def job_of(pointer):
@@ -362,7 +362,7 @@ def quantize() -> Any:
 
 @functools.cache
 def dequantize() -> Any:
-    """Compile the job that turns steps into float32."""
+    """Compile the job that dequantizes to float32 values."""
 
     @as_job(cache=True)
     def job_of(pointer):
@@ -387,7 +387,7 @@ def dequantize() -> Any:
 
 @functools.cache
 def extremes() -> Any:
-    """Compile the job that finds the extremes of each block of rows."""
+    """Compile the job that computes the extremes of each block of rows."""
 
     @as_job(cache=True)
     def job_of(pointer):

@@ -1,11 +1,13 @@
-"""The Triton kernels of `kernels.gpu`; importing this module needs Triton.
+"""Triton kernels of the storage formats. Importing this module requires Triton.
 
-Every kernel works on 32-bit magnitudes, `bits`: a float without its sign, as an integer. A row consists of pieces of
-`length` elements, `step` apart. Its length `n` and the distance `stride` between rows are given in units of `UNIT`
-elements, which tells the compiler their alignment. Auxiliary tensors have the shape (row, ...).
+Every kernel works on 32-bit magnitudes, `bits`: floats without their sign, read as integers. A row consists of pieces
+of `length` elements at a distance of `step`. Its length `n` and the distance `stride` between rows are given in units
+of `UNIT` elements, so that the compiler knows their alignment. Auxiliary tensors have the shape (row, ...).
+
+Kernels take many parameters: a kernel receives every pointer, size and constant as a separate argument.
 """
 # mypy: ignore-errors
-# (Triton's types, not Python's)
+# (annotations are types of Triton)
 
 import triton
 import triton.language as tl
@@ -13,20 +15,20 @@ import triton.language as tl
 
 @triton.jit
 def _load(row, at, n, step, length, PIECES: tl.constexpr):
-    """Load the elements `at` of a row, zeros past its end."""
+    """Load the elements `at` of a row; 0 past the end of the row."""
     memory = (at // length).to(tl.int64) * step + at % length if PIECES else at
     return tl.load(row + memory, mask=at < n, other=0)
 
 
 @triton.jit
 def _load_bits(row, at, n, step, length, PIECES: tl.constexpr, LARGEST: tl.constexpr):
-    """Load the magnitudes of the elements `at` of a row; −1, less than all, past its end."""
+    """Load the magnitudes of the elements `at` of a row; −1, which is less than all magnitudes, past its end."""
     return tl.where(at < n, _load(row, at, n, step, length, PIECES).to(tl.int32) & LARGEST, -1)
 
 
 @triton.jit
 def _bisect(low, high, sample, rank):
-    """Return the half of a range that holds the value of `rank` (from 0) of a sample."""
+    """Return the half of a range that contains the value of `rank` (from 0) of a sample."""
     middle = low + (high - low) // 2
     above = (tl.sum((sample <= middle).to(tl.int32)) <= rank) & (low < high)
     return tl.where(above, middle + 1, low), tl.where(above, high, middle)
@@ -39,9 +41,9 @@ def bracket(
 ):  # fmt: skip
     """Write the values of the ranks `first` and `last` of a subsample to state (row, 2).
 
-    The subsample has M values, `hop` apart around the row; a shorter row is padded with −1. A rank outside gives the
-    end of the range. The values are found to `BITS` bits, the first rounded down and the last up. `EQUAL`: `first` and
-    `last` are the same rank.
+    The subsample consists of M values at a distance of `hop`; a shorter row is padded with −1. A rank outside the
+    subsample selects the end of the range. The values are computed to `BITS` bits: the first is rounded down and the
+    last is rounded up. `EQUAL` states that `first` and `last` are equal.
     """
     n, stride = n * UNIT, stride * UNIT
     row = tl.program_id(0).to(tl.int64)
@@ -64,10 +66,10 @@ def gather(
     x, state, number, found, offset, candidates, n, stride, step, length, room,
     TILE: tl.constexpr, UNIT: tl.constexpr, PIECES: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Collect the magnitudes in the range of `state`, up to `room` of them, in candidates (row, room).
+    """Collect at most `room` magnitudes in the range of `state` in candidates (row, room).
 
-    number (row,), zeros before: number of candidates. Per tile, found (row, tile, 2): number of magnitudes above the
-    range, and of candidates; offset (row, tile): index of its first candidate.
+    `number` (row,), initially 0, counts the candidates. For each tile, `found` (row, tile, 2) receives the number of
+    magnitudes above the range and the number of candidates, and `offset` (row, tile) the index of its first candidate.
     """
     n, stride = n * UNIT, stride * UNIT
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -92,7 +94,8 @@ def select(
 ):  # fmt: skip
     """Write the magnitude of `rank` to threshold (row,).
 
-    It is searched in the candidates, or in the whole row if it is not one of them or there are too many.
+    It is searched for among the candidates. If it is not a candidate, or if there are too many candidates, the full row
+    is searched.
     """
     n, stride = n * UNIT, stride * UNIT
     row = tl.program_id(0).to(tl.int64)
@@ -125,7 +128,7 @@ def count(
     x, state, threshold, number, found, offset, candidates, n, stride, step, length, room,
     GATHERED: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr, PIECES: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Write the number of magnitudes above the threshold (row,), and equal to it, to found (row, tile, 2)."""
+    """Write the numbers of magnitudes above the threshold (row,) and equal to it to found (row, tile, 2)."""
     n, stride = n * UNIT, stride * UNIT
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     bound = tl.load(threshold + row)
@@ -153,9 +156,9 @@ def write(
     TILE: tl.constexpr, TILES: tl.constexpr, UNIT: tl.constexpr,
     PIECES: tl.constexpr, LARGEST: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Keep the values above the threshold and, if it is exact, as many equal to it as there is room for.
+    """Keep the values above the threshold and, if it is exact, as many values equal to it as there is room for.
 
-    If more are above a sampled threshold, the rest of the row is dropped once `kept` values are kept.
+    With a sampled threshold, the rest of the row is dropped once `kept` values are kept.
     """
     n, stride = n * UNIT, stride * UNIT
     row, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
@@ -173,7 +176,7 @@ def write(
     bits = value.to(tl.int32) & LARGEST
     bound = tl.load(threshold + row)
     above, equal = inside & (bits > bound), inside & (bits == bound)
-    # Both counts in one sum: a tile holds fewer than 2¹⁶.
+    # One sum computes both counts: a tile has fewer than 2¹⁶ elements.
     so_far = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
     equal_so_far = equal_before + (so_far >> 16)
     last = above_before + (so_far & 0xFFFF) + tl.minimum(equal_so_far, room)
@@ -186,7 +189,7 @@ def write(
 
 @triton.jit
 def _load_flags(bitmap, row, tile, n, TILE: tl.constexpr):
-    """Load the bits of a tile, (TILE / 8, 8)."""
+    """Load the bits of a tile as (TILE / 8, 8)."""
     byte = tile * (TILE // 8) + tl.arange(0, TILE // 8)
     bytes_ = tl.load(bitmap + row * tl.cdiv(n, 8) + byte, mask=byte < tl.cdiv(n, 8), other=0).to(tl.int32)
     return (bytes_[:, None] >> tl.arange(0, 8)[None, :]) & 1
@@ -194,7 +197,7 @@ def _load_flags(bitmap, row, tile, n, TILE: tl.constexpr):
 
 @triton.jit
 def count_flags(bitmap, found, n, TILE: tl.constexpr, UNIT: tl.constexpr):
-    """Write the number of bits set to found (row, tile)."""
+    """Write the number of set bits to found (row, tile)."""
     n = n * UNIT
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     flags = _load_flags(bitmap, row, tile, n, TILE)
@@ -203,7 +206,7 @@ def count_flags(bitmap, found, n, TILE: tl.constexpr, UNIT: tl.constexpr):
 
 @triton.jit
 def spread(values, bitmap, found, x, n, kept, TILE: tl.constexpr, TILES: tl.constexpr, UNIT: tl.constexpr):
-    """Write the values to x (row, n) where the bitmap has ones, zeros elsewhere."""
+    """Write the values to x (row, n) at the set bits of the bitmap, and zeros elsewhere."""
     n = n * UNIT
     row, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     t = tl.arange(0, TILES)
@@ -217,7 +220,7 @@ def spread(values, bitmap, found, x, n, kept, TILE: tl.constexpr, TILES: tl.cons
 
 @triton.jit
 def convert(x, y, overflow, count, WATCHED: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
-    """Convert x to the dtype of y; if `WATCHED`, set `overflow` where a finite magnitude exceeds `LARGEST`."""
+    """Convert x to the dtype of y. With `WATCHED`, set `overflow` if a finite magnitude exceeds `LARGEST`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     value = tl.load(x + at, mask=inside, other=0)
@@ -230,18 +233,23 @@ def convert(x, y, overflow, count, WATCHED: tl.constexpr, LARGEST: tl.constexpr,
 
 
 @triton.jit
-def quantize(x, low, step, seed, q, count, groups, inner, BLOCK: tl.constexpr):
-    """Write x to q in steps above `low` of its group, rounded by a hash of the position and the seed."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    group = (at // inner) % groups
+def _noise(at, seed):
+    """Return `storage.eight_bits.uniform` at these positions."""
     h = (at + tl.load(seed)).to(tl.uint32)
     h = (h ^ (h >> 16)) * 0x7FEB352D
     h = (h ^ (h >> 15)) * 0x846CA68B
     h = h ^ (h >> 16)
-    noise = (h >> 8).to(tl.float32) * (1.0 / 16777216.0)
+    return (h >> 8).to(tl.float32) * (1.0 / 16777216.0)
+
+
+@triton.jit
+def quantize(x, low, step, seed, q, count, groups, inner, BLOCK: tl.constexpr):
+    """Write the steps of x above `low` of its group to q, rounded by a hash of the position and the seed."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    group = (at // inner) % groups
     scaled = (tl.load(x + at, mask=inside, other=0).to(tl.float32) - tl.load(low + group)) * tl.load(step + group)
-    scaled = tl.minimum(tl.maximum(tl.floor(scaled + noise), 0.0), 255.0)
+    scaled = tl.minimum(tl.maximum(tl.floor(scaled + _noise(at, seed)), 0.0), 255.0)
     tl.store(q + at, scaled.to(tl.uint8), mask=inside)
 
 
@@ -257,7 +265,7 @@ def dequantize(q, low, step, x, count, groups, inner, BLOCK: tl.constexpr):
 
 @triton.jit
 def extremes(x, low, high, rows, groups, inner, share, width, R: tl.constexpr, C: tl.constexpr):
-    """Write the extremes of `share` rows and `width` columns of a group each to low and high (part, cut, group)."""
+    """Write the extremes of `share` rows and `width` columns of a group to low and high (part, cut, group)."""
     part, group, cut = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     least, most = tl.full((R, C), float("inf"), tl.float32), tl.full((R, C), float("-inf"), tl.float32)
     stop, end = tl.minimum((part + 1) * share, rows), tl.minimum((cut + 1) * width, inner)
@@ -267,7 +275,7 @@ def extremes(x, low, high, rows, groups, inner, share, width, R: tl.constexpr, C
             c = start + tl.arange(0, C)[None, :]
             inside = (r < stop) & (c < end)
             value = tl.load(x + (r.to(tl.int64) * groups + group) * inner + c, mask=inside, other=0).to(tl.float32)
-            finite = tl.abs(value) < float("inf")  # minimum and maximum would pass over nan
+            finite = tl.abs(value) < float("inf")  # minimum and maximum would ignore NaN
             least = tl.minimum(least, tl.where(inside, tl.where(finite, value, float("-inf")), float("inf")))
             most = tl.maximum(most, tl.where(inside, tl.where(finite, value, float("inf")), float("-inf")))
     own = (part * tl.num_programs(2) + cut) * groups + group
@@ -277,7 +285,7 @@ def extremes(x, low, high, rows, groups, inner, share, width, R: tl.constexpr, C
 
 @triton.jit
 def _part(x, group, k, part, length, n, pieces, piece, stride, T: tl.constexpr, W: tl.constexpr):
-    """Load the values k·part to (k + 1)·part of T groups as (T, W); returns them, their indices, and which exist."""
+    """Load the values k·part to (k + 1)·part of T groups; return (T, W) values, their indices, and a validity mask."""
     j = tl.arange(0, W)[None, :]
     first = group[:, None] * length
     at = first + k * part + j
@@ -293,7 +301,8 @@ def group_pack(
 ):  # fmt: skip
     """Write the codes and ranges of T groups in `PARTS` parts of `part` <= W values each.
 
-    A part is what one plane of a byte's bits has: half a group with 4 bits, a quarter with 2, an eighth with 3.
+    A part contains the values of one bit position of a plane: half of a group with 4 bits, a quarter with 2 bits, and
+    an eighth with 3 bits.
     """
     group = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
     low, high = tl.full((T,), float("inf"), tl.float32), tl.full((T,), float("-inf"), tl.float32)
@@ -307,7 +316,7 @@ def group_pack(
     low = tl.where(finite > 0, low, 0.0) + 0.0
     high = tl.where(finite > 0, high, 0.0)
     low_half = low.to(tl.float16)
-    if RANDOM:  # rounded down, and the step up
+    if RANDOM:  # the minimum is rounded down and the step up
         bits = low_half.to(tl.int16, bitcast=True)
         above = (low_half.to(tl.float32) > low) & (tl.abs(low_half.to(tl.float32)) < float("inf"))
         below = tl.where(bits > 0, bits - 1, bits + 1)
@@ -334,11 +343,7 @@ def group_pack(
         value, at, inside = _part(x, group, k, part, length, n, pieces, piece, stride, T, W)
         steps = (tl.where(tl.abs(value) < float("inf"), value, 0.0) - base[:, None]) * inverse[:, None]
         if RANDOM:
-            h = (at + tl.load(seed)).to(tl.uint32)
-            h = (h ^ (h >> 16)) * 0x7FEB352D
-            h = (h ^ (h >> 15)) * 0x846CA68B
-            h = h ^ (h >> 16)
-            steps += (h >> 8).to(tl.float32) * (1.0 / 16777216.0)
+            steps += _noise(at, seed)
         else:
             steps += 0.5
         steps = tl.minimum(tl.maximum(tl.floor(steps), 0.0), 2.0**BITS - 1)
@@ -365,7 +370,7 @@ def group_unpack(
     codes, ranges, x, groups, length, part, n,
     BITS: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Write the values of T groups to x; parts as in `group_pack`."""
+    """Write the values of T groups to x. The parts are those of `group_pack`."""
     group = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
     exists = group < groups
     low = tl.load(ranges + group, mask=exists, other=0).to(tl.float32)[:, None]

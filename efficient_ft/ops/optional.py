@@ -1,0 +1,16 @@
+"""Modules that need an optional library."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+
+@functools.cache
+def optional_module(name: str) -> Any:
+    """Return the module with the full name `name`, or None if a library that it imports is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
