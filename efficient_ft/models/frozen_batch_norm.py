@@ -10,7 +10,7 @@ from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from efficient_ft.ops.frozen_batch_norm import frozen_batch_norm
+from efficient_ft.ops.frozen import frozen_batch_norm
 
 
 class FrozenBatchNorm2d(nn.BatchNorm2d):

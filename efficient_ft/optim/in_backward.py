@@ -108,11 +108,7 @@ class SteppedInBackward(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Reject ``torch.amp.GradScaler``, which is the only reader of this attribute.
-
-        Raises:
-            UserError: always.
-        """
+        """Raise UserError in ``torch.amp.GradScaler.step``, the only reader of this attribute."""
         raise UserError(
             "An optimizer that steps inside the backward pass cannot be used with a GradScaler: it has already updated"
             " the parameters from the scaled gradients. Reload the weights. Then train in bf16 or fp32 without a"

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_ft.ops.frozen_convolution import frozen_conv2d
+from efficient_ft.ops.frozen import frozen_conv2d
 
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "1x1": {"kernel": (1, 1)},

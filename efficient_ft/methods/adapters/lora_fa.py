@@ -16,7 +16,7 @@ from efficient_ft.methods.base import Applied
 from efficient_ft.methods.forwards import OwnForward, put_inside, take_away
 from efficient_ft.methods.registry import register
 from efficient_ft.models.view import Layer, ModelView, Reason, Skipped
-from efficient_ft.ops.frozen_convolution import frozen_conv2d
+from efficient_ft.ops.frozen import frozen_conv2d
 from efficient_ft.ops.saving import current_packing
 
 
@@ -70,7 +70,9 @@ class LoRAFA(LoRA):
             if ".lora_A." in name:
                 parameter.requires_grad_(False)
         for module in model.modules():
-            if _is_plain(module) and not module.weight.requires_grad:  # type: ignore[union-attr]
+            # torch's own class with numeric zero padding
+            plain = type(module) is nn.Conv2d and module.padding_mode == "zeros" and not isinstance(module.padding, str)
+            if plain and not module.weight.requires_grad:  # type: ignore[union-attr]
                 put_inside(module, _FrozenForward(module))
         return replace(report, summary=self._summary(model, dict(report.skipped)))
 
@@ -90,8 +92,3 @@ class LoRAFA(LoRA):
                 return Skipped(Reason.OTHER_FORM, "the convolution is dilated or not padded with zeros")
             return self._why_not_trained(layer)
         return super()._why_not(layer)
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Return True for a convolution of torch's class with numeric zero padding."""
-    return type(module) is nn.Conv2d and module.padding_mode == "zeros" and not isinstance(module.padding, str)

@@ -22,14 +22,7 @@ from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.blocks import blocks_at, check_indices
 from efficient_ft.methods.checks import check_bool, check_integer, check_number
 from efficient_ft.methods.declarations import Adds, Axis, Needs
-from efficient_ft.methods.forwards import (
-    OwnForward,
-    foreign_forward,
-    forwards_of,
-    put_inside,
-    refuse_export,
-    take_away,
-)
+from efficient_ft.methods.forwards import OwnForward, foreign_forward, forwards_of, put_inside, refuse_export, take_away
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.summary import ranges, trained
 from efficient_ft.models.tasks import Tasks, for_each_task, tasks_of
@@ -101,11 +94,8 @@ class _ExpertsForward(OwnForward):
 
 
 def _counts(expert_TK: Tensor, experts: int) -> list[int]:
-    """Return the number of tokens of each expert.
-
-    Fake and meta tensors have no values, so their tokens are spread evenly. The total cost is the same, since it is
-    linear in the number of tokens.
-    """
+    """Return the number of tokens of each expert."""
+    # Fake and meta tensors have no values: their tokens are spread evenly. The total cost is linear in their number.
     if isinstance(expert_TK, FakeTensor) or expert_TK.is_meta:
         pairs = expert_TK.numel()
         return [pairs * (e + 1) // experts - pairs * e // experts for e in range(experts)]
@@ -151,12 +141,7 @@ class ExpertsMethod(Method):
             self.adds = self.adds - {Adds.LOSS}
 
     def _networks_of(self, view: ModelView, blocks: Sequence[int]) -> tuple[str, ...]:
-        """Return the full names of the feed-forward networks of the blocks, without changing the model.
-
-        Raises:
-            SettingError: a block index is outside the model or listed twice.
-            UserError: a block has no feed-forward network of a supported type.
-        """
+        """Return the full names of the feed-forward networks of the blocks. Raise UserError if one is unsupported."""
         networks = {name: getattr(view.model.get_submodule(name), "mlp", None) for name in view.blocks}
         unfit = [name for name, mlp in networks.items() if not _is_standard(mlp)]
         chosen = unfit

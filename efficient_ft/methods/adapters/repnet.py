@@ -161,11 +161,7 @@ class RepNet(Method):
         return list(names)
 
     def _side(self, view: ModelView, name: str) -> nn.Module:
-        """Create the side module of the block `name`.
-
-        Raises:
-            UserError: another method has replaced the block's forward, or its channels are not a multiple of 8.
-        """
+        """Create the side module of the block `name`, or raise UserError if the block is not supported."""
         block: Any = view.model.get_submodule(name)
         if any(not forward.same_values for module in block.modules() for forward in forwards_of(module)):
             raise UserError(

@@ -115,7 +115,10 @@ class TinyTL(Method):
             module = model.get_submodule(name)
             module.__class__ = _GROUPED[type(module)]
         if norms:
-            self._filters = {n: _standardize(m) for n, m in model.named_modules() if _is_normalized(m)}
+            # A convolution that a norm follows has no bias; those in squeeze-and-excitation have one.
+            self._filters = {
+                n: _standardize(m) for n, m in model.named_modules() if isinstance(m, nn.Conv2d) and m.bias is None
+            }
         for name, stride in chosen.items():
             block: Any = model.get_submodule(name)
             like = next(block.parameters())
@@ -168,11 +171,7 @@ class TinyTL(Method):
         return chosen, skipped
 
     def _to_group(self, view: ModelView) -> list[str]:
-        """Return the names of all BatchNorms.
-
-        Raises:
-            UserError: a BatchNorm cannot be replaced by GroupNorm, or was trained.
-        """
+        """Return the names of all BatchNorms. Raise UserError if one was trained or cannot be replaced by GroupNorm."""
         found = []
         for name, module in view.model.named_modules():
             if isinstance(module, _BatchNorm):
@@ -219,18 +218,9 @@ def _was_trained(norm: _BatchNorm) -> bool:
     return bool((mean != 0).any() or (variance != 1).any())
 
 
-def _is_normalized(module: nn.Module) -> bool:
-    """Return True if a norm follows the convolution, which then has no bias (in squeeze-and-excitation it has one)."""
-    return isinstance(module, nn.Conv2d) and module.bias is None
-
-
 @torch.no_grad()
 def _standardize(module: Any) -> tuple[Tensor, Tensor]:
-    """Standardize the filters of a convolution in place. Once is sufficient, since they are frozen.
-
-    Returns:
-        Mean and standard deviation of each original filter, (C_out, 1, 1, 1).
-    """
+    """Standardize frozen filters in place; return their original means and standard deviations, (C_out, 1, 1, 1)."""
     weight = module.weight
     variance, mean = torch.var_mean(weight, dim=(1, 2, 3), correction=0, keepdim=True)
     deviation = (variance + EPS).sqrt()

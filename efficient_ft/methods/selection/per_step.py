@@ -269,11 +269,7 @@ class TopLayers(LayersPerStep):
 
 
 def _gradient_size(parameters: list[nn.Parameter]) -> Tensor:
-    """Return ‖g‖ / ‖w‖ over all parameters of a block.
-
-    Raises:
-        UserError: the gradients were already set to None.
-    """
+    """Return ‖g‖ / ‖w‖ over all parameters of a block. Raise UserError if the gradients were already set to None."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         raise UserError(

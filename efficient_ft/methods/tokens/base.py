@@ -106,16 +106,12 @@ class TokenForward(OwnForward):
         self.method_name, self.prefix, self.positions, self.last = place
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self._has_another_inside():
+        if any(isinstance(inner, TokenForward) for inner in self.all_inside()):  # of another method
             result: Tensor = self.within(x, *args, **kwargs)
             return result
         x, tokens = pop_tokens(x)
         with token_context(tokens):
             return self.passed_on(self.within(x, *args, **kwargs), tokens)
-
-    def _has_another_inside(self) -> bool:
-        """Return True if this forward pass runs another forward pass of this kind, of another method."""
-        return any(isinstance(inner, TokenForward) for inner in self.all_inside())
 
     def passed_on(self, x: Tensor, tokens: Tokens | None) -> Tensor:
         """Attach the record of the tokens to x for the next block, and return x."""

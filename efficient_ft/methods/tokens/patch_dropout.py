@@ -139,11 +139,7 @@ class PatchDropout(Method):
 
 
 def _run_on_fewer(block: nn.Module, x: Tensor, prefix: int) -> None:
-    """Run a block on x (1, N, C) and on fewer tokens.
-
-    Raises:
-        ValueError: the block changes the number of tokens (pooling).
-    """
+    """Run a block on x (1, N, C) and on fewer tokens. Raise ValueError if it changes their number (pooling)."""
     with token_reduction_suspended():
         for given in (x, x[:, 1:]):
             left = block(given).shape[1]

@@ -151,11 +151,7 @@ class _MergingForward(TokenForward):
         return r > 0
 
     def _merged(self, x: Tensor, attention: _SizedAttention, tokens: Tokens, r: int) -> tuple[Tensor, Tokens]:
-        """Merge r tokens. Return the remaining tokens and their record; `tokens` is the record before.
-
-        Raises:
-            UserError: `attention` has recorded no keys.
-        """
+        """Merge r tokens. Return the remaining tokens and their record; `tokens` is the record before."""
         if not attention.keys:
             raise UserError(
                 f"method tome: the keys of {type(self.module.attn).__name__} were not found, since it computes no"
@@ -253,11 +249,7 @@ class ToMe(Method):
         return Applied(self.name, merging, none, summary=summary)
 
     def _r_per_block(self, view: ModelView, patches: int) -> list[int]:
-        """Return r of each block of a model with `patches` patch tokens.
-
-        Raises:
-            SettingError: r is a list of another length, or merges too many tokens.
-        """
+        """Return r of each block of a model with `patches` patch tokens, or raise SettingError if r does not fit it."""
         blocks = len(view.blocks)
         setting = f"method.{self.name}.r"
         if isinstance(self.r, list):

@@ -7,13 +7,7 @@ defines the backward pass, and `spectrum` measures the energy of a gradient in e
 
 from efficient_ft.ops.projection.low_rank import low_rank_conv1x1, low_rank_linear
 from efficient_ft.ops.projection.projection import Projection, SubsetProjection
-from efficient_ft.ops.projection.projectors import (
-    CosineProjector,
-    Padding,
-    Projector,
-    WalshProjector,
-    backward_flops,
-)
+from efficient_ft.ops.projection.projectors import CosineProjector, Padding, Projector, WalshProjector, backward_flops
 from efficient_ft.ops.projection.spectrum import block_energy
 from efficient_ft.ops.projection.transforms import (
     BLOCK,

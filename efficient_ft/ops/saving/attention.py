@@ -199,6 +199,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
+    """Replace `F.scaled_dot_product_attention`, which has the same parameters."""
     if mode.policy.plain_attention or is_causal or enable_gqa or not mode.supports(query, key, value):
         return NotImplemented
     batch = query.shape[:-2]

@@ -122,35 +122,23 @@ class _Smooth(torch.autograd.Function):
         return None, ctx.gradient(g, x), None, None
 
 
+# The activation functions below ignore `inplace`, since the input is stored in packed form.
 @packs(F.silu)
 def _silu(mode: PackedOperations, input: Tensor, inplace: bool = False) -> Any:
-    # `inplace` is ignored: the input is stored in packed form.
-    return _Smooth.apply(mode, input, F.silu, _silu_gradient) if mode.supports(input) else NotImplemented
-
-
-def _silu_gradient(g: Tensor, x: Tensor) -> Tensor:
-    return aten.silu_backward(g, x)
+    return _Smooth.apply(mode, input, F.silu, aten.silu_backward) if mode.supports(input) else NotImplemented
 
 
 @packs(F.hardswish)
 def _hardswish(mode: PackedOperations, input: Tensor, inplace: bool = False) -> Any:
-    return _Smooth.apply(mode, input, F.hardswish, _hardswish_gradient) if mode.supports(input) else NotImplemented
-
-
-def _hardswish_gradient(g: Tensor, x: Tensor) -> Tensor:
-    return aten.hardswish_backward(g, x)
+    return _Smooth.apply(mode, input, F.hardswish, aten.hardswish_backward) if mode.supports(input) else NotImplemented
 
 
 @packs(F.gelu)
 def _gelu(mode: PackedOperations, input: Tensor, *, approximate: str = "none") -> Any:
     if not mode.supports(input):
         return NotImplemented
-    return _Smooth.apply(
-        mode,
-        input,
-        partial(F.gelu, approximate=approximate),
-        lambda g, x: aten.gelu_backward(g, x, approximate=approximate),
-    )
+    function, gradient = (partial(f, approximate=approximate) for f in (F.gelu, aten.gelu_backward))
+    return _Smooth.apply(mode, input, function, gradient)
 
 
 class _Sigmoid(torch.autograd.Function):

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from efficient_ft.ops.tokens.order import largest_first
-
 
 def num_kept(count: int, keep_rate: float) -> int:
     """Return ⌈keep_rate · count⌉ for the decimal `keep_rate`: 0.1 of 30 is 3, not 4."""
@@ -68,3 +66,10 @@ class _Take(torch.autograd.Function):
 def over_channels(index_BK: Tensor, channels: int) -> Tensor:
     """Expand token indices (B, K) to (B, K, channels), as gather and scatter require."""
     return index_BK.unsqueeze(-1).expand(-1, -1, channels)
+
+
+def largest_first(scores_BN: Tensor) -> Tensor:
+    """Return the indices that sort each row in descending order. Equal scores keep their order."""
+    if torch.onnx.is_in_onnx_export():  # ONNX has no stable sort, but its TopK is stable
+        return scores_BN.topk(scores_BN.shape[1], dim=1).indices
+    return scores_BN.argsort(dim=1, descending=True, stable=True)

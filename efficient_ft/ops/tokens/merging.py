@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from efficient_ft.ops.autocast import autocast_disabled
-from efficient_ft.ops.tokens.dropping import over_channels
-from efficient_ft.ops.tokens.order import largest_first
+from efficient_ft.ops.tokens.dropping import largest_first, over_channels
 
 
 @torch.no_grad()

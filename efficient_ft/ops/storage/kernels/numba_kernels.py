@@ -82,7 +82,8 @@ def _flags(row, largest, threshold, flags):
 def _pack_row(x, where, largest, threshold, extra, values, byte_of, out, flags):
     """Keep the values from `threshold` up, except the last `extra` of those equal to it, until `values` is full.
 
-    `out` has space for the full row: every element is written, and the position advances only after a kept element.
+    `out` has space for the full row: every element is written, and the position advances only after a kept element. A
+    compiled function receives every array and number as a separate argument.
     """
     kept = len(values)
     start, step, pieces, length = where

@@ -1,0 +1,97 @@
+"""BatchNorm and convolution with frozen weights, which save nothing of their input.
+
+torch's BatchNorm in evaluation mode and its convolution save their input even if the weight needs no gradient. Its
+linear layers do not. If the scale of a BatchNorm is trained, torch's fused backward pass is faster and is used instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn.grad import conv2d_input
+
+from efficient_ft.ops.autocast import autocast_disabled, to_autocast_dtype
+
+
+def frozen_batch_norm(
+    x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """Compute `F.batch_norm` with running statistics, with gradients for x and `bias` but not for `weight`.
+
+    Args:
+        x: (B, C, H, W).
+        mean, variance: (C,) running statistics.
+        weight, bias: (C,) or None. `weight` must not need a gradient.
+        eps: constant added to the variance.
+    """
+    return _FrozenBatchNorm.apply(x, mean, variance, weight, bias, eps)
+
+
+class _FrozenBatchNorm(Function):
+    """g_x = g · γ / √(σ² + ε), g_b = Σ g."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        assert not ctx.needs_input_grad[3]
+        ctx.eps = eps
+        ctx.save_for_backward(variance, weight)
+        return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        variance, weight = ctx.saved_tensors
+        g_x = g_b = None
+        if ctx.needs_input_grad[0]:
+            scale = (variance + ctx.eps).rsqrt()
+            g_x = g * (scale if weight is None else scale * weight).to(g.dtype)[:, None, None]
+        if ctx.needs_input_grad[4]:
+            g_b = g.sum((0, 2, 3), dtype=variance.dtype)
+        return g_x, None, None, None, g_b, None
+
+
+def frozen_conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """Compute `F.conv2d`, with gradients for x and `bias` but not for `weight`.
+
+    Args:
+        x: (B, C_in, H, W).
+        weight: (C_out, C_in / groups, kernel height, kernel width). It must not need a gradient.
+        bias: (C_out,) or None.
+        stride, padding, dilation, groups: settings of the convolution.
+    """
+    return _FrozenConv2d.apply(*to_autocast_dtype(x, weight, bias), (stride, padding, dilation, groups))
+
+
+class _FrozenConv2d(Function):
+    """g_x is the transposed convolution of g, g_b = Σ g."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: tuple[Any, ...]) -> Tensor:
+        assert not ctx.needs_input_grad[1]
+        ctx.save_for_backward(weight)
+        ctx.geometry, ctx.shape = geometry, x.shape
+        with autocast_disabled(x):
+            return F.conv2d(x, weight, bias, *geometry)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        (weight,) = ctx.saved_tensors
+        g_x = conv2d_input(ctx.shape, weight, g, *ctx.geometry) if ctx.needs_input_grad[0] else None
+        g_b = g.sum((0, 2, 3)) if ctx.needs_input_grad[2] else None
+        return g_x, None, g_b, None
