@@ -48,7 +48,7 @@ def check_optimizer(model: nn.Module, optimizers: torch.optim.Optimizer | Iterab
     if missing:
         raise UserError(
             f"{len(missing)} of {len(wanted)} trainable parameters are in no optimizer ({', '.join(missing[:3])}"
-            f"{', …' if len(missing) > 3 else ''}). The optimizer was created before the methods were applied, or after"
-            " the first step_begin. Create it between the two, over all parameters whose requires_grad is True. Freeze"
+            f"{', …' if len(missing) > 3 else ''}). The optimizer was built before the methods were applied, or after"
+            " the first step_begin. Build it between the two, over all parameters whose requires_grad is True. Freeze"
             " parameters that must not be trained: p.requires_grad_(False)."
         )

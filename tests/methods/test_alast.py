@@ -316,7 +316,7 @@ def test_what_is_refused_is_left_as_it_was() -> None:
     LoRA(2).apply(adapted)
     cases = [
         (no_class, "no class token"),
-        (behind, r"ResPostBlock\) are not of the form"),
+        (behind, r"ResPostBlock\) do not have the structure"),
         (
             dropping,
             "evit has been applied to this VisionTransformer already, and both decide which tokens are passed on",

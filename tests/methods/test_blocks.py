@@ -15,13 +15,13 @@ from efficient_ft.methods import BSR, ALaST, BSRMoE, EViT, MoE, RepNet
 @pytest.mark.parametrize(
     ("method", "name", "message"),
     [
-        (lambda: EViT([99]), "beit_base_patch16_224", "not of the form"),
-        (lambda: BSR([99], [1]), "beit_base_patch16_224", "not of the form"),
-        (lambda: BSR([1], [99]), "beit_base_patch16_224", "not of the form"),
-        (lambda: BSRMoE(2, 1, [99]), "beit_base_patch16_224", "not of the form"),
-        (lambda: ALaST(99), "beit_base_patch16_224", "not of the form"),
+        (lambda: EViT([99]), "beit_base_patch16_224", "not have the structure"),
+        (lambda: BSR([99], [1]), "beit_base_patch16_224", "not have the structure"),
+        (lambda: BSR([1], [99]), "beit_base_patch16_224", "not have the structure"),
+        (lambda: BSRMoE(2, 1, [99]), "beit_base_patch16_224", "not have the structure"),
+        (lambda: ALaST(99), "beit_base_patch16_224", "not have the structure"),
         (lambda: MoE(2, 1, [99]), "regnetx_002", "s1.b1 of regnetx_002 has no mlp"),
-        (lambda: RepNet([99]), "regnetx_002", "no blocks that side modules support .* its blocks are 13 Bottleneck"),
+        (lambda: RepNet([99]), "regnetx_002", "no blocks that side modules support .* Its blocks are 13 Bottleneck"),
     ],
 )
 def test_a_model_that_cannot_serve_is_refused_before_an_index(method: Any, name: str, message: str) -> None:

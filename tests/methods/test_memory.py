@@ -221,7 +221,7 @@ def test_a_value_too_large_for_fp16_is_reported() -> None:
         if values == "bf16":
             method.step_end()
             continue
-        with pytest.raises(UserError, match=r"larger than fp16 holds.*choose value_dtype=bf16"):
+        with pytest.raises(UserError, match=r"exceeds the range of fp16.*use value_dtype=bf16"):
             method.step_end()
         method.step_end()  # reported once
 
@@ -423,7 +423,7 @@ def test_every_usual_normalization_is_packed() -> None:
     for name in ("vit", "resnet", "swinv2", "efficientformer", "mobilenet"):
         report = BackRazor().apply(model_of(name))
         assert all(why.reason != Reason.UNPACKED_OPERATION for why in report.skipped.values())
-        assert all("network of positions" in note for note in report.notes), report.notes
+        assert all("position network" in note for note in report.notes), report.notes
 
 
 @pytest.mark.slow

@@ -309,7 +309,7 @@ def test_every_task_has_routers_and_a_classifier(kind: type[MoE] | type[BSRMoE])
 def test_a_network_of_one_task_has_no_other() -> None:
     _, method = with_experts()
     assert method.task is None
-    with pytest.raises(UserError, match=r"moe: the network has one task; .*give_heads"):
+    with pytest.raises(UserError, match=r"moe: the network has one task. .*give_heads"):
         method.task = "pets"
 
 

@@ -267,18 +267,18 @@ def test_a_rate_that_leaves_out_nothing_is_refused() -> None:
 
 def test_a_model_that_drops_patches_already_is_refused() -> None:
     model = timm.create_model("vit_tiny_patch16_224", depth=2, patch_drop_rate=0.5)
-    with pytest.raises(UserError, match="has patch dropout of its own; create it with patch_drop_rate=0"):
+    with pytest.raises(UserError, match=r"has its own patch dropout\. Create it with patch_drop_rate=0"):
         PatchDropout().apply(model)
 
 
 @pytest.mark.parametrize(
     ("architecture", "message"),
     [
-        ("eva02_tiny_patch14_224", "not of the form"),  # rotary positions in the blocks
-        ("vit_relpos_small_patch16_224", "not of the form"),  # relative positions
-        ("hiera_small_abswin_256", "a forward pass of its own"),  # pooling in the blocks
-        ("mixer_s32_224", "not of the form"),  # layers over all tokens
-        ("samvit_base_patch16", "a forward pass of its own"),  # windows
+        ("eva02_tiny_patch14_224", "not have the structure"),  # rotary positions in the blocks
+        ("vit_relpos_small_patch16_224", "not have the structure"),  # relative positions
+        ("hiera_small_abswin_256", "its own forward pass"),  # pooling in the blocks
+        ("mixer_s32_224", "not have the structure"),  # layers over all tokens
+        ("samvit_base_patch16", "its own forward pass"),  # windows
     ],
 )
 def test_positions_inside_the_blocks_are_refused(architecture: str, message: str) -> None:

@@ -180,7 +180,7 @@ def test_an_optimizer_built_before_the_methods_is_rejected() -> None:
     model = model_of("vit")
     optimizer = torch.optim.AdamW(model.parameters())
     apply_methods(model, [LoRA(2)])
-    with pytest.raises(UserError, match=r"16 of 18 parameters that train are in no optimizer \(blocks\.0.*, …\)"):
+    with pytest.raises(UserError, match=r"16 of 18 trainable parameters are in no optimizer \(blocks\.0.*, …\)"):
         check_optimizer(model, optimizer)
     check_optimizer(model, torch.optim.AdamW(trained(model)))
     check_optimizer(model, [optimizer, torch.optim.SGD(trained(model))])
@@ -196,7 +196,7 @@ def test_an_optimizer_built_within_a_step_is_rejected(make: Any, within: bool) -
     optimizer = torch.optim.AdamW(trained(model))
     if not within:
         method.step_end()
-    with pytest.raises(UserError, match=r"parameters that train are in no optimizer .* after the first step_begin"):
+    with pytest.raises(UserError, match=r"trainable parameters are in no optimizer .* after the first step_begin"):
         check_optimizer(model, optimizer)
     if not within:
         check_optimizer(model, torch.optim.AdamW(trained(model)))

@@ -51,7 +51,7 @@ from efficient_ft.testing import model_of
         (LBPWHT(), METHODS["lbp_dct"](), "both replace the backward pass"),
         (Mesa(), Checkpointing(), "both decide how activations are kept"),
         (ToMe(), LBPWHT(), "cannot be stacked: merged tokens have no grid positions"),
-        (SWAT(), LBPWHT(), "cannot be stacked: low-rank layers have a dense forward"),
+        (SWAT(), LBPWHT(), "cannot be stacked: low-rank layers have their own dense forward"),
         (BackRazor(prune="both"), LBPWHT(), "cannot be stacked: prune=both: low-rank layers"),
     ],
     ids=lambda value: value.name if isinstance(value, Method) else "",

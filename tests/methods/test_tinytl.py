@@ -178,7 +178,7 @@ def test_models_and_settings_that_will_not_do():
         universal = timm.create_model("mobilenetv4_conv_small")
     with pytest.raises(
         UserError,
-        match=r"timm's class InvertedResidual \(.*; its blocks are 5 ConvBnAct and 12 UniversalInvertedResidual\.",
+        match=r"timm's class InvertedResidual \(.* Its blocks are 5 ConvBnAct and 12 UniversalInvertedResidual\.",
     ):
         TinyTL().apply(universal)
     blocks = [["ds_r1_k3_s1_c16"], ["ir_r1_k3_s2_e2_c20"]]
@@ -189,7 +189,7 @@ def test_models_and_settings_that_will_not_do():
             TinyTL(norm=norm).apply(odd)
     assert list(odd.state_dict()) == names
     assert all(p.requires_grad for p in odd.parameters())
-    with pytest.raises(UserError, match=r"a SyncBatchNorm, which cannot be replaced by GroupNorm; use .*norm=batch"):
+    with pytest.raises(UserError, match=r"a SyncBatchNorm, which cannot be replaced by GroupNorm. Use .*norm=batch"):
         TinyTL().apply(nn.SyncBatchNorm.convert_sync_batchnorm(mobile()))
     for setting, value in (
         ("kernel_size", 4),

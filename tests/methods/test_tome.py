@@ -165,7 +165,7 @@ def test_attention_without_keys_or_with_a_mask_is_refused() -> None:
             q = x.unsqueeze(1)
             return F.scaled_dot_product_attention(q, q, q, attn_mask=x.new_zeros(x.shape[1], x.shape[1])).squeeze(1)
 
-    for attention, message in ((Mean(), "keys of Mean were not found"), (Masked(), "a mask of its own")):
+    for attention, message in ((Mean(), "keys of Mean were not found"), (Masked(), "its own mask")):
         model: Any = small_vit("vit_tiny_patch16_224")
         model.blocks[1].attn = attention
         with pytest.raises(UserError, match=f"method tome: .*{message}"):
@@ -462,17 +462,17 @@ def test_r_0_is_said_to_be_nothing() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("beit_base_patch16_224", "not of the form"),
-        ("eva02_tiny_patch14_224", "not of the form"),  # rotary positions
-        ("vit_small_patch16_dinov3", "not of the form"),
-        ("deepseek_vit_412m", "not of the form"),
-        ("vit_relpos_small_patch16_224", "not of the form"),  # relative positions
-        ("cait_xxs24_224", "not on one grid|not of the form"),
-        ("mvitv2_tiny", "not on one grid|not of the form"),
+        ("beit_base_patch16_224", "not have the structure"),
+        ("eva02_tiny_patch14_224", "not have the structure"),  # rotary positions
+        ("vit_small_patch16_dinov3", "not have the structure"),
+        ("deepseek_vit_412m", "not have the structure"),
+        ("vit_relpos_small_patch16_224", "not have the structure"),  # relative positions
+        ("cait_xxs24_224", "not on one grid|not have the structure"),
+        ("mvitv2_tiny", "not on one grid|not have the structure"),
         ("swin_tiny_patch4_window7_224", "not on one grid"),
-        ("hiera_tiny_224", "a forward pass of its own"),
-        ("samvit_base_patch16_224", "a forward pass of its own"),
-        ("mixer_s16_224", "not of the form"),
+        ("hiera_tiny_224", "its own forward pass"),
+        ("samvit_base_patch16_224", "its own forward pass"),
+        ("mixer_s16_224", "not have the structure"),
     ],
 )
 def test_other_models_are_refused_by_name(name: str, message: str) -> None:
