@@ -1,7 +1,7 @@
 """Frozen feed-forward networks that process a part of the batch at a time.
 
 The feed-forward network of a block widens its input fourfold, and its activation function creates a second tensor of
-that size. Below the lowest trainable parameter, nothing of this is saved. These temporary tensors can nevertheless
+that size. Below the lowest trainable parameter, these tensors are not saved. Although they are temporary, they can
 dominate the memory of a step that trains few parameters. Parts that fit into the processor's cache need less memory at
 equal speed.
 """

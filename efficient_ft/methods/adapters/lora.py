@@ -26,7 +26,7 @@ class LoRA(Method):
     """Add LoRA adapters to the trainable layers of the model (Hu et al., ICLR 2022).
 
     A layer is adapted if the selection that was applied before leaves its weight trainable. Without a selection, all
-    layers are trainable. An adapted layer computes W x + (alpha / rank) B A x with W frozen, A initialized by
+    supported layers are adapted. An adapted layer computes W x + (alpha / rank) B A x with W frozen, A initialized by
     ``kaiming_uniform_(a=√5)`` and B by zeros, so that the output is unchanged at initialization. `remove` merges the
     adapters into the weights and restores the names of the layers.
 

@@ -47,7 +47,7 @@ class LBPWHT(LowRankBackward):
 
     Raises:
         SettingError: a value is not allowed.
-        UserError: see `LowRankBackward`; with ``reflect`` padding, also if a grid is too small to be mirrored.
+        UserError: see `LowRankBackward`; or a grid is too small for ``reflect`` padding.
     """
 
     name = "lbp_wht"

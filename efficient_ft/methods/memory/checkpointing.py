@@ -61,7 +61,7 @@ class _RecomputedForward(MemoryForward):
         if not torch.is_grad_enabled():  # the first run
             return self.within(x, *args, **keywords)
         self.packing.last.in_backward = True
-        # The recomputation must not update running statistics again, and autograd has saved them.
+        # The recomputation must not update running statistics again, since autograd has saved these tensors.
         moving = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
         before = [(m.momentum, m.num_batches_tracked) for m in moving]
         counts = [None if count is None else count.clone() for _, count in before]

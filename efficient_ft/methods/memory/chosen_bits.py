@@ -42,7 +42,7 @@ from efficient_ft.ops.tokens import attach_tokens, pop_tokens
 #: Storage format of a tensor: bits per value, and values per group.
 Form = tuple[int, int]
 
-#: Bits of every tensor during the profile, relative to which changes are measured.
+#: Bits of every tensor during the profile. Changes are measured relative to this precision.
 _EXACT = 8
 #: Bits to which a tensor is rounded to measure its change.
 _TRIAL = 3

@@ -1,4 +1,4 @@
-"""Mesa: activations of 8 bits between the forward and the backward pass.
+"""Mesa: activations are stored in 8 bits between the forward and the backward pass.
 
 Source: Pan, Chen, He, Liu, Cai, Zhuang, "Mesa: A Memory-saving Training Framework for Transformers", 2021.
 """

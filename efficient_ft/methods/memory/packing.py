@@ -280,8 +280,8 @@ def _parts(view: ModelView, packs_tail: bool) -> tuple[list[str], list[str], dic
     """Return the names of the modules to pack, none of which contains another.
 
     Returns:
-        All names; those of modules that contain the head, in a model with attention; and the modules that stay dense,
-        with the reason.
+        All these names; the names of modules with the head, if the model has attention; and the modules that stay
+        dense, with the reason.
     """
     inner = [*view.blocks, *(name for extras in view.stage_extras for name in extras)]
     holders = {name.split(".")[0] for name in inner}

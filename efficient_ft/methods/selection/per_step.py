@@ -164,7 +164,7 @@ class UniformLayers(LayersPerStep):
 
 @register
 class LISA(LayersPerStep):
-    """Train K uniformly drawn blocks for `interval` steps each. The modules before and after the blocks always train.
+    """Train K blocks, drawn uniformly every `interval` steps, and the modules before and after the blocks.
 
     Source: Pan, Liu, Diao, Pi, Zhang, Han, Zhang, "LISA: Layerwise Importance Sampling for Memory-Efficient Large
     Language Model Fine-Tuning", NeurIPS 2024.

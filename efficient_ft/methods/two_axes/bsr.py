@@ -38,8 +38,8 @@ class BSR(Blocks):
 
     Raises:
         SettingError: a value is not allowed; when applied: a block is outside the model or listed twice.
-        UserError: when applied: the blocks of the model are not recognized; if tokens are dropped, also: the model has
-            no class token, no token grid, or blocks of an unsupported type.
+        UserError: when applied: the blocks of the model are not recognized; or tokens are dropped, and the model has no
+            class token, no token grid, or blocks of an unsupported type.
     """
 
     name = "bsr"

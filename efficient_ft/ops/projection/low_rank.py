@@ -116,7 +116,7 @@ def _save(
 ) -> None:
     """Save x̂ if the weight needs a gradient, the weight if x needs one, and the constants, but never x.
 
-    x̂ is packed in a packed part of a model. `read` references the tensor with which the layer was called.
+    In a packed part of a model, x̂ is packed. `read` references the tensor with which the layer was called.
     """
     ctx.projection = projection
     constants = projection.constants(x_BNC.device, x_BNC.dtype)

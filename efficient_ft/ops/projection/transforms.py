@@ -211,8 +211,8 @@ def disjoint(tiles: list[Tile], positions: int) -> list[Tile]:
 def orthonormal_rows(matrix: np.ndarray, tolerance: float = 1e-9) -> np.ndarray:
     """Return an orthonormal basis of the row span, in the order of the rows, without rows that depend on earlier rows.
 
-    The Gram–Schmidt process runs twice. Orthonormal rows are returned unchanged, and the first, constant row stays
-    constant. A singular value decomposition would mix the rows.
+    The Gram–Schmidt process runs twice. It returns orthonormal rows unchanged, and the first row stays constant. A
+    singular value decomposition would mix the rows.
     """
     basis = np.zeros((0, matrix.shape[1]))
     for row in matrix:

@@ -3,7 +3,7 @@
 `mode` defines the mode and its policy, and `table` lists the operations. Each family of operations is a module.
 """
 
-# Importing a module of operations registers them.
+# The import of a module registers its operations.
 from efficient_ft.ops.saving import attention, norms, pointwise, pooling, products  # noqa: F401
 from efficient_ft.ops.saving.dense import DenseKept
 from efficient_ft.ops.saving.mode import PackedOperations, PackingState, Policy, current_packing, packing_suspended

@@ -323,7 +323,7 @@ class PackedOperations(TorchFunctionMode):
         return packed and add_user(packed, order, x.dtype)
 
     def derive(self, y: Tensor, x: Tensor, function: Callable[[Tensor], Tensor]) -> None:
-        """If x can be computed from a packed tensor, let operations that save y = function(x) compute y from it."""
+        """Register the source of x, if it has one, as the source of y = function(x)."""
         order, _, identity = memory_order(x)
         packed = self._find((*identity, "derived"), x.untyped_storage())
         if packed is not None:
@@ -331,7 +331,7 @@ class PackedOperations(TorchFunctionMode):
             self.set_source(y, Packed(source.tensors, partial(apply_to, function, source.unpack), source.shared))
 
     def set_source(self, y: Tensor, packed: Packed) -> None:
-        """Let operations that save y use `packed`, which unpacks to the values of y."""
+        """Register `packed`, which unpacks to the values of y, as the source of y for operations that save y."""
         order, _, identity = memory_order(y)
         from_kept = Packed(packed.tensors, partial(permuted, packed.unpack, order), packed.shared)
         self._kept[*identity, "derived"] = (weakref.ref(y.untyped_storage()), from_kept)

@@ -175,7 +175,7 @@ def _group_norm(
 def _from_normalized(
     mode: PackedOperations, y: Tensor, kept: Packed, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """Let operations that save y = x̂ · γ + β compute it from the packed x̂. `Policy.forward` recomputes y itself."""
+    """Register the packed x̂ as the source of y = x̂ · γ + β. With `Policy.forward`, y is recomputed from it."""
     affine = [p for p in (weight, bias) if p is not None]
     unpack = partial(_affine, kept.unpack, weight is not None, bias is not None)
     if mode.policy.forward:
@@ -311,7 +311,7 @@ def _set_map_source(
     weight: Tensor | None,
     bias: Tensor | None,
 ) -> None:
-    """Let operations that save y, the output of a BatchNorm, compute it from the packed input."""
+    """Register the packed input of a BatchNorm as the source of its output y."""
     scale = rstd if weight is None else weight * rstd
     shift = -mean * scale if bias is None else bias - mean * scale
     source = Packed((*kept.tensors, scale, shift), partial(_mapped, kept.unpack), kept.shared)

@@ -170,7 +170,7 @@ def run_in_threads(kernel: Any, job: list[int]) -> None:
 
 @functools.cache
 def _team() -> Callable[..., None] | None:
-    """Return ``GOMP_parallel``, which runs a function in all threads, of the OpenMP library that torch has loaded.
+    """Return ``GOMP_parallel`` of the OpenMP library that torch has loaded. It runs a function in all threads.
 
     The threads of a separate pool would share the cores with those of torch, which spin for a while after each
     operation: packing the activations of a step would take 1.5 times as long. None: torch's OpenMP was not found.

@@ -244,7 +244,7 @@ def _noise(at, seed):
 
 @triton.jit
 def quantize(x, low, step, seed, q, count, groups, inner, BLOCK: tl.constexpr):
-    """Write the steps of x above `low` of its group to q, rounded by a hash of the position and the seed."""
+    """Quantize x to steps above the `low` value of its group, with rounding by a hash of the position and the seed."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     group = (at // inner) % groups
