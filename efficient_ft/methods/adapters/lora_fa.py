@@ -44,8 +44,8 @@ class LoRAFA(LoRA):
     input. `remove` merges the adapters into the weights and restores the names of the layers.
 
     A layer is adapted if the selection that was applied before leaves its weight trainable. Without a selection, all
-    layers except those of the stem and the head are adapted. Layers whose input or output has at most as many channels as the
-    rank, and layers of other classes than torch's are not adapted.
+    layers except those of the stem and the head are adapted. Layers whose input or output has at most as many channels
+    as the rank, and layers of other classes than torch's are not adapted.
 
     Args:
         rank: rank r of each adapter, at least 1. A fused qkv layer gets 3·rank with the same alpha (scale
