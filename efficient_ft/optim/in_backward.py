@@ -64,7 +64,6 @@ class SteppedInBackward(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Share the groups and the state of the inner optimizer."""
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

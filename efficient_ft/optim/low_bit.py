@@ -109,7 +109,6 @@ class LowBitAdamW(Optimizer):
             p.copy_(values)
 
     def _empty_state(self, p: Tensor) -> dict[str, Tensor]:
-        """Return zero moments."""
         step = torch.zeros((), dtype=torch.float32)
         if is_blockwise(p.numel()):
             return {"step": step, **empty_moments(p.numel(), self.bits, p.device)._asdict()}

@@ -132,7 +132,6 @@ class LoRA(Method):
         self._adapted, self._reached, self._before = (), (), {}
 
     def _summary(self, model: nn.Module, left_out: dict[str, Skipped]) -> str:
-        """Return the summary for the report."""
         where = f"{count(len(self._adapted), 'layer')} in {within(self._adapted)}"
         return f"rank {self.rank} in {where}: {trained(model)} train{left(left_out, 'not adapted')}"
 

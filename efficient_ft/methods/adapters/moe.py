@@ -94,7 +94,6 @@ class _ExpertsForward(OwnForward):
 
 
 def _counts(expert_TK: Tensor, experts: int) -> list[int]:
-    """Return the number of tokens of each expert."""
     # Fake and meta tensors have no values: their tokens are spread evenly. The total cost is linear in their number.
     if isinstance(expert_TK, FakeTensor) or expert_TK.is_meta:
         pairs = expert_TK.numel()
@@ -242,7 +241,6 @@ def _is_standard(mlp: nn.Module | None) -> bool:
 
 
 def _width(mlp: nn.Module) -> int:
-    """Return the number of input channels of a feed-forward network."""
     return next(m.in_features for m in mlp.modules() if isinstance(m, nn.Linear))
 
 

@@ -166,7 +166,6 @@ class Blocks(Selection):
         return parameters_under(view.model, self._names(view)) | view.new_parameters() | norms
 
     def _names(self, view: ModelView) -> tuple[str, ...]:
-        """Return the names of the blocks listed."""
         return blocks_at(view, f"method.{self.name}.blocks", self.blocks, once=self._each_once)
 
 

@@ -147,7 +147,6 @@ class _MergingForward(TokenForward):
 
     @staticmethod
     def _acts(r: int) -> bool:
-        """Return True if this r requires matching and merging."""
         return r > 0
 
     def _merged(self, x: Tensor, attention: _SizedAttention, tokens: Tokens, r: int) -> tuple[Tensor, Tokens]:

@@ -46,7 +46,6 @@ def _erf(t):
 
 @_jit
 def _cdf(u):
-    """Compute Φ(u)."""
     t = u * _SQRT_HALF
     e = _erf(t)
     e = float32(1) if t >= _ONE else e

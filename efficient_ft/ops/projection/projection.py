@@ -237,7 +237,6 @@ class SubsetProjection:
 
 
 def _group(tiles: list[Tile]) -> list[Group]:
-    """Group tiles with equal matrices."""
     equal: dict[tuple, list[Tile]] = {}
     for t in tiles:
         # Rounded, since the matrices of equal tiles may differ in the last bit.

@@ -186,7 +186,6 @@ def _from_normalized(
 
 
 def _affine(unpack: Callable[..., Tensor], has_weight: bool, has_bias: bool, *tensors: Tensor) -> Tensor:
-    """Compute x̂ · γ + β."""
     count = has_weight + has_bias
     y = unpack(*(tensors[:-count] if count else tensors))
     if has_weight:

@@ -130,7 +130,6 @@ def group_unpack(codes: Tensor, ranges: Tensor, n: int, bits: int, dtype: torch.
 
 
 def _in_blocks(groups: int, length: int) -> tuple[int, int]:
-    """Return the number of blocks of groups, and the number of groups per block."""
     block = -(-_BLOCK // length)
     return -(-groups // block), block
 

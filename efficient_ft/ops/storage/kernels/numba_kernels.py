@@ -61,10 +61,8 @@ def as_job(*variant: object, **options: Any) -> Callable[[Any], Any]:
     """
 
     def compiled(function: Any) -> Any:
-        name, (_, processor, _) = (
-            function.__qualname__.partition(".")[0],
-            cpu_target.target_context.codegen().magic_tuple(),
-        )
+        name = function.__qualname__.partition(".")[0]
+        _, processor, _ = cpu_target.target_context.codegen().magic_tuple()
         function.__qualname__ = "_".join([name, *map(str, variant), processor])
         return cfunc(types.void(types.CPointer(int64)), **options)(function)
 
@@ -395,10 +393,8 @@ def extremes() -> Any:
         job = carray(pointer, 16)
         blocks, block, rows, groups, inner, ranges, short = job[1], job[2], job[3], job[4], job[5], job[6], job[7]
         x = carray(_address(job[8]), (rows, groups, inner), int32)
-        low, high = (
-            carray(_address(job[9]), (blocks, ranges), int32),
-            carray(_address(job[10]), (blocks, ranges), int32),
-        )
+        low = carray(_address(job[9]), (blocks, ranges), int32)
+        high = carray(_address(job[10]), (blocks, ranges), int32)
         while True:
             taken = _take(job)
             if taken >= blocks:
