@@ -17,7 +17,7 @@ def check_indices(setting: str, blocks: Any, example: str = "[3,7,11]", do: str 
         setting: the constructor's argument.
         blocks: the given value.
         example: an example of a value.
-        do: an alternative for the user if the list is empty.
+        do: a sentence that states what to do if the list is empty.
     """
     if not isinstance(blocks, Sequence) or isinstance(blocks, str) or not all(type(b) is int for b in blocks):
         raise SettingError(setting, blocks, f"a list of integers, e.g. {example}")

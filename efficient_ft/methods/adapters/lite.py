@@ -29,7 +29,7 @@ class LiteResidual(nn.Module):
     Both convolutions use weight standardization. The scale of the last norm is initialized to 0, so the output is 0.
 
     Args:
-        inputs: number of input channels and of output channels of the k×k convolution; a multiple of `GROUP`.
+        inputs: number of input channels, which the k×k convolution preserves; a multiple of `GROUP`.
         outputs: number of output channels; a multiple of `GROUP`.
         kernel: k, odd.
         groups: number of groups of the k×k convolution.

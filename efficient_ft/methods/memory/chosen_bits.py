@@ -275,7 +275,7 @@ class ProfiledForward(PackedForward):
 
 
 class _Output(torch.autograd.Function):
-    """The output of a part, where the backward pass is measured. It saves nothing: its node leads to the graph."""
+    """The output of a part, where the backward pass is measured. It saves no tensors."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, chosen: ChosenBits, part: str) -> Tensor:

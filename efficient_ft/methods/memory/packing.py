@@ -280,8 +280,8 @@ def _parts(view: ModelView, packs_tail: bool) -> tuple[list[str], list[str], dic
     """Return the names of the modules to pack, none of which contains another.
 
     Returns:
-        All these names; the names of modules with the head, if the model has attention; and the modules that stay
-        dense, with the reason.
+        The names; if the model has attention, the names of modules that contain the head; and the reason for each
+        module that stays dense.
     """
     inner = [*view.blocks, *(name for extras in view.stage_extras for name in extras)]
     holders = {name.split(".")[0] for name in inner}

@@ -121,7 +121,7 @@ def _ratio_codes(ratio: Tensor, bits: int, noise: Tensor) -> tuple[Tensor, Tenso
     scale = size.amax(1).clamp_min_(SMALLEST) * (1 / top**2)
     size = size * (1 / scale)[:, None]
     code = size.sqrt().floor_()
-    up = noise * (2 * code + 1) < size - code * code  # the mean of the squares of both codes is the size
+    up = noise * (2 * code + 1) < size - code * code  # the mean square of the rounded code equals the size
     code = (code + up).clamp_max_(top).int()
     return torch.where(ratio < 0, -code, code) + 2 ** (bits - 1), scale
 

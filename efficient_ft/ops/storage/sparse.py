@@ -19,7 +19,7 @@ from efficient_ft.ops.storage.kernels import kernels_for
 
 #: Number of values of a row from which a sampled threshold is estimated.
 SUBSAMPLE = 4096
-#: Standard deviations by which a sampled threshold is raised, so that few samples exceed their budget.
+#: A sampled threshold is raised by this number of standard deviations, so that few samples exceed their budget.
 _CAUTION = 1.0
 
 

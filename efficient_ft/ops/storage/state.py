@@ -26,8 +26,8 @@ _SHARE = 0.1
 class Ranges:
     """Running ranges of quantized tensors (Mesa: running mean with factor 0.9).
 
-    If a tensor is not finite in a step, all ranges are restored to their values before that step. A range that was not
-    used for n steps moves by the amount of n steps, since the weights below it have changed.
+    If a tensor is not finite in a step, all ranges are restored to their values before that step. After n steps without
+    use, a range moves by the amount of n steps, since the weights below it have changed.
 
     Attributes:
         by_name: (low, high), (G,) float32 each, by the name of the `PackContext`.

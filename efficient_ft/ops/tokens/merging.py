@@ -35,7 +35,7 @@ def match(metric_BNC: Tensor, r: int, prefix: int) -> Tensor:
     metric = metric / metric.norm(dim=-1, keepdim=True).clamp_min(1e-12)
     with autocast_disabled(metric_BNC):
         similarity_BAB = metric[:, ::2] @ metric[:, 1::2].mT
-    of_a, of_b = (prefix + 1) // 2, prefix // 2  # number of prefix tokens in A and in B, where they are first
+    of_a, of_b = (prefix + 1) // 2, prefix // 2  # numbers of prefix tokens in A and in B
     similarity_BAB[:, :of_a] = -math.inf
     similarity_BAB[:, :, :of_b] = -math.inf
     best_BA, target_BA = similarity_BAB.max(-1)

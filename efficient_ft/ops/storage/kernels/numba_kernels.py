@@ -78,7 +78,7 @@ def _flags(row, largest, threshold, flags):
 
 @_jit
 def _pack_row(x, where, largest, threshold, extra, values, byte_of, out, flags):
-    """Keep the values from `threshold` up, except the last `extra` of those equal to it, until `values` is full.
+    """Keep the values of at least `threshold` until `values` is full; drop the last `extra` values equal to it.
 
     `out` has space for the full row: every element is written, and the position advances only after a kept element. A
     compiled function receives every array and number as a separate argument.
