@@ -43,14 +43,8 @@ class _BalanceLosses(dict[str, Tensor]):
 class _ExpertsForward(OwnForward):
     """Forward pass of a feed-forward network with experts.
 
-    The network itself is the first expert. Its submodules ``gate`` and ``experts`` are the router and the others.
-
-    Args:
-        module: the feed-forward network.
-        name: full name of `module` in the model.
-        top_k: number of experts per token.
-        norm_topk_prob: normalize the weights of a token's experts to a sum of 1.
-        balance_losses: dictionary in which the forward pass stores its balance loss; None: it is not computed.
+    The network itself is the first expert. Its submodules ``gate`` and ``experts`` are the router and the others. The
+    forward pass stores its balance loss in `balance_losses`; None: it is not computed.
     """
 
     def __init__(

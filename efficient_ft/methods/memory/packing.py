@@ -62,12 +62,10 @@ class PackedForward(MemoryForward):
     """A forward pass that packs the tensors that the module saves, in training.
 
     Args:
-        module: the part of the model.
-        name: full name of the part.
+        module, name, networks: see `Part`.
         policy: storage format of each kind of tensor.
         packing: state that persists from step to step.
         method: name of the method.
-        networks: layers that compute a bias of attention scores from positions.
     """
 
     def __init__(

@@ -40,14 +40,7 @@ from efficient_ft.ops.tokens import (
 
 
 class _PatchDropForward(OwnForward):
-    """Forward pass of the first block on a random subset of its patch tokens, in training.
-
-    Args:
-        module: the block.
-        prefix: number of prefix tokens of the model.
-        positions: H · W of the model's grid of patch tokens.
-        keep_rate: see `PatchDropout`.
-    """
+    """Forward pass of the first block on a random subset of its patch tokens, in training."""
 
     def __init__(self, module: nn.Module, prefix: int, positions: int, keep_rate: float) -> None:
         super().__init__(module)

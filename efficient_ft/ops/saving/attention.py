@@ -136,7 +136,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, mode: PackedOperations, q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None
     ) -> Tensor:
-        # Products copy inputs that are not contiguous, so each input is copied at most once.
+        # Each product would copy inputs that are not contiguous. They are copied only once here.
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         scores = _scaled_product(q, k.mT, scale)
         if bias is not None:
@@ -215,7 +215,7 @@ def _attention(
     if constant and not dropout_p and not mode.policy.forward:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         return _Attention.apply(mode, query, key, value, scale, attn_mask)
-    # Products copy inputs that are not contiguous, so each input is copied at most once.
+    # Each product would copy inputs that are not contiguous. They are copied only once here.
     query = (query * (query.shape[-1] ** -0.5 if scale is None else scale)).contiguous()
     key, value = key.contiguous(), value.contiguous()
     mode.begin("scores")
