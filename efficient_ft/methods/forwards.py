@@ -57,9 +57,7 @@ class OwnForward:
 def refuse_export(what: str, instead: str) -> None:
     """Raise UserError while a model is exported by ``torch.export``, ``torch.jit.trace`` or to ONNX.
 
-    Args:
-        what: a sentence that states why it cannot be exported.
-        instead: a sentence that states what to do.
+    The error consists of two sentences: `what` states why the model cannot be exported, and `instead` what to do.
     """
     if torch.compiler.is_exporting() or torch.jit.is_tracing() or torch.onnx.is_in_onnx_export():
         raise UserError(f"{what} {instead}")

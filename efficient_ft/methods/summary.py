@@ -69,12 +69,9 @@ def trained(model: nn.Module) -> str:
 
 
 def left(skipped: Mapping[str, Skipped], state: str, unit: str = "layer") -> str:
-    """Return a phrase about the skipped parts to append to a summary. The phrase is empty if no part is skipped.
+    """Return a phrase about the skipped parts to append to a summary, or an empty string if no part is skipped.
 
-    Args:
-        skipped: see `Applied`.
-        state: the state of skipped parts: ``exact``, ``dense``, ``not adapted``.
-        unit: the noun for one part.
+    `state` is the state of skipped parts (``exact``, ``dense``, ``not adapted``), and `unit` the noun for one part.
     """
     reasons = {why.reason for why in skipped.values()}
     others = [name for name, why in skipped.items() if why.reason not in _NAMED]

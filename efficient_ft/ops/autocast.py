@@ -35,8 +35,7 @@ def autocast_disabled(like: Tensor) -> AbstractContextManager[Any]:
 def current_autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
     """Return a factory of context managers that re-enter the current autocast state, later and in any thread.
 
-    Args:
-        device: device type, e.g. ``cuda``.
+    `device` is the device type, e.g. ``cuda``.
     """
     if not torch.is_autocast_enabled(device):
         return nullcontext

@@ -46,14 +46,9 @@ class LiteResidual(nn.Module):
         nn.init.zeros_(self.norm2.weight)
 
     def forward(self, x: Tensor, size: torch.Size) -> Tensor:
-        """Compute the output of the module, resized bilinearly.
+        """Compute the output (B, outputs, *size) for the input x (B, inputs, H, W) of the block, resized bilinearly.
 
-        Args:
-            x: input of the block, (B, inputs, H, W). A map with a side of 1 is not pooled.
-            size: (H, W) of the output of the block.
-
-        Returns:
-            (B, outputs, *size).
+        `size` is (H, W) of the output of the block. A map with a side of 1 is not pooled.
         """
         if min(x.shape[-2:]) > 1:
             x = F.avg_pool2d(x, 2)

@@ -105,8 +105,7 @@ def _balance_loss(probability_TE: Tensor, expert_TK: Tensor) -> Tensor:
 class ExpertsMethod(Method):
     """Base class of the methods with experts (`MoE`, `BSRMoE`): experts, one router per task, and the balance loss.
 
-    Attributes:
-        num_experts, top_k, norm_topk_prob, aux_loss_coef: settings, see `MoE`.
+    `MoE` describes the settings.
     """
 
     adds: frozenset[Adds] = frozenset({Adds.MODULES, Adds.LOSS})

@@ -172,16 +172,7 @@ class DroppingForward(TokenForward):
             return self.passed_on(self.second_half(x), tokens)
 
     def drop(self, x: Tensor, attention: Attention, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        """Drop the tokens of lowest attention.
-
-        Args:
-            x: (B, N, C).
-            attention: the recorded attention of the block.
-            tokens: record of the tokens in x.
-
-        Returns:
-            The remaining tokens and their record.
-        """
+        """Drop the tokens of lowest recorded `attention`. Return the remaining tokens and their record."""
         assert attention.scores_BL is not None, "no attention was recorded"
         count = attention.scores_BL.shape[1]
         kept = self.keep(count)

@@ -84,11 +84,6 @@ def dropping_blocks(
 ) -> tuple[str, ...]:
     """Return the names of the blocks at the indices `drop_at`, without changing the model.
 
-    Args:
-        view: the view of the model.
-        method_name: name of the method, for errors.
-        drop_at, keep_rate, fuse: see `EViT`.
-
     Raises:
         SettingError: an index is outside the model, belongs to the last block or is listed twice, or a block would drop
             no token because too few are left.

@@ -20,11 +20,7 @@ __all__ = ["batch_norm_gelu", "gelu"]
 
 
 def gelu(x: Tensor) -> Tensor:
-    """Compute the exact `F.gelu` (by erf), with a gradient for x.
-
-    Args:
-        x: a dense tensor of any shape.
-    """
+    """Compute the exact `F.gelu` (by erf) of a dense tensor of any shape, with a gradient for x."""
     return _Gelu.apply(x)
 
 

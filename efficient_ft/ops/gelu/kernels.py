@@ -25,11 +25,9 @@ def supports(x: Tensor) -> bool:
 
 
 def forward(x: Tensor, scale: Tensor | None, shift: Tensor | None, y: Tensor) -> None:
-    """Write GELU(x · scale + shift) to y.
+    """Write GELU(x · scale + shift) to y, a dense tensor with the layout of x.
 
-    Args:
-        x, y: dense tensors of the same layout, channels-last with a scale.
-        scale, shift: (C,), or both None.
+    The layout is channels-last if `scale` and `shift` (C,) are given.
     """
     if scale is None or shift is None:
         _run(_kernels().forward(False), x, None, [x, y])

@@ -89,14 +89,9 @@ class Projection:
 
     @classmethod
     def from_tiles(cls, tiles: list[Tile], grid: tuple[int, int], prefix: int = 0) -> Projection:
-        """Create a projection from the tiles of a map.
+        """Create a projection from tiles over the positions of a grid (H, W) that follows `prefix` prefix tokens.
 
         A small map becomes one dense matrix, and a large map becomes groups of equal tiles.
-
-        Args:
-            tiles: tiles over the positions of the grid.
-            grid: (H, W).
-            prefix: number of prefix tokens.
         """
         positions = grid[0] * grid[1]
         one = np.eye(1)

@@ -10,15 +10,10 @@ from efficient_ft.ops.projection.transforms import BLOCK, pad_before_after, wals
 
 
 def block_energy(x_BHWC: Tensor) -> Tensor:
-    """Compute the energy in each basis: the squared coefficients, summed over images, blocks and channels.
+    """Compute the energy of a map in each basis, (8, 8) float32 by sequency (i, j).
 
-    The map is zero-padded, so that the energies of all 64 bases sum to the energy of the map (Parseval).
-
-    Args:
-        x_BHWC: a map.
-
-    Returns:
-        (8, 8) float32, indexed by sequency (i, j).
+    The energy is the sum of the squared coefficients over images, blocks and channels. The map is zero-padded, so that
+    the energies of all 64 bases sum to the energy of the map (Parseval).
     """
     (top, bottom), (left, right) = pad_before_after(x_BHWC.shape[1]), pad_before_after(x_BHWC.shape[2])
     x = F.pad(x_BHWC.float(), (0, 0, left, right, top, bottom))

@@ -23,11 +23,7 @@ BLOCK = 8  # order of the paper's WHT: maps are divided into blocks of 8×8 posi
 
 
 def walsh(n: int = BLOCK) -> np.ndarray:
-    """Return the sequency-ordered Walsh–Hadamard matrix, n × n with entries ±1. Row k changes sign k times.
-
-    Args:
-        n: a power of two.
-    """
+    """Return the sequency-ordered Walsh–Hadamard matrix of ±1 for a power of two n. Row k changes sign k times."""
     h = np.ones((1, 1))
     while h.shape[0] < n:
         h = np.block([[h, h], [h, -h]])
@@ -36,20 +32,12 @@ def walsh(n: int = BLOCK) -> np.ndarray:
 
 
 def low_pass_l1(order: int) -> Pairs:
-    """Return LP_L1-r, the pairs (i, j) of sequencies with i + j ≤ r − 1, lowest first (Equation 8, 0-indexed).
-
-    Args:
-        order: r, from 1 to 15.
-    """
+    """Return LP_L1-r, r from 1 to 15: the sequencies (i, j) with i + j ≤ r − 1, lowest first (Equation 8, 0-indexed)."""
     return lowest_first(p for p in np.ndindex(BLOCK, BLOCK) if sum(p) <= order - 1)
 
 
 def low_pass_linf(order: int) -> Pairs:
-    """Return LP_L∞-r, the pairs (i, j) of sequencies with max(i, j) ≤ r − 1, lowest first (Equation 9, 0-indexed).
-
-    Args:
-        order: r, from 1 to 8.
-    """
+    """Return LP_L∞-r, r from 1 to 8: the sequencies (i, j) with max(i, j) ≤ r − 1, lowest first (Equation 9)."""
     return lowest_first(p for p in np.ndindex(BLOCK, BLOCK) if max(p) <= order - 1)
 
 
@@ -65,11 +53,7 @@ def pad_before_after(size: int) -> tuple[int, int]:
 
 
 def padded_axis(size: int, reflect: bool) -> np.ndarray:
-    """Return the padding of one axis as a matrix, padded size × size.
-
-    Args:
-        size: number of positions of the axis.
-        reflect: mirror rows to pad; if False, pad with zeros.
+    """Return the padding of an axis as a matrix, padded size × size: with mirrored rows if `reflect`, else with zeros.
 
     Raises:
         ValueError: the axis has fewer rows than the reflection needs.
@@ -225,12 +209,7 @@ def orthonormal_rows(matrix: np.ndarray, tolerance: float = 1e-9) -> np.ndarray:
 
 
 def dct_rows(grid: Grid, count: int) -> np.ndarray:
-    """Return the `count` lowest orthonormal DCT-II rows of a map, count × L, ordered by (i/H)² + (j/W)², then (i, j).
-
-    Args:
-        grid: (H, W) of the map.
-        count: number of rows, from 1 to L = H·W.
-    """
+    """Return the `count` lowest orthonormal DCT-II rows of a map, count × L, in order of (i/H)² + (j/W)², then (i, j)."""
     height, width = grid
     cy, cx = _dct(height), _dct(width)
     order = sorted(

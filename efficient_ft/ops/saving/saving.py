@@ -24,9 +24,7 @@ def save(ctx: Any, *parts: Tensor | Packed | None) -> None:
 def load(ctx: Any, one_by_one: bool = False) -> list[Any]:
     """Return the arguments of `save` in the same order, unpacked.
 
-    Args:
-        ctx: the context of the autograd function.
-        one_by_one: return functions that unpack the packed arguments, so that not all are in memory at once.
+    With `one_by_one`, packed arguments are returned as functions that unpack them, so that not all are in memory at once.
     """
     saved, at, parts = ctx.saved_tensors, 0, []
     for count, unpack in ctx.parts:

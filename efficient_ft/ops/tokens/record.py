@@ -40,12 +40,9 @@ class Tokens:
 
     @classmethod
     def full(cls, x_BNC: Tensor, prefix: int, positions: int) -> Tokens:
-        """Create the record of tokens before any drop. Indices are set only if their number equals the grid's.
+        """Create the record of tokens before any drop, given the numbers of prefix tokens and of grid positions.
 
-        Args:
-            x_BNC: the tokens, prefix tokens first.
-            prefix: number of prefix tokens.
-            positions: H·W of the grid.
+        Indices are set only if the number of patch tokens equals that of the grid positions.
         """
         if x_BNC.shape[1] - prefix != positions:  # images of another size, or randomly dropped patches
             return cls()
