@@ -79,8 +79,8 @@ def _channels_last(x: Tensor) -> bool:
 def fuse_gelu(model: nn.Module, *, everywhere: bool = True) -> list[str]:
     """Fuse GELU, and a frozen BatchNorm before it, into one pass per direction where this is possible.
 
-    Return the names of the GELU layers. With ``everywhere=False``, change only models that have feed-forward networks with
-    BatchNorm before GELU.
+    Return the names of the GELU layers. With ``everywhere=False``, change only models that have feed-forward networks
+    with BatchNorm before GELU.
     """
     names: list[str] = []
     if not everywhere and not any(type(module) is ConvMlpWithNorm for module in model.modules()):

@@ -298,8 +298,8 @@ def _run_merging(block: nn.Module, x: Tensor, prefix: int) -> None:
 def scheduled(r: int, inflect: float, blocks: int) -> list[int]:
     """Return r of each block, changing linearly from (1 − inflect)·r in the first to (1 + inflect)·r in the last.
 
-    The mean is r. Two blocks at the same distance from the middle merge exactly 2·r tokens together. Halves are rounded to
-    even, and `inflect` is read as a decimal fraction.
+    The mean is r. Two blocks at the same distance from the middle merge exactly 2·r tokens together. Halves are rounded
+    to even, and `inflect` is read as a decimal fraction.
     """
     slope = 0 if blocks == 1 else Fraction(str(inflect)) / (blocks - 1)
     return [round(r + r * slope * (2 * block - blocks + 1)) for block in range(blocks)]

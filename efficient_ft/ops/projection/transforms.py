@@ -32,7 +32,7 @@ def walsh(n: int = BLOCK) -> np.ndarray:
 
 
 def low_pass_l1(order: int) -> Pairs:
-    """Return LP_L1-r, r from 1 to 15: the sequencies (i, j) with i + j ≤ r − 1, lowest first (Equation 8, 0-indexed)."""
+    """Return LP_L1-r, r from 1 to 15: the sequencies (i, j) with i + j ≤ r − 1, lowest first (Equation 8)."""
     return lowest_first(p for p in np.ndindex(BLOCK, BLOCK) if sum(p) <= order - 1)
 
 
@@ -209,7 +209,7 @@ def orthonormal_rows(matrix: np.ndarray, tolerance: float = 1e-9) -> np.ndarray:
 
 
 def dct_rows(grid: Grid, count: int) -> np.ndarray:
-    """Return the `count` lowest orthonormal DCT-II rows of a map, count × L, in order of (i/H)² + (j/W)², then (i, j)."""
+    """Return the `count` lowest orthonormal DCT-II rows of a map, count × L, by (i/H)² + (j/W)² and then by (i, j)."""
     height, width = grid
     cy, cx = _dct(height), _dct(width)
     order = sorted(

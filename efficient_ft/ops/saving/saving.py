@@ -24,7 +24,7 @@ def save(ctx: Any, *parts: Tensor | Packed | None) -> None:
 def load(ctx: Any, one_by_one: bool = False) -> list[Any]:
     """Return the arguments of `save` in the same order, unpacked.
 
-    With `one_by_one`, packed arguments are returned as functions that unpack them, so that not all are in memory at once.
+    With `one_by_one`, return packed arguments as functions that unpack them, so that not all are in memory at once.
     """
     saved, at, parts = ctx.saved_tensors, 0, []
     for count, unpack in ctx.parts:
