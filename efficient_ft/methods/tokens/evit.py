@@ -31,8 +31,50 @@ from efficient_ft.models.view import ModelView, Reason, Skipped
 from efficient_ft.ops.tokens import num_kept
 
 
+class DropsTokens(Method):
+    """Base class of the methods that drop tokens like `EViT`, which describes the settings."""
+
+    drop_at: list[int]
+    keep_rate: float
+    fuse: bool
+
+    def _store_dropping(self, drop_at: Any, keep_rate: Any, fuse: Any) -> None:
+        """Check the settings and store them. Here, `drop_at` may be empty."""
+        check_indices("drop_at", [0] if drop_at == [] else drop_at, "[3,6,9]")
+        check_keep_rate(keep_rate)
+        check_bool("fuse", fuse)
+        self.drop_at, self.keep_rate, self.fuse = list(drop_at), keep_rate, fuse
+
+    def _drop_tokens(self, model: nn.Module, view: ModelView) -> tuple[str, ...]:
+        """Let the blocks at the indices `drop_at` drop tokens, and return their names. An error changes nothing."""
+        refuse_unfit_model(view, self.name)
+        chosen = blocks_at(view, f"method.{self.name}.drop_at", self.drop_at, last=False)
+        refuse_other_blocks(view, self.name, chosen)
+        self._refuse_few(view, chosen)
+        settings = partial(num_kept, keep_rate=self.keep_rate), self.fuse
+        give_forwards(model, view, self.name, dict.fromkeys(chosen, (DroppingForward, settings)))
+        return chosen
+
+    def _refuse_few(self, view: ModelView, chosen: Sequence[str]) -> None:
+        """Raise SettingError if a block outputs as many tokens as it receives."""
+        count = grid_positions(view)
+        for name in chosen:
+            kept = num_kept(count, self.keep_rate)
+            left = kept + (self.fuse and kept < count)
+            if self.keep_rate < 1 and left >= count:
+                height, width = view.image_size
+                raise SettingError(
+                    f"method.{self.name}.keep_rate",
+                    self.keep_rate,
+                    f"low enough to drop tokens in every block of drop_at ({name} takes {count} patch tokens and keeps"
+                    f" {kept}{' and a fused one' if left > kept else ''})",
+                    f"Use larger images (now {height}×{width}), or drop tokens in fewer blocks.",
+                )
+            count = left
+
+
 @register
-class EViT(Method):
+class EViT(DropsTokens):
     """Drop the patch tokens that the class token attends to least (EViT: Liang et al., ICLR 2022).
 
     Each block of ``drop_at`` keeps the share ``keep_rate`` of the patch tokens with the highest attention from the
@@ -63,12 +105,11 @@ class EViT(Method):
 
     def __init__(self, drop_at: list[int] = [3, 6, 9], keep_rate: float = 0.5, fuse: bool = True):  # noqa: B006
         super().__init__()
-        check_dropping(drop_at, keep_rate, fuse)
-        self.drop_at, self.keep_rate, self.fuse = list(drop_at), keep_rate, fuse
+        check_indices("drop_at", drop_at, "[3,6,9]")
+        self._store_dropping(drop_at, keep_rate, fuse)
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
-        dropping = dropping_blocks(view, self.name, self.drop_at, self.keep_rate, self.fuse)
-        drop_tokens(model, view, self.name, dropping, self.keep_rate, self.fuse)
+        dropping = self._drop_tokens(model, view)
         why = Skipped(Reason.NOT_CHOSEN, "keeps all tokens: not listed in drop_at")
         others = {name: why for name in view.blocks if name not in dropping}
         fused = ", and fuse the others into one" if self.fuse else ""
@@ -77,53 +118,3 @@ class EViT(Method):
 
     def _remove(self, model: nn.Module) -> None:
         take_forwards(model, self.name)
-
-
-def dropping_blocks(
-    view: ModelView, method_name: str, drop_at: Sequence[int], keep_rate: float, fuse: bool
-) -> tuple[str, ...]:
-    """Return the names of the blocks at the indices `drop_at`, without changing the model.
-
-    Raises:
-        SettingError: an index is outside the model, belongs to the last block or is listed twice, or a block would drop
-            no token because too few are left.
-        UserError: the blocks are of an unsupported type.
-    """
-    refuse_unfit_model(view, method_name)
-    chosen = blocks_at(view, f"method.{method_name}.drop_at", drop_at, last=False)
-    refuse_other_blocks(view, method_name, chosen)
-    _refuse_few(view, method_name, chosen, keep_rate, fuse)
-    return chosen
-
-
-def drop_tokens(
-    model: nn.Module, view: ModelView, method_name: str, names: Sequence[str], keep_rate: float, fuse: bool
-) -> None:
-    """Replace the forward passes of the blocks, so that the named blocks drop tokens like `EViT` does."""
-    settings = partial(num_kept, keep_rate=keep_rate), fuse
-    give_forwards(model, view, method_name, dict.fromkeys(names, (DroppingForward, settings)))
-
-
-def _refuse_few(view: ModelView, method_name: str, chosen: Sequence[str], keep_rate: float, fuse: bool) -> None:
-    """Raise SettingError if a block outputs as many tokens as it receives."""
-    count = grid_positions(view)
-    for name in chosen:
-        kept = num_kept(count, keep_rate)
-        left = kept + (fuse and kept < count)
-        if keep_rate < 1 and left >= count:
-            height, width = view.image_size
-            raise SettingError(
-                f"method.{method_name}.keep_rate",
-                keep_rate,
-                f"low enough to drop tokens in every block of drop_at ({name} takes {count} patch tokens and keeps"
-                f" {kept}{' and a fused one' if left > kept else ''})",
-                f"Use larger images (now {height}×{width}), or drop tokens in fewer blocks.",
-            )
-        count = left
-
-
-def check_dropping(drop_at: Any, keep_rate: Any, fuse: Any) -> None:
-    """Raise SettingError if a setting of `EViT` is out of range for every model."""
-    check_indices("drop_at", drop_at, "[3,6,9]")
-    check_keep_rate(keep_rate)
-    check_bool("fuse", fuse)

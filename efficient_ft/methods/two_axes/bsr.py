@@ -17,12 +17,12 @@ from efficient_ft.methods.registry import register
 from efficient_ft.methods.selection.static import Blocks
 from efficient_ft.methods.summary import ranges
 from efficient_ft.methods.tokens.base import refuse_unfit_model, take_forwards
-from efficient_ft.methods.tokens.evit import check_dropping, drop_tokens, dropping_blocks
+from efficient_ft.methods.tokens.evit import DropsTokens
 from efficient_ft.models.view import ModelView
 
 
 @register
-class BSR(Blocks):
+class BSR(Blocks, DropsTokens):
     """Train the listed blocks, the final norm and the head, and drop tokens like `EViT` in training and evaluation.
 
     The method combines the selection of `Blocks` with the dropping of `EViT`, which are also available separately and
@@ -61,8 +61,7 @@ class BSR(Blocks):
         fuse: bool = True,
     ):
         super().__init__(blocks)
-        check_dropping([0] if drop_at == [] else drop_at, keep_rate, fuse)
-        self.drop_at, self.keep_rate, self.fuse = list(drop_at), keep_rate, fuse
+        self._store_dropping(drop_at, keep_rate, fuse)
         if not drop_at:
             self.other_axes = tuple(axis for axis in self.other_axes if axis != Axis.TOKENS)
             self.adds = self.adds - {Adds.TOKEN_DROPPING}
@@ -73,8 +72,7 @@ class BSR(Blocks):
             return super()._apply(model, view)
         refuse_unfit_model(view, self.name)
         self._names(view)  # checks `blocks` before the model is changed
-        dropping = dropping_blocks(view, self.name, self.drop_at, self.keep_rate, self.fuse)
-        drop_tokens(model, view, self.name, dropping, self.keep_rate, self.fuse)
+        dropping = self._drop_tokens(model, view)
         selected = super()._apply(model, view)
         dropped = f"{ranges(dropping)} each keep {self.keep_rate:g} of the patch tokens"
         return replace(selected, summary=f"{selected.summary}; {dropped}")
