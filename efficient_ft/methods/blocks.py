@@ -13,7 +13,7 @@ from efficient_ft.models.view import ModelView
 def check_indices(setting: str, blocks: Any, example: str = "[3,7,11]", do: str | None = None) -> None:
     """Raise SettingError unless `blocks` is a list of at least one integer.
 
-    `example` is an example of a value, and `do` states what to do if the list is empty.
+    The message contains the value `example`, and for an empty list the sentence `do`.
     """
     if not isinstance(blocks, Sequence) or isinstance(blocks, str) or not all(type(b) is int for b in blocks):
         raise SettingError(setting, blocks, f"a list of integers, e.g. {example}")

@@ -150,7 +150,7 @@ class _MergingForward(TokenForward):
         return r > 0
 
     def _merged(self, x: Tensor, attention: _SizedAttention, tokens: Tokens, r: int) -> tuple[Tensor, Tokens]:
-        """Merge r tokens. Return the remaining tokens and their record; `tokens` is the record before."""
+        """Merge r of the tokens x with the record `tokens`. Return the remaining tokens and their record."""
         if not attention.keys:
             raise UserError(
                 f"method tome: the keys of {type(self.module.attn).__name__} were not found, since it computes no"

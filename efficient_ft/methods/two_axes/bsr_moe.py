@@ -1,4 +1,4 @@
-"""BSR with experts: each token is routed to a few of several feed-forward networks in the trained blocks.
+"""BSR with experts: the trained blocks have several feed-forward networks, and each token is routed to some of them.
 
 Source: "Block Selective Reprogramming for On-device Training of Vision Transformers", CVPR Workshops 2024, Section 5.2.
 """

@@ -60,7 +60,7 @@ class Moments(NamedTuple):
 
 
 def is_blockwise(size: int) -> bool:
-    """Return True if the moments of a parameter of `size` values are quantized: a multiple of BLOCK, >= MIN_SIZE."""
+    """Return True if the moments of a parameter are quantized: its size is a multiple of BLOCK and >= MIN_SIZE."""
     return size >= MIN_SIZE and size % BLOCK == 0
 
 

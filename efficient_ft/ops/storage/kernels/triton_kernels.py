@@ -301,8 +301,8 @@ def group_pack(
 ):  # fmt: skip
     """Write the codes and ranges of T groups in `PARTS` parts of `part` <= W values each.
 
-    A part contains the values of one bit position of a plane: half of a group with 4 bits, a quarter with 2 bits, and
-    an eighth with 3 bits.
+    A part contains the values at one bit position in the bytes of a plane: half of a group with 4 bits, a quarter with
+    2 bits, and an eighth with 3 bits.
     """
     group = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
     low, high = tl.full((T,), float("inf"), tl.float32), tl.full((T,), float("-inf"), tl.float32)
