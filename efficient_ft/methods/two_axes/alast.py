@@ -115,8 +115,8 @@ class ALaST(LayersPerStep):
             images and channels), or ``batch`` (sum; α then depends on the batch size).
         first_delta: Δ before the first step: ``zero``, or ``same`` to use the Δ of the first step, which then changes
             no budget.
-        layer_choice: ``sample`` (K blocks without replacement, with probabilities softmax(b)), or ``highest`` (the K
-            blocks with the highest budgets; ties go to the earlier block).
+        layer_choice: choice of the blocks to train: ``sample`` (K blocks without replacement, with probabilities
+            softmax(b)), or ``highest`` (the K blocks with the highest budgets; ties go to the earlier block).
         train_embeddings, seed: see `LayersPerStep`.
 
     Raises:
