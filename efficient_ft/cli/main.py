@@ -1,7 +1,7 @@
 """The command ``efficient-ft``, the same as ``python -m efficient_ft`` and ``python train.py`` in a checkout.
 
-Without a further word it trains, evaluates or sweeps, by Hydra's rules: ``efficient-ft --help``. The commands
-``efficient-ft bench``, ``report``, ``predict``, ... are in `efficient_ft.cli.commands`.
+Without a command it trains, like ``efficient-ft train``; ``evaluate`` and ``cost`` take the same settings. These three
+follow the rules of Hydra. The other commands (``bench``, ``report``, ...) are in `efficient_ft.cli.commands`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from efficient_ft.cli.hydra.compose import ComposedJob, check_form, composed_job
 from efficient_ft.cli.hydra.flags import check_flags
 from efficient_ft.cli.hydra.groups import CONF, register
 from efficient_ft.cli.hydra.output_folder import CommandRecord, leaving_nothing, output_folder_faults
-from efficient_ft.cli.hydra.rows import zipped
 from efficient_ft.cli.hydra.settings import hydra_faults
 from efficient_ft.cli.hydra.variants import not_as_published
+from efficient_ft.cli.hydra.verbs import as_settings
 from efficient_ft.cli.started import first_process, started_processes
 from efficient_ft.cli.stopping import signals_first, while_loading
 from efficient_ft.cli.terminal import fitted_help
@@ -121,7 +121,7 @@ def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     with clean_exits():
         register()
-        sys.argv[1:] = slurm.with_launcher(zipped(sys.argv[1:]))
+        sys.argv[1:] = slurm.with_launcher(as_settings(sys.argv[1:]))
         arguments, unknown = get_args_parser().parse_known_args()
         if unknown:
             dashed = next((one for one in unknown if one.startswith("-")), unknown[0])

@@ -12,7 +12,6 @@ from pydantic import BaseModel, ValidationError
 
 from efficient_ft.config.explain import mistake, show
 from efficient_ft.config.identity import OWN_FOLDERS
-from efficient_ft.config.renamed import refuse_renamed
 from efficient_ft.config.schema import Config, DataConfig, MaskConfig, ModelConfig, OptimConfig
 from efficient_ft.core.errors import SettingError
 from efficient_ft.core.in_backward import Wrong, refuse_in_backward
@@ -35,7 +34,6 @@ def check(plain: Mapping[str, Any]) -> Config:
     """
     if not isinstance(plain.get("method", {}), Mapping):
         raise SettingError("method", show(plain["method"]), "a mapping from a method's name to its settings")
-    refuse_renamed(plain)
     _refuse_sharding(plain)
     plain = _without_missing(plain)
     # A YAML with nothing but its package composes to null.

@@ -17,8 +17,6 @@ _NO_EFFECT: dict[str, Any] = {
     "jobs": True,
     "job_timeout": True,
     "published": True,
-    "table": True,
-    "rows": True,
     "evaluate": True,
     "cost_only": True,
     "cost": True,

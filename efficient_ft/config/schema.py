@@ -314,10 +314,6 @@ class Config(Section):
     resume: Literal["auto", "never"] = "auto"
     #: The accuracy that a paper prints for this run, a fraction, for the logger's summary.
     published: Annotated[float, Field(ge=0, le=1)] | None = None
-    #: Name of a published table whose runs are the rows of a sweep (-m).
-    table: str | None = None
-    #: Rows of a sweep (-m): texts of settings, each run with every combination of the other arguments.
-    rows: list[str] | None = None
     #: Jobs of a sweep (-m) at the same time.
     jobs: Count = 1
     #: A job of a sweep (-m) that runs longer is stopped: seconds, or with a unit (90s, 30min, 2h); null: never.

@@ -21,8 +21,8 @@ from efficient_ft.data.transforms import Transform
 
 log = logging.getLogger(__name__)
 
-#: Changes when stores of earlier versions cannot be used any more.
-_FORMAT = 2
+#: The format of a store. Increase it if the content of a store changes.
+_FORMAT = 1
 
 
 class DecodedImages:
@@ -52,7 +52,7 @@ class DecodedImages:
             "pillow": PIL.__version__,
             "torchvision": torchvision.__version__,
         }
-        if transform.decoding.value_range is not None:  # only if set: stores from before this setting stay valid
+        if transform.decoding.value_range is not None:
             self._about["value_range"] = transform.decoding.value_range
         name = hashlib.blake2b(json.dumps(self._about, sort_keys=True).encode(), digest_size=8).hexdigest()
         self.folder, self._count = root / name, len(samples)

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from efficient_ft.ops.saving import PackedOperations, PackingState, Policy, packed_operation
-from efficient_ft.ops.saving.mode import has_counted_names, refuse_earlier
 from efficient_ft.ops.saving.table import name_of
 from efficient_ft.ops.storage import Dense, PackContext, Packed, bitmap_bytes, magnitude_bits, pack_bits, unpack_bits
 
@@ -88,15 +87,9 @@ class Thresholds(PackingState):
         return {"step": self.step, "of": dict(self.by_name), "computed": dict(self.computed)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the step and the thresholds.
-
-        Raises:
-            UserError: an earlier version wrote them.
-        """
-        refuse_earlier(has_counted_names(state_dict["of"]))
+        """Restore the step and the thresholds."""
         self.step, self.by_name = state_dict["step"], dict(state_dict["of"])
-        # Checkpoints written before steps were recorded: all thresholds hold until the next refresh.
-        self.computed = {**dict.fromkeys(self.by_name, self.step), **state_dict.get("computed", {})}
+        self.computed = dict(state_dict["computed"])
 
 
 def largest(threshold: float, x: Tensor) -> Tensor:

@@ -15,8 +15,6 @@ from efficient_ft.ops.blockwise import AdamStep, Moments, adam_step, empty_momen
 from efficient_ft.ops.blockwise.update import dense_step
 from efficient_ft.optim.states import plain_states
 
-_OLD = "exp_avg_scale"  # in states of the form before this one, and of torchao
-
 
 class LowBitAdamW(Optimizer):
     """`torch.optim.AdamW` whose moments are stored block-wise, in 8 or 4 bits per value.
@@ -121,16 +119,9 @@ class LowBitAdamW(Optimizer):
         """Restore a state exactly, on the devices of the parameters.
 
         Raises:
-            UserError: the state is of other bits, of another optimizer or of an earlier form.
+            UserError: the state belongs to another optimizer, or to one with other `bits`.
         """
         states = plain_states(self, state_dict)
-        if any(map(_is_of_another_form, states.values())):
-            raise UserError(
-                "The optimizer's state has an earlier form, or torchao's, in which steps can become far too large or"
-                f" too small. {type(self).__name__} cannot continue it. Finish the training with the version"
-                " that began it. Or start again: pass resume=never for a run, which then trains from the beginning;"
-                " leave out load_state_dict in a loop, which keeps the weights."
-            )
         for p, state in states.items():
             expected = {name: t.shape for name, t in self._empty_state(p).items()}
             if {name: t.shape for name, t in state.items()} != expected:
@@ -145,12 +136,6 @@ class LowBitAdamW(Optimizer):
                 name: t.detach().clone() if name == "step" else t.detach().to(p.device, copy=True)
                 for name, t in state.items()
             }
-
-
-def _is_of_another_form(state: dict[str, Any]) -> bool:
-    """Return whether the state of a parameter has a form before this one, or is torchao's."""
-    range_ = state.get("root_range")
-    return _OLD in state or hasattr(state.get("exp_avg"), "codes") or (range_ is not None and range_.shape[-1] != 3)
 
 
 class LowBitAdam(LowBitAdamW):

@@ -212,31 +212,6 @@ def test_checkpointing_of_the_model_s_own_after_packing_is_refused(method: Metho
     gradients(model, "vit")
 
 
-@pytest.mark.parametrize(
-    ("method", "state"),
-    [
-        (Mesa(), {"blocks.0/1": [[0.0], [1.0]]}),
-        (BackRazor(value_dtype="int8"), {"blocks.0/1": [[0.0], [1.0]]}),
-        (Checkpointing(input_dtype="int8"), {"blocks.0": [[0.0], [1.0]]}),
-        (SWAT(), {"step": 3, "of": {"blocks.0/1": 0.1}}),
-        (
-            LowBit("auto"),
-            {"steps": 1, "in_vain": 0, "values": {"blocks.0/1": 8}, "changes": {}, "forms": {"blocks.0/1": [2, 64]}},
-        ),
-    ],
-    ids=repr,
-)
-def test_state_of_an_earlier_version_is_refused(method: Method, state: dict[str, Any]) -> None:
-    model, method = model_of("vit"), again(method)
-    method.apply(model)
-    with pytest.raises(UserError, match=r"earlier version.*resume=never"):
-        method.load_state_dict(state)
-    later = again(method)
-    later.load_state_dict(state)
-    with pytest.raises(UserError, match="earlier version"):
-        later.apply(model_of("vit"))
-
-
 @pytest.mark.slow
 def test_attention_with_one_key_head_stays_torch_s_and_is_named() -> None:
     model = timm.create_model("mobilenetv4_hybrid_medium", num_classes=5).train()

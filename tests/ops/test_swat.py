@@ -150,10 +150,10 @@ def packed_in(mode: SparseProducts, function: Callable[[], Tensor]) -> Tensor:
 
 
 def test_thresholds_travel() -> None:
-    one = Thresholds(sparsity=0.5, step=7, by_name={"a": 0.1 + 0.2})
+    one = Thresholds(sparsity=0.5, step=7, by_name={"a": 0.1 + 0.2}, computed={"a": 6})
     other = Thresholds(sparsity=0.5)
     other.load_state_dict(one.state_dict())
     assert (other.step, other.by_name) == (7, {"a": 0.1 + 0.2})
-    assert other.computed == {"a": 7}, "an earlier version did not record it"
+    assert other.computed == {"a": 6}
     one.by_name["a"] = 0.0
     assert other.by_name["a"] == 0.1 + 0.2

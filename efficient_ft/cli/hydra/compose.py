@@ -25,12 +25,13 @@ from efficient_ft.cli.hydra.conf import CONF
 from efficient_ft.cli.hydra.evaluate import evaluation
 from efficient_ft.cli.hydra.mistakes import check_option, check_packages, explained, known_here, refuse_data
 from efficient_ft.cli.hydra.output_folder import check_output_folder, hydra_files
-from efficient_ft.cli.hydra.rows import EXAMPLE, NAMING, jobs_of_rows, key_of, refuse_doubled
+from efficient_ft.cli.hydra.rows import jobs_of_rows, key_of, refuse_doubled
 from efficient_ft.cli.hydra.settings import check_hydra, check_targets
 from efficient_ft.cli.hydra.sources import faults_of_files
+from efficient_ft.cli.hydra.verbs import VERBS
 from efficient_ft.config import Config, UnknownSetting, check
 from efficient_ft.config.plain import plain
-from efficient_ft.config.renamed import refuse_renamed_setting
+from efficient_ft.config.removed import refuse_removed
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean
 from efficient_ft.core.text import printable
 
@@ -118,19 +119,16 @@ def _jobs(loader: ConfigLoader, overrides: Sequence[str], sweep: bool) -> list[t
         key = override.get_key_element()
         choices[text] = [f"{key}={value}" for value in override.sweep_string_iterator()]
         if not choices[text]:
-            raise UserError(f"{text}: it stands for no value at all.")
-        if key_of(text) in (*NAMING, "experiment"):
-            do = "Repeat the command for each."
-            if key_of(text) == "rows":
-                do = f"Some rows of a table: efficient-ft table NAME --run --rows {values}. {EXAMPLE}"
-            raise UserError(f"{text}: one {key_of(text)} at a time. {do}")
+            raise UserError(f"{text}: the pattern matches no value.")
+        if key_of(text) == "experiment":
+            raise UserError(f"{text}: a sweep has only one experiment. Repeat the command for each.")
     return list(itertools.product(*choices.values()))
 
 
 def _with_rows(loader: ConfigLoader, name: str, jobs: list[tuple[str, ...]], sweep: bool) -> list[tuple[str, ...]]:
-    """Multiply `jobs` by the rows that a table, an experiment or ``rows`` has, as the sweeper does."""
-    naming = [one for one in jobs[0] if key_of(one) in (*NAMING, "experiment")] if jobs else []
-    if not naming:
+    """Multiply `jobs` by the rows of an experiment, as the sweeper does."""
+    naming = [one for one in jobs[0] if key_of(one) == "experiment"] if jobs else []
+    if not naming or any(key_of(one) == "rows" for one in jobs[0]):  # rows=null: a job of such a sweep
         return jobs
     for override in OverridesParser.create(config_loader=loader).parse_overrides(naming):
         check_option(loader, override)
@@ -139,21 +137,22 @@ def _with_rows(loader: ConfigLoader, name: str, jobs: list[tuple[str, ...]], swe
     except (HydraException, OmegaConfBaseException) as error:
         parsed = OverridesParser.create(config_loader=loader).parse_overrides(naming)
         raise explained(loader, name, parsed, error) from None
-    table, rows = composed.get("table"), composed.get("rows")
+    rows = composed.get("rows")
     if rows is not None and not OmegaConf.is_list(rows):
         raise SettingError("rows", rows, "a list of texts, each with the settings of a run")
-    if not sweep and (table is not None or rows):
-        raise UserError(f"{naming[0]}: it has several runs. To run each of them add -m.")
-    return [tuple(job) for job in jobs_of_rows(jobs, table, rows)]
+    if not sweep and rows:
+        raise UserError(f"{naming[0]} has several runs. Add -m to run each of them.")
+    return [tuple(job) for job in jobs_of_rows(jobs, rows)]
 
 
 def check_form(overrides: Sequence[str]) -> None:
     """Refuse a bare word, e.g. a command that does not exist; also with ``--help``, where nothing is composed.
 
     Raises:
-        UserError: one of `overrides` is not KEY=VALUE, nor ~KEY, or not UTF-8.
+        UserError: one of `overrides` is not KEY=VALUE or ~KEY, is not UTF-8, or has a form that was removed.
     """
     for text in overrides:
+        refuse_removed(text)
         shown = printable(text)
         if shown != text:
             raise UserError(
@@ -165,7 +164,7 @@ def check_form(overrides: Sequence[str]) -> None:
 
 
 def _not_a_setting(text: str) -> UserError:
-    return UserError(f"{text}: arguments have the form KEY=VALUE; see --help.{did_you_mean(text, COMMANDS)}")
+    return UserError(f"{text}: arguments have the form KEY=VALUE; see --help.{did_you_mean(text, [*VERBS, *COMMANDS])}")
 
 
 def _unreadable(text: str) -> UserError:
@@ -197,8 +196,6 @@ def _is_readable(text: str) -> bool:
 def _composed(loader: ConfigLoader, name: str, job: tuple[str, ...], sweep: bool) -> ComposedJob:
     """One job with its checked configuration."""
     parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(job))
-    for override in parsed:
-        refuse_renamed_setting(override.key_or_group, override.value())
     check_output_folder(name, parsed)
     check_hydra(loader, name, parsed)
     evaluated = evaluation(loader, name, parsed)

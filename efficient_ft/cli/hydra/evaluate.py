@@ -41,8 +41,10 @@ def evaluation(loader: ConfigLoader, name: str, parsed: Sequence[Override]) -> C
         return None
     run = Path(str(runs[-1]))
     if not (run / "model.safetensors").is_file():
-        what = "holds no model.safetensors: no epoch was finished there" if run.is_dir() else "no such folder"
-        raise UserError(f"evaluate={run}: {what}. {PASS_A_RUN}")
+        what = (
+            "contains no model.safetensors: no epoch was finished there" if run.is_dir() else "there is no such folder"
+        )
+        raise UserError(f"{run}: {what}. {PASS_A_RUN}")
     settings = read_config(run, PASS_A_RUN, USE_ITS_VERSION).model_dump(mode="json")
     groups = [override for override in parsed if loader.get_group_options(override.key_or_group)]
     for override in groups:
@@ -50,8 +52,8 @@ def evaluation(loader: ConfigLoader, name: str, parsed: Sequence[Override]) -> C
         group = override.key_or_group
         if group not in Config.model_fields or override.package not in (None, group) or override.is_delete():
             raise UserError(
-                f"{override.input_line}: evaluate=RUN takes the settings of RUN. Only a section (data=NAME) or single"
-                " settings (data.root=DIR) can be changed."
+                f"{override.input_line}: an evaluation uses the settings of the run. Only a section (data=NAME) or"
+                " single settings (data.root=DIR) can be changed."
             )
     if groups:
         composed = plain(compose(name, [str(override.input_line) for override in groups]))
@@ -72,7 +74,7 @@ def _apply(loader: ConfigLoader, settings: dict[str, Any], override: Override) -
     """Apply one ``KEY=VALUE``, ``+KEY=VALUE`` or ``~KEY`` to plain `settings`; only its own value is interpolated."""
     full = override.key_or_group
     if full.startswith(("hydra.", "hydra/")):
-        raise UserError(f"{override.input_line}: evaluate=RUN makes no folder and does not use Hydra; leave it out.")
+        raise UserError(f"{override.input_line}: an evaluation makes no folder and does not use Hydra. Leave it out.")
     value = plain(OmegaConf.create({"value": override.value()}))["value"]
     addable = override.is_add() or override.is_force_add() or full in setting_names()
     *groups, key = parts = full.split(".")

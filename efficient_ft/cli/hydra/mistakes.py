@@ -17,7 +17,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from efficient_ft.config import Config, UnknownSetting, check, setting_names
 from efficient_ft.config.plain import plain, sentence
-from efficient_ft.config.renamed import RenamedSetting
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean
 
 # By loader and group: a loader copies all of its sources to list a group, .4 s for seven arguments.
@@ -265,8 +264,7 @@ def explained(loader: ConfigLoader, name: str, parsed: Sequence[Override], error
             return UserError(
                 f"{line}: method {missing} is not chosen (chosen: {', '.join(siblings)}). Choose it,"
                 f" method={missing}, or both, 'method=[{','.join([*siblings, missing])}]'."
-                f" In a sweep where only some runs have {missing}:"
-                f" method=zip(...) {key}=zip(...), with _ for the others."
+                f" For a sweep in which only some runs have {missing}, write an experiment with rows."
             )
         if present == "method":
             return SettingError("method", missing, methods, f"(in {line})")
@@ -290,9 +288,7 @@ def explained(loader: ConfigLoader, name: str, parsed: Sequence[Override], error
 
 
 def known_here(loader: ConfigLoader, error: UnknownSetting) -> UnknownSetting:
-    """Return `error` with the groups of the command line as known names; unchanged for a renamed setting."""
-    if isinstance(error, RenamedSetting):
-        return error
+    """Return `error` with the groups of the command line as further known names."""
     return unknown(loader, error.setting, error.value, error.known)
 
 

@@ -36,7 +36,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from efficient_ft.core.distributed import all_reduce_sum
 from efficient_ft.methods.memory.packing import PackedForward
 from efficient_ft.ops.saving import PackingState
-from efficient_ft.ops.saving.mode import has_counted_names, refuse_earlier
 from efficient_ft.ops.storage import BITS, GroupBits, PackContext, Packed, group_length, group_pack, group_unpack
 from efficient_ft.ops.tokens import attach_tokens, pop_tokens
 
@@ -234,12 +233,7 @@ class ChosenBits(PackingState):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from the state of `state_dict`.
-
-        Raises:
-            UserError: an earlier version wrote it.
-        """
-        refuse_earlier(has_counted_names(state_dict["values"]))
+        """Continue from the state of `state_dict`."""
         if state_dict.get("noise") is not None:
             self.noise.load_state_dict(state_dict["noise"])
         self.steps, self.in_vain = state_dict["steps"], state_dict["in_vain"]

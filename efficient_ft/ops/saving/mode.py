@@ -18,10 +18,9 @@ frozen in some steps.
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +32,6 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from efficient_ft.core.context import context
-from efficient_ft.core.errors import UserError
 from efficient_ft.ops.saving.dense import DenseKept
 from efficient_ft.ops.saving.sharing import (
     LastUnpacked,
@@ -142,31 +140,11 @@ class PackingState:
         return {"ranges": self.ranges.state_dict(), "noise": self.noise.state_dict() if self.noise.used else None}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from the state of `state_dict`.
-
-        Raises:
-            UserError: an earlier version wrote it.
-        """
+        """Continue from the state of `state_dict`."""
         if state_dict:
-            refuse_earlier("ranges" not in state_dict)
             self.ranges.load_state_dict(state_dict["ranges"])
             if state_dict["noise"] is not None:
                 self.noise.load_state_dict(state_dict["noise"])
-
-
-def refuse_earlier(earlier: bool) -> None:
-    """Raise UserError if state was written by a version that numbered packed tensors (``blocks.0/3``)."""
-    if earlier:
-        raise UserError(
-            "The checkpoint holds the packing state of an earlier version, which numbered packed tensors. They are now"
-            " named by module and role, and the state cannot be continued. Start the run again (resume=never), or"
-            " continue it with the version that wrote it."
-        )
-
-
-def has_counted_names(names: Iterable[str]) -> bool:
-    """Return whether a name is that of a packed tensor in an earlier version: ``blocks.0/3``."""
-    return any(re.fullmatch(r".*/\d+", name) for name in names)
 
 
 def numbered(name: str, number: int) -> str:

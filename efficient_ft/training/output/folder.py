@@ -45,7 +45,7 @@ def refuse_another_run(config: Config, folder: Path) -> None:
     """Refuse a folder that holds a run with other settings, unless ``resume=never`` moves that run away.
 
     Raises:
-        OtherVersionError: an earlier version of this package wrote the folder.
+        OtherVersionError: another version of this package wrote the folder.
         UserError: the settings differ, or its config.yaml is damaged.
     """
     if config.resume == "never" or not (folder / config_file.NAME).is_file():

@@ -1,0 +1,31 @@
+"""Forms of the command line that no longer exist: each one is refused with its replacement."""
+
+from __future__ import annotations
+
+from efficient_ft.core.errors import UserError
+
+_EXPERIMENT = (
+    "List the runs as rows of an experiment, DIR/experiment/NAME.yaml, and pass -m --config-dir DIR experiment=NAME"
+)
+
+#: Settings that were removed, and what to use instead.
+REMOVED = {
+    "rows": f"{_EXPERIMENT}. For some rows of a published table, use efficient-ft table NAME --run --rows ROW",
+    "table": "Use efficient-ft table NAME --run",
+}
+
+
+def refuse_removed(argument: str) -> None:
+    """Refuse an argument of the command line whose form was removed.
+
+    A job of an experiment gets ``rows=null``, which is accepted.
+
+    Raises:
+        UserError: the form was removed; the message names its replacement.
+    """
+    key, _, value = argument.partition("=")
+    if value.startswith("zip("):
+        raise UserError(f"{argument}: zip(...) was removed. {_EXPERIMENT}.")
+    name = key.lstrip("+~")
+    if name in REMOVED and argument != "rows=null":
+        raise UserError(f"{argument}: the setting {name} was removed. {REMOVED[name]}.")
