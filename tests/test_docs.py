@@ -20,6 +20,7 @@ from efficient_ft.cli.hydra.compose import configurations
 from efficient_ft.cli.hydra.groups import CONF, register
 from efficient_ft.cli.hydra.verbs import VERBS, as_settings
 from efficient_ft.config import setting_names
+from efficient_ft.core.packages import option_settings
 from tests.conftest import REPOSITORY
 
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
@@ -197,7 +198,7 @@ def test_subcommands_exist():
 
 def test_settings_in_backticks_exist():
     known = {*setting_names(), *(group.name for group in CONF.iterdir())}
-    methods = {path.stem: yaml.safe_load(text(path)) or {} for path in (CONF / "method").glob("*.yaml")}
+    methods = {path.stem: option_settings(path) for path in (CONF / "method").glob("*.yaml")}
     own = {key for given in methods.values() for key in given} | set(OF_A_PLAN)
     top = {key.partition(".")[0] for key in known}
     wrong = []
@@ -278,7 +279,7 @@ def test_a_card_says_everything(card):
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.stem)
 def test_settings_of_a_card_are_those_of_the_yaml(card):
     options = {
-        file.stem: yaml.safe_load(text(file)) or {}
+        file.stem: option_settings(file)
         for file in (CONF / "method").glob("*.yaml")
         if f"# @package method.{card.stem}\n" in text(file)
     }

@@ -197,23 +197,23 @@ class DataConfig(Section):
 class OptimConfig(Section):
     """Optimizer and its memory, learning-rate schedule, label smoothing, clipping. Warm-up counts optimizer steps."""
 
-    name: Literal["adamw", "sgd", "adam"]
-    lr: Annotated[float, Field(ge=1e-12)]
-    weight_decay: NotNegative = 0.0
+    name: Literal["adamw", "sgd", "adam"] = "adamw"
+    lr: Annotated[float, Field(ge=1e-12)] = 1e-4
+    weight_decay: NotNegative = 1e-5
     #: SGD only.
     momentum: Fraction = 0.9
     #: Adam and AdamW only.
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     schedule: Literal["cosine", "constant"] = "cosine"
     #: Less than the optimizer steps of all epochs; null: a quarter of the run's, and at most 100.
-    warmup_steps: Annotated[int, Field(ge=0)] | None = 0
+    warmup_steps: Annotated[int, Field(ge=0)] | None = None
     #: The warm-up starts at this share of `lr`.
     warmup_start_factor: Annotated[float, Field(ge=0, le=1)] = 0.001
     #: The cosine ends at this share of `lr`.
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
-    label_smoothing: Fraction = 0.0
+    label_smoothing: Fraction = 0.1
     #: Largest norm of the whole gradient; null: no clipping.
-    grad_clip_norm: Annotated[float, Field(ge=1e-6)] | None = None
+    grad_clip_norm: Annotated[float, Field(ge=1e-6)] | None = 5.0
     #: The classifier's learning rate is `lr` times this.
     head_lr_mult: Positive = 1.0
     #: Factor of the learning rate per layer from the head down; null: one rate for all layers.

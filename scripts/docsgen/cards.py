@@ -14,11 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from docsgen import configuration, labels, records
 from docsgen.markdown import duration, table, times
-from efficient_ft.core.packages import method_of
+from efficient_ft.core.packages import method_of, option_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 CARDS = ROOT / "docs" / "methods"
@@ -144,7 +142,7 @@ def classes() -> dict[str, Any]:
 def settings_table(name: str) -> str:
     """Settings, their types, defaults by option, and meanings."""
     options = options_of()[name]
-    values = {option: yaml.safe_load(_yaml(option)) or {} for option in options}
+    values = {option: option_settings(configuration.CONF / "method" / f"{option}.yaml") for option in options}
     keys = list(dict.fromkeys(key for given in values.values() for key in given))
     if not keys:
         return "None."
@@ -162,10 +160,6 @@ def settings_table(name: str) -> str:
         rows.append([f"`{key}`", kind, *shown, meaning])
     defaults = ["default"] if len(options) == 1 else [f"`{option}`" for option in options]
     return table(["setting", "type", *defaults, "meaning"], rows, left=len(rows[0]))
-
-
-def _yaml(option: str) -> str:
-    return (configuration.CONF / "method" / f"{option}.yaml").read_text(encoding="utf-8")
 
 
 def _value(value: Any) -> str:

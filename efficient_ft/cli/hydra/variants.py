@@ -10,11 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from efficient_ft.cli.hydra.conf import CONF
 from efficient_ft.config import Config, run_folder
-from efficient_ft.core.packages import configuration_folders, method_files
+from efficient_ft.core.packages import configuration_folders, method_files, option_settings
 
 #: The end of an option's name that has the settings of the paper.
 PUBLISHED = "_published"
@@ -75,7 +73,6 @@ def _options() -> dict[str, dict[str, dict[str, Any]]]:
     """By method and option: its settings, without those that depend on the rest of the configuration."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for _, method, file in method_files({"": [CONF], **configuration_folders()}):
-        held = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-        plain = {key: value for key, value in held.items() if not str(value).startswith("${") and key != "defaults"}
-        found.setdefault(method, {})[file.stem] = plain
+        settings = option_settings(file).items()
+        found.setdefault(method, {})[file.stem] = {k: v for k, v in settings if not str(v).startswith("${")}
     return found
