@@ -32,7 +32,7 @@ from efficient_ft.cli.exits import (
     report_outcome,
 )
 from efficient_ft.cli.hydra import jobs, slurm
-from efficient_ft.cli.hydra.compose import ComposedJob, check_form, composed_jobs
+from efficient_ft.cli.hydra.compose import ComposedJob, check_form, chosen_options, composed_jobs
 from efficient_ft.cli.hydra.flags import check_flags
 from efficient_ft.cli.hydra.groups import CONF, register
 from efficient_ft.cli.hydra.output_folder import CommandRecord, leaving_nothing, output_folder_faults
@@ -67,6 +67,9 @@ def job(composed: DictConfig) -> float | None:
                 from efficient_ft.training.run import run
 
             hydra_config = HydraConfig.get()
+            arguments = list(hydra_config.overrides.task)
+            if _trains(config):
+                config = config.with_options(chosen_options(hydra_config, arguments))
             for sentence in not_as_published(config):
                 show(f"note: {sentence}")
             folder = Path(hydra_config.runtime.output_dir)
@@ -74,7 +77,7 @@ def job(composed: DictConfig) -> float | None:
             if config.cost_only and folder != Path.cwd():
                 record.write()
             with leaving_nothing(folder):
-                results = run(config, folder, list(hydra_config.overrides.task), record.write)
+                results = run(config, folder, arguments, record.write)
     except BrokenPipeError:
         leave_closed_pipe()
     except (UserError, OSError) as error:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -329,6 +338,26 @@ class Config(Section):
     #: The memory that the run may take, with a unit (4GB, 3.5GiB), see `training.budget`; null: no budget.
     memory: str | int | float | None = None
 
+    #: The settings of the options that a command chose (model=, data=, ...); None: the configuration has none.
+    _options: dict[str, Any] | None = PrivateAttr(default=None)
+
+    def with_options(self, options: dict[str, Any] | None) -> Config:
+        """Return a copy that knows the settings of the chosen options, with which `changed` compares."""
+        copy = self.model_copy()
+        copy._options = options
+        return copy
+
+    def changed(self) -> dict[str, Any]:
+        """Return the settings, by full name, that differ from the chosen options, else from the schema's defaults."""
+        options = {} if self._options is None else flatten(self._options)
+        given = flatten(self.model_dump(mode="json", exclude_defaults=True))
+        return {
+            name: value
+            for name, value in flatten(self.model_dump(mode="json")).items()
+            if (value != options[name] if name in options else name in given)
+            and not (self.tasks and name.startswith("data."))
+        }
+
     @model_serializer(mode="wrap")
     def _written_out(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out `tasks` in a run on one data set."""
@@ -336,3 +365,13 @@ class Config(Section):
         if not self.tasks:
             plain.pop("tasks", None)
         return plain
+
+
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Return nested mappings as one level with dotted keys; an empty mapping is a value."""
+    if not isinstance(tree, Mapping) or not tree:
+        return {prefix: tree}
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= flatten(value, f"{prefix}.{name}" if prefix else name)
+    return flat

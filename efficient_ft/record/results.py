@@ -14,6 +14,7 @@ from typing import Any, NotRequired, cast
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic needs this one below Python 3.12
 
+from efficient_ft.config.schema import flatten as flatten
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.parsing import parse_json
 from efficient_ft.record.files import json_text, write_text_atomically
@@ -221,7 +222,7 @@ class Results(TypedDict):
     """The contents of results.json.
 
     `config` is the whole configuration, `arguments` the settings given to this run (of the command line; empty for
-    runs from Python), `changed` the settings that differ from the schema's defaults, with dotted names, `environment`
+    runs from Python), `changed` the settings that differ from the chosen options (`Config.changed`), `environment`
     what `record.environment` gives, `methods` a report by the name of the method. Runs from before `memory`
     was recorded have none; `features` are there if features were stored. `weights` states which tensors
     of a file were used (`models.loading_report.LoadingReport`); a network with random weights has none.
@@ -305,17 +306,3 @@ def _finite(text: str) -> float:
 
 def _not_a_number(name: str) -> float:
     raise ValueError(f"{name} is no number of JSON")
-
-
-def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one level with dotted keys; an empty mapping is a value."""
-    if not isinstance(tree, Mapping) or not tree:
-        return {prefix: tree}
-    flat: dict[str, Any] = {}
-    for name, below in tree.items():
-        full = f"{prefix}.{name}" if prefix else name
-        if isinstance(below, Mapping):
-            flat |= flatten(below, full)
-        else:
-            flat[full] = below
-    return flat

@@ -45,7 +45,6 @@ from efficient_ft.record.results import (
     Accuracy,
     AppliedReport,
     Results,
-    flatten,
     images_digest,
     read_results,
     write_results,
@@ -304,7 +303,7 @@ def _train(
         "data": data,
         "seed": config.seed,
         "arguments": list(arguments),
-        "changed": flatten(config.model_dump(mode="json", exclude_defaults=True)),
+        "changed": config.changed(),
         "config": config.model_dump(mode="json"),
         "environment": environment(
             device,

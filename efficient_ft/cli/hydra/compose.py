@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, version
 from hydra._internal.hydra import Hydra
@@ -91,6 +92,25 @@ def configurations(
 ) -> list[Config]:
     """The configurations of `composed_jobs`."""
     return [job.config for job in composed_jobs(conf, name, overrides, sweep=sweep, search=search)]
+
+
+def chosen_options(hydra: Any, arguments: Sequence[str]) -> dict[str, Any] | None:
+    """Return the settings of a job without its single settings: those of the options that it chooses.
+
+    Args:
+        hydra: the configuration of Hydra, within its job.
+        arguments: the arguments of the job.
+
+    Returns:
+        The settings; None if the options do not compose alone.
+    """
+    groups = {"method", *(str(group).partition("@")[0] for group in hydra.runtime.choices)}
+    parsed = OverridesParser.create().parse_overrides(list(arguments))
+    chosen = [one for one in parsed if one.key_or_group in groups and not isinstance(one.value(), dict)]
+    try:
+        return plain(compose(hydra.job.config_name, [str(one.input_line) for one in chosen]))
+    except (HydraException, OmegaConfBaseException, UserError):
+        return None
 
 
 def _jobs(loader: ConfigLoader, overrides: Sequence[str], sweep: bool) -> list[tuple[str, ...]]:
