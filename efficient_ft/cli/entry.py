@@ -13,11 +13,7 @@ from efficient_ft.cli.streams import open_streams
 
 
 def main() -> None:
-    """Run the command line of this process; see `efficient_ft.cli.main.main`.
-
-    Raises:
-        SystemExit: status 2 where the process was started in a way in which nothing can work.
-    """
+    """Run the command line of this process; see `efficient_ft.cli.main.main`."""
     open_streams()
     answer_signals()
     wrong = malformed_environment() or _no_folder()

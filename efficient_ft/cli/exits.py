@@ -32,11 +32,7 @@ INTERRUPTED_TEXT = "Interrupted. The same command continues from the last checkp
 
 
 def report_outcome(**outcome: Any) -> None:
-    """Hand the outcome of this run to the sweep that started it, if any.
-
-    Args:
-        outcome: the ``results``, or the ``reason`` of a failure and whether the training ``diverged``.
-    """
+    """Pass the ``results`` of this run, or the ``reason`` of its failure, to the sweep that started it, if any."""
     if OUTCOME_FILE in os.environ:
         Path(os.environ[OUTCOME_FILE]).write_text(json_text(outcome), encoding="utf-8")
 
@@ -52,14 +48,14 @@ def fail(error: UserError | str, status: int = 2) -> NoReturn:
 
 
 def of_the_system(error: OSError) -> UserError | None:
-    """Return the message of an error at a file or folder that the user named; None: the error is another one."""
+    """Return the message of an error at a file or folder that the user named; None for other errors."""
     if error.filename is None or error.errno not in _OF_THE_SYSTEM:
         return None
     return UserError(f"{os.fsdecode(error.filename)}: {error.strerror}.")
 
 
 def leave_closed_pipe() -> NoReturn:
-    """Exit as other programs do when the reader of what they print has closed the pipe, e.g. ``| head``."""
+    """Exit like other programs when the reader of the output has closed the pipe, for example ``| head``."""
     discard_output()
     raise SystemExit(128 + 13) from None  # the number of SIGPIPE
 

@@ -54,7 +54,7 @@ from efficient_ft.core.terminal import ConsoleHandler, show, start_console
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def job(composed: DictConfig) -> float | None:
-    """Do one run in the folder that Hydra made for it; return the best accuracy, for sweepers that search."""
+    """Do one run in the folder that Hydra created; return the best accuracy, for sweepers that search."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -98,11 +98,7 @@ def job(composed: DictConfig) -> float | None:
 
 
 def prepare(config: Config) -> None:
-    """Set up the memory allocator before the first tensor is made, and refuse methods that cannot be built.
-
-    Raises:
-        UserError: unknown methods or settings, or methods that exclude each other.
-    """
+    """Set up the memory allocator before the first tensor is created, and refuse methods that cannot be built."""
     use_allocator(config.allocator)
     from efficient_ft.methods.build import baseline_methods, build_methods
 
@@ -111,11 +107,7 @@ def prepare(config: Config) -> None:
 
 
 def main() -> None:
-    """Run the command line of this process.
-
-    Raises:
-        SystemExit: status 2 after a mistake of the user, 130 if interrupted, 1 if jobs of a sweep failed.
-    """
+    """Run the command line of this process. Status 2: a mistake of the user; 130: interrupted; 1: jobs failed."""
     if len(sys.argv) > 1 and sys.argv[1] in COMMANDS:
         run_command(sys.argv[1], sys.argv[2:])
         return
@@ -155,14 +147,7 @@ def main() -> None:
 
 
 def check_commandline(arguments: Any) -> list[ComposedJob]:
-    """Compose the jobs of a command line; refuse any mistake before a folder is made or a job is started.
-
-    Args:
-        arguments: parsed by Hydra.
-
-    Raises:
-        UserError: the first mistake.
-    """
+    """Compose the jobs of a command line, and refuse mistakes before a folder is created or a job is started."""
     name = arguments.config_name or "train"
     conf = Path(arguments.config_path or CONF)
     composed = composed_jobs(conf, name, arguments.overrides, sweep=_sweeps(arguments), search=arguments.config_dir)
@@ -199,7 +184,7 @@ def check_commandline(arguments: Any) -> list[ComposedJob]:
 
 
 def _require_entry(config: Config, name: str) -> None:
-    """Refuse ``--cfg job --package NAME`` where the configuration has no entry of this name."""
+    """Refuse ``--cfg job --package NAME`` if the configuration has no entry of this name."""
     shown = config.model_dump(mode="json")
     try:
         found = OmegaConf.select(OmegaConf.create(shown), name)
@@ -211,7 +196,7 @@ def _require_entry(config: Config, name: str) -> None:
 
 
 def without_folder(arguments: Any, composed: Sequence[ComposedJob]) -> list[str]:
-    """Return the arguments that keep Hydra from writing for a job that trains nothing, or for a further process."""
+    """Return arguments with which Hydra writes nothing for a job without training, or for further processes."""
     if arguments.cfg or _sweeps(arguments) or not composed:
         return []
     if _trains(composed[0].config):
@@ -223,11 +208,7 @@ def without_folder(arguments: Any, composed: Sequence[ComposedJob]) -> list[str]
 
 
 def evaluate(arguments: Any, composed: Sequence[ComposedJob]) -> None:
-    """Evaluate one run, or each run of a sweep in a process of its own, without Hydra: a run folder is data.
-
-    Raises:
-        UserError: a run cannot be evaluated; a sweep that also trains.
-    """
+    """Evaluate one run, or each run of a sweep in a separate process, without Hydra."""
     if any(one.config.evaluate is None for one in composed):
         raise UserError("evaluate: either all jobs of a sweep evaluate a run, or none.")
     if arguments.cfg:

@@ -131,13 +131,7 @@ def status(text: str) -> None:
 
 
 def run_folders(command: str, argument: str, below: Path = Path("outputs")) -> str:
-    """Return the text of a command without its argument: the finished runs in a folder, the latest first.
-
-    Args:
-        command: name of the command.
-        argument: the missing argument.
-        below: the folder of the runs.
-    """
+    """Return the usage of a command without arguments, and the latest finished runs in a folder."""
     from efficient_ft.record.results import NAME
 
     usage = f"Usage: efficient-ft {command} {argument}"

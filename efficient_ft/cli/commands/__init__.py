@@ -29,15 +29,7 @@ COMMANDS = {
 
 
 def run_command(name: str, arguments: Sequence[str] | None = None) -> None:
-    """Run the command `name`.
-
-    Args:
-        name: a key of `COMMANDS`.
-        arguments: what follows the name on the command line; default: that of this process.
-
-    Raises:
-        SystemExit: with the status that the command returns, if it is not 0; 2 after a mistake of the user.
-    """
+    """Run a command of `COMMANDS`; its status becomes that of the process, and a mistake of the user gives status 2."""
     replace_unprintable()
     quiet_libraries()
     with clean_exits("Interrupted."), single_values():

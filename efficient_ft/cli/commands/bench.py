@@ -69,11 +69,7 @@ measures both. FLOPs and bytes are counted from executed operations; on CUDA, pe
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what `arguments` (default: the command line's) ask for, print tables, and write JSON if asked to.
-
-    Raises:
-        UserError: a recipe, model, file or device that cannot be used.
-    """
+    """Run a benchmark, print its tables, and write its report as JSON if `--json` is given."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -184,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _set_up(options: argparse.Namespace) -> str:
-    """Set up the allocator, the threads and the device of this process; returns the allocator's name."""
+    """Set up the allocator, the threads and the device of this process; return the name of the allocator."""
     restart_with(options.allocator, "--allocator")
     allocator = use_allocator(options.allocator, "--allocator")  # before the first tensor
     import torch
@@ -219,7 +215,7 @@ def _measure(options: argparse.Namespace, arguments: Sequence[str]) -> None:
 
 
 def _command(arguments: Sequence[str], file: Path | None) -> str:
-    """The command for the report: the file's path relative to the working folder, which no other machine has."""
+    """Return the command for the report, with the path of the file relative to the working folder."""
     words = [*PROG.split(), *arguments]
     if file is not None and file.is_absolute():
         here = Path.cwd()
@@ -244,7 +240,7 @@ def _require_device(name: str) -> None:
 
 
 def _configure(model: str | None, overrides: Sequence[str]) -> Config:
-    """The checked configuration of a run on random weights, see `efficient_ft.bench.recipes.Configure`."""
+    """Return the checked configuration of a run on random weights, see `efficient_ft.bench.recipes.Configure`."""
     from efficient_ft.cli.hydra.compose import configurations
     from efficient_ft.cli.hydra.groups import CONF, register
     from efficient_ft.cli.hydra.rows import merged
@@ -267,7 +263,7 @@ _TASKS = {
 
 
 def _task_of(option: Path, overrides: Sequence[str]) -> list[str]:
-    """Settings of the task of a model's option, unless `overrides` name it."""
+    """Return the settings of the task that a model's option is for, unless `overrides` name a task."""
     from efficient_ft.config import ModelConfig
 
     # Not checked: the option may leave the name to the user.
@@ -334,14 +330,7 @@ def _check(recipes: Sequence[Recipe], options: Mapping[str, Any]) -> None:
 
 
 def _in_own_process(text: str, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Measure the memory of one recipe in a process of its own, started with the same options.
-
-    Returns:
-        The record of `efficient_ft.bench.memory.measure_memory`; ``{"failure": REASON}`` if the process failed.
-
-    Raises:
-        UserError: a recipe or model that cannot be used.
-    """
+    """Measure the memory of a recipe in a separate process; return its record, or its ``failure``."""
     from efficient_ft.cli.hydra import processes
 
     print(paragraph(f"# measuring the memory of {name}", "#   "), flush=True)
@@ -374,7 +363,7 @@ def _in_own_process(text: str, name: str, options: Mapping[str, Any]) -> dict[st
 
 
 def _measure_alone(options: argparse.Namespace) -> None:
-    """Measure the memory of one recipe in this process, and hand its record to the process that started this one."""
+    """Measure the memory of one recipe in this process, and pass its record to the parent process."""
     from efficient_ft.cli.exits import report_outcome
 
     try:

@@ -23,11 +23,7 @@ stores the features.
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Store the features of the run that `arguments` (default: the command line's) describe.
-
-    Raises:
-        UserError: a setting that cannot be used, missing weights or images, or no features that can be stored.
-    """
+    """Store the features of a run."""
     parser = argparse.ArgumentParser(prog="efficient-ft cache", description=DESCRIPTION, formatter_class=Help)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of the run")
     settings = parser.parse_intermixed_args(arguments).settings

@@ -36,14 +36,7 @@ _MODELS = {"classification": "deit_tiny", "segmentation": "deeplabv3_mobilenetv2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check the data of the run that `arguments` (default: the command line's) describe.
-
-    Returns:
-        1 if training would reject the data, else 0.
-
-    Raises:
-        UserError: a setting cannot be used.
-    """
+    """Check the data of a run; return 1 if training would reject the data, else 0."""
     options = _parser().parse_intermixed_args(arguments)
     for word in options.settings:
         if word.startswith("evaluate="):
@@ -79,11 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def with_task(words: Sequence[str]) -> tuple[list[str], str]:
-    """Return the settings of a run on the data that `words` name, with its task and a model, and a note on the model.
-
-    Args:
-        words: settings of the command line.
-    """
+    """Return the settings of a run with the task of its data and a model, and a note if the model is not given."""
     from efficient_ft.data.published_masks import MASK_SETS
     from efficient_ft.data.published_texts import TEXT_SETS
 

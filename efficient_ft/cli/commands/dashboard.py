@@ -20,11 +20,7 @@ panels as JSON. `efficient-ft report DIR` makes the same figures without an acco
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Send the runs that `arguments` (default: the command line's) name, and print where they are.
-
-    Raises:
-        UserError: there are no runs, wandb is not installed, or it cannot start.
-    """
+    """Upload runs, and print their addresses or the files written."""
     parser = argparse.ArgumentParser(prog="efficient-ft dashboard", description=DESCRIPTION, formatter_class=Help)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN|DIR", help="run folders, or folders of runs")
     parser.add_argument("--project", default="efficient-ft", help="default: efficient-ft")

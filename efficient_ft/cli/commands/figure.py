@@ -23,11 +23,7 @@ the command lists the figures.
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Draw the figure that `arguments` (default: the command line's) name, and print the files written.
-
-    Raises:
-        UserError: no such figure, runs that lack what it shows, or matplotlib is missing.
-    """
+    """Draw a figure, and print the files written."""
     parser = argparse.ArgumentParser(prog="efficient-ft figure", description=DESCRIPTION, formatter_class=Help)
     parser.add_argument("figure", nargs="?", metavar="FIGURE", help="PAPER/figure_N, for example alast/figure_8")
     parser.add_argument(

@@ -26,11 +26,7 @@ other image sizes that the file already contains, so that sizes can be measured 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the study that `arguments` (default: the command line's) ask for, print its tables, write JSON if asked to.
-
-    Raises:
-        UserError: weights, images or sizes that cannot be used.
-    """
+    """Run the study, print its tables, and write JSON if `--json` is given."""
     settings = vars(_parser().parse_args(arguments))
     _study(settings.pop("sizes"), settings.pop("json"), settings.pop("columns"), settings)
 

@@ -52,12 +52,7 @@ OF_A_PLAN = ("memory", "time", "loss", "split")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Plan the run that `arguments` (default: the command line's) describe, and print the plan.
-
-    Raises:
-        UserError: a setting that cannot be used.
-        SystemExit: with status 1 if nothing fits, or nothing is within the limits.
-    """
+    """Plan a run and print the plan; the exit status is 1 if no recipe is within the limits."""
     options = _parser().parse_intermixed_args(arguments)
     if options.calibration is not None:
         from efficient_ft.planning.calibration import calibration_text
@@ -122,7 +117,7 @@ def _print_examined(one: Examined) -> None:
 
 
 def _set_allocator(settings: Sequence[str]) -> None:
-    """Use the allocator that a run with these settings has, before the first tensor."""
+    """Use the allocator that a run with these settings uses, before the first tensor is created."""
     allocator = next((word.partition("=")[2] for word in settings if word.startswith("allocator=")), "auto")
     restart_with(allocator)
     use_allocator(allocator)
@@ -185,7 +180,7 @@ def _configure(words: Sequence[str]) -> Config:
 
 
 def _attempt(arguments: Sequence[str], num_classes: int, max_seconds: float) -> Trial:
-    """Try a recipe in a process of its own, see `efficient_ft.planning.planner.Attempt`."""
+    """Try a recipe in a separate process, see `efficient_ft.planning.planner.Attempt`."""
     from efficient_ft.cli.hydra import processes
     from efficient_ft.planning import Trial
 
@@ -197,7 +192,7 @@ def _attempt(arguments: Sequence[str], num_classes: int, max_seconds: float) -> 
 
 
 def _try_alone(settings: Sequence[str], num_classes: float, max_seconds: float) -> None:
-    """Try a recipe in this process, and hand what it took to the process that started this one."""
+    """Try a recipe in this process, and pass the outcome to the parent process."""
     _set_allocator(settings)
     from efficient_ft.cli.exits import report_outcome
     from efficient_ft.planning.timing import try_recipe
@@ -206,7 +201,7 @@ def _try_alone(settings: Sequence[str], num_classes: float, max_seconds: float) 
 
 
 def _methods(settings: Sequence[str]) -> list[str]:
-    """The options of the group ``method`` that the settings choose."""
+    """Return the options of the group ``method`` that the settings choose."""
     values = [word.partition("=")[2] for word in settings if word.startswith("method=")]
     return [name.strip() for name in values[-1].strip("[]").split(",") if name.strip()] if values else []
 

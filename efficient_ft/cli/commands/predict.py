@@ -60,14 +60,7 @@ class Item:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the most probable classes of each image or line of text; of a segmentation, write the masks of the images.
-
-    Args:
-        arguments: the command line; default: that of this process.
-
-    Raises:
-        UserError: no such run, file or device; a file that cannot be read.
-    """
+    """Print the most probable classes of each item, or write masks for a run with task=segmentation."""
     options = _parser().parse_args(arguments)
     if options.run is None:
         print(run_folders("predict", "RUN FILE..."))
@@ -179,11 +172,7 @@ class _Predictions:
 
 
 class Scores:
-    """Accuracy and confusions over the items that have a label.
-
-    Args:
-        total: number of all items.
-    """
+    """Accuracy and confusions over the labelled ones of `total` items."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -215,7 +204,7 @@ class Scores:
 
 
 def _inputs(trained: Trained, items: Sequence[Any]) -> Inputs:
-    """The network's input of some image files, or lines of text."""
+    """Return the network's input for some image files or lines of text."""
     import torch
 
     from efficient_ft.data import Transform
@@ -227,7 +216,7 @@ def _inputs(trained: Trained, items: Sequence[Any]) -> Inputs:
 
 
 def _lines(trained: Trained, options: argparse.Namespace) -> list[Item]:
-    """The lines of the files that are not empty; ``-`` is the standard input."""
+    """Return the non-empty lines of the files; ``-`` is the standard input."""
     columns = int(trained.notes.get("columns", 1))
     lines: list[str] = []
     for path in options.files:
@@ -300,11 +289,7 @@ def _write_png(image: Image, file: Path) -> None:
 
 
 def _mask_files(paths: Sequence[Path], options: argparse.Namespace) -> dict[Path, Path]:
-    """Return the file of each image's mask, in a folder that this function creates.
-
-    Raises:
-        UserError: two masks would have the same file, or the folder contains an image.
-    """
+    """Create the folder of the masks, and return the file of each image's mask."""
     out = options.out
     if out is None:
         out = (options.run if options.run.is_dir() else options.run.parent) / "masks"
@@ -346,12 +331,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _image_files(paths: Sequence[Path], names: Sequence[str]) -> Iterator[Item]:
-    """Yield the files in `paths`, and all image files in and below its folders, with their labels.
-
-    Args:
-        paths: files and folders.
-        names: names of the classes, which folders may be named after.
-    """
+    """Yield the files in `paths`, and the image files in folders, with the classes that folders are named after."""
     from efficient_ft.data.images import is_image
 
     for path in paths:

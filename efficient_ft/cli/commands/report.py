@@ -27,11 +27,7 @@ the run's evaluation split.
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Draw the run that `arguments` (default: the command line's) name, and print the files written.
-
-    Raises:
-        UserError: RUN cannot be reported, or matplotlib is missing.
-    """
+    """Draw the figures of one run, or write the page of several runs, and print the files written."""
     options = _parser().parse_args(arguments)
     if not options.runs:
         print(run_folders("report", "RUN|DIR..."))

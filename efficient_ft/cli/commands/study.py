@@ -36,12 +36,7 @@ OF_THIS_MACHINE = ("data.root", "data.download", "data.num_workers", "model.weig
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run or report the study that `arguments` (default: the command line's) name.
-
-    Raises:
-        UserError: there is no study in the folder, an unknown row, or a setting that cannot be used.
-        SystemExit: with status 1 if a run has failed.
-    """
+    """Run or report a study; the exit status is 1 if a run has failed."""
     from efficient_ft.cli.hydra.rows import refuse_doubled
 
     options = _parser().parse_intermixed_args(arguments)
@@ -101,7 +96,7 @@ def _studies() -> str:
 
 
 def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) -> bool:
-    """Do the runs that have no record yet, and record them; return whether one has failed."""
+    """Start the runs without a record, and record them; return True if one has failed."""
     from efficient_ft.cli.hydra.compose import configurations
     from efficient_ft.cli.hydra.groups import CONF, register
     from efficient_ft.cli.hydra.jobs import Job, command, run_jobs
@@ -146,7 +141,7 @@ def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) ->
 
 
 def _refuse_unknown_ignored(ignored: Sequence[str]) -> None:
-    """Refuse `ignore` of a setting that does not exist, which would have no effect."""
+    """Refuse `ignore` of a setting that does not exist."""
     if not ignored:
         return
     from efficient_ft.config import setting_names
@@ -157,7 +152,7 @@ def _refuse_unknown_ignored(ignored: Sequence[str]) -> None:
 
 
 def _refuse_other_images(records: Records, configs: Mapping[StudyRun, Config]) -> None:
-    """Refuse images that are not those of the records, before anything is trained on them."""
+    """Refuse images that differ from those of the records, before any run starts."""
     if not any(record.get("images") for record in records.runs):
         return
     from efficient_ft.config import data_configs
@@ -173,13 +168,7 @@ def _refuse_other_images(records: Records, configs: Mapping[StudyRun, Config]) -
 
 
 def report(records: Records, rows: Sequence[str], columns: Sequence[str] = ()) -> str:
-    """Return the table of the finished runs, and notes on missing runs.
-
-    Args:
-        records: records of the study.
-        rows: rows of the table.
-        columns: columns of the table, see `core.sheet.render`; empty for those that fit the terminal.
-    """
+    """Return the table of the finished runs in `rows`, and notes on missing runs."""
     from efficient_ft.report.studies import notes, study_cells
 
     header, lines = study_cells(records, rows)

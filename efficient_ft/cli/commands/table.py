@@ -47,7 +47,7 @@ _NAMED = 8
 
 @dataclass(frozen=True)
 class CellRun:
-    """One run of the grid: a row, a column of accuracies (all of them if `column` is None), and a seed."""
+    """A run of the grid: a row, a column of accuracies (None: all columns), and a seed."""
 
     row: Row
     column: str | None
@@ -56,12 +56,7 @@ class CellRun:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """List, show, count, run or report the tables that `arguments` (default: the command line's) name.
-
-    Raises:
-        UserError: an unknown table or row, a table that cannot be run, or a setting that cannot be used.
-        SystemExit: with status 1 if a run has failed.
-    """
+    """List, show, count, run or report published tables; the exit status is 1 if a run has failed."""
     options = _parser().parse_intermixed_args(arguments)
 
     from efficient_ft.cli.hydra.rows import refuse_doubled
@@ -137,12 +132,7 @@ def _seeds(given: str) -> list[int]:
 
 
 def _list(root: str, options: argparse.Namespace) -> None:
-    """Print all tables and figures, what each needs, and what can be done of it on this machine now.
-
-    Args:
-        root: where the data sets are.
-        options: of the command line.
-    """
+    """Print all tables and figures, their requirements, and the parts that can be run on this machine."""
     from efficient_ft.cli.commands.table_needs import state_of
     from efficient_ft.papers.published import figures, published_table, table_names
 
@@ -165,7 +155,7 @@ def _list(root: str, options: argparse.Namespace) -> None:
 
 
 def _shown(table: Table, rows: Sequence[Row], options: argparse.Namespace) -> str:
-    """The printed numbers; in a terminal and in Markdown also the deviations of our runs and notes."""
+    """Return the published numbers; text and Markdown also contain the deviations of our runs and notes."""
     from efficient_ft.papers.published import COSTS, PAPERS
 
     figures = [key for key in COSTS if any(key in row.costs for row in rows)]
@@ -221,11 +211,7 @@ def _listed(title: str, notes: Sequence[str]) -> list[str]:
 
 
 def _runs(table: Table, rows: Sequence[Row], seeds: Sequence[int], settings: Sequence[str]) -> Iterator[CellRun]:
-    """Every run of the grid.
-
-    Raises:
-        UserError: no row can be run.
-    """
+    """Yield every run of the grid."""
     from efficient_ft.cli.hydra.rows import merged, of_tasks
 
     if not any(row.runs for row in rows):
@@ -238,11 +224,7 @@ def _runs(table: Table, rows: Sequence[Row], seeds: Sequence[int], settings: Seq
 
 
 def _jobs(runs: Sequence[CellRun]) -> list[Job]:
-    """Compose the configuration of every run, which names its folder.
-
-    Raises:
-        UserError: a setting that cannot be used.
-    """
+    """Compose the configuration of every run, which determines its folder."""
     from efficient_ft.cli.hydra.compose import configurations
     from efficient_ft.cli.hydra.groups import CONF, register
     from efficient_ft.cli.hydra.jobs import Job
@@ -275,16 +257,7 @@ def _report(
     settings: Sequence[str],
     options: argparse.Namespace,
 ) -> str:
-    """Published and obtained accuracies in percent: the mean over the seeds with its range, and what is missing.
-
-    Args:
-        table: a published table.
-        rows: of it.
-        runs: of the rows.
-        jobs: of the runs.
-        settings: given for all runs.
-        options: of the command line.
-    """
+    """Return the published and obtained accuracies in percent, and notes on missing runs."""
     from efficient_ft.cli.hydra.jobs import not_read
 
     found = _obtained(runs, jobs)

@@ -206,7 +206,7 @@ def _line(
 
 
 def _rule_notes(table: Table, rows: Sequence[Row]) -> list[str]:
-    """How the paper's rule counts some of the rows, where its file says so."""
+    """Return notes on how the paper's rule counts some of the rows."""
     found: dict[str, list[str]] = {}
     for row in rows:
         settings = count_settings(table, row)
@@ -216,7 +216,7 @@ def _rule_notes(table: Table, rows: Sequence[Row]) -> list[str]:
 
 
 def _reasons(cells: Mapping[str, CostCell]) -> list[str]:
-    """The reasons of a row, each with the columns that it is about."""
+    """Return the reasons of a row, each with its columns."""
     columns: dict[str, list[str]] = {}
     for column, cell in cells.items():
         if cell.reason:
@@ -230,7 +230,7 @@ def _backward(table: Table, row: Row, step: Step) -> Counts:
 
 
 def _to_count(table: Table, row: Row) -> tuple[str, ...]:
-    """The arguments with which the costs of a row are counted; empty if it cannot be run."""
+    """Return the arguments for counting the costs of a row; empty if the row cannot be run."""
     return row.arguments and (*row.arguments, *table.count_at)
 
 
@@ -319,14 +319,7 @@ _known: dict[tuple[str, ...], Executed] = {}
 def count_rows(
     table: Table, rows: Sequence[Row], processes: int, counted: Callable[[int, int], None] = lambda done, of: None
 ) -> Iterator[Row]:
-    """Count the steps that the costs of `rows` need, each of which takes seconds; yield each row when it is counted.
-
-    Args:
-        table: a published table.
-        rows: of it.
-        processes: number of processes that count at the same time.
-        counted: called with the number of the steps counted, and of all, before the first one and after each.
-    """
+    """Count the steps that the costs of `rows` need, in several processes; yield each row when it is counted."""
     needed = {row.name: _needed(table, row) for row in rows}
     todo = [step for step in dict.fromkeys(one for steps in needed.values() for one in steps) if step not in _known]
     parallel = min(processes, len(todo))

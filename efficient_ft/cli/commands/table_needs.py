@@ -11,12 +11,7 @@ if TYPE_CHECKING:
 
 
 def state_of(table: Table, root: str = "./data") -> str:
-    """Say what this machine can do of `table` now: its runs, its costs, or nothing, with the reason.
-
-    Args:
-        table: a published table.
-        root: where the data sets are (`data.root`).
-    """
+    """Return which costs and runs of `table` are possible on this machine, with data sets in `root`."""
     cells = [cell for row in table.rows for cell in row.cells.values()]
     runs = [cell for cell in cells if cell.arguments]
     if not runs:
@@ -41,12 +36,7 @@ def state_of(table: Table, root: str = "./data") -> str:
 
 @cache
 def _weights(model: str, of_task: tuple[str, ...] | None = None) -> bool:
-    """Whether the weights of ``model=NAME`` are in a cache, or can be downloaded.
-
-    Args:
-        model: the argument.
-        of_task: arguments that it needs besides; None: it is a classifier.
-    """
+    """Return True if the weights of ``model=NAME`` are cached or can be downloaded."""
     from efficient_ft.cli.hydra.compose import configurations
     from efficient_ft.cli.hydra.groups import CONF, register
     from efficient_ft.models.factory import missing_weights
@@ -57,7 +47,7 @@ def _weights(model: str, of_task: tuple[str, ...] | None = None) -> bool:
 
 
 def present(data: str, root: str = "./data") -> bool:
-    """Whether the files of a published data set are in `root`."""
+    """Return True if the files of a published data set are in `root`."""
     from efficient_ft.data.published import PUBLISHED
     from efficient_ft.data.published_masks import MASK_SETS
     from efficient_ft.data.published_texts import TEXT_SETS

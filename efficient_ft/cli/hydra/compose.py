@@ -90,20 +90,12 @@ def composed_jobs(
 def configurations(
     conf: Path, name: str, overrides: Sequence[str], *, sweep: bool, search: str | None = None
 ) -> list[Config]:
-    """The configurations of `composed_jobs`."""
+    """Return the configurations of `composed_jobs`."""
     return [job.config for job in composed_jobs(conf, name, overrides, sweep=sweep, search=search)]
 
 
 def chosen_options(hydra: Any, arguments: Sequence[str]) -> dict[str, Any] | None:
-    """Return the settings of a job without its single settings: those of the options that it chooses.
-
-    Args:
-        hydra: the configuration of Hydra, within its job.
-        arguments: the arguments of the job.
-
-    Returns:
-        The settings; None if the options do not compose alone.
-    """
+    """Return the settings of the options that a job chooses; None if they do not compose."""
     groups = {"method", *(str(group).partition("@")[0] for group in hydra.runtime.choices)}
     parsed = OverridesParser.create().parse_overrides(list(arguments))
     chosen = [one for one in parsed if one.key_or_group in groups and not isinstance(one.value(), dict)]
@@ -114,7 +106,7 @@ def chosen_options(hydra: Any, arguments: Sequence[str]) -> dict[str, Any] | Non
 
 
 def _jobs(loader: ConfigLoader, overrides: Sequence[str], sweep: bool) -> list[tuple[str, ...]]:
-    """The arguments of each job; a sweep is the product of its comma-separated values."""
+    """Return the arguments of each job; a sweep is the product of its comma-separated values."""
     check_form(overrides)
     refuse_doubled(overrides)
     parser = OverridesParser.create(config_loader=loader)
@@ -166,11 +158,7 @@ def _with_rows(loader: ConfigLoader, name: str, jobs: list[tuple[str, ...]], swe
 
 
 def check_form(overrides: Sequence[str]) -> None:
-    """Refuse a bare word, e.g. a command that does not exist; also with ``--help``, where nothing is composed.
-
-    Raises:
-        UserError: one of `overrides` is not KEY=VALUE or ~KEY, is not UTF-8, or has a form that was removed.
-    """
+    """Refuse arguments that are not KEY=VALUE or ~KEY, are not UTF-8, or have a form that was removed."""
     for text in overrides:
         refuse_removed(text)
         shown = printable(text)
@@ -205,7 +193,7 @@ def _unreadable(text: str) -> UserError:
 
 
 def _is_readable(text: str) -> bool:
-    """Whether Hydra can parse an argument."""
+    """Return True if Hydra can parse an argument."""
     try:
         OverridesParser.create().parse_overrides([text])
     except OverrideParseException:
@@ -214,7 +202,7 @@ def _is_readable(text: str) -> bool:
 
 
 def _composed(loader: ConfigLoader, name: str, job: tuple[str, ...], sweep: bool) -> ComposedJob:
-    """One job with its checked configuration."""
+    """Return a job with its checked configuration."""
     parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(job))
     check_output_folder(name, parsed)
     check_hydra(loader, name, parsed)

@@ -26,16 +26,7 @@ from efficient_ft.record.formats import PASS_A_RUN, USE_ITS_VERSION
 
 
 def evaluation(loader: ConfigLoader, name: str, parsed: Sequence[Override]) -> Config | None:
-    """Return the configuration of a job with ``evaluate=RUN``; None for any other job.
-
-    Args:
-        loader: of the configuration groups.
-        name: the primary configuration.
-        parsed: the arguments of the job.
-
-    Raises:
-        UserError: RUN is no run folder, its configuration cannot be used, or an argument cannot be applied to it.
-    """
+    """Return the configuration of a job with ``evaluate=RUN``: that of RUN with changes; None for other jobs."""
     runs = [override.value() for override in parsed if override.key_or_group == "evaluate"]
     if not runs or runs[-1] is None:
         return None

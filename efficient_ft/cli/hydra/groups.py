@@ -14,11 +14,7 @@ __all__ = ["CONF", "register"]
 
 
 def register() -> None:
-    """Make known to Hydra what conf/train.yaml refers to, and the methods of other packages; call before composing.
-
-    Raises:
-        UserError: another package's method cannot be used.
-    """
+    """Register resolvers, plugins and the methods of other packages with Hydra; call this before composing."""
     OmegaConf.register_new_resolver("run_folder", _run_folder, replace=True)
     launcher.register()
     sources.register()
@@ -27,6 +23,6 @@ def register() -> None:
 
 
 def _run_folder(inside: str = "", *, _root_: DictConfig) -> str:
-    """The run folder of the whole configuration, as a path below `inside`."""
+    """Return the run folder of the whole configuration, as a path relative to `inside`."""
     folder = folder_of(check(plain(_root_))).as_posix()
     return folder.removeprefix(f"{inside}/") if inside else folder

@@ -46,18 +46,18 @@ class Job:
 
     @property
     def trains(self) -> bool:
-        """False for an evaluation or a cost report, which have no run folder."""
+        """False for an evaluation or a cost report, which have no run folder of their own."""
         return not self.config.cost_only and self.config.evaluate is None
 
 
 def titles(jobs: Sequence[Sequence[str]]) -> list[str]:
-    """Return, for each command line, the arguments that not all of `jobs` have."""
+    """Return, for each command line, the arguments that not all of `jobs` share."""
     shared = set.intersection(*map(set, jobs)) if len(jobs) > 1 else set()
     return [" ".join(argument for argument in arguments if argument not in shared) for arguments in jobs]
 
 
 def finished(folder: Path, config: Config) -> dict[str, Any] | None:
-    """Return the results in `folder` if a run with the settings of `config` ended there, else None."""
+    """Return the results in `folder` if a run with the settings of `config` has finished there, else None."""
     try:
         results = read_results(folder)
         same = fingerprint(check(results["config"])) == fingerprint(config)
@@ -67,7 +67,7 @@ def finished(folder: Path, config: Config) -> dict[str, Any] | None:
 
 
 def not_read(folder: Path) -> str | None:
-    """Why results.json in `folder` cannot be used; None: there is none, or it can."""
+    """Return the reason why results.json in `folder` cannot be used; None if it can, or if there is no such file."""
     try:
         if (folder / NAME).is_file():
             read_results(folder, USE_ITS_VERSION)
@@ -176,7 +176,7 @@ def _run_in_parallel(
 
 
 def _timeout(job: Job) -> float | None:
-    """Seconds after which a job is stopped; None: never."""
+    """Return the seconds after which a job is stopped; None: never."""
     value = job.config.job_timeout
     return None if value is None else parse_seconds("job_timeout", value, plain=True)
 
@@ -188,12 +188,7 @@ def _fill_in(title: str, job: Job, process: processes.Ended) -> None:
 
 
 def write_sweep_table(outputs: Path, folders: Sequence[Path]) -> None:
-    """Write the table of the finished runs of a sweep into OUTPUTS/sweeps, under a name that stands for its runs.
-
-    Args:
-        outputs: a folder; runs outside it are not in the table.
-        folders: the run folders of the sweep.
-    """
+    """Write the table of the finished runs below `outputs` into OUTPUTS/sweeps, under a hash of their folders."""
     inside = sorted(folder for folder in folders if folder.is_relative_to(outputs))
     found = collect_runs(outputs, inside)
     if len(found.runs) < 2:

@@ -36,24 +36,13 @@ def register() -> None:
 
 
 class Sweep:
-    """The jobs of a sweep, ``jobs`` at a time, each by the command that would run it alone.
-
-    Args:
-        context: of Hydra's launcher: composes the configuration of each job.
-        config: the configuration of the sweep itself.
-    """
+    """The jobs of a sweep. Each of them is started with the command that would run it alone."""
 
     def __init__(self, context: HydraContext, config: DictConfig) -> None:
         self.context, self.config = context, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]]) -> Sequence[JobReturn]:
-        """Run the jobs; a failure does not stop the others.
-
-        Raises:
-            UserError: two jobs have the same folder.
-            SystemExit: after the last job, if one has failed (status 1).
-            KeyboardInterrupt: a job was interrupted.
-        """
+        """Run all jobs, also after a failure; exit with status 1 if one has failed."""
         named = zip(job_overrides, titles(job_overrides), strict=True)
         jobs = [self._job(number, *one) for number, one in enumerate(named)]
         folders = [job.folder for job in jobs if job.trains]
@@ -89,7 +78,7 @@ class Sweep:
 
 
 def _returned(job: Job) -> JobReturn:
-    """The result of a job for sweepers that search: its value is the best accuracy."""
+    """Return the result of a job for sweepers that search: its value is the best accuracy."""
     value = JobReturn(overrides=list(job.arguments), cfg=OmegaConf.create(job.config.model_dump(mode="json")))
     value.status = JobStatus.COMPLETED
     value.return_value = (job.results or {}).get("accuracy", {}).get("best")

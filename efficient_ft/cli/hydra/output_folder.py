@@ -35,15 +35,7 @@ _RECORDS = 10_000
 
 
 def check_output_folder(name: str, parsed: Sequence[Override]) -> None:
-    """Refuse an empty folder, and one whose name holds a reference that cannot be resolved.
-
-    Args:
-        name: the primary configuration.
-        parsed: the arguments of one job.
-
-    Raises:
-        SettingError: the first mistake.
-    """
+    """Refuse an empty folder, and a folder whose name contains a reference that cannot be resolved."""
     for override in parsed:
         if override.key_or_group not in _SETTINGS:
             continue
@@ -66,12 +58,7 @@ def check_output_folder(name: str, parsed: Sequence[Override]) -> None:
 
 
 def hydra_files(composed: DictConfig, sweep: bool) -> tuple[Path, ...]:
-    """Return the files and folders that record the command of a run, or of a sweep itself.
-
-    Args:
-        composed: a configuration with that of Hydra.
-        sweep: the configuration is that of a job of a sweep.
-    """
+    """Return the files and folders that record the command of a run, or of a sweep."""
     hydra = composed.hydra
     try:
         if sweep:
@@ -93,7 +80,7 @@ _BEFORE_TRAINING = {*_OF_HYDRA, ".lock", "config.yaml", "images", "contents.json
 
 
 class _Held(MemoryHandler):
-    """Keeps log records until `hand_over`; Hydra flushes all handlers at the end of a command."""
+    """Keeps log records until `hand_over`: Hydra flushes all handlers at the end of a command."""
 
     def flush(self) -> None:
         pass
@@ -150,11 +137,7 @@ class CommandRecord:
 
 @contextmanager
 def leaving_nothing(folder: Path) -> Iterator[None]:
-    """Remove a new run folder if the run inside the block is rejected before training: a mistake writes nothing.
-
-    Args:
-        folder: the folder that Hydra created. A folder with files of an earlier command is not changed.
-    """
+    """Remove a new run folder if the run inside the block is rejected before training."""
     here = Path.cwd()
     new = folder not in (here, *here.parents) and set(os.listdir(folder)) <= _OF_HYDRA
     try:
@@ -172,11 +155,7 @@ def leaving_nothing(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def output_folder_faults(overrides: Sequence[str]) -> Iterator[None]:
-    """Turn the system's refusal of the output folder inside the block into a message that names its setting.
-
-    Raises:
-        UserError: the folder cannot be made or written.
-    """
+    """Turn a failure of the system to create or write the output folder into a message that names the setting."""
     try:
         yield
     except UserError:

@@ -31,17 +31,7 @@ def register() -> None:
 
 
 def jobs_of_rows(jobs: Iterable[Sequence[str]], rows: Sequence[str] | None) -> list[list[str]]:
-    """Return the arguments of every job of a sweep: each of `jobs` with each of the rows; `jobs` if there are no rows.
-
-    A job's own arguments replace those of a row with the same key.
-
-    Args:
-        jobs: arguments, as typed.
-        rows: texts of settings, from an experiment.
-
-    Raises:
-        UserError: a row cannot be read.
-    """
+    """Return the arguments of each job of a sweep: each of `jobs` with each row; a job's own arguments win."""
     if not rows:
         return [list(job) for job in jobs]
     settings = dict.fromkeys(_words(row) for row in rows)
@@ -62,12 +52,12 @@ def _words(row: object) -> tuple[str, ...]:
 
 
 def key_of(argument: str) -> str:
-    """The key of an argument of the command line, without the sign that adds it."""
+    """Return the key of an argument of the command line, without the sign that adds it."""
     return argument.partition("=")[0].lstrip("+")
 
 
 def merged(*arguments: str) -> tuple[str, ...]:
-    """The arguments of a run; of several with the same key the last one counts: `refuse_doubled` comes before."""
+    """Return the arguments of a run; of several arguments with the same key, the last one is used."""
     return tuple({key_of(one): one for one in arguments}.values())
 
 
@@ -101,7 +91,7 @@ def refuse_doubled(arguments: Iterable[str]) -> None:
 
 
 def _leaves(key: str, value: Any) -> Iterator[str]:
-    """The full names of the settings that an argument gives."""
+    """Yield the full names of the settings that an argument gives."""
     if isinstance(value, dict) and value:
         for name, inner in value.items():
             yield from _leaves(f"{key}.{name}", inner)
@@ -123,7 +113,7 @@ def _instead(setting: str, *arguments: str) -> str:
 
 
 def of_tasks(arguments: Iterable[str], tasks: Sequence[str]) -> list[str]:
-    """The arguments for a run on `tasks`: settings of ``data`` become those of every task."""
+    """Return the arguments for a run on `tasks`: settings of ``data`` become those of every task."""
     found: list[str] = []
     for argument in arguments:
         key, dot, rest = argument.partition(".")

@@ -17,16 +17,12 @@ LAUNCHER = "hydra/launcher=submitit_slurm"
 
 
 def submits(overrides: Sequence[str]) -> bool:
-    """Whether a command with these arguments submits jobs."""
+    """Return True if a command with these arguments submits jobs."""
     return "trainer=slurm" in overrides and "SLURM_JOB_ID" not in os.environ
 
 
 def with_launcher(arguments: Sequence[str]) -> list[str]:
-    """Return the command line of a submission with its launcher, so that settings of ``hydra.launcher`` are known.
-
-    Raises:
-        UserError: the launcher's package is not installed.
-    """
+    """Return the command line of a submission with its launcher, so that settings of ``hydra.launcher`` are known."""
     if not submits(arguments):
         return list(arguments)
     if find_spec("hydra_plugins.hydra_submitit_launcher") is None:
@@ -38,13 +34,7 @@ def with_launcher(arguments: Sequence[str]) -> list[str]:
 
 
 def submission(arguments: Sequence[str], configs: Sequence[Config]) -> list[str]:
-    """Return the command line that submits the runs `configs`, each on the nodes and with the tasks that it asks for.
-
-    Settings of ``hydra.launcher`` in `arguments` win.
-
-    Raises:
-        SettingError: the runs differ in their nodes or tasks, or Slurm cannot know them.
-    """
+    """Return the command line that submits the runs `configs`; settings of ``hydra.launcher`` in `arguments` win."""
     shapes = {(c.trainer.num_nodes, c.trainer.devices, c.trainer.accelerator) for c in configs}
     if len(shapes) > 1:
         raise SettingError(

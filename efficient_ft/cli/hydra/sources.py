@@ -31,11 +31,7 @@ def register() -> None:
 
 
 def _checked(repository: ConfigRepository, config_path: str) -> ConfigResult | None:
-    """Load a file as Hydra does.
-
-    Raises:
-        UserError: it cannot be read, or is not YAML.
-    """
+    """Load a file as Hydra does, and refuse one that cannot be read or is not YAML."""
     source = repository._find_object_source(config_path=config_path, object_type=ObjectType.CONFIG)
     if source is None or source.scheme() != "file":
         return _load(repository, config_path)
@@ -56,14 +52,7 @@ def _checked(repository: ConfigRepository, config_path: str) -> ConfigResult | N
 
 @contextmanager
 def faults_of_files(folders: Sequence[str]) -> Iterator[None]:
-    """Turn an error of Hydra's own work inside the block into a message that names the user's folders.
-
-    Args:
-        folders: of configurations of the user's own; without any nothing is changed.
-
-    Raises:
-        UserError: Hydra cannot compose their files, e.g. since one includes itself.
-    """
+    """Turn an error that Hydra raises for the user's configuration `folders` into a message that names them."""
     try:
         yield
     except UserError:

@@ -22,7 +22,7 @@ OURS = "-ours"
 
 
 def folder_of(config: Config) -> Path:
-    """The run folder of `config`, named by the variants of its methods: ``lbp_wht-ours`` or ``lbp_wht_published``."""
+    """Return the run folder of `config`, named after the variants of its methods: ``lbp_wht-ours``."""
     names = []
     for name, settings in config.method.items():
         chosen = variant(name, settings)
@@ -31,7 +31,7 @@ def folder_of(config: Config) -> Path:
 
 
 def variant(method: str, settings: Mapping[str, Any]) -> str:
-    """The option whose settings are nearest to those of `method`; of several, the one named like the method."""
+    """Return the option whose settings are nearest to those of `method`; of several, the one of the same name."""
     options = _options().get(method, {})
     if not options:
         return method
@@ -44,7 +44,7 @@ def variant(method: str, settings: Mapping[str, Any]) -> str:
 
 
 def not_as_published(config: Config) -> list[str]:
-    """A sentence for every method of `config` that has a published variant and is not it."""
+    """Return a sentence for every method of `config` that differs from its published variant."""
     found = []
     for name, settings in config.method.items():
         chosen = variant(name, settings)
@@ -57,7 +57,7 @@ def not_as_published(config: Config) -> list[str]:
 
 
 def _departures(method: str, chosen: str, settings: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The published settings that `settings` of the option `chosen` have not; [] if it has no published variant."""
+    """Return the published settings that `settings` of the option `chosen` lack; [] without a published variant."""
     published = _options().get(method, {}).get(chosen + PUBLISHED, {})
     usual = _options().get(method, {}).get(chosen, {})
     # Only what makes the variants: a rank or sparsity of one's own is no departure.
@@ -70,7 +70,7 @@ def _shown(value: object) -> str:
 
 @cache
 def _options() -> dict[str, dict[str, dict[str, Any]]]:
-    """By method and option: its settings, without those that depend on the rest of the configuration."""
+    """Return the settings of each option by method, without those that refer to other settings."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for _, method, file in method_files({"": [CONF], **configuration_folders()}):
         settings = option_settings(file).items()
