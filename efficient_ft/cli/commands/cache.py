@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from efficient_ft.cli.hydra.compose import configurations
-from efficient_ft.cli.hydra.groups import CONF, register
+from efficient_ft.cli.hydra.compose import configured
 from efficient_ft.cli.terminal import Help
 from efficient_ft.core.allocator import restart_with, use_allocator
 
@@ -27,8 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="efficient-ft cache", description=DESCRIPTION, formatter_class=Help)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of the run")
     settings = parser.parse_intermixed_args(arguments).settings
-    register()
-    (config,) = configurations(CONF, "train", settings, sweep=False)
+    config = configured(settings)
     restart_with(config.allocator)
     use_allocator(config.allocator)
     from efficient_ft.core.format import format_bytes

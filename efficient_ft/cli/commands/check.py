@@ -42,8 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if word.startswith("evaluate="):
             raise SettingError("evaluate", word[9:], "unset with check", "The command checks data, not a run.")
     words, note = with_task(options.settings)
-    config = _configure(words)
+    from efficient_ft.cli.hydra.compose import configured
 
+    config = configured(words)
     from efficient_ft.models import factory
     from efficient_ft.training.datamodule import missing_images, open_images, summaries, summary_text
     from efficient_ft.training.output.console import say
@@ -89,15 +90,6 @@ def with_task(words: Sequence[str]) -> tuple[list[str], str]:
             " model.name=bert model.weights=DIR."
         )
     return [*words, *more, f"model={_MODELS[task]}"], f"No model is given: samples are prepared for {_MODELS[task]}."
-
-
-def _configure(words: Sequence[str]) -> Config:
-    from efficient_ft.cli.hydra.compose import configurations
-    from efficient_ft.cli.hydra.groups import CONF, register
-
-    register()
-    (config,) = configurations(CONF, "train", words, sweep=False)
-    return config
 
 
 def _without_stopping(config: Config) -> Config:

@@ -51,12 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from efficient_ft.report.runs import collect_paths
 
     if options.figure in model_figures.FIGURES:
-        from efficient_ft.cli.hydra.compose import configurations
-        from efficient_ft.cli.hydra.groups import CONF, register
+        from efficient_ft.cli.hydra.compose import configured
 
-        register()
-        (config,) = configurations(CONF, "train", options.of, sweep=False)
-        chart = model_figures.model_figure(options.figure, config)
+        chart = model_figures.model_figure(options.figure, configured(options.of))
     elif options.figure in paper_figures.FIGURES:
         if not options.of:
             raise UserError(f"{options.figure} is drawn from runs: pass run folders, or a folder of runs.")

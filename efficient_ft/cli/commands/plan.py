@@ -21,7 +21,6 @@ from efficient_ft.core.units import parse_bytes, parse_seconds
 from efficient_ft.record.files import json_text
 
 if TYPE_CHECKING:
-    from efficient_ft.config import Config
     from efficient_ft.planning import Examined, Plan, Trial
 
 DESCRIPTION = """\
@@ -156,27 +155,18 @@ def plan(
     memory_bytes = parse_bytes("memory", memory)
     seconds = None if time is None else parse_seconds("time", time)
     planning_seconds = parse_seconds("--planning-time", planning_time)
+    from efficient_ft.cli.hydra.compose import configured
     from efficient_ft.planning import Limits, make_plan
 
     return make_plan(
         settings,
-        _configure,
+        configured,
         Limits(memory_bytes, seconds, loss, split, planning_seconds),
         chosen=_methods(settings),
         attempt=_attempt,
         say=say,
         ready=ready,
     )
-
-
-def _configure(words: Sequence[str]) -> Config:
-    """The checked configuration of a run."""
-    from efficient_ft.cli.hydra.compose import configurations
-    from efficient_ft.cli.hydra.groups import CONF, register
-
-    register()
-    (config,) = configurations(CONF, "train", words, sweep=False)
-    return config
 
 
 def _attempt(arguments: Sequence[str], num_classes: int, max_seconds: float) -> Trial:
@@ -195,9 +185,10 @@ def _try_alone(settings: Sequence[str], num_classes: float, max_seconds: float) 
     """Try a recipe in this process, and pass the outcome to the parent process."""
     _set_allocator(settings)
     from efficient_ft.cli.exits import report_outcome
+    from efficient_ft.cli.hydra.compose import configured
     from efficient_ft.planning.timing import try_recipe
 
-    report_outcome(results=asdict(try_recipe(_configure(settings), int(num_classes), max_seconds)))
+    report_outcome(results=asdict(try_recipe(configured(settings), int(num_classes), max_seconds)))
 
 
 def _methods(settings: Sequence[str]) -> list[str]:

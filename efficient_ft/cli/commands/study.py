@@ -97,21 +97,19 @@ def _studies() -> str:
 
 def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) -> bool:
     """Start the runs without a record, and record them; return True if one has failed."""
-    from efficient_ft.cli.hydra.compose import configurations
-    from efficient_ft.cli.hydra.groups import CONF, register
+    from efficient_ft.cli.hydra.compose import configured
     from efficient_ft.cli.hydra.jobs import Job, command, run_jobs
     from efficient_ft.cli.hydra.rows import merged
     from efficient_ft.cli.hydra.variants import folder_of
     from efficient_ft.record.study import shown
 
-    register()
     jobs: list[Job] = []
     run_of: dict[int, StudyRun] = {}
     for run in runs:
         if records.find(run) is not None:
             continue
         arguments = merged(*run.arguments, *settings)
-        (config,) = configurations(CONF, "train", arguments, sweep=False)
+        config = configured(arguments)
         title = f"{run.row} {records.study.tune.setting}={shown(run.value)} seed={run.seed}"
         job = Job(arguments, title, folder_of(config), config)
         if not job.trains:

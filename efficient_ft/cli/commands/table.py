@@ -225,15 +225,13 @@ def _runs(table: Table, rows: Sequence[Row], seeds: Sequence[int], settings: Seq
 
 def _jobs(runs: Sequence[CellRun]) -> list[Job]:
     """Compose the configuration of every run, which determines its folder."""
-    from efficient_ft.cli.hydra.compose import configurations
-    from efficient_ft.cli.hydra.groups import CONF, register
+    from efficient_ft.cli.hydra.compose import configured
     from efficient_ft.cli.hydra.jobs import Job
     from efficient_ft.cli.hydra.variants import folder_of
 
-    register()
     jobs = []
     for one in runs:
-        (config,) = configurations(CONF, "train", one.arguments, sweep=False)
+        config = configured(one.arguments)
         title = " ".join([one.row.name, *([one.column] if one.column else []), f"seed={one.seed}"])
         if config.cost_only or config.evaluate is not None:
             raise UserError(

@@ -8,11 +8,9 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from multiprocessing import get_context
 
-from efficient_ft.cli.hydra.compose import configurations
-from efficient_ft.cli.hydra.groups import CONF, register
+from efficient_ft.cli.hydra.compose import configured
 from efficient_ft.cli.hydra.rows import merged
 from efficient_ft.cli.terminal import quiet_libraries, status
-from efficient_ft.config import Config
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.format import format_digits, format_percent
 from efficient_ft.core.sheet import DATA, Cell, Column, Lines, render
@@ -273,7 +271,7 @@ def _compute(table: Table, row: Row, step: Step) -> Counts:
     """PFLOPs of a run: executed FLOPs of an image times images times epochs."""
     if not row.arguments:
         return None, None
-    config = _configuration(row.arguments)
+    config = _configured(row.arguments)
     return None, step(_to_count(table, row)).flops * IMAGES[config.data.name] * config.trainer.epochs / 1e15
 
 
@@ -283,7 +281,7 @@ def _parameters(table: Table, row: Row, step: Step) -> Counts:
 
 @cache
 def _parameter_count(model: str) -> int:
-    config = _configuration((f"model={model}",))
+    config = _configured((f"model={model}",))
     return sum(p.numel() for p in factory.random_model(config.model, 1000).parameters())
 
 
@@ -311,6 +309,9 @@ _COUNTED: dict[str, Callable[[Table, Row, Step], Counts]] = {
     "time_min": _measured,
 }
 
+
+#: The configuration of a run, by its arguments.
+_configured = cache(configured)
 
 #: Counted steps by the arguments of their run.
 _known: dict[tuple[str, ...], Executed] = {}
@@ -365,9 +366,9 @@ def _executed(arguments: tuple[str, ...]) -> Executed:
 
 def _counted(arguments: tuple[str, ...]) -> Executed:
     # A profile repeats one step: neither weights nor images change before the step that is counted.
-    config = _configuration(arguments)
+    config = _configured(arguments)
     profiles = [f"method.{name}.profile_steps=1" for name, own in config.method.items() if "profile_steps" in own]
-    config = _configuration(merged(*arguments, *profiles))
+    config = _configured(merged(*arguments, *profiles))
     classes = 100 if config.task == "classification" else class_count(config.data)
     assert classes is not None
     model = factory.random_model(config.model, classes)
@@ -383,10 +384,3 @@ def _counted(arguments: tuple[str, ...]) -> Executed:
         frozen_bn=config.model.frozen_bn,
         task=TASKS[config.task],
     )
-
-
-@cache
-def _configuration(arguments: tuple[str, ...]) -> Config:
-    register()
-    (config,) = configurations(CONF, "train", arguments, sweep=False)
-    return config

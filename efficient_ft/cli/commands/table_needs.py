@@ -37,13 +37,10 @@ def state_of(table: Table, root: str = "./data") -> str:
 @cache
 def _weights(model: str, of_task: tuple[str, ...] | None = None) -> bool:
     """Return True if the weights of ``model=NAME`` are cached or can be downloaded."""
-    from efficient_ft.cli.hydra.compose import configurations
-    from efficient_ft.cli.hydra.groups import CONF, register
+    from efficient_ft.cli.hydra.compose import configured
     from efficient_ft.models.factory import missing_weights
 
-    register()
-    (config,) = configurations(CONF, "train", [model, "recipe=none", *(of_task or ())], sweep=False)
-    return missing_weights(config.model) is None
+    return missing_weights(configured([model, "recipe=none", *(of_task or ())]).model) is None
 
 
 def present(data: str, root: str = "./data") -> bool:

@@ -94,6 +94,15 @@ def configurations(
     return [job.config for job in composed_jobs(conf, name, overrides, sweep=sweep, search=search)]
 
 
+def configured(arguments: Sequence[str]) -> Config:
+    """Return the checked configuration of a single run."""
+    from efficient_ft.cli.hydra.groups import register  # imports this package's plugins
+
+    register()
+    (config,) = configurations(CONF, "train", arguments, sweep=False)
+    return config
+
+
 def chosen_options(hydra: Any, arguments: Sequence[str]) -> dict[str, Any] | None:
     """Return the settings of the options that a job chooses; None if they do not compose."""
     groups = {"method", *(str(group).partition("@")[0] for group in hydra.runtime.choices)}
