@@ -64,9 +64,7 @@ def leave_closed_pipe() -> NoReturn:
 def clean_exits(interrupted: str = INTERRUPTED_TEXT) -> Iterator[None]:
     """Turn mistakes of the user, interrupts and closed pipes inside the block into exit statuses.
 
-    A `UserError` prints its text alone (status 2), so does a file or folder that cannot be read or written; Ctrl-C
-    prints `interrupted` (130), and SIGTERM the same with "Terminated" (143). Any other exception passes, with its
-    traceback.
+    A `UserError` prints its text (status 2), Ctrl-C prints `interrupted` (130). Other exceptions keep their traceback.
     """
     try:
         with signals_first():

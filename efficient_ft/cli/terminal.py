@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -83,24 +83,22 @@ def words(given: str) -> list[str]:
     return found
 
 
-def count(given: str, least: int = 1) -> int:
-    """Parse an option with an integer of at least `least`."""
-    if not given.isdecimal() or int(given) < least:
-        raise argparse.ArgumentTypeError(f"must be an integer >= {least}, got {given}.")
-    return int(given)
+def integer(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Return the parser of an option with an integer within bounds."""
+
+    def parse(given: str) -> int:
+        if not given.isdecimal() or int(given) < least or (most is not None and int(given) > most):
+            bounds = f">= {least}" if most is None else f"from {least} to {most}"
+            raise argparse.ArgumentTypeError(f"must be an integer {bounds}, got {given}.")
+        return int(given)
+
+    return parse
 
 
-def count_or_zero(given: str) -> int:
-    """Parse an option with an integer of at least 0."""
-    return count(given, 0)
-
-
-def seed(given: str) -> int:
-    """Parse an option with the seed of random numbers: that of a run has the same bounds."""
-    number = count_or_zero(given)
-    if number >= 2**32:
-        raise argparse.ArgumentTypeError(f"must be below 2^32, got {given}.")
-    return number
+count = integer(1)
+count_or_zero = integer(0)
+#: The seed of random numbers has the bounds of a run's setting.
+seed = integer(0, 2**32 - 1)
 
 
 def add_columns_option(parser: argparse.ArgumentParser) -> None:

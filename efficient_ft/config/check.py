@@ -92,11 +92,7 @@ def _check_together(config: Config) -> None:
         _check_data(key, one)
     if config.tasks:
         _check_tasks(config.tasks)
-    for setting, owners in (
-        ("momentum", ("sgd",)),
-        ("betas", ("adamw", "adam")),
-        ("state_bits", ("adamw", "adam")),
-    ):
+    for setting, owners in (("momentum", ("sgd",)), ("betas", ("adamw", "adam")), ("state_bits", ("adamw", "adam"))):
         # The default is in every configuration that a run has written.
         if getattr(optim, setting) != OptimConfig.model_fields[setting].default and optim.name not in owners:
             raise SettingError(
@@ -288,17 +284,9 @@ _Model = typing.TypeVar("_Model", bound=BaseModel)
 
 
 def validate(schema: type[_Model], plain: Mapping[str, Any], prefix: str) -> _Model:
-    """Return the settings `plain` as an object of the class `schema`.
+    """Return the settings `plain` of the group `prefix` as an object of the pydantic model `schema`.
 
-    Strict: "3" is not accepted for 3, nor true for 1; a list is accepted for a tuple.
-
-    Args:
-        schema: a pydantic model.
-        plain: its settings.
-        prefix: full name of the group that they belong to, for messages.
-
-    Raises:
-        SettingError: for the first mistake.
+    The check is strict: "3" is not accepted for 3, and true is not accepted for 1. A list is accepted for a tuple.
     """
     try:
         return schema.model_validate_json(json.dumps(plain, default=str), strict=True)

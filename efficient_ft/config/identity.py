@@ -64,11 +64,7 @@ def image_folders(config: Config) -> list[str]:
 def run_folder(config: Config, methods: Sequence[str] | None = None) -> str:
     """Return ``outputs/DATA/MODEL/METHOD+METHOD/FINGERPRINT``, relative, with forward slashes; DATA+DATA for tasks.
 
-    The same configuration always gives the same folder, so that the same command finds its previous run.
-
-    Args:
-        config: configuration of the run.
-        methods: names of its methods in the name of the folder; None: their own names.
+    The same configuration always gives the same folder. `methods` are the names of the methods; None: their own names.
     """
     data: str = config.data.name
     if data in OWN_FOLDERS:

@@ -16,13 +16,7 @@ REMOVED = {
 
 
 def refuse_removed(argument: str) -> None:
-    """Refuse an argument of the command line whose form was removed.
-
-    A job of an experiment gets ``rows=null``, which is accepted.
-
-    Raises:
-        UserError: the form was removed; the message names its replacement.
-    """
+    """Refuse an argument of a form that was removed; a job of an experiment has ``rows=null``, which is accepted."""
     key, _, value = argument.partition("=")
     if value.startswith("zip("):
         raise UserError(f"{argument}: zip(...) was removed. {_EXPERIMENT}.")

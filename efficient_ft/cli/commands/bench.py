@@ -310,12 +310,7 @@ def _step(options: argparse.Namespace) -> dict[str, Any]:
         for number, (text, recipe) in enumerate(zip(texts, recipes, strict=True)):
             records[recipe.name] = _in_own_process(text, recipe.name, {**settings, "default_layout": number == 0})
     report = measure_steps(
-        recipes,
-        _configure,
-        **_network(options),
-        unfused=options.unfused,
-        rounds=options.rounds,
-        warmup=options.warmup,
+        recipes, _configure, **_network(options), unfused=options.unfused, rounds=options.rounds, warmup=options.warmup
     )
     for name, record in records.items():
         if "failure" in record:
@@ -421,9 +416,9 @@ def _layer(options: argparse.Namespace) -> dict[str, Any]:
 
 def _loop(options: argparse.Namespace) -> dict[str, Any]:
     from efficient_ft.bench.loop import DEFAULT_JOB, measure_loops
-    from efficient_ft.cli.hydra.rows import refuse_doubled
+    from efficient_ft.cli.hydra.rows import check_settings
 
-    refuse_doubled(options.set)
+    check_settings(options.set)
     return measure_loops(
         options.job or (DEFAULT_JOB, "deit_small"),
         _configure,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from efficient_ft.cli.terminal import Help
+from efficient_ft.cli.terminal import Help, integer
 from efficient_ft.core.errors import SettingError, UserError
 
 if TYPE_CHECKING:
@@ -169,14 +169,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="efficient-ft check", description=DESCRIPTION, formatter_class=Help)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of the run")
     parser.add_argument("--html", action="store_true", help="also write the contact sheet as an HTML page")
-    parser.add_argument("--samples", type=_count, default=24, metavar="N", help="samples on the sheet (default 24)")
+    parser.add_argument(
+        "--samples", type=integer(1, 1000), default=24, metavar="N", help="samples on the sheet (default 24)"
+    )
     parser.add_argument(
         "--out", type=Path, default=Path("outputs/check"), metavar="DIR", help="folder of the files (outputs/check)"
     )
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 1000:
-        raise argparse.ArgumentTypeError(f"must be an integer from 1 to 1000, got {text}.")
-    return int(text)

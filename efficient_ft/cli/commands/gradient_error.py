@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from efficient_ft.cli.terminal import Help, add_columns_option, count, seed
+from efficient_ft.cli.terminal import Help, add_columns_option, count, integer, seed
 from efficient_ft.config.schema import LARGEST_SIDE
 from efficient_ft.core.sheet import Cell, Column, render
 from efficient_ft.core.text import paragraph
@@ -33,15 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="efficient-ft gradient-error",
-        description=DESCRIPTION,
-        formatter_class=Help,
-        allow_abbrev=False,
+        prog="efficient-ft gradient-error", description=DESCRIPTION, formatter_class=Help, allow_abbrev=False
     )
     parser.add_argument("--weights", type=Path, required=True, help="trained weights in timm's names")
     parser.add_argument("--images", type=Path, required=True, help="held-out images, FOLDER/CLASS/*; classes sorted")
     parser.add_argument("--model", default="vit_micro", help="timm name of the network (vit_micro)")
-    parser.add_argument("--sizes", type=_side, nargs="+", default=[28, 32, 56], help="image sizes in pixels")
+    parser.add_argument(
+        "--sizes", type=integer(1, LARGEST_SIDE), nargs="+", default=[28, 32, 56], help="image sizes in pixels"
+    )
     parser.add_argument("--orders", type=count, nargs="+", default=[4, 6], help="orders of LP_L1 that set the cost")
     parser.add_argument("--batch", type=count, default=64, help="images in a batch")
     parser.add_argument("--batches", type=count, default=4, help="disjoint batches measured")
@@ -56,13 +55,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to FILE")
     add_columns_option(parser)
     return parser
-
-
-def _side(given: str) -> int:
-    side = count(given)
-    if side > LARGEST_SIDE:
-        raise argparse.ArgumentTypeError(f"must be at most {LARGEST_SIDE}, got {given}")
-    return side
 
 
 def _rate(given: str) -> float:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from efficient_ft.cli.hydra.rows import refuse_doubled
+from efficient_ft.cli.hydra.rows import check_settings
 from efficient_ft.cli.terminal import Help, add_columns_option, status
 from efficient_ft.core.allocator import restart_with, use_allocator
 from efficient_ft.core.errors import SettingError, UserError
@@ -61,10 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.trial is not None:
         _try_alone(options.settings, *options.trial)
         return
-    for word in options.settings:
-        if not word.partition("=")[1] or word.startswith("="):
-            raise UserError(f"{word}: settings have the form KEY=VALUE; see efficient-ft plan --help.")
-    refuse_doubled(options.settings)
+    check_settings(options.settings)
     own = dict(word.split("=", 1) for word in options.settings if word.partition("=")[0] in OF_A_PLAN)
     settings = [word for word in options.settings if word.partition("=")[0] not in OF_A_PLAN]
     if "memory" not in own:

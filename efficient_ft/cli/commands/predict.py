@@ -46,13 +46,7 @@ confusions. --csv and --json write every prediction to standard output, and the 
 
 @dataclass(frozen=True)
 class Item:
-    """An image file or a line of text.
-
-    Attributes:
-        value: the path, or the text.
-        shown: the text for the terminal.
-        label: the class that a folder above it is named after; None if there is no such folder.
-    """
+    """An image file or a line of text, the text for the terminal, and the class that its folder is named after."""
 
     value: Path | str
     shown: str
@@ -134,12 +128,7 @@ def _print_classes(
 
 @dataclass
 class _Predictions:
-    """The predictions of all items for programs, as JSON objects or CSV rows with the same keys for all items.
-
-    Args:
-        kind: the first key: path or text.
-        top: number of classes for each item.
-    """
+    """The predictions of all items as JSON objects or CSV rows, with the first key `kind` and `top` classes each."""
 
     kind: str
     top: int

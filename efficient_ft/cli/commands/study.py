@@ -37,22 +37,19 @@ OF_THIS_MACHINE = ("data.root", "data.download", "data.num_workers", "model.weig
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run or report a study; the exit status is 1 if a run has failed."""
-    from efficient_ft.cli.hydra.rows import refuse_doubled
+    from efficient_ft.cli.hydra.rows import check_settings
 
     options = _parser().parse_intermixed_args(arguments)
     if options.folder is None:
         print(_studies())
         return
-    for word in options.settings:
-        key, equals, _ = word.partition("=")
-        if not equals:
-            raise UserError(f"{word}: settings have the form KEY=VALUE; rows follow --rows.")
+    check_settings(options.settings)
+    for key in (word.partition("=")[0] for word in options.settings):
         if not key.startswith(OF_THIS_MACHINE) and not re.fullmatch(r"tasks\.\w+\.(root|download|num_workers)", key):
             raise UserError(
                 f"{key} changes the runs of the study, so it belongs into {options.folder / 'study.yaml'}. On the"
                 f" command line only {', '.join(OF_THIS_MACHINE)} may be set, which are not recorded."
             )
-    refuse_doubled(options.settings)
 
     from efficient_ft.record.study import Records, chosen_rows
 

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """List, show, count, run or report published tables; the exit status is 1 if a run has failed."""
     options = _parser().parse_intermixed_args(arguments)
 
-    from efficient_ft.cli.hydra.rows import refuse_doubled
+    from efficient_ft.cli.hydra.rows import check_settings
     from efficient_ft.papers.published import chosen_rows, published_table
 
     settings = [word for word in (options.table, *options.settings) if word is not None and "=" in word]
@@ -72,10 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
         _list(roots[-1] if roots else "./data", options)
         return
-    for word in options.settings:
-        if "=" not in word:
-            raise UserError(f"{word}: settings have the form KEY=VALUE; rows follow --rows.")
-    refuse_doubled(options.settings)
+    check_settings(options.settings)
     table = published_table(options.table)
     rows = chosen_rows(table, options.rows)
     if options.cost and options.settings:
@@ -345,12 +342,7 @@ def _report_notes(
 
 
 def spread(values: Sequence[float], seeds: int) -> str | None:
-    """Fractions as percent: ``97.10``, or the mean with the range, ``97.12 [97.01…97.30], 3 seeds``; None: no value.
-
-    Args:
-        values: one per seed that is there.
-        seeds: how many there should be.
-    """
+    """Return fractions as percent, ``97.12 [97.01…97.30], 3 seeds``; None without values. `seeds` are expected."""
     if not values:
         return None
     from efficient_ft.report import studies

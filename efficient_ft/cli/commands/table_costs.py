@@ -36,16 +36,9 @@ IMAGES = {"flowers102": 1020, "cifar100": 50_000, "food101": 75_750}
 
 @dataclass(frozen=True)
 class CostCell:
-    """One printed cost.
+    """A published cost of a column, and our numbers by the paper's rule and by executing the step.
 
-    Attributes:
-        column: its column (`papers.published.COSTS`).
-        printed: as in the paper.
-        rule: by the paper's own rule; None: it has none that is known, or it was measured.
-        executed: counted here by executing the step; None: there is no such count.
-        decimals: of the printed number.
-        reason: why our number differs by more than `TOLERANCE` and than half a printed digit, or why there is none;
-            None: it does not.
+    `reason` explains why our number differs by more than `TOLERANCE` and half a printed digit, or why there is none.
     """
 
     column: str
@@ -57,15 +50,12 @@ class CostCell:
 
     @property
     def deviation(self) -> float | None:
-        """Relative difference of our number from the printed one: by the rule, or of FLOPs the executed one.
-
-        Bytes that a step keeps are no rule of the papers': theirs have parameters and temporary buffers.
-        """
+        """Relative difference of our number (by the rule, else executed FLOPs) from the published one."""
         return None if self._ours is None else self._ours / self.printed - 1
 
     @property
     def agrees(self) -> bool:
-        """Whether our number is within `TOLERANCE` of the printed one, or rounds to it."""
+        """True if our number is within `TOLERANCE` of the published one, or rounds to it."""
         if self._ours is None:
             return False
         distance = abs(self._ours - self.printed)
@@ -82,16 +72,7 @@ Counts = tuple[float | None, float | None]
 
 
 def cost_cells(table: Table, row: Row, step: Step | None = None) -> list[CostCell]:
-    """The printed costs of a row, with our counts.
-
-    Args:
-        table: a published table.
-        row: a row of the table.
-        step: counts a step; None to count each step once in this process.
-
-    Raises:
-        UserError: a setting of the row cannot be used.
-    """
+    """Return the published costs of a row with our counts; `step` counts a step (None: count each step once here)."""
     found = []
     for column, printed in row.costs.items():
         if column not in _COUNTED:
@@ -110,20 +91,7 @@ def cost_cells(table: Table, row: Row, step: Step | None = None) -> list[CostCel
 
 
 def print_costs(table: Table, rows: Sequence[Row], form: str, chosen: Sequence[str] = (), processes: int = 1) -> None:
-    """Print the cost columns of `rows` in one of the forms of `core.sheet`; as text, each row when it is counted.
-
-    CSV and JSON have the reasons of deviations in full; the other forms number them, with a list below the table.
-
-    Args:
-        table: a published table.
-        rows: of it.
-        form: one of `core.sheet.FORMS`.
-        chosen: the columns to show, see `core.sheet.render`.
-        processes: number of processes that count at the same time.
-
-    Raises:
-        UserError: the table prints no costs that are counted here.
-    """
+    """Print the cost columns of `rows` in one of the forms of `core.sheet`; in a text, each row once it is counted."""
     columns = [column for column in COSTS if column in _COUNTED and any(column in row.costs for row in rows)]
     if not columns:
         raise UserError(f"{table.name} prints no costs that are counted. {table.reason or ''}".rstrip())

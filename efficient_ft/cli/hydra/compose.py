@@ -39,13 +39,7 @@ from efficient_ft.core.text import printable
 
 @dataclass(frozen=True)
 class ComposedJob:
-    """One job of a command line.
-
-    Attributes:
-        arguments: its arguments.
-        config: the configuration that they give.
-        written: files and folders that Hydra writes for it; empty if the job evaluates a run.
-    """
+    """A job of a command line: arguments, configuration, and the files and folders that Hydra writes for it."""
 
     arguments: tuple[str, ...]
     config: Config
@@ -55,19 +49,14 @@ class ComposedJob:
 def composed_jobs(
     conf: Path, name: str, overrides: Sequence[str], *, sweep: bool, search: str | None = None
 ) -> list[ComposedJob]:
-    """The checked configuration of each job that a command line asks for: one, or those of a sweep.
-
-    The configuration of a job with ``evaluate=RUN`` is that of RUN, changed by the other arguments.
+    """Return the checked configuration of each job of a command line: one, or those of a sweep.
 
     Args:
         conf: the folder of the configuration groups.
         name: the primary configuration in it.
         overrides: the arguments, as typed.
-        sweep: comma-separated values are swept over.
-        search: one more folder of configurations, looked into first.
-
-    Raises:
-        UserError: the first mistake.
+        sweep: True to sweep over comma-separated values.
+        search: another folder of configurations, which is searched first.
     """
     version.setbase("1.3")
     path = create_config_search_path(str(conf.resolve()))

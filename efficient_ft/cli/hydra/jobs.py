@@ -24,16 +24,10 @@ from efficient_ft.record.results import NAME, read_results
 
 @dataclass
 class Job:
-    """One job of a sweep.
+    """One job of a sweep: its arguments, those in which it differs from others, its run folder and configuration.
 
-    Attributes:
-        arguments: its command line.
-        title: the arguments in which it differs from the other jobs.
-        folder: its run folder.
-        config: its configuration.
-        results: what it returned; None before it ran, or after a failure.
-        failure: the reason of its failure in one line.
-        diverged: it failed because its loss was not finite.
+    `results` is None before the job has run and after a failure; `failure` is the reason in one line, and `diverged`
+    is True if the loss was not finite.
     """
 
     arguments: tuple[str, ...]
@@ -88,10 +82,7 @@ def this_program() -> list[str]:
 def command(
     config_path: str | None, config_name: str | None, config_dir: str | None, arguments: Sequence[str]
 ) -> list[str]:
-    """Return the command line of a process that runs one job with `arguments` and the same configuration files.
-
-    ``jobs=`` and ``job_timeout=`` are left out: they are of the sweep, and a single run says that they have no effect.
-    """
+    """Return the command line that runs one job alone, without the settings of sweeps."""
     flags = {"--config-path": config_path, "--config-name": config_name, "--config-dir": config_dir}
     given = [part for flag, value in flags.items() if value is not None for part in (flag, value)]
     return [*this_program(), *given, *(one for one in arguments if not one.startswith(("jobs=", "job_timeout=")))]
@@ -105,19 +96,9 @@ def run_jobs(
 ) -> None:
     """Run the `command` of each job, fill in its outcome, and print a table at the end.
 
-    A finished job is skipped; a failure does not stop the others, nor does one that runs longer than its
-    ``job_timeout``, which is stopped.
-
-    Args:
-        jobs: in the order in which they begin.
-        command: the command line of a job.
-        parallel: jobs at a time. With more than one, each has its share of the processor's threads, one of the GPUs in
-            turn, and prints into a file next to its run folder.
-        ended: called with each job when its outcome is known.
-
-    Raises:
-        SystemExit: after the last job, if one has failed (status 1).
-        KeyboardInterrupt: a job was interrupted.
+    Finished jobs are skipped. After a failure or a ``job_timeout`` the next job starts; the exit status is 1 then. With
+    `parallel` jobs at a time, each gets a share of the threads and GPUs, and prints into a file next to its run folder.
+    `ended` is called with each job when its outcome is known.
     """
     todo: list[tuple[str, Job]] = []
     for number, job in enumerate(jobs, start=1):

@@ -93,12 +93,7 @@ class _Held(MemoryHandler):
 class CommandRecord:
     """The record of a command in its run folder, ``.hydra`` and the log file, written when the run begins.
 
-    Hydra would write both before the run knows whether it is accepted.
-
-    Args:
-        folder: the run folder.
-        hydra: the configuration of Hydra (`HydraConfig.get()`).
-        composed: the configuration of the run.
+    Hydra would write both before the run is accepted.
     """
 
     def __init__(self, folder: Path, hydra: HydraConf, composed: DictConfig) -> None:

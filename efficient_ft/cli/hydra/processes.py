@@ -30,13 +30,9 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 @dataclass(frozen=True)
 class Ended:
-    """A process that has ended.
+    """A process that has ended: its results, the reason of its failure in one line, and its output if nobody saw it.
 
-    Attributes:
-        results: what it reported; None: nothing.
-        failure: the reason of its failure in one line; None: it succeeded.
-        printed: what it printed, if nobody saw it.
-        diverged: it failed because its loss was not finite.
+    `diverged` is True if it failed because its loss was not finite.
     """
 
     results: dict[str, Any] | None
@@ -53,14 +49,8 @@ def run(
 ) -> Ended:
     """Run `command` and wait for it.
 
-    Args:
-        command: the words of its command line.
-        environment: added to that of this process; None: it runs alone, on this terminal.
-        output: a file that gets what it prints, after what is there; None with an `environment`: returned.
-        timeout: seconds after which it is stopped, see `stop`; None: never.
-
-    Raises:
-        KeyboardInterrupt: it was interrupted.
+    With an `environment`, the output goes to the file `output`, or is returned; without, it goes to this terminal. The
+    process is stopped after `timeout` seconds.
     """
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)

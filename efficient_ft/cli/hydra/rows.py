@@ -21,11 +21,7 @@ def register() -> None:
     ConfigStore.instance().store(
         group="hydra/sweeper",
         name="rows",
-        node={
-            "_target_": "hydra_plugins.efficient_ft_sweeper.RowsSweeper",
-            "max_batch_size": None,
-            "params": None,
-        },
+        node={"_target_": "hydra_plugins.efficient_ft_sweeper.RowsSweeper", "max_batch_size": None, "params": None},
         provider="efficient_ft",
     )
 
@@ -61,17 +57,19 @@ def merged(*arguments: str) -> tuple[str, ...]:
     return tuple({key_of(one): one for one in arguments}.values())
 
 
+def check_settings(words: Sequence[str]) -> None:
+    """Refuse settings of a command that are not KEY=VALUE, or that are given more than once."""
+    for word in words:
+        if not word.partition("=")[1] or word.startswith("="):
+            raise UserError(f"{word}: settings have the form KEY=VALUE. Options begin with --, see --help.")
+    refuse_doubled(words)
+
+
 def refuse_doubled(arguments: Iterable[str]) -> None:
     """Refuse a setting that a user gives more than once; Hydra would use the last value.
 
-    The option of a group and its settings are different settings (``method=lora method.lora.rank=4``), and a mapping
-    stands for the settings in it. A deleted setting may be added again: ``~model.kwargs +model.kwargs={a: 1}``.
-
-    Args:
-        arguments: typed by the user, sweeps included.
-
-    Raises:
-        UserError: for the first such setting, with both values.
+    The option of a group and its settings are different settings (``method=lora method.lora.rank=4``). A deleted
+    setting may be added again: ``~model.kwargs +model.kwargs={a: 1}``.
     """
     parser = OverridesParser.create()
     given: dict[str, str] = {}

@@ -43,13 +43,6 @@ def as_settings(arguments: Sequence[str]) -> list[str]:
     """Return the arguments of a command in `VERBS` as arguments for Hydra; others are returned unchanged.
 
     ``cost KEY=VALUE`` becomes ``cost_only=true KEY=VALUE``, and ``evaluate RUN`` becomes ``evaluate='RUN'``.
-
-    Args:
-        arguments: the command line without the name of the program.
-
-    Raises:
-        UserError: the run folder is missing, or the command's own setting is given.
-        SystemExit: after the command's help, or the list of the finished runs.
     """
     if not arguments or arguments[0] not in VERBS:
         return list(arguments)
