@@ -42,8 +42,8 @@ PROCESS_KEYS = (
 )
 
 DESCRIPTION = """\
-Compare recipes: they are measured in turn, in one process, after a warm-up. No round is left out. The process memory of
-each recipe is measured in a separate process.
+Compare recipes. All recipes are measured in turn in one process, after a warm-up; their process memory is measured in
+separate processes.
 
     efficient-ft bench step --model efficientformer_l1 --batch 32 last_stage lbp_wht lbp_wht:order=2
     efficient-ft bench memory --model deit_small --batch 16 full back_razor checkpointing
@@ -52,19 +52,16 @@ each recipe is measured in a separate process.
     efficient-ft bench gradient --model vit_micro --weights FILE --images DIR back_razor mesa
     efficient-ft bench optimizer
 
-step measures training steps of a model, by their parts. On a CPU, all recipes except the baseline use the channels-last
-memory format for convolutional maps, like runs. memory compares the memory of a training process with the count: its
-growth over the size before the first step, and the counted peak without model and batch, both with the optimizer's
-state. layer measures the backward pass of one linear layer, exact and low-rank. loop measures how much time the
-framework adds to a bare PyTorch loop per step. gradient compares the gradients of each recipe with the exact ones of
-the same network and batch, and counts the bytes that each recipe saves for the backward pass. optimizer compares the
-steps of AdamW with moments in 8 and 4 bits with those in 32 bits, on gradients that are spread or pause; torchao and
-bitsandbytes take part if they are installed.
-
 A recipe is METHOD[:KEY=VALUE,...][+METHOD...] with the names and settings of the command line. NAME=RECIPE renames it.
-A key with a dot is the full name of any setting (full:trainer.precision=bf16). The first recipe is the baseline. Times
-are medians with quartiles. A ratio is recipe / baseline ("0.50x the time"): the median over the rounds, each of which
-measures both. FLOPs and bytes are counted from executed operations; on CUDA, peaks are measured from the allocator.
+A key with a dot is the full name of any setting (full:trainer.precision=bf16). The first recipe is the baseline.
+
+step measures training steps by their parts. On a CPU, all recipes except the baseline use the channels-last memory
+format for convolutional maps, like runs. memory compares the growth of a process with the counted peak. loop measures
+the time that the framework adds to a bare PyTorch loop. gradient compares gradients with the exact ones, and counts the
+bytes saved for the backward pass. optimizer includes torchao and bitsandbytes if they are installed.
+
+Times are medians with quartiles. A ratio is recipe / baseline, the median over the rounds. FLOPs and bytes are counted
+from executed operations; on CUDA, peaks are measured by the allocator.
 """
 
 

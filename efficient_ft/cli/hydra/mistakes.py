@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from efficient_ft.config import Config, UnknownSetting, check, setting_names
+from efficient_ft.config.explain import show
 from efficient_ft.config.plain import plain, sentence
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean
 
@@ -95,11 +96,11 @@ def _given_whole(loader: ConfigLoader, known: DictConfig, override: Override) ->
         return SettingError(key, value, form)
     if key == "model.kwargs":
         plain = not any(isinstance(one, dict | list) for one in value.values())
-        forms = " ".join(f"+{key}.{n}={_shown(one)}" for n, one in value.items()) if plain else f"'+{line}'"
-        return _new_argument(name, f"{key}.{name}={_shown(value[name])}", forms)
+        forms = " ".join(f"+{key}.{n}={show(one)}" for n, one in value.items()) if plain else f"'+{line}'"
+        return _new_argument(name, f"{key}.{name}={show(value[name])}", forms)
     if key == "method":
         inner = value[name] if isinstance(value[name], dict) else {}
-        settings = "".join(f" method.{name}.{n}={_shown(one)}" for n, one in inner.items())
+        settings = "".join(f" method.{name}.{n}={show(one)}" for n, one in inner.items())
         return UserError(f"{line}: choose a method by name: method={name}{settings}")
     if key == "tasks":
         return UserError(f"{line}: add a data set with +data@tasks.{name}=OPTION.")
@@ -122,10 +123,6 @@ def _first_wrong(key: str, value: Any, node: Any) -> tuple[str, str | None, Any,
         if found is not None:
             return found
     return None
-
-
-def _shown(value: object) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def group_options(loader: ConfigLoader, group: str) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from efficient_ft.cli.hydra.conf import CONF
 from efficient_ft.config import Config, run_folder
+from efficient_ft.config.explain import show
 from efficient_ft.core.packages import configuration_folders, method_files, option_settings
 
 #: The end of an option's name that has the settings of the paper.
@@ -49,7 +50,7 @@ def not_as_published(config: Config) -> list[str]:
     for name, settings in config.method.items():
         chosen = variant(name, settings)
         if departures := _departures(name, chosen, settings):
-            differs = [f"{key}={_shown(settings.get(key))} (published: {_shown(value)})" for key, value in departures]
+            differs = [f"{key}={show(settings.get(key))} (published: {show(value)})" for key, value in departures]
             found.append(
                 f"{chosen} is not the published method: {', '.join(differs)}. It is method={chosen}{PUBLISHED}."
             )
@@ -62,10 +63,6 @@ def _departures(method: str, chosen: str, settings: Mapping[str, Any]) -> list[t
     usual = _options().get(method, {}).get(chosen, {})
     # Only what makes the variants: a rank or sparsity of one's own is no departure.
     return [(key, value) for key, value in published.items() if value not in (usual.get(key), settings.get(key))]
-
-
-def _shown(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @cache
