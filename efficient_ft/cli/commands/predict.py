@@ -46,7 +46,13 @@ confusions. --csv and --json write every prediction to standard output, and the 
 
 @dataclass(frozen=True)
 class Item:
-    """An image file or a line of text, the text for the terminal, and the class that its folder is named after."""
+    """An image file or a line of text.
+
+    Attributes:
+        value: the path, or the text.
+        shown: the text for the terminal.
+        label: the class that a folder above it is named after; None if there is no such folder.
+    """
 
     value: Path | str
     shown: str
@@ -54,7 +60,14 @@ class Item:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the most probable classes of each item, or write masks for a run with task=segmentation."""
+    """Print the most probable classes of each image or line of text; of a segmentation, write the masks of the images.
+
+    Args:
+        arguments: the command line; default: that of this process.
+
+    Raises:
+        UserError: no such run, file or device; a file that cannot be read.
+    """
     options = _parser().parse_args(arguments)
     if options.run is None:
         print(run_folders("predict", "RUN FILE..."))
@@ -128,7 +141,12 @@ def _print_classes(
 
 @dataclass
 class _Predictions:
-    """The predictions of all items as JSON objects or CSV rows, with the first key `kind` and `top` classes each."""
+    """The predictions of all items for programs, as JSON objects or CSV rows with the same keys for all items.
+
+    Args:
+        kind: the first key: path or text.
+        top: number of classes for each item.
+    """
 
     kind: str
     top: int
@@ -161,7 +179,11 @@ class _Predictions:
 
 
 class Scores:
-    """Accuracy and confusions over the labelled ones of `total` items."""
+    """Accuracy and confusions over the items that have a label.
+
+    Args:
+        total: number of all items.
+    """
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -193,7 +215,7 @@ class Scores:
 
 
 def _inputs(trained: Trained, items: Sequence[Any]) -> Inputs:
-    """Return the network's input for some image files or lines of text."""
+    """The network's input of some image files, or lines of text."""
     import torch
 
     from efficient_ft.data import Transform
@@ -205,7 +227,7 @@ def _inputs(trained: Trained, items: Sequence[Any]) -> Inputs:
 
 
 def _lines(trained: Trained, options: argparse.Namespace) -> list[Item]:
-    """Return the non-empty lines of the files; ``-`` is the standard input."""
+    """The lines of the files that are not empty; ``-`` is the standard input."""
     columns = int(trained.notes.get("columns", 1))
     lines: list[str] = []
     for path in options.files:
@@ -278,7 +300,11 @@ def _write_png(image: Image, file: Path) -> None:
 
 
 def _mask_files(paths: Sequence[Path], options: argparse.Namespace) -> dict[Path, Path]:
-    """Create the folder of the masks, and return the file of each image's mask."""
+    """Return the file of each image's mask, in a folder that this function creates.
+
+    Raises:
+        UserError: two masks would have the same file, or the folder contains an image.
+    """
     out = options.out
     if out is None:
         out = (options.run if options.run.is_dir() else options.run.parent) / "masks"
@@ -320,7 +346,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _image_files(paths: Sequence[Path], names: Sequence[str]) -> Iterator[Item]:
-    """Yield the files in `paths`, and the image files in folders, with the classes that folders are named after."""
+    """Yield the files in `paths`, and all image files in and below its folders, with their labels.
+
+    Args:
+        paths: files and folders.
+        names: names of the classes, which folders may be named after.
+    """
     from efficient_ft.data.images import is_image
 
     for path in paths:
