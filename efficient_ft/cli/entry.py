@@ -1,4 +1,4 @@
-"""The entry point of the command: it answers signals from the first moment on, while libraries load."""
+"""The entry point of the command, which answers signals while libraries are loading."""
 
 from __future__ import annotations
 
@@ -44,7 +44,11 @@ def _leave(status: int) -> None:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-    except (OSError, ValueError, AttributeError):  # a closed stream, or another Python: the usual end reports it
+    except (
+        OSError,
+        ValueError,
+        AttributeError,
+    ):  # a closed stream or another Python version: the normal exit reports it
         return
     os._exit(status)
 

@@ -1,4 +1,4 @@
-"""How a command ends: exit status, the one message of a user's mistake, and the outcome handed to a sweep."""
+"""The end of a command: its exit status, the message of a user's mistake, and the outcome for a sweep."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from efficient_ft.core.terminal import show, unwritable
 from efficient_ft.core.text import plain_text
 from efficient_ft.record.files import json_text
 
-#: Names the file into which a job of a sweep writes its outcome, for the table at the end of the sweep.
+#: The environment variable with the file into which a job of a sweep writes its outcome.
 OUTCOME_FILE = "EFFICIENT_FT_OUTCOME_FILE"
 
-#: Errors of the system at a file or folder that the user named: no permission, a file where a folder has to be, ...
+#: Errors of the system at a file or folder that the user named, for example a missing permission.
 _OF_THE_SYSTEM = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EEXIST, errno.ENOTDIR,
                   errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}  # fmt: skip
 

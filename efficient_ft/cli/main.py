@@ -49,7 +49,7 @@ from efficient_ft.core.errors import UserError, replace_unprintable
 from efficient_ft.core.files import refuse_link
 from efficient_ft.core.terminal import ConsoleHandler, show, start_console
 
-# Nothing here may import torch, Lightning or timm before `job`: help and completion answer at once.
+# Do not import torch, Lightning or timm here before `job`: help and completion must answer at once.
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
@@ -85,9 +85,9 @@ def job(composed: DictConfig) -> float | None:
         if said is None:
             raise
         if HydraConfig.get().mode == RunMode.MULTIRUN:
-            # A job of Hydra's own launchers (submitit, joblib), which report exceptions; an exit would be a lost job.
+            # A job of Hydra's own launchers (submitit, joblib), which report exceptions but lose jobs that exit.
             raise UserError(str(said)) from None
-        # Left to Hydra, the message would get a line of Hydra's before it.
+        # Hydra would print a line of its own before the message.
         fail(said)
     except KeyboardInterrupt:
         if HydraConfig.get().mode == RunMode.MULTIRUN:  # as above, and submitit would print a traceback
@@ -112,7 +112,7 @@ def main() -> None:
         run_command(sys.argv[1], sys.argv[2:])
         return
     replace_unprintable()
-    # Hydra would print errors itself: a folder that cannot be made as a traceback, one of ours without where it arose.
+    # Hydra would print errors in its own form, some of them as a traceback and others without one.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     with clean_exits():
         register()
@@ -121,16 +121,18 @@ def main() -> None:
         if unknown:
             dashed = next((one for one in unknown if one.startswith("-")), unknown[0])
             if not dashed.startswith("-"):  # argparse reads settings in one place only
-                raise UserError(f"{dashed}: options stand before or after all settings, not between them; see --help.")
+                raise UserError(
+                    f"{dashed}: options must be given before or after all settings, not between them; see --help."
+                )
             raise UserError(f"{dashed}: there is no such option. Settings have no dashes: KEY=VALUE; see --help.")
         check_flags(arguments)
         check_form(arguments.overrides)
         with output_folder_faults(arguments.overrides):
             shows = arguments.help or arguments.hydra_help or arguments.info
-            # --info shows what the arguments give, and Hydra sets up logging before it shows anything.
+            # --info shows the composed configuration, and Hydra sets up logging first.
             if arguments.info or (shows and any(one.lstrip("+~").startswith("hydra") for one in arguments.overrides)):
                 check_commandline(arguments)
-            if arguments.help or arguments.hydra_help:  # Hydra would compose what help does not depend on
+            if arguments.help or arguments.hydra_help:  # help does not depend on settings, which Hydra would compose
                 own = [one for one in arguments.overrides if one.startswith("hydra")]
                 sys.argv[1:] = [one for one in sys.argv[1:] if one in own or one not in arguments.overrides]
             elif not (arguments.info or arguments.shell_completion):
@@ -166,7 +168,7 @@ def check_commandline(arguments: Any) -> list[ComposedJob]:
     for name in () if _sweeps(arguments) else ("jobs", "job_timeout"):
         if any(text.startswith(f"{name}=") for text in arguments.overrides):
             show(f"note: {name} has no effect on a single run; it applies to sweeps (-m).", sys.stderr)
-    # A sweep or a submission trains nothing here: each of its jobs is a program of its own.
+    # A sweep or a submission does not train in this process: each of its jobs is a separate program.
     if composed and not _sweeps(arguments) and not slurm.submits(arguments.overrides):
         restart_with(composed[0].config.allocator)
     for one in composed:
@@ -200,7 +202,7 @@ def without_folder(arguments: Any, composed: Sequence[ComposedJob]) -> list[str]
     if arguments.cfg or _sweeps(arguments) or not composed:
         return []
     if _trains(composed[0].config):
-        # Of several processes the first one's log and arguments are those of the run.
+        # Only the first of several processes writes the log and the arguments.
         return [] if first_process() else ["hydra.output_subdir=null", "hydra/job_logging=stdout"]
     if any(text.startswith("hydra.run.dir=") for text in arguments.overrides):
         return []

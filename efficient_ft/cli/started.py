@@ -9,7 +9,7 @@ _NUMBERS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCA
             "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "JSM_NAMESPACE_RANK", "MASTER_PORT")  # fmt: skip
 #: Variables with a number of threads, which numba reads as a number >= 1.
 _THREADS = ("NUMBA_NUM_THREADS",)
-#: Variables that torchrun and srun set together, and the one by which they are recognized.
+#: A variable by which torchrun or srun is recognized: the program, and variables that it sets as well.
 _TOGETHER = {
     "TORCHELASTIC_RUN_ID": ("torchrun", ("RANK", "LOCAL_RANK", "WORLD_SIZE")),
     "SLURM_STEP_ID": ("srun", ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")),

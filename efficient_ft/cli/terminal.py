@@ -65,7 +65,7 @@ def fitted_help() -> Iterator[None]:
 
 
 def quiet_libraries() -> None:
-    """Silence the warnings of other libraries in this process: users of a command cannot act on them."""
+    """Silence the warnings of other libraries, which users of a command cannot act on."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler, which logs each start and stop
     for name in ("torch.utils._pytree", "torch", "torchao", "lightning", "timm", "transformers", "peft", "PIL",
                  "huggingface_hub", "matplotlib", "wandb"):  # fmt: skip
@@ -108,7 +108,7 @@ def add_columns_option(parser: argparse.ArgumentParser) -> None:
         type=words,
         default=[],
         metavar="NAME,...",
-        help="columns to show: names or parts of them; all: every column (default: those that fit the terminal)",
+        help="names or parts of names of columns, or all (default: the columns that fit the terminal)",
     )
 
 

@@ -175,7 +175,7 @@ def _constraint(node: dict[str, Any], whole: dict[str, Any]) -> str:
         case "object":
             below = node.get("additionalProperties")
             words = "a non-empty mapping" if node.get("minProperties") else "a mapping"
-            # The mapping of a group has names of its own, which its own messages list.
+            # A group is a mapping with other names, which other messages list.
             inner = resolved(below, whole) if isinstance(below, dict) else {}
             keys = " or ".join(resolved(node.get("propertyNames", {}), whole).get("enum", ["names"]))
             return f"{words} from {keys} to {_plural(_constraint(inner, whole))}" if inner else words

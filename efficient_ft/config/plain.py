@@ -17,7 +17,7 @@ def plain(composed: DictConfig) -> dict[str, Any]:
         UserError: an interpolation that cannot be resolved.
     """
     job = OmegaConf.masked_copy(composed, [str(key) for key in composed if key not in ("hydra", "rows")])
-    # The copy is a root of its own; interpolations of ours point into the job's part only.
+    # The copy is a root, and our interpolations refer to the settings of the job only.
     try:
         container = OmegaConf.to_container(job, resolve=True)
     except OmegaConfBaseException as error:

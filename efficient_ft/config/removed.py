@@ -8,7 +8,7 @@ _EXPERIMENT = (
     "List the runs as rows of an experiment, DIR/experiment/NAME.yaml, and pass -m --config-dir DIR experiment=NAME"
 )
 
-#: Settings that were removed, and what to use instead.
+#: Removed settings, and their replacements.
 REMOVED = {
     "rows": f"{_EXPERIMENT}. For some rows of a published table, use efficient-ft table NAME --run --rows ROW",
     "table": "Use efficient-ft table NAME --run",

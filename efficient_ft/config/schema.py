@@ -338,11 +338,11 @@ class Config(Section):
     #: The memory that the run may take, with a unit (4GB, 3.5GiB), see `training.budget`; null: no budget.
     memory: str | int | float | None = None
 
-    #: The settings of the options that a command chose (model=, data=, ...); None: the configuration has none.
+    #: The settings of the options that a command chose (model=, data=, ...); None without a command.
     _options: dict[str, Any] | None = PrivateAttr(default=None)
 
     def with_options(self, options: dict[str, Any] | None) -> Config:
-        """Return a copy that knows the settings of the chosen options, with which `changed` compares."""
+        """Return a copy with the settings of the chosen options, which `changed` compares with."""
         copy = self.model_copy()
         copy._options = options
         return copy

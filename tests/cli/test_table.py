@@ -148,7 +148,10 @@ def test_commands_are_those_of_the_cells(capsys: pytest.CaptureFixture[str]) -> 
         (["bsr/3", "--cost", "optim.lr=1"], "--cost counts the settings of the table, and takes no others"),
         (["bsr/3", "--commands", "--form", "json"], "--commands prints lines of a shell"),
         (["bsr/3", "--run", "--form", "csv"], "--run prints what its runs print. Use --report afterwards."),
-        (["bsr/3", "--run", "cost_only=true"], "trains nothing with cost_only or evaluate. Costs: efficient-ft table"),
+        (
+            ["bsr/3", "--run", "cost_only=true"],
+            "does not train with cost_only or evaluate. For costs, use efficient-ft table",
+        ),
         (["bsr/3", "--report", "optim.lrr=1"], "optim.lrr=1: there is no such setting"),
         (["bsr/3", "--report", "data=digits", "recipe=none"], "equal to another run"),
         (["lbp_wht/1", "--cost"], "lbp_wht/1 prints no costs that are counted. Formulas, no runs."),

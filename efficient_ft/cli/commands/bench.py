@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from efficient_ft.bench.recipes import Recipe
     from efficient_ft.config import Config
 
-# Nothing heavy is imported before the arguments are parsed: help answers at once.
+# Heavy modules are imported after the arguments are parsed, so that help answers at once.
 
 PROG = "efficient-ft bench"
 
@@ -264,7 +264,7 @@ def _configure(model: str | None, overrides: Sequence[str]) -> Config:
     return configured(merged(*chosen, *overrides))
 
 
-#: The task and data of the networks that are no classifiers of images; no data are read.
+#: Settings for networks that are not image classifiers; no data are read.
 _TASKS = {
     "segmentation": ["task=segmentation", "data=mask_folder", "data.root=none"],
     "text": ["task=text", "data=text_folder", "data.root=none"],
@@ -299,7 +299,7 @@ def _step(options: argparse.Namespace) -> dict[str, Any]:
 
     texts = options.recipes or ["last_stage", "lbp_wht"]
     recipes = parse_recipes(texts, CONF)
-    # First, while this process is small: all recipes are held at once to be timed in turn.
+    # Measured first, while this process is small: timing keeps all recipes in memory.
     records = {}
     if options.memory_steps:
         settings = {**vars(options), "optim": "adamw", "steps": options.memory_steps, "warmup": 2}
@@ -332,7 +332,7 @@ def _memory(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check(recipes: Sequence[Recipe], options: Mapping[str, Any]) -> None:
-    """Refuse recipes with wrong settings, before the first one is measured for minutes."""
+    """Refuse recipes with wrong settings before any of them is measured."""
     from efficient_ft.methods.build import build_methods
 
     size = [] if options["size"] is None else [f"model.image_size={options['size']}"]

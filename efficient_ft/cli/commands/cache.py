@@ -1,4 +1,4 @@
-"""``efficient-ft cache KEY=VALUE...``: compute and store the features of a run's frozen prefix ahead of it."""
+"""``efficient-ft cache KEY=VALUE...``: compute and store the features of the frozen part of a run."""
 
 from __future__ import annotations
 

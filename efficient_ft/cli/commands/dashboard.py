@@ -13,9 +13,9 @@ from efficient_ft.core.terminal import show, shown_path
 from efficient_ft.core.text import plain_line
 
 DESCRIPTION = """\
-Send finished runs to Weights & Biases, as if they had been logged, and make a report of them: accuracy against FLOPs,
-memory and time, and curves over training. --offline writes what would be sent: the runs for `wandb sync`, and the
-panels as JSON. `efficient-ft report DIR` makes the same figures without an account.
+Upload finished runs to Weights & Biases, and create a report with accuracy against FLOPs, memory and
+time, and curves over training. --offline writes the runs for `wandb sync` and the panels as JSON instead of uploading
+them. `efficient-ft report DIR` draws the same figures without an account.
 """
 
 

@@ -1,4 +1,4 @@
-"""``efficient-ft gradient-error``: how close low-rank backward passes come to the exact gradient."""
+"""``efficient-ft gradient-error``: the error of gradients from low-rank backward passes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--orders", type=count, nargs="+", default=[4, 6], help="orders of LP_L1 that set the cost")
     parser.add_argument("--batch", type=count, default=64, help="images in a batch")
     parser.add_argument("--batches", type=count, default=4, help="disjoint batches measured")
-    parser.add_argument("--profile-batches", type=count, default=4, help="other batches, from which LHE chooses")
+    parser.add_argument("--profile-batches", type=count, default=4, help="further batches for the profile of LHE")
     parser.add_argument("--headroom", action="store_true", help="also bases calibrated on each layer's own gradients")
     parser.add_argument("--finetune", type=Path, help="also while fine-tuning on FOLDER/train, FOLDER/test")
     parser.add_argument("--finetune-steps", type=count, default=200)

@@ -1,4 +1,4 @@
-"""``efficient-ft plan KEY=VALUE... memory=SIZE``: which recipes of a run fit, what they cost, and what they lose."""
+"""``efficient-ft plan KEY=VALUE... memory=SIZE``: find the recipes of a run that fit a memory budget."""
 
 from __future__ import annotations
 
@@ -31,16 +31,13 @@ Find the recipes of a run that fit a memory budget, and recommend one.
     efficient-ft plan method=lora model=vit_base memory=2GB     every recipe keeps this method
     efficient-ft plan --calibration outputs                     compare predictions with measurements
 
-memory is the budget of the training process, including interpreter and libraries; on a GPU, it is the budget of the
-reserved GPU memory. Data loader workers use additional memory. time is the budget of the whole training. loss is the
-number of points of test accuracy that may be lost against full fine-tuning (default 1). split=true allows splitting the
-batch into micro-batches. All other settings are those of the run.
+memory is the budget of the training process, or of the reserved memory of a GPU. Data loader workers use additional
+memory. time is the budget of the whole training. loss is the number of points of test accuracy that may be lost against
+full fine-tuning (default 1). split=true allows micro-batches. All other settings are those of the run.
 
-The plan counts recipes without weights: the smallest ones first (head, last_stage), then the most useful ones, until
---planning-time is over. It times some of them on this machine, on random images, and tries the recommended recipe for a
-few steps in a separate process. If the weights and images of the run are available, the plan compares the gradients of
-recipes with the exact gradients, unless all their methods are declared exact. The class of methods that you name is
-unknown until then.
+The plan counts recipes without weights until --planning-time is over, and times some of them on random images. It tries
+the recommended recipe for a few steps in a separate process. If the weights and images of the run are available, it
+compares the gradients of recipes with the exact gradients, unless all their methods are declared exact.
 
 The plan recommends the fastest recipe of the best class within all limits. The classes are exact, near exact,
 approximate, and training a part. A run with the setting memory= stops before it exceeds the budget.

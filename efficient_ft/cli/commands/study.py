@@ -30,7 +30,7 @@ prints the table of the finished runs. KEY=VALUE settings apply to this machine 
 number of jobs at a time) and are not recorded. FOLDER/records.json contains a record of every finished run.
 """
 
-#: Settings that do not change what a study finds, or the beginnings of their names.
+#: Settings that do not change the results of a study, or the start of their names.
 OF_THIS_MACHINE = ("data.root", "data.download", "data.num_workers", "model.weights", "jobs", "job_timeout",
                    "trainer.accelerator", "trainer.progress", "logger")  # fmt: skip
 
@@ -110,7 +110,7 @@ def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) ->
         title = f"{run.row} {records.study.tune.setting}={shown(run.value)} seed={run.seed}"
         job = Job(arguments, title, folder_of(config), config)
         if not job.trains:
-            raise UserError(f"{title} trains nothing (cost_only or evaluate), so it has no place in a study.")
+            raise UserError(f"{title} does not train (cost_only or evaluate). Remove it from the study.")
         if same := next((other for other in jobs if other.folder == job.folder), None):
             raise UserError(f"{title} and {same.title} are the same run. Leave one of the rows out.")
         jobs.append(job)
@@ -129,7 +129,7 @@ def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) ->
     try:
         run_jobs(jobs, lambda job: command(None, None, None, job.arguments), jobs[0].config.jobs, record)
     except SystemExit as end:
-        # Failed jobs are in the table; that a rate was too high is a finding of the study. A signal ends the study.
+        # The table lists failed jobs. Divergence is a result of the study; a signal ends the study.
         if end.code != 1:
             raise
     return any(job.failure is not None and not job.diverged for job in jobs)

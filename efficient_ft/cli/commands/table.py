@@ -1,4 +1,4 @@
-"""``efficient-ft table``: the papers' tables: what is printed, the command of every row, costs, runs, and results."""
+"""``efficient-ft table``: the published tables, with commands, costs, runs and results of their rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from efficient_ft.cli.hydra.jobs import Job
     from efficient_ft.papers.published import Row, Table
 
-# Nothing heavy is imported before the arguments are parsed: help answers at once.
+# Heavy modules are imported after the arguments are parsed, so that help answers at once.
 
 DESCRIPTION = """\
 The published tables and figures of the four papers.
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if options.run:
             run_jobs(jobs, lambda job: command(None, None, None, job.arguments), jobs[0].config.jobs)
-    finally:  # what has been found is shown in spite of a failure
+    finally:  # results are reported even after a failure
         if options.run:
             write_sweep_table(Path("outputs"), [job.folder for job in jobs])
         print(_report(table, rows, runs, jobs, settings, options))
@@ -141,13 +141,8 @@ def _list(root: str, options: argparse.Namespace) -> None:
         lines.append([name, len(table.rows), accuracies or None, table.title, state_of(table, root)])
     for figure in figures():
         lines.append([figure.name, None, None, figure.title, figure.command or f"no: {figure.reason}"])
-    columns = {
-        "table": Column(words=True),
-        "about": Column(words=True),
-        "here": Column(words=True),
-        "rows": Column(2),
-        "accuracies": Column(1),
-    }
+    columns = {name: Column(words=True) for name in ("table", "about", "here")}
+    columns |= {"rows": Column(2), "accuracies": Column(1)}
     print(render(header, lines, options.form, columns=columns, chosen=options.columns))
 
 
@@ -232,7 +227,7 @@ def _jobs(runs: Sequence[CellRun]) -> list[Job]:
         title = " ".join([one.row.name, *([one.column] if one.column else []), f"seed={one.seed}"])
         if config.cost_only or config.evaluate is not None:
             raise UserError(
-                f"{title} trains nothing with cost_only or evaluate. Costs: efficient-ft table NAME --cost."
+                f"{title} does not train with cost_only or evaluate. For costs, use efficient-ft table NAME --cost."
             )
         if any(argument.startswith("hydra.run.dir=") for argument in one.arguments):
             raise UserError("hydra.run.dir: every run of a table has its own folder below outputs. Leave it out.")
@@ -332,9 +327,7 @@ def _report_notes(
         more = f" and {len(missing) - _NAMED} more (--commands lists all)" if len(missing) > _NAMED else ""
         notes.append(f"{len(missing)} of {runs} runs are missing: {', '.join(missing[:_NAMED])}{more}.")
     if len(missing) == runs:
-        notes.append(
-            "A report finds only runs with the table's settings and those given here: repeat the settings of --run."
-        )
+        notes.append("A report finds only runs with the same settings. Repeat the settings that were given to --run.")
     notes += [f"Not read: {reason}" for reason in unread]
     if limited:
         notes.append(f"Not on all images (trainer.limit_eval_batches): {', '.join(limited)}.")

@@ -1,4 +1,4 @@
-"""The cost columns of a published table, row by row: as printed, by the paper's own rule, and as executed here."""
+"""The cost columns of a published table: the published costs, and ours by the paper's rule and as executed."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from efficient_ft.papers.published import COSTS, MODELS, Row, Table, baseline_of
 from efficient_ft.papers.rules import batch_and_unit, count_cost, count_settings
 from efficient_ft.task import TASKS
 
-#: Relative difference from the printed number above which a reason is given.
+#: Relative difference from the published number above which a reason is given.
 TOLERANCE = 0.02
 
 #: Figures that only a rule of the paper gives.
 _BY_RULE = ("train_memory_mb", "activation_memory_mb", "train_memory_reduction")
 
-#: Training images of the data sets in ALaST's tables; of Flowers-102 the official ones, without those of validation
+#: Number of training images of the data sets in ALaST's tables, without validation images for Flowers-102
 #: (``data.train_on_val=false`` in its recipes).
 IMAGES = {"flowers102": 1020, "cifar100": 50_000, "food101": 75_750}
 

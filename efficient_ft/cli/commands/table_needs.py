@@ -1,4 +1,4 @@
-"""State of a published table on this machine: whether the data sets and the weights of its runs are there."""
+"""Availability of the data sets and weights that the runs of a published table need."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def state_of(table: Table, root: str = "./data") -> str:
     missing = [data for data in needed if data not in here]
     absent = [f"not in {root}: {', '.join(missing)}"] if missing else []
     ready = [cell for cell in runs if cell.data in here]
-    # Of one task each, whose networks do not compose without it.
+    # All runs of a table have the same task, without which their networks do not compose.
     task = next((word for cell in ready for word in cell.arguments if word.startswith("task=")), None)
     models = sorted({cell.arguments[0] for cell in ready})
     without = [model for model in models if not _weights(model, task and (task, f"data={ready[0].data}"))]

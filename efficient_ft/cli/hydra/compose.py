@@ -1,4 +1,4 @@
-"""From command-line arguments to checked configurations: one, or those of a sweep. Loads no torch."""
+"""Compose the checked configurations of a command line: one, or those of a sweep. Does not import torch."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""``evaluate=RUN``: the configuration of RUN, changed by the arguments given now.
+"""``evaluate=RUN``: the configuration of RUN, changed by the arguments.
 
-A run folder is data, possibly someone else's, so Hydra never composes it: its config.yaml is read as plain settings and
-checked by the schema. Keys of Hydra are refused there, interpolations and targets are plain text, and the recorded
-command line is not read. Hydra parses the arguments given now, and composes the options of groups in them
-(``data=folder``).
+A run folder may come from another person, so Hydra never composes it. Its config.yaml is read as plain settings and
+checked by the schema: keys of Hydra are refused, and interpolations and targets are plain text. Hydra parses only the
+arguments, and composes the options of groups in them (``data=folder``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hydra's own flags on the command line: which exclude each other, and what they need."""
+"""Checks of Hydra's own flags on the command line."""
 
 from __future__ import annotations
 

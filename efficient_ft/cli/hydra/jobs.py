@@ -1,4 +1,4 @@
-"""Run several jobs, each in a process of its own: skip finished ones, go on after failures, print one table."""
+"""Run several jobs, each in a separate process: skip finished ones, continue after failures, and print one table."""
 
 from __future__ import annotations
 

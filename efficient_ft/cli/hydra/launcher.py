@@ -1,4 +1,4 @@
-"""Sweeps: Hydra's launcher that runs each job in a process of its own.
+"""A launcher of Hydra that runs each job of a sweep in a separate process.
 
 Hydra's own launcher runs all jobs in one process: one kill for lack of memory ends the sweep, memory and threads of one
 job reach into the next, and a repeated sweep starts from the beginning. Here a job is the command that would run it
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -21,18 +20,8 @@ from efficient_ft.config import check
 from efficient_ft.config.plain import plain
 from efficient_ft.core.errors import UserError
 
-#: Overrides that steer the sweep and have no meaning in a single run.
+#: Settings that control the sweep and do not apply to a single run.
 _STEERING = ("hydra.mode", "hydra.sweep", "hydra.launcher", "hydra/launcher", "hydra/sweeper", "hydra.run.dir")
-
-
-def register() -> None:
-    """Make ``hydra/launcher=processes`` known to Hydra; the class it names is found by Hydra itself."""
-    ConfigStore.instance().store(
-        group="hydra/launcher",
-        name="processes",
-        node={"_target_": "hydra_plugins.efficient_ft_launcher.ProcessLauncher"},
-        provider="efficient_ft",
-    )
 
 
 class Sweep:

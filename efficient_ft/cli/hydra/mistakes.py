@@ -1,4 +1,4 @@
-"""Mistakes on the command line: what Hydra refuses, and what it would accept in silence, in one clear message each."""
+"""Messages for mistakes on the command line: those that Hydra refuses, and those that it would accept silently."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from efficient_ft.config.explain import show
 from efficient_ft.config.plain import plain, sentence
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean
 
-# By loader and group: a loader copies all of its sources to list a group, .4 s for seven arguments.
+# The options by loader and group: listing a group takes 20 ms or more, since a loader copies all of its sources.
 _OPTIONS: WeakKeyDictionary[ConfigLoader, dict[str, list[str]]] = WeakKeyDictionary()
 
 
@@ -218,7 +218,7 @@ def explained(loader: ConfigLoader, name: str, parsed: Sequence[Override], error
         if key in setting_names():
             if override.is_delete():
                 return UserError(f"{line}: the chosen options do not have it; leave this argument out.")
-            # In the schema, but not in the chosen option: the check says why it has no place here.
+            # The schema has the setting, but the chosen option lacks it. The check explains why it cannot be set here.
             fitting = [o for o in parsed if o not in choices and walk(known, o.key_or_group)[1] is None]
             others = [str(o.input_line).lstrip("+") for o in fitting]
             try:

@@ -12,7 +12,7 @@ from pathlib import Path
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.packages import configuration_folders
 
-#: By distribution: the configuration folders added to Hydra's search path; empty until `register`.
+#: The configuration folders in Hydra's search path by distribution; empty until `register`.
 _folders: dict[str, list[Path]] = {}
 
 

@@ -1,4 +1,4 @@
-"""Processes of jobs: started with a share of the machine, ended with the sweep, and what they return."""
+"""Start the processes of jobs with a share of the machine, stop them with the sweep, and read their outcome."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ class Slots:
             self._free.put(share)
 
     def stop(self, end: bool) -> None:
-        """Start no further job; with `end`, end those that run (Ctrl-C has reached them already)."""
+        """Start no further job; with `end`, also end running jobs (Ctrl-C has already reached them)."""
         self._stopped = True
         for process in list(_running) if end else ():
             process.terminate()

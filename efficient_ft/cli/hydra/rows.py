@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 
@@ -14,16 +13,6 @@ from efficient_ft.core.errors import UserError
 
 #: Ends messages about rows.
 _EXAMPLE = "Example: rows: ['method=full', 'method=lora method.lora.rank=4']"
-
-
-def register() -> None:
-    """Make ``hydra/sweeper=rows`` known to Hydra; the class it names is found by Hydra itself."""
-    ConfigStore.instance().store(
-        group="hydra/sweeper",
-        name="rows",
-        node={"_target_": "hydra_plugins.efficient_ft_sweeper.RowsSweeper", "max_batch_size": None, "params": None},
-        provider="efficient_ft",
-    )
 
 
 def jobs_of_rows(jobs: Iterable[Sequence[str]], rows: Sequence[str] | None) -> list[list[str]]:

@@ -40,7 +40,7 @@ def check_hydra(loader: ConfigLoader, name: str, parsed: Sequence[Override]) -> 
         _check_group(loader, one)
     settings = [one for one in own if one not in groups]
     if all(one.key_or_group == "hydra.run.dir" and isinstance(one.value(), str) for one in settings):
-        return  # what a sweep passes to each job
+        return  # a sweep passes it to each job
     known = compose(name, [str(one.input_line) for one in groups], return_hydra_config=True)
     for one in settings:
         if one.package is not None or one.is_delete():

@@ -1,7 +1,4 @@
-"""``trainer=slurm``: the command submits its run, or the runs of a sweep, to Slurm by Hydra's submitit launcher.
-
-Within a job the same command trains: there Slurm has started it.
-"""
+"""``trainer=slurm``: submit a run, or the runs of a sweep, to Slurm. Within a Slurm job, the same command trains."""
 
 from __future__ import annotations
 
@@ -52,8 +49,8 @@ def submission(arguments: Sequence[str], configs: Sequence[Config]) -> list[str]
     asked.append("+hydra.launcher.additional_parameters={requeue:true}")
     # A task that fails ends the others, which would wait for it.
     os.environ.setdefault("SLURM_KILL_BAD_EXIT", "1")
-    show("Submitting to Slurm. The jobs print into outputs/.submitit, and go on if this command is stopped.")
+    show("Submitting to Slurm. The jobs print into outputs/.submitit. They continue if this command is stopped.")
     flags = [] if {"-m", "--multirun"} & set(arguments) else ["--multirun"]
-    # Settings stand together on a command line, between flags; the user's come after these.
+    # All settings must be given together, between flags; those of the user come after these.
     first = next(i for i, one in enumerate(arguments) if "=" in one and not one.startswith("-"))
     return [*flags, *arguments[:first], *asked, *arguments[first:]]

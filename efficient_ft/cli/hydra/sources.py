@@ -1,4 +1,4 @@
-"""Configuration files of the user's own: one that cannot be read is refused by name, before Hydra reads it."""
+"""Check the configuration files of the user, and name a file that cannot be read, before Hydra reads it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from efficient_ft.core.errors import UserError, first_line
 from efficient_ft.core.format import format_bytes
 from efficient_ft.core.parsing import parse_yaml
 
-#: A larger file is no configuration.
+#: A larger file is not a configuration.
 _LARGEST = 10**6
 _load = ConfigRepository.load_config
 _LIBRARIES = tuple(Path(str(library.__file__)).parent for library in (hydra, omegaconf))

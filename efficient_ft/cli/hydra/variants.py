@@ -1,6 +1,6 @@
-"""Variants of methods: which option of the group ``method`` the settings of a run are, and how far it is the paper's.
+"""Variants of methods: find the option of the group ``method`` that a run uses, and how it differs from the paper.
 
-Options of one method share its package and name; ``lbp_wht_published`` is the paper's method where ``lbp_wht`` is not.
+The options of a method share its package. ``lbp_wht_published`` has the settings of the paper if ``lbp_wht`` has not.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from efficient_ft.config import Config, run_folder
 from efficient_ft.config.explain import show
 from efficient_ft.core.packages import configuration_folders, method_files, option_settings
 
-#: The end of an option's name that has the settings of the paper.
+#: Suffix of options with the settings of the paper.
 PUBLISHED = "_published"
 
-#: The end of a folder's name whose runs have not, although there is such an option.
+#: Suffix of the folders of other runs, if there is such an option.
 OURS = "-ours"
 
 
@@ -61,7 +61,7 @@ def _departures(method: str, chosen: str, settings: Mapping[str, Any]) -> list[t
     """Return the published settings that `settings` of the option `chosen` lack; [] without a published variant."""
     published = _options().get(method, {}).get(chosen + PUBLISHED, {})
     usual = _options().get(method, {}).get(chosen, {})
-    # Only what makes the variants: a rank or sparsity of one's own is no departure.
+    # Only settings in which the variants differ: another rank or sparsity is still the same variant.
     return [(key, value) for key, value in published.items() if value not in (usual.get(key), settings.get(key))]
 
 

@@ -31,10 +31,6 @@ The settings are those of a run (see efficient-ft --help), and -m sweeps over co
     efficient-ft cost -m method=full,lora,bsr model=deit_small
 """,
 }
-_USAGE = {
-    EVALUATE: f"efficient-ft {EVALUATE} [-m] RUN [KEY=VALUE ...]",
-    COST: f"efficient-ft {COST} [-m] [KEY=VALUE ...]",
-}
 #: Settings that the commands stand for.
 _SETTINGS = {EVALUATE: "evaluate", COST: "cost_only"}
 
@@ -51,9 +47,9 @@ def as_settings(arguments: Sequence[str]) -> list[str]:
         return rest
     parsed, _ = get_args_parser().parse_known_args(rest)
     if parsed.help:
-        argparse.ArgumentParser(
-            usage=_USAGE[verb], description=VERBS[verb], formatter_class=Help, add_help=False
-        ).print_help()
+        usage = f"efficient-ft {verb} [-m]{' RUN' * (verb == EVALUATE)} [KEY=VALUE ...]"
+        parser = argparse.ArgumentParser(usage=usage, description=VERBS[verb], formatter_class=Help, add_help=False)
+        parser.print_help()
         raise SystemExit(0)
     for word in rest:
         if word.lstrip("+~").partition("=")[0] in _SETTINGS.values():
