@@ -206,8 +206,8 @@ class DataConfig(Section):
 class OptimConfig(Section):
     """Optimizer and its memory, learning-rate schedule, label smoothing, clipping. Warm-up counts optimizer steps."""
 
-    name: Literal["adamw", "sgd", "adam"] = "adamw"
-    lr: Annotated[float, Field(ge=1e-12)] = 1e-4
+    name: Literal["adamw", "sgd", "adam"]
+    lr: Annotated[float, Field(ge=1e-12)]
     weight_decay: NotNegative = 1e-5
     #: SGD only.
     momentum: Fraction = 0.9

@@ -79,7 +79,7 @@ def test_what_cannot_be_made_is_one_message(
     done = call(tmp_path, f"hydra.run.dir={place}")
     assert done.returncode == 2, done.stderr
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith(f"hydra.run.dir: the folder {place} cannot be made or written (")
+    assert last.startswith(f"hydra.run.dir: the folder {place} cannot be created or written (")
     assert last.endswith("Choose another folder, or fix it, and repeat the command. Its contents are kept.")
     assert "Traceback" not in done.stderr
 
@@ -101,7 +101,7 @@ def test_a_log_that_cannot_be_opened_is_one_message(tmp_path: Path) -> None:
     assert done.returncode == 2, done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith(
-        f"hydra.run.dir: the folder {log} cannot be made or written (is a directory). Choose another"
+        f"hydra.run.dir: the folder {log} cannot be created or written (is a directory). Choose another"
     )
     assert "Traceback" not in done.stderr
 

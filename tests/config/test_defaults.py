@@ -46,8 +46,8 @@ def values(file: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("file", "section", "differs"),
     [
-        ("optim/adamw.yaml", OptimConfig, set()),
-        ("optim/adam.yaml", OptimConfig, {"name", "weight_decay"}),
+        ("optim/adamw.yaml", OptimConfig, {"name", "lr"}),
+        ("optim/adam.yaml", OptimConfig, {"name", "lr", "weight_decay"}),
         ("optim/sgd.yaml", OptimConfig, {"name", "lr", "weight_decay"}),
         ("trainer/default.yaml", TrainerConfig, {"epochs"}),
         ("logger/none.yaml", LoggerConfig, set()),
