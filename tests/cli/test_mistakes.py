@@ -229,6 +229,24 @@ def test_a_group_and_its_settings_are_not_the_same_setting(arguments: str) -> No
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "step last_stage --model x lbp_wht",
+            r"^lbp_wht: all recipes must be .* step last_stage lbp_wht",
+        ),
+        ("layer full", r"^full: efficient-ft bench layer takes no recipes"),
+        ("step --modle x", r"^--modle: there is no such option; see efficient-ft bench step --help\.$"),
+    ],
+)
+def test_words_that_bench_cannot_use(words: str, said: str) -> None:
+    from efficient_ft.cli.commands.bench import main
+
+    with pytest.raises(UserError, match=said):
+        main(words.split())
+
+
+@pytest.mark.parametrize(
     ("command", "words"),
     [
         ("check", ["data=digits", "data=folder"]),
