@@ -176,7 +176,7 @@ def test_every_command_composes_and_its_methods_can_be_stacked():
         sweep = "-m" in words
         flags = {"-m", "--help", "--cfg", "job"}
         overrides = [word for word in words if word not in flags]
-        if words[0] == "evaluate":
+        if words[0] == "evaluate" or any(word.startswith("evaluate=") for word in overrides):
             continue  # needs a run
         try:
             for config in configurations(CONF, "train", as_settings(overrides), sweep=sweep):
