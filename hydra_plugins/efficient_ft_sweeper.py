@@ -5,7 +5,7 @@ from hydra.core.override_parser.types import Override
 
 
 class RowsSweeper(BasicSweeper):
-    """Hydra's own sweeper, for each of the rows of a table, an experiment or ``rows=[...]`` where there are some."""
+    """Hydra's own sweeper, run for each row of the experiment, if there is one."""
 
     def split_arguments(  # type: ignore[override]
         self, overrides: list[Override], max_batch_size: int | None
@@ -15,5 +15,5 @@ class RowsSweeper(BasicSweeper):
 
         assert self.config is not None
         (products,) = BasicSweeper.split_arguments(overrides, None)
-        jobs = jobs_of_rows(products, self.config.get("table"), self.config.get("rows"))
+        jobs = jobs_of_rows(products, self.config.get("rows"))
         return list(BasicSweeper.split_overrides_to_chunks(jobs, max_batch_size))

@@ -1,4 +1,4 @@
-"""The entry point of the command: it answers signals from the first moment on, while libraries load."""
+"""The entry point of the command, which answers signals while libraries are loading."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ from efficient_ft.cli.streams import open_streams
 
 
 def main() -> None:
-    """Run the command line of this process; see `efficient_ft.cli.main.main`.
-
-    Raises:
-        SystemExit: status 2 where the process was started in a way in which nothing can work.
-    """
+    """Run the command line of this process; see `efficient_ft.cli.main.main`."""
     open_streams()
     answer_signals()
     wrong = malformed_environment() or _no_folder()
@@ -48,7 +44,11 @@ def _leave(status: int) -> None:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-    except (OSError, ValueError, AttributeError):  # a closed stream, or another Python: the usual end reports it
+    except (
+        OSError,
+        ValueError,
+        AttributeError,
+    ):  # a closed stream or another Python version: the normal exit reports it
         return
     os._exit(status)
 

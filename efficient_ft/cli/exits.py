@@ -1,4 +1,4 @@
-"""How a command ends: exit status, the one message of a user's mistake, and the outcome handed to a sweep."""
+"""The end of a command: its exit status, the message of a user's mistake, and the outcome for a sweep."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from efficient_ft.core.terminal import show, unwritable
 from efficient_ft.core.text import plain_text
 from efficient_ft.record.files import json_text
 
-#: Names the file into which a job of a sweep writes its outcome, for the table at the end of the sweep.
+#: The environment variable with the file into which a job of a sweep writes its outcome.
 OUTCOME_FILE = "EFFICIENT_FT_OUTCOME_FILE"
 
-#: Errors of the system at a file or folder that the user named: no permission, a file where a folder has to be, ...
+#: Errors of the system at a file or folder that the user named, for example a missing permission.
 _OF_THE_SYSTEM = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EEXIST, errno.ENOTDIR,
                   errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}  # fmt: skip
 
@@ -32,11 +32,7 @@ INTERRUPTED_TEXT = "Interrupted. The same command continues from the last checkp
 
 
 def report_outcome(**outcome: Any) -> None:
-    """Hand the outcome of this run to the sweep that started it, if any.
-
-    Args:
-        outcome: the ``results``, or the ``reason`` of a failure and whether the training ``diverged``.
-    """
+    """Pass the ``results`` of this run, or the ``reason`` of its failure, to the sweep that started it, if any."""
     if OUTCOME_FILE in os.environ:
         Path(os.environ[OUTCOME_FILE]).write_text(json_text(outcome), encoding="utf-8")
 
@@ -52,14 +48,14 @@ def fail(error: UserError | str, status: int = 2) -> NoReturn:
 
 
 def of_the_system(error: OSError) -> UserError | None:
-    """Return the message of an error at a file or folder that the user named; None: the error is another one."""
+    """Return the message of an error at a file or folder that the user named; None for other errors."""
     if error.filename is None or error.errno not in _OF_THE_SYSTEM:
         return None
     return UserError(f"{os.fsdecode(error.filename)}: {error.strerror}.")
 
 
 def leave_closed_pipe() -> NoReturn:
-    """Exit as other programs do when the reader of what they print has closed the pipe, e.g. ``| head``."""
+    """Exit like other programs when the reader of the output has closed the pipe, for example ``| head``."""
     discard_output()
     raise SystemExit(128 + 13) from None  # the number of SIGPIPE
 
@@ -68,9 +64,7 @@ def leave_closed_pipe() -> NoReturn:
 def clean_exits(interrupted: str = INTERRUPTED_TEXT) -> Iterator[None]:
     """Turn mistakes of the user, interrupts and closed pipes inside the block into exit statuses.
 
-    A `UserError` prints its text alone (status 2), so does a file or folder that cannot be read or written; Ctrl-C
-    prints `interrupted` (130), and SIGTERM the same with "Terminated" (143). Any other exception passes, with its
-    traceback.
+    A `UserError` prints its text (status 2), Ctrl-C prints `interrupted` (130). Other exceptions keep their traceback.
     """
     try:
         with signals_first():

@@ -1,7 +1,7 @@
 """The command ``efficient-ft``, the same as ``python -m efficient_ft`` and ``python train.py`` in a checkout.
 
-Without a further word it trains, evaluates or sweeps, by Hydra's rules: ``efficient-ft --help``. The commands
-``efficient-ft bench``, ``report``, ``predict``, ... are in `efficient_ft.cli.commands`.
+Without a command it trains, like ``efficient-ft train``; ``evaluate`` and ``cost`` take the same settings. These three
+follow the rules of Hydra. The other commands (``bench``, ``report``, ...) are in `efficient_ft.cli.commands`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from efficient_ft.cli.exits import (
     report_outcome,
 )
 from efficient_ft.cli.hydra import jobs, slurm
-from efficient_ft.cli.hydra.compose import ComposedJob, check_form, composed_jobs
+from efficient_ft.cli.hydra.compose import ComposedJob, check_form, chosen_options, composed_jobs
 from efficient_ft.cli.hydra.flags import check_flags
 from efficient_ft.cli.hydra.groups import CONF, register
 from efficient_ft.cli.hydra.output_folder import CommandRecord, leaving_nothing, output_folder_faults
-from efficient_ft.cli.hydra.rows import zipped
 from efficient_ft.cli.hydra.settings import hydra_faults
 from efficient_ft.cli.hydra.variants import not_as_published
+from efficient_ft.cli.hydra.verbs import as_settings
 from efficient_ft.cli.started import first_process, started_processes
 from efficient_ft.cli.stopping import signals_first, while_loading
 from efficient_ft.cli.terminal import fitted_help
@@ -49,12 +49,12 @@ from efficient_ft.core.errors import UserError, replace_unprintable
 from efficient_ft.core.files import refuse_link
 from efficient_ft.core.terminal import ConsoleHandler, show, start_console
 
-# Nothing here may import torch, Lightning or timm before `job`: help and completion answer at once.
+# Do not import torch, Lightning or timm here before `job`: help and completion must answer at once.
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def job(composed: DictConfig) -> float | None:
-    """Do one run in the folder that Hydra made for it; return the best accuracy, for sweepers that search."""
+    """Do one run in the folder that Hydra created; return the best accuracy, for sweepers that search."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -67,6 +67,9 @@ def job(composed: DictConfig) -> float | None:
                 from efficient_ft.training.run import run
 
             hydra_config = HydraConfig.get()
+            arguments = list(hydra_config.overrides.task)
+            if _trains(config):
+                config = config.with_options(chosen_options(hydra_config, arguments))
             for sentence in not_as_published(config):
                 show(f"note: {sentence}")
             folder = Path(hydra_config.runtime.output_dir)
@@ -74,7 +77,7 @@ def job(composed: DictConfig) -> float | None:
             if config.cost_only and folder != Path.cwd():
                 record.write()
             with leaving_nothing(folder):
-                results = run(config, folder, list(hydra_config.overrides.task), record.write)
+                results = run(config, folder, arguments, record.write)
     except BrokenPipeError:
         leave_closed_pipe()
     except (UserError, OSError) as error:
@@ -82,9 +85,9 @@ def job(composed: DictConfig) -> float | None:
         if said is None:
             raise
         if HydraConfig.get().mode == RunMode.MULTIRUN:
-            # A job of Hydra's own launchers (submitit, joblib), which report exceptions; an exit would be a lost job.
+            # A job of Hydra's own launchers (submitit, joblib), which report exceptions but lose jobs that exit.
             raise UserError(str(said)) from None
-        # Left to Hydra, the message would get a line of Hydra's before it.
+        # Hydra would print a line of its own before the message.
         fail(said)
     except KeyboardInterrupt:
         if HydraConfig.get().mode == RunMode.MULTIRUN:  # as above, and submitit would print a traceback
@@ -95,11 +98,7 @@ def job(composed: DictConfig) -> float | None:
 
 
 def prepare(config: Config) -> None:
-    """Set up the memory allocator before the first tensor is made, and refuse methods that cannot be built.
-
-    Raises:
-        UserError: unknown methods or settings, or methods that exclude each other.
-    """
+    """Set up the memory allocator before the first tensor is created, and refuse methods that cannot be built."""
     use_allocator(config.allocator)
     from efficient_ft.methods.build import baseline_methods, build_methods
 
@@ -108,34 +107,32 @@ def prepare(config: Config) -> None:
 
 
 def main() -> None:
-    """Run the command line of this process.
-
-    Raises:
-        SystemExit: status 2 after a mistake of the user, 130 if interrupted, 1 if jobs of a sweep failed.
-    """
+    """Run the command line of this process. Status 2: a mistake of the user; 130: interrupted; 1: jobs failed."""
     if len(sys.argv) > 1 and sys.argv[1] in COMMANDS:
         run_command(sys.argv[1], sys.argv[2:])
         return
     replace_unprintable()
-    # Hydra would print errors itself: a folder that cannot be made as a traceback, one of ours without where it arose.
+    # Hydra would print errors in its own form, some of them as a traceback and others without one.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     with clean_exits():
         register()
-        sys.argv[1:] = slurm.with_launcher(zipped(sys.argv[1:]))
+        sys.argv[1:] = slurm.with_launcher(as_settings(sys.argv[1:]))
         arguments, unknown = get_args_parser().parse_known_args()
         if unknown:
             dashed = next((one for one in unknown if one.startswith("-")), unknown[0])
             if not dashed.startswith("-"):  # argparse reads settings in one place only
-                raise UserError(f"{dashed}: options stand before or after all settings, not between them; see --help.")
+                raise UserError(
+                    f"{dashed}: options must be given before or after all settings, not between them; see --help."
+                )
             raise UserError(f"{dashed}: there is no such option. Settings have no dashes: KEY=VALUE; see --help.")
         check_flags(arguments)
         check_form(arguments.overrides)
         with output_folder_faults(arguments.overrides):
             shows = arguments.help or arguments.hydra_help or arguments.info
-            # --info shows what the arguments give, and Hydra sets up logging before it shows anything.
+            # --info shows the composed configuration, and Hydra sets up logging first.
             if arguments.info or (shows and any(one.lstrip("+~").startswith("hydra") for one in arguments.overrides)):
                 check_commandline(arguments)
-            if arguments.help or arguments.hydra_help:  # Hydra would compose what help does not depend on
+            if arguments.help or arguments.hydra_help:  # help does not depend on settings, which Hydra would compose
                 own = [one for one in arguments.overrides if one.startswith("hydra")]
                 sys.argv[1:] = [one for one in sys.argv[1:] if one in own or one not in arguments.overrides]
             elif not (arguments.info or arguments.shell_completion):
@@ -152,14 +149,7 @@ def main() -> None:
 
 
 def check_commandline(arguments: Any) -> list[ComposedJob]:
-    """Compose the jobs of a command line; refuse any mistake before a folder is made or a job is started.
-
-    Args:
-        arguments: parsed by Hydra.
-
-    Raises:
-        UserError: the first mistake.
-    """
+    """Compose the jobs of a command line, and refuse mistakes before a folder is created or a job is started."""
     name = arguments.config_name or "train"
     conf = Path(arguments.config_path or CONF)
     composed = composed_jobs(conf, name, arguments.overrides, sweep=_sweeps(arguments), search=arguments.config_dir)
@@ -178,7 +168,7 @@ def check_commandline(arguments: Any) -> list[ComposedJob]:
     for name in () if _sweeps(arguments) else ("jobs", "job_timeout"):
         if any(text.startswith(f"{name}=") for text in arguments.overrides):
             show(f"note: {name} has no effect on a single run; it applies to sweeps (-m).", sys.stderr)
-    # A sweep or a submission trains nothing here: each of its jobs is a program of its own.
+    # A sweep or a submission does not train in this process: each of its jobs is a separate program.
     if composed and not _sweeps(arguments) and not slurm.submits(arguments.overrides):
         restart_with(composed[0].config.allocator)
     for one in composed:
@@ -196,7 +186,7 @@ def check_commandline(arguments: Any) -> list[ComposedJob]:
 
 
 def _require_entry(config: Config, name: str) -> None:
-    """Refuse ``--cfg job --package NAME`` where the configuration has no entry of this name."""
+    """Refuse ``--cfg job --package NAME`` if the configuration has no entry of this name."""
     shown = config.model_dump(mode="json")
     try:
         found = OmegaConf.select(OmegaConf.create(shown), name)
@@ -208,11 +198,11 @@ def _require_entry(config: Config, name: str) -> None:
 
 
 def without_folder(arguments: Any, composed: Sequence[ComposedJob]) -> list[str]:
-    """Return the arguments that keep Hydra from writing for a job that trains nothing, or for a further process."""
+    """Return arguments with which Hydra writes nothing for a job without training, or for further processes."""
     if arguments.cfg or _sweeps(arguments) or not composed:
         return []
     if _trains(composed[0].config):
-        # Of several processes the first one's log and arguments are those of the run.
+        # Only the first of several processes writes the log and the arguments.
         return [] if first_process() else ["hydra.output_subdir=null", "hydra/job_logging=stdout"]
     if any(text.startswith("hydra.run.dir=") for text in arguments.overrides):
         return []
@@ -220,11 +210,7 @@ def without_folder(arguments: Any, composed: Sequence[ComposedJob]) -> list[str]
 
 
 def evaluate(arguments: Any, composed: Sequence[ComposedJob]) -> None:
-    """Evaluate one run, or each run of a sweep in a process of its own, without Hydra: a run folder is data.
-
-    Raises:
-        UserError: a run cannot be evaluated; a sweep that also trains.
-    """
+    """Evaluate one run, or each run of a sweep in a separate process, without Hydra."""
     if any(one.config.evaluate is None for one in composed):
         raise UserError("evaluate: either all jobs of a sweep evaluate a run, or none.")
     if arguments.cfg:

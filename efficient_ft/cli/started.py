@@ -9,7 +9,7 @@ _NUMBERS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCA
             "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "JSM_NAMESPACE_RANK", "MASTER_PORT")  # fmt: skip
 #: Variables with a number of threads, which numba reads as a number >= 1.
 _THREADS = ("NUMBA_NUM_THREADS",)
-#: Variables that torchrun and srun set together, and the one by which they are recognized.
+#: A variable by which torchrun or srun is recognized: the program, and variables that it sets as well.
 _TOGETHER = {
     "TORCHELASTIC_RUN_ID": ("torchrun", ("RANK", "LOCAL_RANK", "WORLD_SIZE")),
     "SLURM_STEP_ID": ("srun", ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")),
@@ -19,18 +19,18 @@ _PORTS = 65535
 
 
 def first_process() -> bool:
-    """Whether this is the first of the processes that torchrun, Slurm or Lightning started."""
+    """Return True in the first of the processes that torchrun, Slurm or Lightning started."""
     names = ("RANK", "LOCAL_RANK", *(("SLURM_PROCID",) if "SLURM_STEP_ID" in os.environ else ()))
     return next((os.environ[name] for name in names if name in os.environ), "0") == "0"
 
 
 def started_processes() -> int:
-    """The number of processes that torchrun or srun started with this one."""
+    """Return the number of processes that torchrun or srun started."""
     return int(os.environ.get("SLURM_NTASKS" if "SLURM_STEP_ID" in os.environ else "WORLD_SIZE", "1"))
 
 
 def malformed_environment() -> str | None:
-    """Return the message for a variable of the environment that no process can be started with; None: there is none."""
+    """Return the message for an environment variable with an unusable number; None if all are usable."""
     for name in (*_NUMBERS, *_THREADS):
         text = os.environ.get(name)
         least = int(name in _THREADS or name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS"))
@@ -50,5 +50,5 @@ def malformed_environment() -> str | None:
 
 
 def _integer(text: str) -> bool:
-    """Whether libraries can read a text as a number of processes."""
+    """Return True if libraries can read a text as a number of processes."""
     return text.isascii() and text.isdecimal() and len(text) < 10

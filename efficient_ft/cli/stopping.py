@@ -1,4 +1,4 @@
-"""Signals that ask to end, outside of a training: one sentence and their status, also if a library catches them."""
+"""Signals that end a command outside of training, even if a library catches their exceptions."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _last: float = -_TOGETHER
 
 #: Seconds after which a signal is answered again whose exception could not be raised.
 _LATER = 0.01
-#: Whether `answer_signals` has installed its hook for discarded exceptions.
+#: True once `answer_signals` has installed its hook for discarded exceptions.
 _hooked = False
-#: Whether this process is being forked, and the signal that came meanwhile.
+#: True while this process is forked, and the signal that arrived meanwhile.
 _forking = False
 _held: int | None = None
 
@@ -33,7 +33,7 @@ _held: int | None = None
 class _Interrupted(KeyboardInterrupt):
     """Ctrl-C.
 
-    With ``python -m``, Python kills its process by SIGINT at the end, in place of the status asked for, if a plain
+    With ``python -m``, Python kills its process by SIGINT at the end, instead of using the status, if a plain
     KeyboardInterrupt has ever left code that ``exec`` ran from a text, as dataclasses and other libraries do.
     """
 
@@ -152,9 +152,9 @@ def leave_in_peace() -> None:
 
 @contextmanager
 def signals_first() -> Iterator[None]:
-    """Raise KeyboardInterrupt or `TerminatedRun` in place of any other exception that follows a signal.
+    """Raise KeyboardInterrupt or `TerminatedRun` instead of any other exception that follows a signal.
 
-    Libraries turn the one within a callback into an error of their own, and into others after it.
+    Libraries turn an exception in a callback into other errors.
     """
     try:
         yield

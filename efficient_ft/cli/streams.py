@@ -26,7 +26,7 @@ class Diagnostics(io.TextIOWrapper):
 
 
 class Output(io.TextIOWrapper):
-    """Standard output that records the first failed write, also if a library ignores the error.
+    """Standard output that records the first failed write, even if a library ignores the error.
 
     Attributes:
         lost: the first error.

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def fitted_help() -> Iterator[None]:
 
 
 def quiet_libraries() -> None:
-    """Silence the warnings of other libraries in this process: users of a command cannot act on them."""
+    """Silence the warnings of other libraries, which users of a command cannot act on."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler, which logs each start and stop
     for name in ("torch.utils._pytree", "torch", "torchao", "lightning", "timm", "transformers", "peft", "PIL",
                  "huggingface_hub", "matplotlib", "wandb"):  # fmt: skip
@@ -83,24 +83,22 @@ def words(given: str) -> list[str]:
     return found
 
 
-def count(given: str, least: int = 1) -> int:
-    """Parse an option with an integer of at least `least`."""
-    if not given.isdecimal() or int(given) < least:
-        raise argparse.ArgumentTypeError(f"must be an integer >= {least}, got {given}.")
-    return int(given)
+def integer(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Return the parser of an option with an integer within bounds."""
+
+    def parse(given: str) -> int:
+        if not given.isdecimal() or int(given) < least or (most is not None and int(given) > most):
+            bounds = f">= {least}" if most is None else f"from {least} to {most}"
+            raise argparse.ArgumentTypeError(f"must be an integer {bounds}, got {given}.")
+        return int(given)
+
+    return parse
 
 
-def count_or_zero(given: str) -> int:
-    """Parse an option with an integer of at least 0."""
-    return count(given, 0)
-
-
-def seed(given: str) -> int:
-    """Parse an option with the seed of random numbers: that of a run has the same bounds."""
-    number = count_or_zero(given)
-    if number >= 2**32:
-        raise argparse.ArgumentTypeError(f"must be below 2^32, got {given}.")
-    return number
+count = integer(1)
+count_or_zero = integer(0)
+#: The seed of random numbers has the bounds of a run's setting.
+seed = integer(0, 2**32 - 1)
 
 
 def add_columns_option(parser: argparse.ArgumentParser) -> None:
@@ -110,7 +108,7 @@ def add_columns_option(parser: argparse.ArgumentParser) -> None:
         type=words,
         default=[],
         metavar="NAME,...",
-        help="columns to show: names or parts of them; all: every column (default: those that fit the terminal)",
+        help="names or parts of names of columns, or all (default: the columns that fit the terminal)",
     )
 
 
@@ -131,13 +129,7 @@ def status(text: str) -> None:
 
 
 def run_folders(command: str, argument: str, below: Path = Path("outputs")) -> str:
-    """Return the text of a command without its argument: the finished runs in a folder, the latest first.
-
-    Args:
-        command: name of the command.
-        argument: the missing argument.
-        below: the folder of the runs.
-    """
+    """Return the usage of a command without arguments, and the latest finished runs in a folder."""
     from efficient_ft.record.results import NAME
 
     usage = f"Usage: efficient-ft {command} {argument}"

@@ -3,7 +3,6 @@
 from efficient_ft.config.check import check, validate
 from efficient_ft.config.explain import UnknownSetting, setting_names
 from efficient_ft.config.identity import data_configs, fingerprint, image_folders, run_folder
-from efficient_ft.config.renamed import RenamedSetting
 from efficient_ft.config.schema import (
     AugmentConfig,
     Config,
@@ -24,7 +23,6 @@ __all__ = [
     "LoggerConfig",
     "ModelConfig",
     "OptimConfig",
-    "RenamedSetting",
     "StepStatsConfig",
     "TrainerConfig",
     "UnknownSetting",

@@ -13,7 +13,6 @@ from pydantic import BaseModel, ValidationError
 from efficient_ft.config.explain import mistake, show
 from efficient_ft.config.identity import OWN_FOLDERS
 from efficient_ft.config.kinds import OWN_CLASSIFIERS, check_kind
-from efficient_ft.config.renamed import refuse_renamed
 from efficient_ft.config.schema import Config, DataConfig, OptimConfig
 from efficient_ft.core.errors import SettingError
 from efficient_ft.core.in_backward import Wrong, refuse_in_backward
@@ -33,7 +32,6 @@ def check(plain: Mapping[str, Any]) -> Config:
     """
     if not isinstance(plain.get("method", {}), Mapping):
         raise SettingError("method", show(plain["method"]), "a mapping from a method's name to its settings")
-    refuse_renamed(plain)
     _refuse_sharding(plain)
     plain = _without_missing(plain)
     # A YAML with nothing but its package composes to null.
@@ -167,17 +165,9 @@ _Model = typing.TypeVar("_Model", bound=BaseModel)
 
 
 def validate(schema: type[_Model], plain: Mapping[str, Any], prefix: str) -> _Model:
-    """Return the settings `plain` as an object of the class `schema`.
+    """Return the settings `plain` of the group `prefix` as an object of the pydantic model `schema`.
 
-    Strict: "3" is not accepted for 3, nor true for 1; a list is accepted for a tuple.
-
-    Args:
-        schema: a pydantic model.
-        plain: its settings.
-        prefix: full name of the group that they belong to, for messages.
-
-    Raises:
-        SettingError: for the first mistake.
+    The check is strict: "3" is not accepted for 3, and true is not accepted for 1. A list is accepted for a tuple.
     """
     try:
         return schema.model_validate_json(json.dumps(plain, default=str), strict=True)

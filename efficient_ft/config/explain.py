@@ -20,15 +20,7 @@ from efficient_ft.core.errors import SettingError, UserError
 def mistake(
     schema: type[BaseModel], plain: Mapping[str, Any], prefix: str, loc: tuple[int | str, ...], kind: str
 ) -> SettingError:
-    """Return the error for a mistake that pydantic found, named by the deepest key that a user would write.
-
-    Args:
-        schema: what `plain` was checked against.
-        plain: the settings.
-        prefix: full name of the group that `schema` describes; empty for a whole configuration.
-        loc: pydantic's location of the mistake.
-        kind: pydantic's type of the mistake.
-    """
+    """Return the error for a mistake that pydantic found at `loc`, named by the deepest key that a user would write."""
     whole = json_schema(schema)
     key, value, node = prefix, typing.cast(Any, plain), whole
     for part in loc:
@@ -100,14 +92,7 @@ def _nearest(setting: str, known: Iterable[str], elsewhere: Iterable[str]) -> st
 
 
 class UnknownSetting(SettingError):
-    """A key that nothing reads.
-
-    Args:
-        setting: its full name.
-        value: its value.
-        known: the names that exist at its level.
-        elsewhere: full names of settings anywhere, to recognize one that was put into the wrong group.
-    """
+    """A setting that does not exist; `known` are the names at its level, `elsewhere` full names of other settings."""
 
     def __init__(self, setting: str, value: object, known: Iterable[str], elsewhere: Iterable[str] = ()):
         self.setting, self.value, self.known = setting, value, sorted(known)
@@ -190,7 +175,7 @@ def _constraint(node: dict[str, Any], whole: dict[str, Any]) -> str:
         case "object":
             below = node.get("additionalProperties")
             words = "a non-empty mapping" if node.get("minProperties") else "a mapping"
-            # The mapping of a group has names of its own, which its own messages list.
+            # A group is a mapping with other names, which other messages list.
             inner = resolved(below, whole) if isinstance(below, dict) else {}
             keys = " or ".join(resolved(node.get("propertyNames", {}), whole).get("enum", ["names"]))
             return f"{words} from {keys} to {_plural(_constraint(inner, whole))}" if inner else words

@@ -11,13 +11,13 @@ from efficient_ft.core.errors import UserError
 
 
 def plain(composed: DictConfig) -> dict[str, Any]:
-    """Return plain containers with interpolations resolved, without Hydra's own part.
+    """Return plain containers with interpolations resolved, without Hydra's own part and the rows of a sweep.
 
     Raises:
         UserError: an interpolation that cannot be resolved.
     """
-    job = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
-    # The copy is a root of its own; interpolations of ours point into the job's part only.
+    job = OmegaConf.masked_copy(composed, [str(key) for key in composed if key not in ("hydra", "rows")])
+    # The copy is a root, and our interpolations refer to the settings of the job only.
     try:
         container = OmegaConf.to_container(job, resolve=True)
     except OmegaConfBaseException as error:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -190,21 +199,21 @@ class OptimConfig(Section):
 
     name: Literal["adamw", "sgd", "adam"]
     lr: Annotated[float, Field(ge=1e-12)]
-    weight_decay: NotNegative = 0.0
+    weight_decay: NotNegative = 1e-5
     #: SGD only.
     momentum: Fraction = 0.9
     #: Adam and AdamW only.
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     schedule: Literal["cosine", "constant"] = "cosine"
     #: Less than the optimizer steps of all epochs; null: a quarter of the run's, and at most 100.
-    warmup_steps: Annotated[int, Field(ge=0)] | None = 0
+    warmup_steps: Annotated[int, Field(ge=0)] | None = None
     #: The warm-up starts at this share of `lr`.
     warmup_start_factor: Annotated[float, Field(ge=0, le=1)] = 0.001
     #: The cosine ends at this share of `lr`.
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
-    label_smoothing: Fraction = 0.0
+    label_smoothing: Fraction = 0.1
     #: Largest norm of the whole gradient; null: no clipping.
-    grad_clip_norm: Annotated[float, Field(ge=1e-6)] | None = None
+    grad_clip_norm: Annotated[float, Field(ge=1e-6)] | None = 5.0
     #: The classifier's learning rate is `lr` times this.
     head_lr_mult: Positive = 1.0
     #: Factor of the learning rate per layer from the head down; null: one rate for all layers.
@@ -308,10 +317,6 @@ class Config(Section):
     resume: Literal["auto", "never"] = "auto"
     #: The accuracy that a paper prints for this run, a fraction, for the logger's summary.
     published: Annotated[float, Field(ge=0, le=1)] | None = None
-    #: Name of a published table whose runs are the rows of a sweep (-m).
-    table: str | None = None
-    #: Rows of a sweep (-m): texts of settings, each run with every combination of the other arguments.
-    rows: list[str] | None = None
     #: Jobs of a sweep (-m) at the same time.
     jobs: Count = 1
     #: A job of a sweep (-m) that runs longer is stopped: seconds, or with a unit (90s, 30min, 2h); null: never.
@@ -327,6 +332,26 @@ class Config(Section):
     #: The memory that the run may take, with a unit (4GB, 3.5GiB), see `training.budget`; null: no budget.
     memory: str | int | float | None = None
 
+    #: The settings of the options that a command chose (model=, data=, ...); None without a command.
+    _options: dict[str, Any] | None = PrivateAttr(default=None)
+
+    def with_options(self, options: dict[str, Any] | None) -> Config:
+        """Return a copy with the settings of the chosen options, which `changed` compares with."""
+        copy = self.model_copy()
+        copy._options = options
+        return copy
+
+    def changed(self) -> dict[str, Any]:
+        """Return the settings, by full name, that differ from the chosen options, else from the schema's defaults."""
+        options = {} if self._options is None else flatten(self._options)
+        given = flatten(self.model_dump(mode="json", exclude_defaults=True))
+        return {
+            name: value
+            for name, value in flatten(self.model_dump(mode="json")).items()
+            if (value != options[name] if name in options else name in given)
+            and not (self.tasks and name.startswith("data."))
+        }
+
     @model_serializer(mode="wrap")
     def _written_out(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out `tasks` in a run on one data set."""
@@ -334,3 +359,13 @@ class Config(Section):
         if not self.tasks:
             plain.pop("tasks", None)
         return plain
+
+
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Return nested mappings as one level with dotted keys; an empty mapping is a value."""
+    if not isinstance(tree, Mapping) or not tree:
+        return {prefix: tree}
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= flatten(value, f"{prefix}.{name}" if prefix else name)
+    return flat

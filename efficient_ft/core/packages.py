@@ -15,6 +15,9 @@ import re
 from collections.abc import Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from efficient_ft.core.errors import UserError
 
@@ -52,6 +55,13 @@ def method_files(folders: Mapping[str, list[Path]]) -> Iterator[tuple[str, str, 
                 method = method_of(file)
                 if method is not None:
                     yield package, method, file
+
+
+def option_settings(file: Path) -> dict[str, Any]:
+    """Return the settings of an option: those of its YAML file, and of the options of its folder in its defaults."""
+    own = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    bases = [file.with_name(f"{base}.yaml") for base in own.pop("defaults", ())]
+    return {key: value for base in bases if base.is_file() for key, value in option_settings(base).items()} | own
 
 
 def method_of(file: Path) -> str | None:

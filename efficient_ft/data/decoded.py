@@ -21,8 +21,8 @@ from efficient_ft.data.transforms import Transform
 
 log = logging.getLogger(__name__)
 
-#: Format version; stores with a different version are not read.
-_FORMAT = 2
+#: The format of a store. Increase it if the content of a store changes.
+_FORMAT = 1
 
 
 class DecodedImages:

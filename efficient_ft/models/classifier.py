@@ -129,7 +129,7 @@ def _check_image_size(config: ModelConfig, cfg: PretrainedCfg, model: nn.Module)
     finally:
         model.train(training)
     noted = None if config.weights is None else noted_size(Path(config.weights).expanduser())
-    if patches and noted != size:  # a run of an earlier version may have trained with unused pixels
+    if patches and noted != size:
         raise _unused_pixels(config, size, patches[0])
 
 

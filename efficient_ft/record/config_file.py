@@ -8,7 +8,6 @@ from typing import Any
 import yaml
 
 from efficient_ft.config import Config, UnknownSetting, check
-from efficient_ft.config.renamed import RenamedSetting
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.parsing import parse_yaml
 from efficient_ft.record.files import write_text_atomically
@@ -46,12 +45,9 @@ def read_config(run: Path, do: str = START_AGAIN, other_version: str = START_AGA
         raise UserError(f"{file} cannot be read: it is not a mapping. {do}")
     try:
         return check(plain)
-    except RenamedSetting as error:
-        raise OtherVersionError(file, f"it says {error.old}, which is {error.now} now", other_version) from error
     except UnknownSetting as error:
-        raise OtherVersionError(
-            file, f"it has the setting {error.setting}, unknown to this version", other_version, "another"
-        ) from error
+        reason = f"it has the setting {error.setting}, unknown to this version"
+        raise OtherVersionError(file, reason, other_version) from error
     except (UserError, TypeError, AttributeError) as error:
         missing = [name for name, field in Config.model_fields.items() if field.is_required() and name not in plain]
         if missing:

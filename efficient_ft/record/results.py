@@ -14,6 +14,7 @@ from typing import Any, NotRequired, cast
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic needs this one below Python 3.12
 
+from efficient_ft.config.schema import flatten as flatten
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.parsing import parse_json
 from efficient_ft.record.files import json_text, write_text_atomically
@@ -26,7 +27,7 @@ class ExecutedCost(TypedDict):
     """Counted, the same on any machine; per image.
 
     `step_peak_bytes` is of the whole batch: the peak of live tensor bytes without model and batch. `optimizer_bytes`
-    is the whole state of the optimizer. Runs from before they were recorded have none.
+    is the whole state of the optimizer. Both are optional.
     """
 
     forward_flops: float
@@ -86,7 +87,7 @@ class MemoryReport(TypedDict):
     before_model_bytes: int
     before_steps_bytes: int
     peak_bytes: int
-    step_peak_bytes: NotRequired[int]  # results of earlier versions have none
+    step_peak_bytes: NotRequired[int]
     growth_bytes: int
     counted_bytes: int
     optimizer_bytes: int
@@ -145,7 +146,7 @@ class RunTotals(TypedDict):
     batches: int
     counted_batches: int
     seconds: float
-    step_seconds: NotRequired[float | None]  # absent in records from before it
+    step_seconds: NotRequired[float | None]
     joules: float | None
     energy_source: str | None
 
@@ -179,7 +180,7 @@ def final_accuracy(accuracy: Mapping[str, Any]) -> float:
 class AppliedReport(TypedDict):
     """A summary of what a method changed; the parts that it touched, and those that it left with the reason.
 
-    See `methods.base.Applied`. Runs from before there was a `summary` have none.
+    See `methods.base.Applied`. The `summary` is optional.
     """
 
     summary: NotRequired[str]
@@ -191,7 +192,7 @@ class AppliedReport(TypedDict):
 class TaskData(TypedDict):
     """One data set: images by split, corrupt images left out, and accuracy of model.safetensors by split.
 
-    `digest` is that of its images (`data.listing.Listing.digest`); runs from before it was recorded have none.
+    `digest` is that of its images (`data.listing.Listing.digest`); it is optional.
     """
 
     splits: dict[str, int]
@@ -221,9 +222,9 @@ class Results(TypedDict):
     """The contents of results.json.
 
     `config` is the whole configuration, `arguments` the settings given to this run (of the command line; empty for
-    runs from Python), `changed` the settings that differ from the schema's defaults, with dotted names, `environment`
-    what `record.environment` gives, `methods` a report by the name of the method. Runs from before `memory`
-    was recorded have none; `features` are there if features were stored. `weights` states which tensors
+    runs from Python), `changed` the settings that differ from the chosen options (`Config.changed`), `environment`
+    what `record.environment` gives, `methods` a report by the name of the method. `memory` is
+    optional, and `features` exist if features were stored. `weights` states which tensors
     of a file were used (`models.loading_report.LoadingReport`); a network with random weights has none.
     """
 
@@ -248,7 +249,7 @@ class Results(TypedDict):
 
 
 def images_digest(data: Mapping[str, Any]) -> str:
-    """The digest of the images of a run's data set or of all its tasks; empty for a run from before there was one."""
+    """The digest of the images of a run's data set or of all its tasks; empty if none was recorded."""
     return "+".join(one["digest"] for one in (data, *data.get("tasks", {}).values()) if one.get("digest"))
 
 
@@ -305,17 +306,3 @@ def _finite(text: str) -> float:
 
 def _not_a_number(name: str) -> float:
     raise ValueError(f"{name} is no number of JSON")
-
-
-def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one level with dotted keys; an empty mapping is a value."""
-    if not isinstance(tree, Mapping) or not tree:
-        return {prefix: tree}
-    flat: dict[str, Any] = {}
-    for name, below in tree.items():
-        full = f"{prefix}.{name}" if prefix else name
-        if isinstance(below, Mapping):
-            flat |= flatten(below, full)
-        else:
-            flat[full] = below
-    return flat

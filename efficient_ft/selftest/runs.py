@@ -67,7 +67,14 @@ def configuration(images: Path, case: str = "full", quiet: bool = False, **chang
             "augment": {"scale": [0.6, 1.0], "flip": False},
         },
         "method": methods_of(case),
-        "optim": {"name": "adamw", "lr": 1e-2, "weight_decay": 0.05, "warmup_steps": 2, "grad_clip_norm": 1.0},
+        "optim": {
+            "name": "adamw",
+            "lr": 1e-2,
+            "weight_decay": 0.05,
+            "warmup_steps": 2,
+            "label_smoothing": 0.0,
+            "grad_clip_norm": 1.0,
+        },
         "trainer": {"epochs": 2, "accelerator": "cpu", "progress": False},
         "cost": {"baseline": "none", "steps": 1},
     }

@@ -36,7 +36,7 @@ def evaluate(run: Path, config: Config | None = None) -> Evaluated:
         config: RUN/config.yaml with changes; None: as stored.
 
     Raises:
-        OtherVersionError: an earlier version of this package wrote the run folder.
+        OtherVersionError: another version of this package wrote the run folder.
         UserError: `run` is not a run folder, `config` changes settings that are fixed, or the images are missing or
             have other classes.
     """

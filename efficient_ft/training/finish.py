@@ -16,7 +16,7 @@ from efficient_ft.models import factory
 from efficient_ft.optim import SteppedInBackward
 from efficient_ft.record.environment import environment
 from efficient_ft.record.formats import FORMAT
-from efficient_ft.record.results import Accuracy, AppliedReport, Results, flatten, write_results
+from efficient_ft.record.results import Accuracy, AppliedReport, Results, write_results
 from efficient_ft.training.callbacks.recorder import Recorder
 from efficient_ft.training.costs import Timing, cost_report
 from efficient_ft.training.evaluate import data_report
@@ -77,7 +77,7 @@ def finish(run: Training, fitted: Fitted, arguments: Sequence[str], predicted: P
         "data": data,
         "seed": run.config.seed,
         "arguments": list(arguments),
-        "changed": flatten(run.config.model_dump(mode="json", exclude_defaults=True)),
+        "changed": run.config.changed(),
         "config": run.config.model_dump(mode="json"),
         "environment": environment(
             device,

@@ -66,7 +66,7 @@ def run(
 
     Raises:
         UserError: a problem that the user can fix: weights or data are missing (both in one message),
-            the folder holds another run or one of an earlier version, the loss is not finite, …
+            the folder contains another run or one of another version, the loss is not finite, …
     """
     quiet_lightning()
     connect(config)

@@ -13,14 +13,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from docsgen import configuration, records
 from docsgen.columns import COUNTED, MEASURED, cells, counted_rows, headings
 from docsgen.labels import LABELS
 from docsgen.markdown import table
 from docsgen.registry import block
-from efficient_ft.core.packages import method_of
+from efficient_ft.core.packages import method_of, option_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 CARDS = ROOT / "docs" / "methods"
@@ -119,7 +117,7 @@ def classes() -> dict[str, Any]:
 def settings(name: str) -> str:
     """Show the settings of a method, their types, defaults by option, and meanings."""
     options = options_of()[name]
-    values = {option: yaml.safe_load(_yaml(option)) or {} for option in options}
+    values = {option: option_settings(configuration.CONF / "method" / f"{option}.yaml") for option in options}
     keys = list(dict.fromkeys(key for given in values.values() for key in given))
     if not keys:
         return "None."
@@ -137,10 +135,6 @@ def settings(name: str) -> str:
         rows.append([f"`{key}`", kind, *shown, meaning])
     defaults = ["default"] if len(options) == 1 else [f"`{option}`" for option in options]
     return table(["setting", "type", *defaults, "meaning"], rows, left=len(rows[0]))
-
-
-def _yaml(option: str) -> str:
-    return (configuration.CONF / "method" / f"{option}.yaml").read_text(encoding="utf-8")
 
 
 def _value(value: Any) -> str:

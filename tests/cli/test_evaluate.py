@@ -161,11 +161,11 @@ def test_arguments_given_now_change_the_stored_settings(stored: Path) -> None:
         ("data.root.x=1", "data.root.x=1: there is no such setting"),
         ("optim.lr=abc", "optim.lr must be"),
         ("data=cifar1000", "Did you mean 'cifar100'?"),
-        ("recipe=none", "recipe=none: evaluate=RUN takes the settings of RUN"),
-        ("+data@tasks.a=pets", "evaluate=RUN takes the settings of RUN"),
-        ("hydra.run.dir=x", "hydra.run.dir=x: evaluate=RUN makes no folder"),
-        ("hydra/launcher=basic", "hydra/launcher=basic: evaluate=RUN"),
-        ("+hydra.callbacks.a=1", "evaluate=RUN makes no folder"),
+        ("recipe=none", "recipe=none: an evaluation uses the settings of the run"),
+        ("+data@tasks.a=pets", "an evaluation uses the settings of the run"),
+        ("hydra.run.dir=x", "hydra.run.dir=x: an evaluation makes no folder"),
+        ("hydra/launcher=basic", "hydra/launcher=basic: an evaluation"),
+        ("+hydra.callbacks.a=1", "an evaluation makes no folder"),
     ],
 )
 def test_mistaken_arguments_are_refused(stored: Path, argument: str, said: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from efficient_ft.cli.commands import COMMANDS
-from efficient_ft.cli.hydra.rows import zipped
+from efficient_ft.cli.hydra.rows import jobs_of_rows
 from efficient_ft.cli.main import main
 from efficient_ft.core.errors import SettingError, UserError
 from tests.cli.program import call, composed
@@ -61,8 +61,6 @@ from tests.conftest import unwrapped
         (["optim=null"], r"^optim must be one of adam, adamw, sgd, got null\.$"),
         (["~optim"], r"^~optim: a run needs one\. .*adam, adamw, sgd"),
         (["~memory"], r"^~memory: memory has no value \(null\) unless it is set\. Leave this argument out\.$"),
-        (["~rows"], r"^~rows: rows has no value"),
-        (["~table"], r"^~table: table has no value"),
         (["~evaluate"], r"^~evaluate: evaluate has no value"),
         (["~job_timeout"], r"^~job_timeout: job_timeout has no value"),
         (["~seed=0"], r"^~seed=0: to delete a setting, write ~seed alone\.$"),
@@ -127,11 +125,8 @@ def test_a_mistaken_command_is_refused_in_one_clear_line(arguments: list[str], s
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["rows=[3]"], r"^rows: every row is a text of KEY=VALUE settings, got 3\."),
-        (["rows=['\"']"], r"^rows: \" cannot be read: No closing quotation\."),
-        (["table=3"], r"^table must be one of .*, got 3\."),
-        (["table=alast/7,alast/6"], r"^table=alast/7,alast/6: one table at a time\."),
-        (["seed=glob(*)"], r"^seed=glob\(\*\): it stands for no value at all\."),
+        (["experiment=methods,none"], r"^experiment=methods,none: a sweep has only one experiment\."),
+        (["seed=glob(*)"], r"^seed=glob\(\*\): the pattern matches no value\."),
         (["optim.lr=interval(0.1,0.2)"], r"^optim\.lr=interval\(0\.1,0\.2\): an interval has no list of values"),
     ],
 )
@@ -142,18 +137,32 @@ def test_mistakes_of_a_sweep(arguments: list[str], said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("row", "said"),
     [
-        (["method=zip(full,head)", "method=zip(full,head)"], r"method=zip\(\.\.\.\): it is there twice"),
-        (
-            ["optim.lr=zip(0.1,0.2)", "optim.lr=0.5"],
-            r"^optim\.lr=0\.5: optim\.lr=zip\(\.\.\.\) gives every row its own",
-        ),
+        (3, r"^rows: every row must be a string of KEY=VALUE settings, got 3\."),
+        ("foo", r"^rows: every row must be a string of KEY=VALUE settings, got foo\."),
+        ('"', r"^rows: \" cannot be read: No closing quotation\."),
+        ("optim.lr=1 optim.lr=2", r"^optim\.lr must be given once"),
     ],
 )
-def test_paired_values_are_not_dropped(arguments: list[str], said: str) -> None:
+def test_mistakes_in_the_rows_of_an_experiment(row: object, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        zipped(arguments)
+        jobs_of_rows([[]], [row])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("method=zip(full,head)", r"^method=zip\(full,head\): zip\(\.\.\.\) was removed\. .* experiment=NAME\.$"),
+        ("rows=['method=full']", r"^rows=.*: the setting rows was removed\. .* experiment=NAME\. .* --rows ROW\.$"),
+        ("table=lbp_wht/2", r"^table=lbp_wht/2: the setting table was removed\. Use efficient-ft table NAME --run\.$"),
+        ("+table=null", r"the setting table was removed\. Use efficient-ft table NAME --run\.$"),
+    ],
+)
+@pytest.mark.parametrize("sweep", [True, False])
+def test_a_removed_form_is_refused_with_its_replacement(argument: str, said: str, sweep: bool) -> None:
+    with pytest.raises(UserError, match=said):
+        composed("model=vit_digits", argument, sweep=sweep)
 
 
 @pytest.mark.parametrize(
@@ -202,11 +211,10 @@ def test_options_of_tasks_that_do_not_exist() -> None:
         ("+data@tasks.a=digits +data@tasks.a=cifar10", r"^data@tasks\.a must be given once"),
         ("hydra.run.dir=a hydra.run.dir=b", r"got hydra\.run\.dir=a and hydra\.run\.dir=b\. Leave one of them out\.$"),
         ("-m optim.lr=1,2 optim.lr=3", r"got optim\.lr=1,2 and optim\.lr=3\. .*-m optim\.lr=1,2,3\.$"),
-        ("-m rows=['optim.lr=1 optim.lr=2']", r"^optim\.lr must be given once"),
     ],
 )
 def test_a_setting_that_is_given_more_than_once(arguments: str, said: str) -> None:
-    words = arguments.removeprefix("-m ").split(" ") if "rows" not in arguments else [arguments.removeprefix("-m ")]
+    words = arguments.removeprefix("-m ").split(" ")
     with pytest.raises(UserError, match=said):
         composed("model=vit_digits", *words, sweep=arguments.startswith("-m "))
 
@@ -218,6 +226,24 @@ def test_a_setting_that_is_given_more_than_once(arguments: str, said: str) -> No
 )  # fmt: skip
 def test_a_group_and_its_settings_are_not_the_same_setting(arguments: str) -> None:
     assert composed(*arguments.split(" "))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "step last_stage --model x lbp_wht",
+            r"^lbp_wht: all recipes must be .* step last_stage lbp_wht",
+        ),
+        ("layer full", r"^full: efficient-ft bench layer takes no recipes"),
+        ("step --modle x", r"^--modle: there is no such option; see efficient-ft bench step --help\.$"),
+    ],
+)
+def test_words_that_bench_cannot_use(words: str, said: str) -> None:
+    from efficient_ft.cli.commands.bench import main
+
+    with pytest.raises(UserError, match=said):
+        main(words.split())
 
 
 @pytest.mark.parametrize(
@@ -278,7 +304,7 @@ def test_settings_of_hydra_that_fail_later_end_in_one_line(program: Path) -> Non
 def test_settings_between_options(program: Path) -> None:
     done = call(program, "data=cifar10", "--cfg", "job", "seed=1")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("seed=1: options stand before or after all settings")
+    assert done.stderr.startswith("seed=1: options must be given before or after all settings")
 
 
 @pytest.mark.parametrize(
@@ -348,9 +374,6 @@ def test_the_configuration_of_a_sweep_is_refused_and_jobs_of_a_single_run_noted(
     assert (shown.returncode, shown.stdout) == (2, "")
     assert shown.stderr.startswith("--cfg shows the configuration of one run. Leave out -m")
     assert "note: jobs has no effect on a single run" in call(program, "jobs=2").stderr
-    row = call(program, "-m", "rows=[foo]")
-    assert row.returncode == 2
-    assert row.stderr.startswith("rows: every row is a text of KEY=VALUE settings, got foo.")
 
 
 def test_the_quoting_that_is_advised_works() -> None:

@@ -20,8 +20,8 @@ from tests.cli.program import REPOSITORY, call, composed, runs_of, write_program
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ("", "got an empty text. Leave it out for one of its own."),
-        ("null", "got null. Leave it out for one of its own."),
+        ("", "got an empty text. Leave it out for the default folder."),
+        ("null", "got null. Leave it out for the default folder."),
         ("${nope}", "got ${nope}. It cannot be resolved: Interpolation key 'nope' not found."),
         ("a/${oc.env:NOT_THERE}", "got a/${oc.env:NOT_THERE}. It cannot be resolved: "),
         ("${nothing:1}", "got ${nothing:1}. It cannot be resolved: Unsupported interpolation type nothing."),
@@ -79,8 +79,8 @@ def test_what_cannot_be_made_is_one_message(
     done = call(tmp_path, f"hydra.run.dir={place}")
     assert done.returncode == 2, done.stderr
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith(f"hydra.run.dir: the folder {place} cannot be made or written (")
-    assert last.endswith("Choose another folder; or mend this one, and repeat the command. What it holds is kept.")
+    assert last.startswith(f"hydra.run.dir: the folder {place} cannot be created or written (")
+    assert last.endswith("Choose another folder, or fix it, and repeat the command. Its contents are kept.")
     assert "Traceback" not in done.stderr
 
 
@@ -101,7 +101,7 @@ def test_a_log_that_cannot_be_opened_is_one_message(tmp_path: Path) -> None:
     assert done.returncode == 2, done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith(
-        f"hydra.run.dir: the folder {log} cannot be made or written (is a directory). Choose another"
+        f"hydra.run.dir: the folder {log} cannot be created or written (is a directory). Choose another"
     )
     assert "Traceback" not in done.stderr
 

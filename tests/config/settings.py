@@ -9,7 +9,7 @@ PLAIN: dict[str, Any] = {
     "model": {"name": "resnet18"},
     "data": {"name": "cifar10", "root": "./data"},
     "method": {"full": None},
-    "optim": {"name": "adamw", "lr": 1e-3},
+    "optim": {"name": "adamw", "lr": 1e-3, "weight_decay": 0.0, "grad_clip_norm": None},
     "trainer": {"epochs": 2},
 }
 

@@ -13,12 +13,12 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from omegaconf import OmegaConf
 from timm.models.vision_transformer import ResPostBlock
 from torch import Tensor, nn
 
 from efficient_ft.config import check
 from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.packages import option_settings
 from efficient_ft.cost import executed, layer_flops
 from efficient_ft.methods import (
     BSR,
@@ -71,9 +71,7 @@ def give(method: ALaST, budgets: Sequence[float]) -> None:
 
 
 def settings_of(file: str) -> dict[str, Any]:
-    values = OmegaConf.to_container(OmegaConf.load(CONF / f"{file}.yaml"))
-    assert isinstance(values, dict)
-    return {str(k): v for k, v in values.items()}
+    return option_settings(CONF / f"{file}.yaml")
 
 
 # ------------------------------------------------------------------------------------------------ tokens

@@ -158,16 +158,16 @@ def test_runs_from_other_weights_can_be_told_apart(runs: Path) -> None:
 
 @pytest.mark.usefixtures("wide")
 def test_what_cannot_be_read_is_left_out_and_named(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (runs / "full/0/results.json").write_text('{"format": 2, "accur')
+    (runs / "full/0/results.json").write_text('{"format": 1, "accur')
     old = json.loads((runs / "full/1/results.json").read_text())
-    (runs / "full/1/results.json").write_text(json.dumps({**old, "format": 1}))
+    (runs / "full/1/results.json").write_text(json.dumps({**old, "format": 2}))
     (runs / "full/2/results.json").unlink()
     command.main([str(runs)])
     shown = capsys.readouterr()
     assert "Left out: full/0: results.json is damaged" in shown.err, "without an absolute path"
     assert "not valid JSON" in shown.err
     assert "Left out: full/1: " in shown.err
-    assert "it has format 1; this version reads format 2" in shown.err
+    assert "it has format 2; this version reads format 1" in shown.err
     assert "Left out, not finished (running, interrupted or failed): full/2." in shown.err
     assert "full  " in shown.out
     for form in ("csv", "json", "markdown", "latex"):

@@ -232,19 +232,19 @@ def test_a_study_that_cannot_be_read_is_refused(tmp_path: Path, text: str | None
 def test_unknown_rows_and_damaged_records_are_refused(folder: Path) -> None:
     with pytest.raises(UserError, match=r"row must be one of full, head, got ful\. Did you mean 'full'"):
         chosen_rows(read_study(folder), ["ful"])
-    (folder / "records.json").write_text('{"format": 2, "runs": [{}]}')
+    (folder / "records.json").write_text('{"format": 1, "runs": [{}]}')
     with pytest.raises(UserError, match="is damaged"):
         Records(folder)
     (folder / "records.json").write_text(
-        '{"format": 2, "runs": [{"row": "full", "value": 1, "seed": 0, "settings": [], "accuracy": {"best": 1}}]}'
+        '{"format": 1, "runs": [{"row": "full", "value": 1, "seed": 0, "settings": [], "accuracy": {"best": 1}}]}'
     )
     with pytest.raises(UserError, match=r"runs\.0\.executed: Field required\)\. Restore it from a backup"):
         Records(folder)
     (folder / "records.json").write_text('{"runs": [')
     with pytest.raises(UserError, match="is damaged"):
         Records(folder)
-    (folder / "records.json").write_text('{"format": 1, "runs": []}')
-    with pytest.raises(OtherVersionError, match="it has format 1"):
+    (folder / "records.json").write_text('{"format": 2, "runs": []}')
+    with pytest.raises(OtherVersionError, match="it has format 2"):
         Records(folder)
 
 
@@ -296,7 +296,7 @@ def test_settings_that_change_the_study_are_refused_on_the_command_line(folder: 
 
 def test_runs_that_train_nothing_or_are_the_same_have_no_place_in_a_study(folder: Path) -> None:
     (folder / "study.yaml").write_text(STUDY.replace("cost.baseline=none", "cost_only=true"))
-    with pytest.raises(UserError, match=r"full optim\.lr=0\.001 seed=0 trains nothing \(cost_only or evaluate\)"):
+    with pytest.raises(UserError, match=r"full optim\.lr=0\.001 seed=0 does not train \(cost_only or evaluate\)"):
         command.main([str(folder)])
     (folder / "study.yaml").write_text(STUDY + "  again: [method=full, trainer.progress=false]\n")
     with pytest.raises(UserError, match=r"again optim.* and full .* are the same run\. Leave one of the rows out"):

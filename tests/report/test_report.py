@@ -224,8 +224,8 @@ def test_maps_without_magnitudes_and_deep_networks_are_drawn(tmp_path):
         assert table(record)[1][0][2] == "–"
 
 
-def earlier(folder: Path) -> None:
-    """A run of an earlier version, whose record had another name."""
+def other(folder: Path) -> None:
+    """A run of another version, whose record has another name."""
     folder.mkdir()
     (folder / "config.yaml").write_text("data: {workers: 2}")
     (folder / "insight.jsonl").write_text("{}")
@@ -240,9 +240,9 @@ def earlier(folder: Path) -> None:
             "run contains no record (step_stats.jsonl). Train with step_stats.interval=1",
         ),
         (lambda folder: Rows(folder / "step_stats.jsonl").rewind(0), "resume=never"),
-        (earlier, "config.yaml was written by an earlier version of efficient-ft (it says data.workers"),
+        (other, "config.yaml was written by another version of efficient-ft (it has the setting data.workers"),
     ],
-    ids=["nowhere", "unrecorded", "empty", "earlier"],
+    ids=["nowhere", "unrecorded", "empty", "other"],
 )
 def test_mistakes_end_with_one_message_and_status_2(tmp_path, capsys, make, text):
     make(tmp_path / "run")
@@ -256,7 +256,7 @@ def test_mistakes_end_with_one_message_and_status_2(tmp_path, capsys, make, text
     ("file", "content", "text"),
     [
         ("results.json", "{", "results.json is damaged: it is not valid JSON. Repeat the run."),
-        ("results.json", "{}", "results.json was written by an earlier version"),
+        ("results.json", "{}", "results.json was written by another version"),
         ("step_stats.jsonl", '{"step": 1}\n', "step_stats.jsonl cannot be read: a row lacks step, blocks or trained."),
         ("step_stats.jsonl", '{"step": 1, "blocks": 3, "trained": []}\n', "step_stats.jsonl is damaged"),
         ("step_stats.jsonl", '{"step": 1, "blocks": [], "trained": []}\n', "damaged (a row names no block)"),
@@ -267,9 +267,13 @@ def test_mistakes_end_with_one_message_and_status_2(tmp_path, capsys, make, text
             '{"step": 2, "blocks": ["b"], "trained": [], "budgets": [1]}\n',
             "step_stats.jsonl is damaged",
         ),
-        ("config.yaml", "data: {workers: 2}", "(it says data.workers, which is data.num_workers now). Repeat the run"),
+        (
+            "config.yaml",
+            "data: {workers: 2}",
+            "(it has the setting data.workers, unknown to this version). Repeat the run",
+        ),
     ],
-    ids=["damaged", "earlier", "rows", "blocks", "no blocks", "trained", "unequal", "renamed"],
+    ids=["damaged", "earlier", "rows", "blocks", "no blocks", "trained", "unequal", "unknown"],
 )
 def test_files_that_cannot_be_read_are_named(recorded, tmp_path, capsys, file, content, text):
     run = tmp_path / "run"

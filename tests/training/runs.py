@@ -66,7 +66,7 @@ def plain_config(**changes: Any) -> dict[str, Any]:
             "augment": {"scale": [0.6, 1.0], "flip": False},
         },
         "method": {"full": {}},
-        "optim": {"name": "adamw", "lr": 1e-2, "weight_decay": 0.05, "warmup_steps": None, "grad_clip_norm": 1.0},
+        "optim": {"name": "adamw", "lr": 1e-2, "weight_decay": 0.05, "label_smoothing": 0.0, "grad_clip_norm": 1.0},
         "trainer": {"epochs": 2, "accelerator": "cpu", "progress": False},
         "cost": {"baseline": "none", "steps": 1},
     }

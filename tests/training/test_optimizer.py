@@ -16,7 +16,9 @@ from efficient_ft.training.optimizer import build_optimizer, lr_factor, warmup_s
 
 
 def optim(**changes) -> OptimConfig:
-    return OptimConfig(**{"name": "adamw", "lr": 1e-3, **changes})
+    return OptimConfig(
+        **{"name": "adamw", "lr": 1e-3, "weight_decay": 0.0, "warmup_steps": 0, "label_smoothing": 0.0, **changes}
+    )
 
 
 def test_warm_up_is_linear_and_the_cosine_ends_at_its_floor():

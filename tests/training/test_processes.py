@@ -111,7 +111,10 @@ def test_two_processes_train_one_model(tmp_path):
 @pytest.mark.exhaustive
 def test_two_processes_train_several_tasks_as_one(tmp_path: Path, folders: Path) -> None:
     """Half a batch each: the same images in the same steps, the same weights but for rounding."""
-    exact: dict[str, Any] = {**QUIET, "optim": {"name": "sgd", "lr": 0.05, "grad_clip_norm": 1.0}}
+    exact: dict[str, Any] = {
+        **QUIET,
+        "optim": {"name": "sgd", "lr": 0.05, "weight_decay": 0.0, "warmup_steps": 0, "grad_clip_norm": 1.0},
+    }
     halves = {task: {"batch_size": 2} for task in ("colours", "planes")}
     for name, changes in (("one", {}), ("two", {"trainer__devices": 2, "tasks": halves})):
         run_in_processes(plain_tasks(folders, **exact, **changes, trainer__max_steps=6), tmp_path / name)

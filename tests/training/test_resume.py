@@ -211,7 +211,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
 
 
 def test_a_checkpoint_with_one_entry_per_method_is_refused(tmp_path, configuration, finished):
-    """As earlier versions wrote it: Lightning would ignore the entries and start without the methods' state."""
+    """Without a format number; Lightning would ignore the entries and start without the methods' state."""
     folder = tmp_path / "run"
     shutil.copytree(finished[0], folder)
     (folder / "results.json").unlink()
@@ -220,7 +220,7 @@ def test_a_checkpoint_with_one_entry_per_method_is_refused(tmp_path, configurati
     del held["efficient_ft_format"]
     held["callbacks"]["lbp_wht[('bases', 'l1')]"] = held["callbacks"].pop("MethodCallback", {"steps": 3})
     torch.save(held, file)
-    with pytest.raises(OtherVersionError, match=r"checkpoint\.ckpt was written by an earlier version.*resume=never"):
+    with pytest.raises(OtherVersionError, match=r"checkpoint\.ckpt was written by another version.*resume=never"):
         run(configuration(), folder)
     assert torch.load(file, weights_only=True)["global_step"] == 22, "it is not replaced"
 
@@ -247,9 +247,9 @@ def test_the_previous_checkpoint_is_kept_and_removed(tmp_path):
         checkpoint.read(file)
 
 
-def test_a_checkpoint_of_a_later_version_is_refused(tmp_path):
+def test_a_checkpoint_of_another_version_is_refused(tmp_path):
     torch.save({"state_dict": {}, "efficient_ft_format": 1000}, tmp_path / checkpoint.NAME)
-    with pytest.raises(OtherVersionError, match="by a later version"):
+    with pytest.raises(OtherVersionError, match="by another version"):
         checkpoint.read(tmp_path / checkpoint.NAME)
 
 

@@ -1,4 +1,4 @@
-"""Further commands: ``efficient-ft bench``, ``report``, ``predict``, ...: each in its own module."""
+"""The commands ``efficient-ft bench``, ``report``, ``predict``, ..., each in its own module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from efficient_ft.cli.exits import clean_exits
 from efficient_ft.cli.terminal import quiet_libraries
 from efficient_ft.core.errors import replace_unprintable, single_values
 
-#: First word of the command line, and the module whose ``main(arguments)`` runs it. Imported only when asked for.
+#: The commands and their modules, which define ``main(arguments)`` and are imported only when they are used.
 COMMANDS = {
     "check": "efficient_ft.cli.commands.check",
     "plan": "efficient_ft.cli.commands.plan",
@@ -29,15 +29,7 @@ COMMANDS = {
 
 
 def run_command(name: str, arguments: Sequence[str] | None = None) -> None:
-    """Run the command `name`.
-
-    Args:
-        name: a key of `COMMANDS`.
-        arguments: what follows the name on the command line; default: that of this process.
-
-    Raises:
-        SystemExit: with the status that the command returns, if it is not 0; 2 after a mistake of the user.
-    """
+    """Run a command of `COMMANDS`; its status becomes that of the process, and a mistake of the user gives status 2."""
     replace_unprintable()
     quiet_libraries()
     with clean_exits("Interrupted."), single_values():

@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from efficient_ft.bench.recipes import Recipe
     from efficient_ft.config import Config
 
-# Nothing heavy is imported before the arguments are parsed: help answers at once.
+# Heavy modules are imported after the arguments are parsed, so that help answers at once.
 
 PROG = "efficient-ft bench"
 
@@ -42,8 +42,8 @@ PROCESS_KEYS = (
 )
 
 DESCRIPTION = """\
-Compare recipes: they are measured in turn, in one process, after a warm-up. No round is left out. The process memory of
-each recipe is measured in a separate process.
+Compare recipes. All recipes are measured in turn in one process, after a warm-up; their process memory is measured in
+separate processes.
 
     efficient-ft bench step --model efficientformer_l1 --batch 32 last_stage lbp_wht lbp_wht:order=2
     efficient-ft bench memory --model deit_small --batch 16 full back_razor checkpointing
@@ -52,139 +52,145 @@ each recipe is measured in a separate process.
     efficient-ft bench gradient --model vit_micro --weights FILE --images DIR back_razor mesa
     efficient-ft bench optimizer
 
-step measures training steps of a model, by their parts. On a CPU, all recipes except the baseline use the channels-last
-memory format for convolutional maps, like runs. memory compares the memory of a training process with the count: its
-growth over the size before the first step, and the counted peak without model and batch, both with the optimizer's
-state. layer measures the backward pass of one linear layer, exact and low-rank. loop measures how much time the
-framework adds to a bare PyTorch loop per step. gradient compares the gradients of each recipe with the exact ones of
-the same network and batch, and counts the bytes that each recipe saves for the backward pass. optimizer compares the
-steps of AdamW with moments in 8 and 4 bits with those in 32 bits, on gradients that are spread or pause; torchao and
-bitsandbytes take part if they are installed.
-
 A recipe is METHOD[:KEY=VALUE,...][+METHOD...] with the names and settings of the command line. NAME=RECIPE renames it.
-A key with a dot is the full name of any setting (full:trainer.precision=bf16). The first recipe is the baseline. Times
-are medians with quartiles. A ratio is recipe / baseline ("0.50x the time"): the median over the rounds, each of which
-measures both. FLOPs and bytes are counted from executed operations; on CUDA, peaks are measured from the allocator.
+A key with a dot is the full name of any setting (full:trainer.precision=bf16). The first recipe is the baseline.
+
+step measures training steps by their parts. On a CPU, all recipes except the baseline use the channels-last memory
+format for convolutional maps, like runs. memory compares the growth of a process with the counted peak. loop measures
+the time that the framework adds to a bare PyTorch loop. gradient compares gradients with the exact ones, and counts the
+bytes saved for the backward pass. optimizer includes torchao and bitsandbytes if they are installed.
+
+Times are medians with quartiles. A ratio is recipe / baseline, the median over the rounds. FLOPs and bytes are counted
+from executed operations; on CUDA, peaks are measured by the allocator.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what `arguments` (default: the command line's) ask for, print tables, and write JSON if asked to.
-
-    Raises:
-        UserError: a recipe, model, file or device that cannot be used.
-    """
+    """Run a benchmark, print its tables, and write its report as JSON if `--json` is given."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = _parser()
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        _refuse(unknown[0], options)
     if not hasattr(options, "run"):
         parser.print_help()
-        return
-    if getattr(options, "alone", False):
+    elif getattr(options, "alone", False):
         _measure_alone(options)
     else:
         _measure(options, arguments)
 
 
+def _refuse(word: str, options: argparse.Namespace) -> NoReturn:
+    """Refuse a word of the command line that no option or list of recipes accepts."""
+    bench = f"{PROG} {options.kind}" if hasattr(options, "kind") else PROG
+    if word.startswith("-"):
+        raise UserError(f"{word}: there is no such option; see {bench} --help.")
+    if not getattr(options, "recipes", None):
+        raise UserError(f"{word}: {bench} takes no recipes; see {bench} --help.")
+    together = shlex.join([*options.recipes, word])
+    raise UserError(f"{word}: all recipes must be given together, with no option between them: {bench} {together} ...")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=PROG, description=DESCRIPTION, formatter_class=Help)
-    kinds = parser.add_subparsers(metavar="step|memory|layer|loop|gradient|optimizer")
+    kinds = parser.add_subparsers(metavar="step|memory|layer|loop|gradient|optimizer", dest="kind")
+    _add_step(kinds)
+    _add_memory(kinds)
+    _add_layer(kinds)
+    _add_loop(kinds)
+    _add_gradient(kinds)
+    _add_kind(kinds, "optimizer", _optimizer, 10, "steps of AdamW with moments in 8 and 4 bits, compared with 32 bits")
+    return parser
 
-    def kind(name: str, run: Callable[..., dict[str, Any]], rounds: int | None, text: str) -> argparse.ArgumentParser:
-        sub = kinds.add_parser(name, help=text, description=text, formatter_class=Help)
-        sub.set_defaults(run=run)
-        if rounds is not None:
-            sub.add_argument("--rounds", type=count, default=rounds, help=f"timed rounds (default {rounds})")
-            sub.add_argument("--warmup", type=count, default=2, help="rounds before these, not timed (default 2)")
-        sub.add_argument("--threads", type=count, help="CPU threads (default: torch's)")
-        sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1")
-        sub.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="fp32, or autocast to it")
-        sub.add_argument(
-            "--allocator", choices=CHOICES, default="auto", help="as the setting of runs: see conf/train.yaml (auto)"
-        )
-        sub.add_argument("--json", type=Path, metavar="FILE", help="also write the report to FILE")
-        add_columns_option(sub)
-        return sub
 
-    step = kind("step", _step, 10, "training steps of a model, by their parts")
-    step.add_argument("recipes", nargs="*", metavar="RECIPE", help="default: last_stage lbp_wht")
-    step.add_argument("--model", default="efficientformer_l1", help="a model of conf/model or of timm")
-    step.add_argument("--batch", type=count, default=32, help="batch size (default 32)")
-    step.add_argument("--size", type=count, help="pixels (default: the model's)")
-    step.add_argument("--classes", type=count, default=100, help="default 100")
-    step.add_argument("--unfused", action="store_true", help="attention in its parts (timm's default: fused)")
+def _add_kind(kinds: Any, name: str, run: Callable[..., Any], rounds: int | None, text: str) -> argparse.ArgumentParser:
+    """Add a benchmark with the options that all of them share; `rounds` is the default of ``--rounds``."""
+    sub: argparse.ArgumentParser = kinds.add_parser(name, help=text, description=text, formatter_class=Help)
+    sub.set_defaults(run=run)
+    if rounds is not None:
+        sub.add_argument("--rounds", type=count, default=rounds, help=f"timed rounds (default {rounds})")
+        sub.add_argument("--warmup", type=count, default=2, help="untimed rounds before them (default 2)")
+    sub.add_argument("--threads", type=count, help="CPU threads (default: those of torch)")
+    sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1")
+    sub.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="fp32, or autocast to it")
+    sub.add_argument(
+        "--allocator", choices=CHOICES, default="auto", help="memory allocator, see conf/train.yaml (auto)"
+    )
+    sub.add_argument("--json", type=Path, metavar="FILE", help="also write the report to FILE")
+    add_columns_option(sub)
+    return sub
+
+
+def _add_model(sub: argparse.ArgumentParser, model: str, batch: int, recipes: str) -> None:
+    """Add the recipes (`nargs`), and the options of the network that they are measured on."""
+    default = " (default: last_stage lbp_wht)" if recipes == "*" else ""
+    sub.add_argument("recipes", nargs=recipes, metavar="RECIPE", help=f"a method with its settings{default}")
+    sub.add_argument("--model", default=model, help=f"a model of conf/model or of timm (default {model})")
+    sub.add_argument("--batch", type=count, default=batch, help=f"batch size (default {batch})")
+    sub.add_argument("--size", type=count, help="image size in pixels (default: that of the model)")
+    sub.add_argument("--classes", type=count, default=100, help="number of classes (default 100)")
+
+
+def _add_step(kinds: Any) -> None:
+    step = _add_kind(kinds, "step", _step, 10, "training steps of a model, by their parts")
+    _add_model(step, "efficientformer_l1", 32, "*")
+    step.add_argument("--unfused", action="store_true", help="do not use fused attention")
     step.add_argument(
         "--memory-steps",
         type=count_or_zero,
         default=3,
         metavar="N",
-        help="steps over which each recipe's process is measured, in a process of its own (default 3; 0: not measured)",
+        help="steps over which the process memory of each recipe is measured (default 3; 0: not measured)",
     )
 
-    memory = kind(
-        "memory", _memory, None, "counted and process memory of training steps, each recipe in its own process"
-    )
-    memory.add_argument("recipes", nargs="+", metavar="RECIPE")
-    memory.add_argument("--model", default="deit_small", help="a model of conf/model or of timm (default deit_small)")
-    memory.add_argument("--batch", type=count, default=16, help="batch size (default 16)")
-    memory.add_argument("--size", type=count, help="pixels (default: the model's)")
-    memory.add_argument("--classes", type=count, default=100, help="default 100")
-    memory.add_argument("--unfused", action="store_true", help="attention in its parts (timm's default: fused)")
+
+def _add_memory(kinds: Any) -> None:
+    text = "counted and process memory of training steps, each recipe in a separate process"
+    memory = _add_kind(kinds, "memory", _memory, None, text)
+    _add_model(memory, "deit_small", 16, "+")
+    memory.add_argument("--unfused", action="store_true", help="do not use fused attention")
     memory.add_argument("--optim", default="adamw", help="an optimizer of conf/optim (default adamw)")
-    memory.add_argument("--steps", type=count, default=3, help="steps measured (default 3)")
-    memory.add_argument("--warmup", type=count_or_zero, default=2, help="steps before these (default 2)")
-    # Of the process that measures one recipe.
+    memory.add_argument("--steps", type=count, default=3, help="measured steps (default 3)")
+    memory.add_argument("--warmup", type=count_or_zero, default=2, help="steps before them (default 2)")
+    # For the process that measures a single recipe.
     memory.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     memory.add_argument("--default-layout", action="store_true", help=argparse.SUPPRESS)
 
-    layer = kind("layer", _layer, 30, "the backward pass of one linear layer, exact and low-rank")
-    layer.add_argument(
-        "--shape",
-        action="append",
-        metavar="C_IN,C_OUT,HxW",
-        help="may be repeated (default: the four layers in Table 5 of the LBP-WHT paper)",
-    )
+
+def _add_layer(kinds: Any) -> None:
+    layer = _add_kind(kinds, "layer", _layer, 30, "the backward pass of one linear layer, exact and low-rank")
+    shapes = "may be repeated (default: the four layers in Table 5 of the LBP-WHT paper)"
+    layer.add_argument("--shape", action="append", metavar="C_IN,C_OUT,HxW", help=shapes)
     layer.add_argument("--batch", type=count, default=32, help="batch size (default 32)")
     layer.add_argument("--orders", default="2,4,6,8,15", help="default 2,4,6,8,15")
     layer.add_argument("--projector", choices=("wht", "dct"), default="wht")
-    layer.add_argument(
-        "--padding",
-        choices=("ortho", "zero", "reflect"),
-        default="ortho",
-        help="padding of the WHT projector (default ortho)",
-    )
-    layer.add_argument("--profile", action="store_true", help="also print where the time of a backward pass goes")
+    paddings = ("ortho", "zero", "reflect")
+    layer.add_argument("--padding", choices=paddings, default="ortho", help="padding of the WHT projector (ortho)")
+    layer.add_argument("--profile", action="store_true", help="also print the time of each part of a backward pass")
     layer.add_argument("--layout", choices=("tokens", "map"), default="tokens", help="linear, or 1×1 convolution")
 
-    loop = kind("loop", _loop, 60, "a step of the framework and of a bare PyTorch loop")
-    loop.add_argument(
-        "--job",
-        action="append",
-        metavar="NAME",
-        help="default: the default job; or a model of conf/model, trained whole. May be repeated (default: both of"
-        " default and deit_small)",
-    )
-    loop.add_argument("--batch", type=count, help="batch size (default: the job's own; 8 for a model)")
+
+def _add_loop(kinds: Any) -> None:
+    loop = _add_kind(kinds, "loop", _loop, 60, "a step of the framework and of a bare PyTorch loop")
+    jobs = "default (the default job), or a model of conf/model; may be repeated (default: default and deit_small)"
+    loop.add_argument("--job", action="append", metavar="NAME", help=jobs)
+    loop.add_argument("--batch", type=count, help="batch size (default: that of the default job; 8 for a model)")
     loop.add_argument("--images", type=Path, metavar="DIR", help="images in folders (default: the digits)")
     loop.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of all jobs")
 
-    gradient = kind("gradient", _gradient, None, "gradients of recipes compared with the exact ones, on one network")
-    gradient.add_argument("recipes", nargs="+", metavar="RECIPE")
-    gradient.add_argument("--model", default="deit_tiny", help="a model of conf/model or of timm")
-    gradient.add_argument("--weights", metavar="FILE", help="its weights, in timm's names (default: random ones)")
+
+def _add_gradient(kinds: Any) -> None:
+    text = "gradients of recipes compared with the exact ones, on one network"
+    gradient = _add_kind(kinds, "gradient", _gradient, None, text)
+    _add_model(gradient, "deit_tiny", 16, "+")
+    gradient.add_argument("--weights", metavar="FILE", help="weights in timm's names (default: random weights)")
     gradient.add_argument("--images", type=Path, metavar="DIR", help="DIR/CLASS/* (default: noise)")
-    gradient.add_argument("--size", type=count, help="pixels (default: the model's)")
-    gradient.add_argument("--classes", type=count, default=100, help="without --images (default 100)")
-    gradient.add_argument("--batch", type=count, default=16, help="batch size (default 16)")
     gradient.add_argument("--batches", type=count, default=8, help="disjoint batches measured (default 8)")
     gradient.add_argument("--seed", type=seed, default=0, help="seed for images, random weights and rounding")
 
-    kind("optimizer", _optimizer, 10, "steps of AdamW with moments in 8 and 4 bits, compared with 32 bits")
-    return parser
-
 
 def _set_up(options: argparse.Namespace) -> str:
-    """Set up the allocator, the threads and the device of this process; returns the allocator's name."""
+    """Set up the allocator, the threads and the device of this process; return the name of the allocator."""
     restart_with(options.allocator, "--allocator")
     allocator = use_allocator(options.allocator, "--allocator")  # before the first tensor
     import torch
@@ -219,7 +225,7 @@ def _measure(options: argparse.Namespace, arguments: Sequence[str]) -> None:
 
 
 def _command(arguments: Sequence[str], file: Path | None) -> str:
-    """The command for the report: the file's path relative to the working folder, which no other machine has."""
+    """Return the command for the report, with the path of the file relative to the working folder."""
     words = [*PROG.split(), *arguments]
     if file is not None and file.is_absolute():
         here = Path.cwd()
@@ -244,22 +250,21 @@ def _require_device(name: str) -> None:
 
 
 def _configure(model: str | None, overrides: Sequence[str]) -> Config:
-    """The checked configuration of a run on random weights, see `efficient_ft.bench.recipes.Configure`."""
-    from efficient_ft.cli.hydra.compose import configurations
-    from efficient_ft.cli.hydra.groups import CONF, register
+    """Return the checked configuration of a run on random weights, see `efficient_ft.bench.recipes.Configure`."""
+    from efficient_ft.cli.hydra.compose import configured
+    from efficient_ft.cli.hydra.conf import CONF
     from efficient_ft.cli.hydra.rows import merged
 
-    register()
     chosen = []
     if model is not None:
         known = (CONF / "model" / f"{model}.yaml").is_file()
         chosen = [f"model={model}"] if known else ["model=timm", f"model.name={model}"]
         chosen.append("model.pretrained=false")
         chosen += _task_of(CONF / "model" / f"{model}.yaml", overrides) if known else []
-    return configurations(CONF, "train", merged(*chosen, *overrides), sweep=False)[0]
+    return configured(merged(*chosen, *overrides))
 
 
-#: The task and data of the networks that are no classifiers of images; no data are read.
+#: Settings for networks that are not image classifiers; no data are read.
 _TASKS = {
     "segmentation": ["task=segmentation", "data=mask_folder", "data.root=none"],
     "text": ["task=text", "data=text_folder", "data.root=none"],
@@ -267,7 +272,7 @@ _TASKS = {
 
 
 def _task_of(option: Path, overrides: Sequence[str]) -> list[str]:
-    """Settings of the task of a model's option, unless `overrides` name it."""
+    """Return the settings of the task that a model's option is for, unless `overrides` name a task."""
     from efficient_ft.config import ModelConfig
 
     # Not checked: the option may leave the name to the user.
@@ -275,14 +280,26 @@ def _task_of(option: Path, overrides: Sequence[str]) -> list[str]:
     return [] if any(word.startswith("task=") for word in overrides) else _TASKS.get(task, [])
 
 
+def _network(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of a benchmark that describe the network and the device."""
+    return {
+        "model": options.model,
+        "batch_size": options.batch,
+        "image_size": options.size,
+        "num_classes": options.classes,
+        "precision": options.dtype,
+        "device": options.device,
+    }
+
+
 def _step(options: argparse.Namespace) -> dict[str, Any]:
     from efficient_ft.bench.recipes import parse_recipes
     from efficient_ft.bench.step import measure_steps
-    from efficient_ft.cli.hydra.groups import CONF
+    from efficient_ft.cli.hydra.conf import CONF
 
     texts = options.recipes or ["last_stage", "lbp_wht"]
     recipes = parse_recipes(texts, CONF)
-    # First, while this process is small: all recipes are held at once to be timed in turn.
+    # Measured first, while this process is small: timing keeps all recipes in memory.
     records = {}
     if options.memory_steps:
         settings = {**vars(options), "optim": "adamw", "steps": options.memory_steps, "warmup": 2}
@@ -290,17 +307,7 @@ def _step(options: argparse.Namespace) -> dict[str, Any]:
         for number, (text, recipe) in enumerate(zip(texts, recipes, strict=True)):
             records[recipe.name] = _in_own_process(text, recipe.name, {**settings, "default_layout": number == 0})
     report = measure_steps(
-        recipes,
-        _configure,
-        model=options.model,
-        batch_size=options.batch,
-        image_size=options.size,
-        num_classes=options.classes,
-        precision=options.dtype,
-        device=options.device,
-        unfused=options.unfused,
-        rounds=options.rounds,
-        warmup=options.warmup,
+        recipes, _configure, **_network(options), unfused=options.unfused, rounds=options.rounds, warmup=options.warmup
     )
     for name, record in records.items():
         if "failure" in record:
@@ -313,7 +320,7 @@ def _step(options: argparse.Namespace) -> dict[str, Any]:
 def _memory(options: argparse.Namespace) -> dict[str, Any]:
     from efficient_ft.bench.memory import memory_report
     from efficient_ft.bench.recipes import parse_recipes
-    from efficient_ft.cli.hydra.groups import CONF
+    from efficient_ft.cli.hydra.conf import CONF
 
     recipes = parse_recipes(options.recipes, CONF)
     _check(recipes, vars(options))
@@ -325,7 +332,7 @@ def _memory(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check(recipes: Sequence[Recipe], options: Mapping[str, Any]) -> None:
-    """Refuse recipes with wrong settings, before the first one is measured for minutes."""
+    """Refuse recipes with wrong settings before any of them is measured."""
     from efficient_ft.methods.build import build_methods
 
     size = [] if options["size"] is None else [f"model.image_size={options['size']}"]
@@ -334,32 +341,13 @@ def _check(recipes: Sequence[Recipe], options: Mapping[str, Any]) -> None:
 
 
 def _in_own_process(text: str, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Measure the memory of one recipe in a process of its own, started with the same options.
-
-    Returns:
-        The record of `efficient_ft.bench.memory.measure_memory`; ``{"failure": REASON}`` if the process failed.
-
-    Raises:
-        UserError: a recipe or model that cannot be used.
-    """
+    """Measure the memory of a recipe in a separate process; return its record, or its ``failure``."""
     from efficient_ft.cli.hydra import processes
 
     print(paragraph(f"# measuring the memory of {name}", "#   "), flush=True)
     arguments = [text, "--alone"]
-    shared = (
-        "model",
-        "batch",
-        "size",
-        "classes",
-        "threads",
-        "device",
-        "dtype",
-        "optim",
-        "steps",
-        "warmup",
-        "allocator",
-    )
-    for key in shared:
+    shared = "model batch size classes threads device dtype optim steps warmup allocator"
+    for key in shared.split():
         if options[key] is not None:
             arguments += [f"--{key}", str(options[key])]
     flags = ("unfused", "default_layout")
@@ -374,25 +362,20 @@ def _in_own_process(text: str, name: str, options: Mapping[str, Any]) -> dict[st
 
 
 def _measure_alone(options: argparse.Namespace) -> None:
-    """Measure the memory of one recipe in this process, and hand its record to the process that started this one."""
+    """Measure the memory of one recipe in this process, and pass its record to the parent process."""
     from efficient_ft.cli.exits import report_outcome
 
     try:
         _set_up(options)
         from efficient_ft.bench.memory import measure_memory
         from efficient_ft.bench.recipes import parse_recipe
-        from efficient_ft.cli.hydra.groups import CONF
+        from efficient_ft.cli.hydra.conf import CONF
 
         (text,) = options.recipes
         record = measure_memory(
             parse_recipe(text, CONF),
             _configure,
-            model=options.model,
-            batch_size=options.batch,
-            image_size=options.size,
-            num_classes=options.classes,
-            precision=options.dtype,
-            device=options.device,
+            **_network(options),
             unfused=options.unfused,
             optim=options.optim,
             channels_last=not options.default_layout,
@@ -430,9 +413,9 @@ def _layer(options: argparse.Namespace) -> dict[str, Any]:
 
 def _loop(options: argparse.Namespace) -> dict[str, Any]:
     from efficient_ft.bench.loop import DEFAULT_JOB, measure_loops
-    from efficient_ft.cli.hydra.rows import refuse_doubled
+    from efficient_ft.cli.hydra.rows import check_settings
 
-    refuse_doubled(options.set)
+    check_settings(options.set)
     return measure_loops(
         options.job or (DEFAULT_JOB, "deit_small"),
         _configure,
@@ -449,20 +432,15 @@ def _loop(options: argparse.Namespace) -> dict[str, Any]:
 def _gradient(options: argparse.Namespace) -> dict[str, Any]:
     from efficient_ft.bench.gradient import measure_gradients
     from efficient_ft.bench.recipes import parse_recipes
-    from efficient_ft.cli.hydra.groups import CONF
+    from efficient_ft.cli.hydra.conf import CONF
 
     return measure_gradients(
         parse_recipes(options.recipes, CONF),
         _configure,
-        model=options.model,
+        **_network(options),
         weights=options.weights,
         images=options.images,
-        image_size=options.size,
-        num_classes=options.classes,
-        batch_size=options.batch,
         batches=options.batches,
-        precision=options.dtype,
-        device=options.device,
         seed=options.seed,
     )
 

@@ -1,12 +1,11 @@
-"""``efficient-ft cache KEY=VALUE...``: compute and store the features of a run's frozen prefix ahead of it."""
+"""``efficient-ft cache KEY=VALUE...``: compute and store the features of the frozen part of a run."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 
-from efficient_ft.cli.hydra.compose import configurations
-from efficient_ft.cli.hydra.groups import CONF, register
+from efficient_ft.cli.hydra.compose import configured
 from efficient_ft.cli.terminal import Help
 from efficient_ft.core.allocator import restart_with, use_allocator
 
@@ -23,16 +22,11 @@ stores the features.
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Store the features of the run that `arguments` (default: the command line's) describe.
-
-    Raises:
-        UserError: a setting that cannot be used, missing weights or images, or no features that can be stored.
-    """
+    """Store the features of a run."""
     parser = argparse.ArgumentParser(prog="efficient-ft cache", description=DESCRIPTION, formatter_class=Help)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of the run")
     settings = parser.parse_intermixed_args(arguments).settings
-    register()
-    (config,) = configurations(CONF, "train", settings, sweep=False)
+    config = configured(settings)
     restart_with(config.allocator)
     use_allocator(config.allocator)
     from efficient_ft.core.format import format_bytes

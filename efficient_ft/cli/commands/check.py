@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from efficient_ft.cli.terminal import Help
+from efficient_ft.cli.terminal import Help, integer
 from efficient_ft.core.errors import SettingError, UserError
 
 if TYPE_CHECKING:
@@ -36,21 +36,15 @@ _MODELS = {"classification": "deit_tiny", "segmentation": "deeplabv3_mobilenetv2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check the data of the run that `arguments` (default: the command line's) describe.
-
-    Returns:
-        1 if training would reject the data, else 0.
-
-    Raises:
-        UserError: a setting cannot be used.
-    """
+    """Check the data of a run; return 1 if training would reject the data, else 0."""
     options = _parser().parse_intermixed_args(arguments)
     for word in options.settings:
         if word.startswith("evaluate="):
             raise SettingError("evaluate", word[9:], "unset with check", "The command checks data, not a run.")
     words, note = with_task(options.settings)
-    config = _configure(words)
+    from efficient_ft.cli.hydra.compose import configured
 
+    config = configured(words)
     from efficient_ft.models import factory
     from efficient_ft.training.datamodule import missing_images, open_images, summaries, summary_text
     from efficient_ft.training.kinds.registry import kind_of
@@ -80,11 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def with_task(words: Sequence[str]) -> tuple[list[str], str]:
-    """Return the settings of a run on the data that `words` name, with its task and a model, and a note on the model.
-
-    Args:
-        words: settings of the command line.
-    """
+    """Return the settings of a run with the task of its data and a model, and a note if the model is not given."""
     from efficient_ft.data.published_masks import MASK_SETS
     from efficient_ft.data.published_texts import TEXT_SETS
 
@@ -101,15 +91,6 @@ def with_task(words: Sequence[str]) -> tuple[list[str], str]:
             " model.name=bert model.weights=DIR."
         )
     return [*words, *more, f"model={_MODELS[task]}"], f"No model is given: samples are prepared for {_MODELS[task]}."
-
-
-def _configure(words: Sequence[str]) -> Config:
-    from efficient_ft.cli.hydra.compose import configurations
-    from efficient_ft.cli.hydra.groups import CONF, register
-
-    register()
-    (config,) = configurations(CONF, "train", words, sweep=False)
-    return config
 
 
 def _print_problems(config: Config, found: dict[str, Summary]) -> bool:
@@ -181,14 +162,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="efficient-ft check", description=DESCRIPTION, formatter_class=Help)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of the run")
     parser.add_argument("--html", action="store_true", help="also write the contact sheet as an HTML page")
-    parser.add_argument("--samples", type=_count, default=24, metavar="N", help="samples on the sheet (default 24)")
+    parser.add_argument(
+        "--samples", type=integer(1, 1000), default=24, metavar="N", help="samples on the sheet (default 24)"
+    )
     parser.add_argument(
         "--out", type=Path, default=Path("outputs/check"), metavar="DIR", help="folder of the files (outputs/check)"
     )
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 1000:
-        raise argparse.ArgumentTypeError(f"must be an integer from 1 to 1000, got {text}.")
-    return int(text)

@@ -33,11 +33,7 @@ def _percent(points: float) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table of the runs that `arguments` (default: the command line's) name.
-
-    Raises:
-        UserError: there is no such folder, or no finished run in it.
-    """
+    """Print the table of the runs in a folder."""
     parser = argparse.ArgumentParser(prog="efficient-ft collect", description=DESCRIPTION, formatter_class=Help)
     parser.add_argument(
         "folder", type=Path, nargs="?", metavar="DIR", help="contains run folders, at any depth; default: list them"

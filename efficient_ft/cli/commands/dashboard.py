@@ -13,18 +13,14 @@ from efficient_ft.core.terminal import show, shown_path
 from efficient_ft.core.text import plain_line
 
 DESCRIPTION = """\
-Send finished runs to Weights & Biases, as if they had been logged, and make a report of them: accuracy against FLOPs,
-memory and time, and curves over training. --offline writes what would be sent: the runs for `wandb sync`, and the
-panels as JSON. `efficient-ft report DIR` makes the same figures without an account.
+Upload finished runs to Weights & Biases, and create a report with accuracy against FLOPs, memory and
+time, and curves over training. --offline writes the runs for `wandb sync` and the panels as JSON instead of uploading
+them. `efficient-ft report DIR` draws the same figures without an account.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Send the runs that `arguments` (default: the command line's) name, and print where they are.
-
-    Raises:
-        UserError: there are no runs, wandb is not installed, or it cannot start.
-    """
+    """Upload runs, and print their addresses or the files written."""
     parser = argparse.ArgumentParser(prog="efficient-ft dashboard", description=DESCRIPTION, formatter_class=Help)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN|DIR", help="run folders, or folders of runs")
     parser.add_argument("--project", default="efficient-ft", help="default: efficient-ft")

@@ -23,11 +23,7 @@ the command lists the figures.
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Draw the figure that `arguments` (default: the command line's) name, and print the files written.
-
-    Raises:
-        UserError: no such figure, runs that lack what it shows, or matplotlib is missing.
-    """
+    """Draw a figure, and print the files written."""
     parser = argparse.ArgumentParser(prog="efficient-ft figure", description=DESCRIPTION, formatter_class=Help)
     parser.add_argument("figure", nargs="?", metavar="FIGURE", help="PAPER/figure_N, for example alast/figure_8")
     parser.add_argument(
@@ -55,12 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from efficient_ft.report.runs import collect_paths
 
     if options.figure in model_figures.FIGURES:
-        from efficient_ft.cli.hydra.compose import configurations
-        from efficient_ft.cli.hydra.groups import CONF, register
+        from efficient_ft.cli.hydra.compose import configured
 
-        register()
-        (config,) = configurations(CONF, "train", options.of, sweep=False)
-        chart = model_figures.model_figure(options.figure, config)
+        chart = model_figures.model_figure(options.figure, configured(options.of))
     elif options.figure in paper_figures.FIGURES:
         if not options.of:
             raise UserError(f"{options.figure} is drawn from runs: pass run folders, or a folder of runs.")

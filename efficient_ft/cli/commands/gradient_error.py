@@ -1,4 +1,4 @@
-"""``efficient-ft gradient-error``: how close low-rank backward passes come to the exact gradient."""
+"""``efficient-ft gradient-error``: the error of gradients from low-rank backward passes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from efficient_ft.cli.terminal import Help, add_columns_option, count, seed
+from efficient_ft.cli.terminal import Help, add_columns_option, count, integer, seed
 from efficient_ft.config.schema import LARGEST_SIDE
 from efficient_ft.core.sheet import Cell, Column, render
 from efficient_ft.core.text import paragraph
@@ -26,30 +26,25 @@ other image sizes that the file already contains, so that sizes can be measured 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the study that `arguments` (default: the command line's) ask for, print its tables, write JSON if asked to.
-
-    Raises:
-        UserError: weights, images or sizes that cannot be used.
-    """
+    """Run the study, print its tables, and write JSON if `--json` is given."""
     settings = vars(_parser().parse_args(arguments))
     _study(settings.pop("sizes"), settings.pop("json"), settings.pop("columns"), settings)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="efficient-ft gradient-error",
-        description=DESCRIPTION,
-        formatter_class=Help,
-        allow_abbrev=False,
+        prog="efficient-ft gradient-error", description=DESCRIPTION, formatter_class=Help, allow_abbrev=False
     )
     parser.add_argument("--weights", type=Path, required=True, help="trained weights in timm's names")
     parser.add_argument("--images", type=Path, required=True, help="held-out images, FOLDER/CLASS/*; classes sorted")
     parser.add_argument("--model", default="vit_micro", help="timm name of the network (vit_micro)")
-    parser.add_argument("--sizes", type=_side, nargs="+", default=[28, 32, 56], help="image sizes in pixels")
+    parser.add_argument(
+        "--sizes", type=integer(1, LARGEST_SIDE), nargs="+", default=[28, 32, 56], help="image sizes in pixels"
+    )
     parser.add_argument("--orders", type=count, nargs="+", default=[4, 6], help="orders of LP_L1 that set the cost")
     parser.add_argument("--batch", type=count, default=64, help="images in a batch")
     parser.add_argument("--batches", type=count, default=4, help="disjoint batches measured")
-    parser.add_argument("--profile-batches", type=count, default=4, help="other batches, from which LHE chooses")
+    parser.add_argument("--profile-batches", type=count, default=4, help="further batches for the profile of LHE")
     parser.add_argument("--headroom", action="store_true", help="also bases calibrated on each layer's own gradients")
     parser.add_argument("--finetune", type=Path, help="also while fine-tuning on FOLDER/train, FOLDER/test")
     parser.add_argument("--finetune-steps", type=count, default=200)
@@ -60,13 +55,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to FILE")
     add_columns_option(parser)
     return parser
-
-
-def _side(given: str) -> int:
-    side = count(given)
-    if side > LARGEST_SIDE:
-        raise argparse.ArgumentTypeError(f"must be at most {LARGEST_SIDE}, got {given}")
-    return side
 
 
 def _rate(given: str) -> float:

@@ -1,4 +1,4 @@
-"""``efficient-ft plan KEY=VALUE... memory=SIZE``: which recipes of a run fit, what they cost, and what they lose."""
+"""``efficient-ft plan KEY=VALUE... memory=SIZE``: find the recipes of a run that fit a memory budget."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from efficient_ft.cli.hydra.rows import refuse_doubled
+from efficient_ft.cli.hydra.rows import check_settings
 from efficient_ft.cli.terminal import Help, add_columns_option, status
 from efficient_ft.core.allocator import restart_with, use_allocator
 from efficient_ft.core.errors import SettingError, UserError
@@ -21,7 +21,6 @@ from efficient_ft.core.units import parse_bytes, parse_seconds
 from efficient_ft.record.files import json_text
 
 if TYPE_CHECKING:
-    from efficient_ft.config import Config
     from efficient_ft.planning import Examined, Plan, Trial
 
 DESCRIPTION = """\
@@ -32,16 +31,13 @@ Find the recipes of a run that fit a memory budget, and recommend one.
     efficient-ft plan method=lora model=vit_base memory=2GB     every recipe keeps this method
     efficient-ft plan --calibration outputs                     compare predictions with measurements
 
-memory is the budget of the training process, including interpreter and libraries; on a GPU, it is the budget of the
-reserved GPU memory. Data loader workers use additional memory. time is the budget of the whole training. loss is the
-number of points of test accuracy that may be lost against full fine-tuning (default 1). split=true allows splitting the
-batch into micro-batches. All other settings are those of the run.
+memory is the budget of the training process, or of the reserved memory of a GPU. Data loader workers use additional
+memory. time is the budget of the whole training. loss is the number of points of test accuracy that may be lost against
+full fine-tuning (default 1). split=true allows micro-batches. All other settings are those of the run.
 
-The plan counts recipes without weights: the smallest ones first (head, last_stage), then the most useful ones, until
---planning-time is over. It times some of them on this machine, on random images, and tries the recommended recipe for a
-few steps in a separate process. If the weights and images of the run are available, the plan compares the gradients of
-recipes with the exact gradients, unless all their methods are declared exact. The class of methods that you name is
-unknown until then.
+The plan counts recipes without weights until --planning-time is over, and times some of them on random images. It tries
+the recommended recipe for a few steps in a separate process. If the weights and images of the run are available, it
+compares the gradients of recipes with the exact gradients, unless all their methods are declared exact.
 
 The plan recommends the fastest recipe of the best class within all limits. The classes are exact, near exact,
 approximate, and training a part. A run with the setting memory= stops before it exceeds the budget.
@@ -52,12 +48,7 @@ OF_A_PLAN = ("memory", "time", "loss", "split")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Plan the run that `arguments` (default: the command line's) describe, and print the plan.
-
-    Raises:
-        UserError: a setting that cannot be used.
-        SystemExit: with status 1 if nothing fits, or nothing is within the limits.
-    """
+    """Plan a run and print the plan; the exit status is 1 if no recipe is within the limits."""
     options = _parser().parse_intermixed_args(arguments)
     if options.calibration is not None:
         from efficient_ft.planning.calibration import calibration_text
@@ -67,10 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.trial is not None:
         _try_alone(options.settings, *options.trial)
         return
-    for word in options.settings:
-        if not word.partition("=")[1] or word.startswith("="):
-            raise UserError(f"{word}: settings have the form KEY=VALUE; see efficient-ft plan --help.")
-    refuse_doubled(options.settings)
+    check_settings(options.settings)
     own = dict(word.split("=", 1) for word in options.settings if word.partition("=")[0] in OF_A_PLAN)
     settings = [word for word in options.settings if word.partition("=")[0] not in OF_A_PLAN]
     if "memory" not in own:
@@ -122,7 +110,7 @@ def _print_examined(one: Examined) -> None:
 
 
 def _set_allocator(settings: Sequence[str]) -> None:
-    """Use the allocator that a run with these settings has, before the first tensor."""
+    """Use the allocator that a run with these settings uses, before the first tensor is created."""
     allocator = next((word.partition("=")[2] for word in settings if word.startswith("allocator=")), "auto")
     restart_with(allocator)
     use_allocator(allocator)
@@ -161,11 +149,12 @@ def plan(
     memory_bytes = parse_bytes("memory", memory)
     seconds = None if time is None else parse_seconds("time", time)
     planning_seconds = parse_seconds("--planning-time", planning_time)
+    from efficient_ft.cli.hydra.compose import configured
     from efficient_ft.planning import Limits, make_plan
 
     return make_plan(
         settings,
-        _configure,
+        configured,
         Limits(memory_bytes, seconds, loss, split, planning_seconds),
         chosen=_methods(settings),
         attempt=_attempt,
@@ -174,18 +163,8 @@ def plan(
     )
 
 
-def _configure(words: Sequence[str]) -> Config:
-    """The checked configuration of a run."""
-    from efficient_ft.cli.hydra.compose import configurations
-    from efficient_ft.cli.hydra.groups import CONF, register
-
-    register()
-    (config,) = configurations(CONF, "train", words, sweep=False)
-    return config
-
-
 def _attempt(arguments: Sequence[str], num_classes: int, max_seconds: float) -> Trial:
-    """Try a recipe in a process of its own, see `efficient_ft.planning.planner.Attempt`."""
+    """Try a recipe in a separate process, see `efficient_ft.planning.planner.Attempt`."""
     from efficient_ft.cli.hydra import processes
     from efficient_ft.planning import Trial
 
@@ -197,16 +176,17 @@ def _attempt(arguments: Sequence[str], num_classes: int, max_seconds: float) -> 
 
 
 def _try_alone(settings: Sequence[str], num_classes: float, max_seconds: float) -> None:
-    """Try a recipe in this process, and hand what it took to the process that started this one."""
+    """Try a recipe in this process, and pass the outcome to the parent process."""
     _set_allocator(settings)
     from efficient_ft.cli.exits import report_outcome
+    from efficient_ft.cli.hydra.compose import configured
     from efficient_ft.planning.timing import try_recipe
 
-    report_outcome(results=asdict(try_recipe(_configure(settings), int(num_classes), max_seconds)))
+    report_outcome(results=asdict(try_recipe(configured(settings), int(num_classes), max_seconds)))
 
 
 def _methods(settings: Sequence[str]) -> list[str]:
-    """The options of the group ``method`` that the settings choose."""
+    """Return the options of the group ``method`` that the settings choose."""
     values = [word.partition("=")[2] for word in settings if word.startswith("method=")]
     return [name.strip() for name in values[-1].strip("[]").split(",") if name.strip()] if values else []
 

@@ -1,4 +1,4 @@
-"""``efficient-ft report RUN|DIR...``: figures of what a run has recorded, or one page of several runs."""
+"""``efficient-ft report RUN|DIR...``: figures of the statistics of one run, or one page of several runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from efficient_ft.core.text import plain_line
 DESCRIPTION = """\
 Write report.html, a page that works without internet access.
 
-For several runs, or a folder of runs, the page has a table that sorts, plots of accuracy against FLOPs, memory, time
+For several runs, or a folder of runs, the page contains a sortable table, plots of accuracy against FLOPs, memory, time
 and energy with the front of the best runs, and the curves over training.
 
 For one run, the page and PNG files show the recorded statistics of its steps (step_stats.interval=1): budgets over
@@ -27,11 +27,7 @@ the run's evaluation split.
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Draw the run that `arguments` (default: the command line's) name, and print the files written.
-
-    Raises:
-        UserError: RUN cannot be reported, or matplotlib is missing.
-    """
+    """Draw the figures of one run, or write the page of several runs, and print the files written."""
     options = _parser().parse_args(arguments)
     if not options.runs:
         print(run_folders("report", "RUN|DIR..."))
@@ -41,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from efficient_ft.report import write_report, write_runs_page
 
     first = options.runs[0]
-    # What one run has recorded is drawn, unless it has finished without a record.
+    # The statistics of one run are drawn, unless it has finished without a record.
     below = first.is_dir() and not (first / config_file.NAME).is_file() and any(first.rglob(config_file.NAME))
     finished = (first / results.NAME).is_file() and not (first / step_stats.NAME).is_file()
     out = options.out or first / "report"

@@ -30,34 +30,26 @@ prints the table of the finished runs. KEY=VALUE settings apply to this machine 
 number of jobs at a time) and are not recorded. FOLDER/records.json contains a record of every finished run.
 """
 
-#: Settings that do not change what a study finds, or the beginnings of their names.
+#: Settings that do not change the results of a study, or the start of their names.
 OF_THIS_MACHINE = ("data.root", "data.download", "data.num_workers", "model.weights", "jobs", "job_timeout",
                    "trainer.accelerator", "trainer.progress", "logger")  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run or report the study that `arguments` (default: the command line's) name.
-
-    Raises:
-        UserError: there is no study in the folder, an unknown row, or a setting that cannot be used.
-        SystemExit: with status 1 if a run has failed.
-    """
-    from efficient_ft.cli.hydra.rows import refuse_doubled
+    """Run or report a study; the exit status is 1 if a run has failed."""
+    from efficient_ft.cli.hydra.rows import check_settings
 
     options = _parser().parse_intermixed_args(arguments)
     if options.folder is None:
         print(_studies())
         return
-    for word in options.settings:
-        key, equals, _ = word.partition("=")
-        if not equals:
-            raise UserError(f"{word}: settings have the form KEY=VALUE; rows follow --rows.")
+    check_settings(options.settings)
+    for key in (word.partition("=")[0] for word in options.settings):
         if not key.startswith(OF_THIS_MACHINE) and not re.fullmatch(r"tasks\.\w+\.(root|download|num_workers)", key):
             raise UserError(
                 f"{key} changes the runs of the study, so it belongs into {options.folder / 'study.yaml'}. On the"
                 f" command line only {', '.join(OF_THIS_MACHINE)} may be set, which are not recorded."
             )
-    refuse_doubled(options.settings)
 
     from efficient_ft.record.study import Records, chosen_rows
 
@@ -101,26 +93,24 @@ def _studies() -> str:
 
 
 def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) -> bool:
-    """Do the runs that have no record yet, and record them; return whether one has failed."""
-    from efficient_ft.cli.hydra.compose import configurations
-    from efficient_ft.cli.hydra.groups import CONF, register
+    """Start the runs without a record, and record them; return True if one has failed."""
+    from efficient_ft.cli.hydra.compose import configured
     from efficient_ft.cli.hydra.jobs import Job, command, run_jobs
     from efficient_ft.cli.hydra.rows import merged
     from efficient_ft.cli.hydra.variants import folder_of
     from efficient_ft.record.study import shown
 
-    register()
     jobs: list[Job] = []
     run_of: dict[int, StudyRun] = {}
     for run in runs:
         if records.find(run) is not None:
             continue
         arguments = merged(*run.arguments, *settings)
-        (config,) = configurations(CONF, "train", arguments, sweep=False)
+        config = configured(arguments)
         title = f"{run.row} {records.study.tune.setting}={shown(run.value)} seed={run.seed}"
         job = Job(arguments, title, folder_of(config), config)
         if not job.trains:
-            raise UserError(f"{title} trains nothing (cost_only or evaluate), so it has no place in a study.")
+            raise UserError(f"{title} does not train (cost_only or evaluate). Remove it from the study.")
         if same := next((other for other in jobs if other.folder == job.folder), None):
             raise UserError(f"{title} and {same.title} are the same run. Leave one of the rows out.")
         jobs.append(job)
@@ -139,14 +129,14 @@ def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) ->
     try:
         run_jobs(jobs, lambda job: command(None, None, None, job.arguments), jobs[0].config.jobs, record)
     except SystemExit as end:
-        # Failed jobs are in the table; that a rate was too high is a finding of the study. A signal ends the study.
+        # The table lists failed jobs. Divergence is a result of the study; a signal ends the study.
         if end.code != 1:
             raise
     return any(job.failure is not None and not job.diverged for job in jobs)
 
 
 def _refuse_unknown_ignored(ignored: Sequence[str]) -> None:
-    """Refuse `ignore` of a setting that does not exist, which would have no effect."""
+    """Refuse `ignore` of a setting that does not exist."""
     if not ignored:
         return
     from efficient_ft.config import setting_names
@@ -157,7 +147,7 @@ def _refuse_unknown_ignored(ignored: Sequence[str]) -> None:
 
 
 def _refuse_other_images(records: Records, configs: Mapping[StudyRun, Config]) -> None:
-    """Refuse images that are not those of the records, before anything is trained on them."""
+    """Refuse images that differ from those of the records, before any run starts."""
     if not any(record.get("images") for record in records.runs):
         return
     from efficient_ft.config import data_configs
@@ -173,13 +163,7 @@ def _refuse_other_images(records: Records, configs: Mapping[StudyRun, Config]) -
 
 
 def report(records: Records, rows: Sequence[str], columns: Sequence[str] = ()) -> str:
-    """Return the table of the finished runs, and notes on missing runs.
-
-    Args:
-        records: records of the study.
-        rows: rows of the table.
-        columns: columns of the table, see `core.sheet.render`; empty for those that fit the terminal.
-    """
+    """Return the table of the finished runs in `rows`, and notes on missing runs."""
     from efficient_ft.report.studies import notes, study_cells
 
     header, lines = study_cells(records, rows)

@@ -1,4 +1,4 @@
-"""``efficient-ft table``: the papers' tables: what is printed, the command of every row, costs, runs, and results."""
+"""``efficient-ft table``: the published tables, with commands, costs, runs and results of their rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from efficient_ft.cli.hydra.jobs import Job
     from efficient_ft.papers.published import Row, Table
 
-# Nothing heavy is imported before the arguments are parsed: help answers at once.
+# Heavy modules are imported after the arguments are parsed, so that help answers at once.
 
 DESCRIPTION = """\
 The published tables and figures of the four papers.
@@ -47,7 +47,7 @@ _NAMED = 8
 
 @dataclass(frozen=True)
 class CellRun:
-    """One run of the grid: a row, a column of accuracies (all of them if `column` is None), and a seed."""
+    """A run of the grid: a row, a column of accuracies (None: all columns), and a seed."""
 
     row: Row
     column: str | None
@@ -56,15 +56,10 @@ class CellRun:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """List, show, count, run or report the tables that `arguments` (default: the command line's) name.
-
-    Raises:
-        UserError: an unknown table or row, a table that cannot be run, or a setting that cannot be used.
-        SystemExit: with status 1 if a run has failed.
-    """
+    """List, show, count, run or report published tables; the exit status is 1 if a run has failed."""
     options = _parser().parse_intermixed_args(arguments)
 
-    from efficient_ft.cli.hydra.rows import refuse_doubled
+    from efficient_ft.cli.hydra.rows import check_settings
     from efficient_ft.papers.published import chosen_rows, published_table
 
     settings = [word for word in (options.table, *options.settings) if word is not None and "=" in word]
@@ -77,10 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
         _list(roots[-1] if roots else "./data", options)
         return
-    for word in options.settings:
-        if "=" not in word:
-            raise UserError(f"{word}: settings have the form KEY=VALUE; rows follow --rows.")
-    refuse_doubled(options.settings)
+    check_settings(options.settings)
     table = published_table(options.table)
     rows = chosen_rows(table, options.rows)
     if options.cost and options.settings:
@@ -108,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if options.run:
             run_jobs(jobs, lambda job: command(None, None, None, job.arguments), jobs[0].config.jobs)
-    finally:  # what has been found is shown in spite of a failure
+    finally:  # results are reported even after a failure
         if options.run:
             write_sweep_table(Path("outputs"), [job.folder for job in jobs])
         print(_report(table, rows, runs, jobs, settings, options))
@@ -137,12 +129,7 @@ def _seeds(given: str) -> list[int]:
 
 
 def _list(root: str, options: argparse.Namespace) -> None:
-    """Print all tables and figures, what each needs, and what can be done of it on this machine now.
-
-    Args:
-        root: where the data sets are.
-        options: of the command line.
-    """
+    """Print all tables and figures, their requirements, and the parts that can be run on this machine."""
     from efficient_ft.cli.commands.table_needs import state_of
     from efficient_ft.papers.published import figures, published_table, table_names
 
@@ -154,18 +141,13 @@ def _list(root: str, options: argparse.Namespace) -> None:
         lines.append([name, len(table.rows), accuracies or None, table.title, state_of(table, root)])
     for figure in figures():
         lines.append([figure.name, None, None, figure.title, figure.command or f"no: {figure.reason}"])
-    columns = {
-        "table": Column(words=True),
-        "about": Column(words=True),
-        "here": Column(words=True),
-        "rows": Column(2),
-        "accuracies": Column(1),
-    }
+    columns = {name: Column(words=True) for name in ("table", "about", "here")}
+    columns |= {"rows": Column(2), "accuracies": Column(1)}
     print(render(header, lines, options.form, columns=columns, chosen=options.columns))
 
 
 def _shown(table: Table, rows: Sequence[Row], options: argparse.Namespace) -> str:
-    """The printed numbers; in a terminal and in Markdown also the deviations of our runs and notes."""
+    """Return the published numbers; text and Markdown also contain the deviations of our runs and notes."""
     from efficient_ft.papers.published import COSTS, PAPERS
 
     figures = [key for key in COSTS if any(key in row.costs for row in rows)]
@@ -221,11 +203,7 @@ def _listed(title: str, notes: Sequence[str]) -> list[str]:
 
 
 def _runs(table: Table, rows: Sequence[Row], seeds: Sequence[int], settings: Sequence[str]) -> Iterator[CellRun]:
-    """Every run of the grid.
-
-    Raises:
-        UserError: no row can be run.
-    """
+    """Yield every run of the grid."""
     from efficient_ft.cli.hydra.rows import merged, of_tasks
 
     if not any(row.runs for row in rows):
@@ -238,24 +216,18 @@ def _runs(table: Table, rows: Sequence[Row], seeds: Sequence[int], settings: Seq
 
 
 def _jobs(runs: Sequence[CellRun]) -> list[Job]:
-    """Compose the configuration of every run, which names its folder.
-
-    Raises:
-        UserError: a setting that cannot be used.
-    """
-    from efficient_ft.cli.hydra.compose import configurations
-    from efficient_ft.cli.hydra.groups import CONF, register
+    """Compose the configuration of every run, which determines its folder."""
+    from efficient_ft.cli.hydra.compose import configured
     from efficient_ft.cli.hydra.jobs import Job
     from efficient_ft.cli.hydra.variants import folder_of
 
-    register()
     jobs = []
     for one in runs:
-        (config,) = configurations(CONF, "train", one.arguments, sweep=False)
+        config = configured(one.arguments)
         title = " ".join([one.row.name, *([one.column] if one.column else []), f"seed={one.seed}"])
         if config.cost_only or config.evaluate is not None:
             raise UserError(
-                f"{title} trains nothing with cost_only or evaluate. Costs: efficient-ft table NAME --cost."
+                f"{title} does not train with cost_only or evaluate. For costs, use efficient-ft table NAME --cost."
             )
         if any(argument.startswith("hydra.run.dir=") for argument in one.arguments):
             raise UserError("hydra.run.dir: every run of a table has its own folder below outputs. Leave it out.")
@@ -275,16 +247,7 @@ def _report(
     settings: Sequence[str],
     options: argparse.Namespace,
 ) -> str:
-    """Published and obtained accuracies in percent: the mean over the seeds with its range, and what is missing.
-
-    Args:
-        table: a published table.
-        rows: of it.
-        runs: of the rows.
-        jobs: of the runs.
-        settings: given for all runs.
-        options: of the command line.
-    """
+    """Return the published and obtained accuracies in percent, and notes on missing runs."""
     from efficient_ft.cli.hydra.jobs import not_read
 
     found = _obtained(runs, jobs)
@@ -364,9 +327,7 @@ def _report_notes(
         more = f" and {len(missing) - _NAMED} more (--commands lists all)" if len(missing) > _NAMED else ""
         notes.append(f"{len(missing)} of {runs} runs are missing: {', '.join(missing[:_NAMED])}{more}.")
     if len(missing) == runs:
-        notes.append(
-            "A report finds only runs with the table's settings and those given here: repeat the settings of --run."
-        )
+        notes.append("A report finds only runs with the same settings. Repeat the settings that were given to --run.")
     notes += [f"Not read: {reason}" for reason in unread]
     if limited:
         notes.append(f"Not on all images (trainer.limit_eval_batches): {', '.join(limited)}.")
@@ -374,12 +335,7 @@ def _report_notes(
 
 
 def spread(values: Sequence[float], seeds: int) -> str | None:
-    """Fractions as percent: ``97.10``, or the mean with the range, ``97.12 [97.01…97.30], 3 seeds``; None: no value.
-
-    Args:
-        values: one per seed that is there.
-        seeds: how many there should be.
-    """
+    """Return fractions as percent, ``97.12 [97.01…97.30], 3 seeds``; None without values. `seeds` are expected."""
     if not values:
         return None
     from efficient_ft.report import studies

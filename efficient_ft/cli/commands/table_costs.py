@@ -1,4 +1,4 @@
-"""The cost columns of a published table, row by row: as printed, by the paper's own rule, and as executed here."""
+"""The cost columns of a published table: the published costs, and ours by the paper's rule and as executed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from multiprocessing import get_context
 
-from efficient_ft.cli.hydra.compose import configurations
-from efficient_ft.cli.hydra.groups import CONF, register
+from efficient_ft.cli.hydra.compose import configured
 from efficient_ft.cli.hydra.rows import merged
 from efficient_ft.cli.terminal import quiet_libraries, status
-from efficient_ft.config import Config
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.format import format_digits, format_percent
 from efficient_ft.core.sheet import DATA, Cell, Column, Lines, render
@@ -25,29 +23,22 @@ from efficient_ft.papers.published import COSTS, MODELS, Row, Table, baseline_of
 from efficient_ft.papers.rules import batch_and_unit, count_cost, count_settings
 from efficient_ft.training.kinds.registry import kind_of
 
-#: Relative difference from the printed number above which a reason is given.
+#: Relative difference from the published number above which a reason is given.
 TOLERANCE = 0.02
 
 #: Figures that only a rule of the paper gives.
 _BY_RULE = ("train_memory_mb", "activation_memory_mb", "train_memory_reduction")
 
-#: Training images of the data sets in ALaST's tables; of Flowers-102 the official ones, without those of validation
+#: Number of training images of the data sets in ALaST's tables, without validation images for Flowers-102
 #: (``data.train_on_val=false`` in its recipes).
 IMAGES = {"flowers102": 1020, "cifar100": 50_000, "food101": 75_750}
 
 
 @dataclass(frozen=True)
 class CostCell:
-    """One printed cost.
+    """A published cost of a column, and our numbers by the paper's rule and by executing the step.
 
-    Attributes:
-        column: its column (`papers.published.COSTS`).
-        printed: as in the paper.
-        rule: by the paper's own rule; None: it has none that is known, or it was measured.
-        executed: counted here by executing the step; None: there is no such count.
-        decimals: of the printed number.
-        reason: why our number differs by more than `TOLERANCE` and than half a printed digit, or why there is none;
-            None: it does not.
+    `reason` explains why our number differs by more than `TOLERANCE` and half a printed digit, or why there is none.
     """
 
     column: str
@@ -59,15 +50,12 @@ class CostCell:
 
     @property
     def deviation(self) -> float | None:
-        """Relative difference of our number from the printed one: by the rule, or of FLOPs the executed one.
-
-        Bytes that a step keeps are no rule of the papers': theirs have parameters and temporary buffers.
-        """
+        """Relative difference of our number (by the rule, else executed FLOPs) from the published one."""
         return None if self._ours is None else self._ours / self.printed - 1
 
     @property
     def agrees(self) -> bool:
-        """Whether our number is within `TOLERANCE` of the printed one, or rounds to it."""
+        """True if our number is within `TOLERANCE` of the published one, or rounds to it."""
         if self._ours is None:
             return False
         distance = abs(self._ours - self.printed)
@@ -84,16 +72,7 @@ Counts = tuple[float | None, float | None]
 
 
 def cost_cells(table: Table, row: Row, step: Step | None = None) -> list[CostCell]:
-    """The printed costs of a row, with our counts.
-
-    Args:
-        table: a published table.
-        row: a row of the table.
-        step: counts a step; None to count each step once in this process.
-
-    Raises:
-        UserError: a setting of the row cannot be used.
-    """
+    """Return the published costs of a row with our counts; `step` counts a step (None: count each step once here)."""
     found = []
     for column, printed in row.costs.items():
         if column not in _COUNTED:
@@ -112,20 +91,7 @@ def cost_cells(table: Table, row: Row, step: Step | None = None) -> list[CostCel
 
 
 def print_costs(table: Table, rows: Sequence[Row], form: str, chosen: Sequence[str] = (), processes: int = 1) -> None:
-    """Print the cost columns of `rows` in one of the forms of `core.sheet`; as text, each row when it is counted.
-
-    CSV and JSON have the reasons of deviations in full; the other forms number them, with a list below the table.
-
-    Args:
-        table: a published table.
-        rows: of it.
-        form: one of `core.sheet.FORMS`.
-        chosen: the columns to show, see `core.sheet.render`.
-        processes: number of processes that count at the same time.
-
-    Raises:
-        UserError: the table prints no costs that are counted here.
-    """
+    """Print the cost columns of `rows` in one of the forms of `core.sheet`; in a text, each row once it is counted."""
     columns = [column for column in COSTS if column in _COUNTED and any(column in row.costs for row in rows)]
     if not columns:
         raise UserError(f"{table.name} prints no costs that are counted. {table.reason or ''}".rstrip())
@@ -206,7 +172,7 @@ def _line(
 
 
 def _rule_notes(table: Table, rows: Sequence[Row]) -> list[str]:
-    """How the paper's rule counts some of the rows, where its file says so."""
+    """Return notes on how the paper's rule counts some of the rows."""
     found: dict[str, list[str]] = {}
     for row in rows:
         settings = count_settings(table, row)
@@ -216,7 +182,7 @@ def _rule_notes(table: Table, rows: Sequence[Row]) -> list[str]:
 
 
 def _reasons(cells: Mapping[str, CostCell]) -> list[str]:
-    """The reasons of a row, each with the columns that it is about."""
+    """Return the reasons of a row, each with its columns."""
     columns: dict[str, list[str]] = {}
     for column, cell in cells.items():
         if cell.reason:
@@ -230,7 +196,7 @@ def _backward(table: Table, row: Row, step: Step) -> Counts:
 
 
 def _to_count(table: Table, row: Row) -> tuple[str, ...]:
-    """The arguments with which the costs of a row are counted; empty if it cannot be run."""
+    """Return the arguments for counting the costs of a row; empty if the row cannot be run."""
     return row.arguments and (*row.arguments, *table.count_at)
 
 
@@ -273,7 +239,7 @@ def _compute(table: Table, row: Row, step: Step) -> Counts:
     """PFLOPs of a run: executed FLOPs of an image times images times epochs."""
     if not row.arguments:
         return None, None
-    config = _configuration(row.arguments)
+    config = _configured(row.arguments)
     return None, step(_to_count(table, row)).flops * IMAGES[config.data.name] * config.trainer.epochs / 1e15
 
 
@@ -283,7 +249,7 @@ def _parameters(table: Table, row: Row, step: Step) -> Counts:
 
 @cache
 def _parameter_count(model: str) -> int:
-    config = _configuration((f"model={model}",))
+    config = _configured((f"model={model}",))
     return sum(p.numel() for p in factory.random_model(config.model, 1000).parameters())
 
 
@@ -312,6 +278,9 @@ _COUNTED: dict[str, Callable[[Table, Row, Step], Counts]] = {
 }
 
 
+#: The configuration of a run, by its arguments.
+_configured = cache(configured)
+
 #: Counted steps by the arguments of their run.
 _known: dict[tuple[str, ...], Executed] = {}
 
@@ -319,14 +288,7 @@ _known: dict[tuple[str, ...], Executed] = {}
 def count_rows(
     table: Table, rows: Sequence[Row], processes: int, counted: Callable[[int, int], None] = lambda done, of: None
 ) -> Iterator[Row]:
-    """Count the steps that the costs of `rows` need, each of which takes seconds; yield each row when it is counted.
-
-    Args:
-        table: a published table.
-        rows: of it.
-        processes: number of processes that count at the same time.
-        counted: called with the number of the steps counted, and of all, before the first one and after each.
-    """
+    """Count the steps that the costs of `rows` need, in several processes; yield each row when it is counted."""
     needed = {row.name: _needed(table, row) for row in rows}
     todo = [step for step in dict.fromkeys(one for steps in needed.values() for one in steps) if step not in _known]
     parallel = min(processes, len(todo))
@@ -372,9 +334,9 @@ def _executed(arguments: tuple[str, ...]) -> Executed:
 
 def _counted(arguments: tuple[str, ...]) -> Executed:
     # A profile repeats one step: neither weights nor images change before the step that is counted.
-    config = _configuration(arguments)
+    config = _configured(arguments)
     profiles = [f"method.{name}.profile_steps=1" for name, own in config.method.items() if "profile_steps" in own]
-    config = _configuration(merged(*arguments, *profiles))
+    config = _configured(merged(*arguments, *profiles))
     kind = kind_of(config)
     classes = kind.table_classes or class_count(config.data)
     assert classes is not None
@@ -391,10 +353,3 @@ def _counted(arguments: tuple[str, ...]) -> Executed:
         frozen_bn=config.model.frozen_bn,
         task=kind.task,
     )
-
-
-@cache
-def _configuration(arguments: tuple[str, ...]) -> Config:
-    register()
-    (config,) = configurations(CONF, "train", arguments, sweep=False)
-    return config

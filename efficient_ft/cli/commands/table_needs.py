@@ -1,4 +1,4 @@
-"""State of a published table on this machine: whether the data sets and the weights of its runs are there."""
+"""Availability of the data sets and weights that the runs of a published table need."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ if TYPE_CHECKING:
 
 
 def state_of(table: Table, root: str = "./data") -> str:
-    """Say what this machine can do of `table` now: its runs, its costs, or nothing, with the reason.
-
-    Args:
-        table: a published table.
-        root: where the data sets are (`data.root`).
-    """
+    """Return which costs and runs of `table` are possible on this machine, with data sets in `root`."""
     cells = [cell for row in table.rows for cell in row.cells.values()]
     runs = [cell for cell in cells if cell.arguments]
     if not runs:
@@ -27,7 +22,7 @@ def state_of(table: Table, root: str = "./data") -> str:
     missing = [data for data in needed if data not in here]
     absent = [f"not in {root}: {', '.join(missing)}"] if missing else []
     ready = [cell for cell in runs if cell.data in here]
-    # Of one task each, whose networks do not compose without it.
+    # All runs of a table have the same task, without which their networks do not compose.
     task = next((word for cell in ready for word in cell.arguments if word.startswith("task=")), None)
     models = sorted({cell.arguments[0] for cell in ready})
     without = [model for model in models if not _weights(model, task and (task, f"data={ready[0].data}"))]
@@ -41,23 +36,15 @@ def state_of(table: Table, root: str = "./data") -> str:
 
 @cache
 def _weights(model: str, of_task: tuple[str, ...] | None = None) -> bool:
-    """Whether the weights of ``model=NAME`` are in a cache, or can be downloaded.
-
-    Args:
-        model: the argument.
-        of_task: arguments that it needs besides; None: it is a classifier.
-    """
-    from efficient_ft.cli.hydra.compose import configurations
-    from efficient_ft.cli.hydra.groups import CONF, register
+    """Return True if the weights of ``model=NAME`` are cached or can be downloaded."""
+    from efficient_ft.cli.hydra.compose import configured
     from efficient_ft.models.factory import missing_weights
 
-    register()
-    (config,) = configurations(CONF, "train", [model, "recipe=none", *(of_task or ())], sweep=False)
-    return missing_weights(config.model) is None
+    return missing_weights(configured([model, "recipe=none", *(of_task or ())]).model) is None
 
 
 def present(data: str, root: str = "./data") -> bool:
-    """Whether the files of a published data set are in `root`."""
+    """Return True if the files of a published data set are in `root`."""
     from efficient_ft.data.published import PUBLISHED
     from efficient_ft.data.published_masks import MASK_SETS
     from efficient_ft.data.published_texts import TEXT_SETS

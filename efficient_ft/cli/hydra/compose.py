@@ -1,4 +1,4 @@
-"""From command-line arguments to checked configurations: one, or those of a sweep. Loads no torch."""
+"""Compose the checked configurations of a command line: one, or those of a sweep. Does not import torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, version
 from hydra._internal.hydra import Hydra
@@ -25,25 +26,20 @@ from efficient_ft.cli.hydra.conf import CONF
 from efficient_ft.cli.hydra.evaluate import evaluation
 from efficient_ft.cli.hydra.mistakes import check_option, check_packages, explained, known_here, refuse_data
 from efficient_ft.cli.hydra.output_folder import check_output_folder, hydra_files
-from efficient_ft.cli.hydra.rows import EXAMPLE, NAMING, jobs_of_rows, key_of, refuse_doubled
+from efficient_ft.cli.hydra.rows import jobs_of_rows, key_of, refuse_doubled
 from efficient_ft.cli.hydra.settings import check_hydra, check_targets
 from efficient_ft.cli.hydra.sources import faults_of_files
+from efficient_ft.cli.hydra.verbs import VERBS
 from efficient_ft.config import Config, UnknownSetting, check
 from efficient_ft.config.plain import plain
-from efficient_ft.config.renamed import refuse_renamed_setting
+from efficient_ft.config.removed import refuse_removed
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean
 from efficient_ft.core.text import printable
 
 
 @dataclass(frozen=True)
 class ComposedJob:
-    """One job of a command line.
-
-    Attributes:
-        arguments: its arguments.
-        config: the configuration that they give.
-        written: files and folders that Hydra writes for it; empty if the job evaluates a run.
-    """
+    """A job of a command line: arguments, configuration, and the files and folders that Hydra writes for it."""
 
     arguments: tuple[str, ...]
     config: Config
@@ -53,19 +49,14 @@ class ComposedJob:
 def composed_jobs(
     conf: Path, name: str, overrides: Sequence[str], *, sweep: bool, search: str | None = None
 ) -> list[ComposedJob]:
-    """The checked configuration of each job that a command line asks for: one, or those of a sweep.
-
-    The configuration of a job with ``evaluate=RUN`` is that of RUN, changed by the other arguments.
+    """Return the checked configuration of each job of a command line: one, or those of a sweep.
 
     Args:
         conf: the folder of the configuration groups.
         name: the primary configuration in it.
         overrides: the arguments, as typed.
-        sweep: comma-separated values are swept over.
-        search: one more folder of configurations, looked into first.
-
-    Raises:
-        UserError: the first mistake.
+        sweep: True to sweep over comma-separated values.
+        search: another folder of configurations, which is searched first.
     """
     version.setbase("1.3")
     path = create_config_search_path(str(conf.resolve()))
@@ -88,12 +79,32 @@ def composed_jobs(
 def configurations(
     conf: Path, name: str, overrides: Sequence[str], *, sweep: bool, search: str | None = None
 ) -> list[Config]:
-    """The configurations of `composed_jobs`."""
+    """Return the configurations of `composed_jobs`."""
     return [job.config for job in composed_jobs(conf, name, overrides, sweep=sweep, search=search)]
 
 
+def configured(arguments: Sequence[str]) -> Config:
+    """Return the checked configuration of a single run."""
+    from efficient_ft.cli.hydra.groups import register  # imports this package's plugins
+
+    register()
+    (config,) = configurations(CONF, "train", arguments, sweep=False)
+    return config
+
+
+def chosen_options(hydra: Any, arguments: Sequence[str]) -> dict[str, Any] | None:
+    """Return the settings of the options that a job chooses; None if they do not compose."""
+    groups = {"method", *(str(group).partition("@")[0] for group in hydra.runtime.choices)}
+    parsed = OverridesParser.create().parse_overrides(list(arguments))
+    chosen = [one for one in parsed if one.key_or_group in groups and not isinstance(one.value(), dict)]
+    try:
+        return plain(compose(hydra.job.config_name, [str(one.input_line) for one in chosen]))
+    except (HydraException, OmegaConfBaseException, UserError):
+        return None
+
+
 def _jobs(loader: ConfigLoader, overrides: Sequence[str], sweep: bool) -> list[tuple[str, ...]]:
-    """The arguments of each job; a sweep is the product of its comma-separated values."""
+    """Return the arguments of each job; a sweep is the product of its comma-separated values."""
     check_form(overrides)
     refuse_doubled(overrides)
     parser = OverridesParser.create(config_loader=loader)
@@ -118,19 +129,16 @@ def _jobs(loader: ConfigLoader, overrides: Sequence[str], sweep: bool) -> list[t
         key = override.get_key_element()
         choices[text] = [f"{key}={value}" for value in override.sweep_string_iterator()]
         if not choices[text]:
-            raise UserError(f"{text}: it stands for no value at all.")
-        if key_of(text) in (*NAMING, "experiment"):
-            do = "Repeat the command for each."
-            if key_of(text) == "rows":
-                do = f"Some rows of a table: efficient-ft table NAME --run --rows {values}. {EXAMPLE}"
-            raise UserError(f"{text}: one {key_of(text)} at a time. {do}")
+            raise UserError(f"{text}: the pattern matches no value.")
+        if key_of(text) == "experiment":
+            raise UserError(f"{text}: a sweep has only one experiment. Repeat the command for each.")
     return list(itertools.product(*choices.values()))
 
 
 def _with_rows(loader: ConfigLoader, name: str, jobs: list[tuple[str, ...]], sweep: bool) -> list[tuple[str, ...]]:
-    """Multiply `jobs` by the rows that a table, an experiment or ``rows`` has, as the sweeper does."""
-    naming = [one for one in jobs[0] if key_of(one) in (*NAMING, "experiment")] if jobs else []
-    if not naming:
+    """Multiply `jobs` by the rows of an experiment, as the sweeper does."""
+    naming = [one for one in jobs[0] if key_of(one) == "experiment"] if jobs else []
+    if not naming or any(key_of(one) == "rows" for one in jobs[0]):  # rows=null: a job of such a sweep
         return jobs
     for override in OverridesParser.create(config_loader=loader).parse_overrides(naming):
         check_option(loader, override)
@@ -139,21 +147,18 @@ def _with_rows(loader: ConfigLoader, name: str, jobs: list[tuple[str, ...]], swe
     except (HydraException, OmegaConfBaseException) as error:
         parsed = OverridesParser.create(config_loader=loader).parse_overrides(naming)
         raise explained(loader, name, parsed, error) from None
-    table, rows = composed.get("table"), composed.get("rows")
+    rows = composed.get("rows")
     if rows is not None and not OmegaConf.is_list(rows):
         raise SettingError("rows", rows, "a list of texts, each with the settings of a run")
-    if not sweep and (table is not None or rows):
-        raise UserError(f"{naming[0]}: it has several runs. To run each of them add -m.")
-    return [tuple(job) for job in jobs_of_rows(jobs, table, rows)]
+    if not sweep and rows:
+        raise UserError(f"{naming[0]} has several runs. Add -m to run each of them.")
+    return [tuple(job) for job in jobs_of_rows(jobs, rows)]
 
 
 def check_form(overrides: Sequence[str]) -> None:
-    """Refuse a bare word, e.g. a command that does not exist; also with ``--help``, where nothing is composed.
-
-    Raises:
-        UserError: one of `overrides` is not KEY=VALUE, nor ~KEY, or not UTF-8.
-    """
+    """Refuse arguments that are not KEY=VALUE or ~KEY, are not UTF-8, or have a form that was removed."""
     for text in overrides:
+        refuse_removed(text)
         shown = printable(text)
         if shown != text:
             raise UserError(
@@ -165,7 +170,7 @@ def check_form(overrides: Sequence[str]) -> None:
 
 
 def _not_a_setting(text: str) -> UserError:
-    return UserError(f"{text}: arguments have the form KEY=VALUE; see --help.{did_you_mean(text, COMMANDS)}")
+    return UserError(f"{text}: arguments have the form KEY=VALUE; see --help.{did_you_mean(text, [*VERBS, *COMMANDS])}")
 
 
 def _unreadable(text: str) -> UserError:
@@ -186,7 +191,7 @@ def _unreadable(text: str) -> UserError:
 
 
 def _is_readable(text: str) -> bool:
-    """Whether Hydra can parse an argument."""
+    """Return True if Hydra can parse an argument."""
     try:
         OverridesParser.create().parse_overrides([text])
     except OverrideParseException:
@@ -195,10 +200,8 @@ def _is_readable(text: str) -> bool:
 
 
 def _composed(loader: ConfigLoader, name: str, job: tuple[str, ...], sweep: bool) -> ComposedJob:
-    """One job with its checked configuration."""
+    """Return a job with its checked configuration."""
     parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(job))
-    for override in parsed:
-        refuse_renamed_setting(override.key_or_group, override.value())
     check_output_folder(name, parsed)
     check_hydra(loader, name, parsed)
     evaluated = evaluation(loader, name, parsed)

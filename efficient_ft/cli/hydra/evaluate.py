@@ -1,9 +1,8 @@
-"""``evaluate=RUN``: the configuration of RUN, changed by the arguments given now.
+"""``evaluate=RUN``: the configuration of RUN, changed by the arguments.
 
-A run folder is data, possibly someone else's, so Hydra never composes it: its config.yaml is read as plain settings and
-checked by the schema. Keys of Hydra are refused there, interpolations and targets are plain text, and the recorded
-command line is not read. Hydra parses the arguments given now, and composes the options of groups in them
-(``data=folder``).
+A run folder may come from another person, so Hydra never composes it. Its config.yaml is read as plain settings and
+checked by the schema: keys of Hydra are refused, and interpolations and targets are plain text. Hydra parses only the
+arguments, and composes the options of groups in them (``data=folder``).
 """
 
 from __future__ import annotations
@@ -26,23 +25,16 @@ from efficient_ft.record.formats import PASS_A_RUN, USE_ITS_VERSION
 
 
 def evaluation(loader: ConfigLoader, name: str, parsed: Sequence[Override]) -> Config | None:
-    """Return the configuration of a job with ``evaluate=RUN``; None for any other job.
-
-    Args:
-        loader: of the configuration groups.
-        name: the primary configuration.
-        parsed: the arguments of the job.
-
-    Raises:
-        UserError: RUN is no run folder, its configuration cannot be used, or an argument cannot be applied to it.
-    """
+    """Return the configuration of a job with ``evaluate=RUN``: that of RUN with changes; None for other jobs."""
     runs = [override.value() for override in parsed if override.key_or_group == "evaluate"]
     if not runs or runs[-1] is None:
         return None
     run = Path(str(runs[-1]))
     if not (run / "model.safetensors").is_file():
-        what = "holds no model.safetensors: no epoch was finished there" if run.is_dir() else "no such folder"
-        raise UserError(f"evaluate={run}: {what}. {PASS_A_RUN}")
+        what = (
+            "contains no model.safetensors: no epoch was finished there" if run.is_dir() else "there is no such folder"
+        )
+        raise UserError(f"{run}: {what}. {PASS_A_RUN}")
     settings = read_config(run, PASS_A_RUN, USE_ITS_VERSION).model_dump(mode="json")
     groups = [override for override in parsed if loader.get_group_options(override.key_or_group)]
     for override in groups:
@@ -50,8 +42,8 @@ def evaluation(loader: ConfigLoader, name: str, parsed: Sequence[Override]) -> C
         group = override.key_or_group
         if group not in Config.model_fields or override.package not in (None, group) or override.is_delete():
             raise UserError(
-                f"{override.input_line}: evaluate=RUN takes the settings of RUN. Only a section (data=NAME) or single"
-                " settings (data.root=DIR) can be changed."
+                f"{override.input_line}: an evaluation uses the settings of the run. Only a section (data=NAME) or"
+                " single settings (data.root=DIR) can be changed."
             )
     if groups:
         composed = plain(compose(name, [str(override.input_line) for override in groups]))
@@ -72,7 +64,7 @@ def _apply(loader: ConfigLoader, settings: dict[str, Any], override: Override) -
     """Apply one ``KEY=VALUE``, ``+KEY=VALUE`` or ``~KEY`` to plain `settings`; only its own value is interpolated."""
     full = override.key_or_group
     if full.startswith(("hydra.", "hydra/")):
-        raise UserError(f"{override.input_line}: evaluate=RUN makes no folder and does not use Hydra; leave it out.")
+        raise UserError(f"{override.input_line}: an evaluation makes no folder and does not use Hydra. Leave it out.")
     value = plain(OmegaConf.create({"value": override.value()}))["value"]
     addable = override.is_add() or override.is_force_add() or full in setting_names()
     *groups, key = parts = full.split(".")

@@ -1,4 +1,4 @@
-"""Hydra's own flags on the command line: which exclude each other, and what they need."""
+"""Checks of Hydra's own flags on the command line."""
 
 from __future__ import annotations
 
@@ -12,14 +12,7 @@ _DOES = ("install", "uninstall", "query")
 
 
 def check_flags(arguments: Any) -> None:
-    """Refuse flags that Hydra refuses with a traceback, and one that runs what a file contains.
-
-    Args:
-        arguments: parsed by Hydra.
-
-    Raises:
-        UserError: the first mistake.
-    """
+    """Refuse flags that Hydra would refuse with a traceback, and the flag that executes a file."""
     if arguments.experimental_rerun is not None:
         raise UserError(
             "--experimental-rerun is not supported, since it runs what a file contains. Repeat the command of the run;"
@@ -50,7 +43,7 @@ def check_flags(arguments: Any) -> None:
 
 
 def _check_completion(words: list[str]) -> None:
-    """Refuse words after ``--shell-completion`` other than one of what it does, with a shell."""
+    """Refuse words after ``--shell-completion`` other than install, uninstall or query with a shell."""
     does, _, shell = words[0].partition("=") if len(words) == 1 else ("", "", "")
     if does not in _DOES or shell not in _SHELLS:
         forms = " or ".join(f"install={shell}" for shell in _SHELLS)

@@ -1,10 +1,11 @@
-"""The configuration groups that the command line composes from, and what Hydra must know to compose them."""
+"""Register the resolvers and plugins of this package, and the methods of other packages, with Hydra."""
 
 from __future__ import annotations
 
+from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from efficient_ft.cli.hydra import launcher, plugins, rows, sources
+from efficient_ft.cli.hydra import plugins, sources
 from efficient_ft.cli.hydra.conf import CONF
 from efficient_ft.cli.hydra.variants import folder_of
 from efficient_ft.config import check
@@ -12,21 +13,24 @@ from efficient_ft.config.plain import plain
 
 __all__ = ["CONF", "register"]
 
+_SWEEPER = {"_target_": "hydra_plugins.efficient_ft_sweeper.RowsSweeper", "max_batch_size": None, "params": None}
+#: Our launcher and sweeper, by group; Hydra imports the classes.
+_PLUGINS = {
+    "hydra/launcher": ("processes", {"_target_": "hydra_plugins.efficient_ft_launcher.ProcessLauncher"}),
+    "hydra/sweeper": ("rows", _SWEEPER),
+}
+
 
 def register() -> None:
-    """Make known to Hydra what conf/train.yaml refers to, and the methods of other packages; call before composing.
-
-    Raises:
-        UserError: another package's method cannot be used.
-    """
+    """Register resolvers, plugins and the methods of other packages with Hydra; call this before composing."""
     OmegaConf.register_new_resolver("run_folder", _run_folder, replace=True)
-    launcher.register()
+    for group, (name, node) in _PLUGINS.items():
+        ConfigStore.instance().store(group=group, name=name, node=node, provider="efficient_ft")
     sources.register()
-    rows.register()
     plugins.register(CONF)
 
 
 def _run_folder(inside: str = "", *, _root_: DictConfig) -> str:
-    """The run folder of the whole configuration, as a path below `inside`."""
+    """Return the run folder of the whole configuration, as a path relative to `inside`."""
     folder = folder_of(check(plain(_root_))).as_posix()
     return folder.removeprefix(f"{inside}/") if inside else folder

@@ -1,4 +1,4 @@
-"""Run several jobs, each in a process of its own: skip finished ones, go on after failures, print one table."""
+"""Run several jobs, each in a separate process: skip finished ones, continue after failures, and print one table."""
 
 from __future__ import annotations
 
@@ -24,16 +24,10 @@ from efficient_ft.record.results import NAME, read_results
 
 @dataclass
 class Job:
-    """One job of a sweep.
+    """One job of a sweep: its arguments, those in which it differs from others, its run folder and configuration.
 
-    Attributes:
-        arguments: its command line.
-        title: the arguments in which it differs from the other jobs.
-        folder: its run folder.
-        config: its configuration.
-        results: what it returned; None before it ran, or after a failure.
-        failure: the reason of its failure in one line.
-        diverged: it failed because its loss was not finite.
+    `results` is None before the job has run and after a failure; `failure` is the reason in one line, and `diverged`
+    is True if the loss was not finite.
     """
 
     arguments: tuple[str, ...]
@@ -46,18 +40,18 @@ class Job:
 
     @property
     def trains(self) -> bool:
-        """False for an evaluation or a cost report, which have no run folder."""
+        """False for an evaluation or a cost report, which have no run folder of their own."""
         return not self.config.cost_only and self.config.evaluate is None
 
 
 def titles(jobs: Sequence[Sequence[str]]) -> list[str]:
-    """Return, for each command line, the arguments that not all of `jobs` have."""
+    """Return, for each command line, the arguments that not all of `jobs` share."""
     shared = set.intersection(*map(set, jobs)) if len(jobs) > 1 else set()
     return [" ".join(argument for argument in arguments if argument not in shared) for arguments in jobs]
 
 
 def finished(folder: Path, config: Config) -> dict[str, Any] | None:
-    """Return the results in `folder` if a run with the settings of `config` ended there, else None."""
+    """Return the results in `folder` if a run with the settings of `config` has finished there, else None."""
     try:
         results = read_results(folder)
         same = fingerprint(check(results["config"])) == fingerprint(config)
@@ -67,7 +61,7 @@ def finished(folder: Path, config: Config) -> dict[str, Any] | None:
 
 
 def not_read(folder: Path) -> str | None:
-    """Why results.json in `folder` cannot be used; None: there is none, or it can."""
+    """Return the reason why results.json in `folder` cannot be used; None if it can, or if there is no such file."""
     try:
         if (folder / NAME).is_file():
             read_results(folder, USE_ITS_VERSION)
@@ -88,10 +82,7 @@ def this_program() -> list[str]:
 def command(
     config_path: str | None, config_name: str | None, config_dir: str | None, arguments: Sequence[str]
 ) -> list[str]:
-    """Return the command line of a process that runs one job with `arguments` and the same configuration files.
-
-    ``jobs=`` and ``job_timeout=`` are left out: they are of the sweep, and a single run says that they have no effect.
-    """
+    """Return the command line that runs one job alone, without the settings of sweeps."""
     flags = {"--config-path": config_path, "--config-name": config_name, "--config-dir": config_dir}
     given = [part for flag, value in flags.items() if value is not None for part in (flag, value)]
     return [*this_program(), *given, *(one for one in arguments if not one.startswith(("jobs=", "job_timeout=")))]
@@ -105,19 +96,9 @@ def run_jobs(
 ) -> None:
     """Run the `command` of each job, fill in its outcome, and print a table at the end.
 
-    A finished job is skipped; a failure does not stop the others, nor does one that runs longer than its
-    ``job_timeout``, which is stopped.
-
-    Args:
-        jobs: in the order in which they begin.
-        command: the command line of a job.
-        parallel: jobs at a time. With more than one, each has its share of the processor's threads, one of the GPUs in
-            turn, and prints into a file next to its run folder.
-        ended: called with each job when its outcome is known.
-
-    Raises:
-        SystemExit: after the last job, if one has failed (status 1).
-        KeyboardInterrupt: a job was interrupted.
+    Finished jobs are skipped. After a failure or a ``job_timeout`` the next job starts; the exit status is 1 then. With
+    `parallel` jobs at a time, each gets a share of the threads and GPUs, and prints into a file next to its run folder.
+    `ended` is called with each job when its outcome is known.
     """
     todo: list[tuple[str, Job]] = []
     for number, job in enumerate(jobs, start=1):
@@ -176,7 +157,7 @@ def _run_in_parallel(
 
 
 def _timeout(job: Job) -> float | None:
-    """Seconds after which a job is stopped; None: never."""
+    """Return the seconds after which a job is stopped; None: never."""
     value = job.config.job_timeout
     return None if value is None else parse_seconds("job_timeout", value, plain=True)
 
@@ -188,12 +169,7 @@ def _fill_in(title: str, job: Job, process: processes.Ended) -> None:
 
 
 def write_sweep_table(outputs: Path, folders: Sequence[Path]) -> None:
-    """Write the table of the finished runs of a sweep into OUTPUTS/sweeps, under a name that stands for its runs.
-
-    Args:
-        outputs: a folder; runs outside it are not in the table.
-        folders: the run folders of the sweep.
-    """
+    """Write the table of the finished runs below `outputs` into OUTPUTS/sweeps, under a hash of their folders."""
     inside = sorted(folder for folder in folders if folder.is_relative_to(outputs))
     found = collect_runs(outputs, inside)
     if len(found.runs) < 2:

@@ -1,4 +1,4 @@
-"""Sweeps: Hydra's launcher that runs each job in a process of its own.
+"""A launcher of Hydra that runs each job of a sweep in a separate process.
 
 Hydra's own launcher runs all jobs in one process: one kill for lack of memory ends the sweep, memory and threads of one
 job reach into the next, and a repeated sweep starts from the beginning. Here a job is the command that would run it
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -21,39 +20,18 @@ from efficient_ft.config import check
 from efficient_ft.config.plain import plain
 from efficient_ft.core.errors import UserError
 
-#: Overrides that steer the sweep and have no meaning in a single run.
+#: Settings that control the sweep and do not apply to a single run.
 _STEERING = ("hydra.mode", "hydra.sweep", "hydra.launcher", "hydra/launcher", "hydra/sweeper", "hydra.run.dir")
 
 
-def register() -> None:
-    """Make ``hydra/launcher=processes`` known to Hydra; the class it names is found by Hydra itself."""
-    ConfigStore.instance().store(
-        group="hydra/launcher",
-        name="processes",
-        node={"_target_": "hydra_plugins.efficient_ft_launcher.ProcessLauncher"},
-        provider="efficient_ft",
-    )
-
-
 class Sweep:
-    """The jobs of a sweep, ``jobs`` at a time, each by the command that would run it alone.
-
-    Args:
-        context: of Hydra's launcher: composes the configuration of each job.
-        config: the configuration of the sweep itself.
-    """
+    """The jobs of a sweep. Each of them is started with the command that would run it alone."""
 
     def __init__(self, context: HydraContext, config: DictConfig) -> None:
         self.context, self.config = context, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]]) -> Sequence[JobReturn]:
-        """Run the jobs; a failure does not stop the others.
-
-        Raises:
-            UserError: two jobs have the same folder.
-            SystemExit: after the last job, if one has failed (status 1).
-            KeyboardInterrupt: a job was interrupted.
-        """
+        """Run all jobs, also after a failure; exit with status 1 if one has failed."""
         named = zip(job_overrides, titles(job_overrides), strict=True)
         jobs = [self._job(number, *one) for number, one in enumerate(named)]
         folders = [job.folder for job in jobs if job.trains]
@@ -89,7 +67,7 @@ class Sweep:
 
 
 def _returned(job: Job) -> JobReturn:
-    """The result of a job for sweepers that search: its value is the best accuracy."""
+    """Return the result of a job for sweepers that search: its value is the best accuracy."""
     value = JobReturn(overrides=list(job.arguments), cfg=OmegaConf.create(job.config.model_dump(mode="json")))
     value.status = JobStatus.COMPLETED
     value.return_value = (job.results or {}).get("accuracy", {}).get("best")

@@ -1,4 +1,4 @@
-"""Mistakes on the command line: what Hydra refuses, and what it would accept in silence, in one clear message each."""
+"""Messages for mistakes on the command line: those that Hydra refuses, and those that it would accept silently."""
 
 from __future__ import annotations
 
@@ -16,20 +16,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from efficient_ft.config import Config, UnknownSetting, check, setting_names
+from efficient_ft.config.explain import show
 from efficient_ft.config.plain import plain, sentence
-from efficient_ft.config.renamed import RenamedSetting
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean
 
-# By loader and group: a loader copies all of its sources to list a group, .4 s for seven arguments.
+# The options by loader and group: listing a group takes 20 ms or more, since a loader copies all of its sources.
 _OPTIONS: WeakKeyDictionary[ConfigLoader, dict[str, list[str]]] = WeakKeyDictionary()
 
 
 def check_option(loader: ConfigLoader, override: Override) -> None:
-    """Refuse an option that its group does not have; Hydra ignores a missing option of an optional group.
-
-    Raises:
-        UserError: the option does not exist, or a group that every run needs is deleted.
-    """
+    """Refuse an option that its group does not have; Hydra ignores a missing option of an optional group."""
     group, value = override.key_or_group, override.value()
     refuse_keys(group, value)
     if override.is_delete():
@@ -50,15 +46,7 @@ def check_option(loader: ConfigLoader, override: Override) -> None:
 
 
 def refuse_keys(setting: str, value: Any) -> None:
-    """Refuse a mapping on the command line whose keys are no names, which Hydra accepts.
-
-    Args:
-        setting: the full name of the setting.
-        value: its value; pixel values of masks may be keys.
-
-    Raises:
-        SettingError: the first such key.
-    """
+    """Refuse a mapping with keys that are not names, which Hydra accepts; pixel values of masks may be keys."""
     if not isinstance(value, dict) or setting.endswith("masks.values"):
         return
     for key, inner in value.items():
@@ -69,11 +57,7 @@ def refuse_keys(setting: str, value: Any) -> None:
 
 
 def _check_deletion(override: Override) -> None:
-    """Refuse the deletion of a setting that has no value: Hydra says that it does not exist.
-
-    Raises:
-        UserError: the setting is null, or has another value than the one to delete.
-    """
+    """Refuse the deletion of a setting without a value, which Hydra reports as missing."""
     key, field = override.key_or_group, Config.model_fields.get(override.key_or_group)
     if field is not None and field.default is None:
         raise UserError(f"{override.input_line}: {key} has no value (null) unless it is set. Leave this argument out.")
@@ -83,7 +67,7 @@ def _check_deletion(override: Override) -> None:
 
 
 def _of_timm(name: str) -> str:
-    """Advice for a model that is no option: it may be one of timm's, or near one of these."""
+    """Return advice for a model that is not an option: it may be the name of a timm model, or near one."""
     import timm
 
     if timm.is_model(name.partition(".")[0]):
@@ -92,13 +76,7 @@ def _of_timm(name: str) -> str:
 
 
 def _new_argument(name: str, line: str, forms: str | None = None) -> UserError:
-    """Return the advice for an argument of the network that the model's options do not contain yet.
-
-    Args:
-        name: name of the argument.
-        line: the argument as typed.
-        forms: the form that works; None for a plus before the argument.
-    """
+    """Return the error for an argument of the network that the option lacks; `forms` is the form that works."""
     from efficient_ft.models.timm_config import SET_ELSEWHERE
 
     if name in SET_ELSEWHERE:
@@ -107,13 +85,7 @@ def _new_argument(name: str, line: str, forms: str | None = None) -> UserError:
 
 
 def _given_whole(loader: ConfigLoader, known: DictConfig, override: Override) -> UserError | None:
-    """Return the error for a mapping with a key that does not exist; None if all keys exist.
-
-    Args:
-        loader: loader of the configuration groups.
-        known: the configuration without the settings of the command line.
-        override: the argument.
-    """
+    """Return the error for a mapping with a key that is not in the configuration `known`; None if all keys are."""
     line = str(override.input_line)
     found = _first_wrong(override.key_or_group, override.value(), OmegaConf.select(known, override.key_or_group))
     if found is None:
@@ -124,11 +96,11 @@ def _given_whole(loader: ConfigLoader, known: DictConfig, override: Override) ->
         return SettingError(key, value, form)
     if key == "model.kwargs":
         plain = not any(isinstance(one, dict | list) for one in value.values())
-        forms = " ".join(f"+{key}.{n}={_shown(one)}" for n, one in value.items()) if plain else f"'+{line}'"
-        return _new_argument(name, f"{key}.{name}={_shown(value[name])}", forms)
+        forms = " ".join(f"+{key}.{n}={show(one)}" for n, one in value.items()) if plain else f"'+{line}'"
+        return _new_argument(name, f"{key}.{name}={show(value[name])}", forms)
     if key == "method":
         inner = value[name] if isinstance(value[name], dict) else {}
-        settings = "".join(f" method.{name}.{n}={_shown(one)}" for n, one in inner.items())
+        settings = "".join(f" method.{name}.{n}={show(one)}" for n, one in inner.items())
         return UserError(f"{line}: choose a method by name: method={name}{settings}")
     if key == "tasks":
         return UserError(f"{line}: add a data set with +data@tasks.{name}=OPTION.")
@@ -136,11 +108,7 @@ def _given_whole(loader: ConfigLoader, known: DictConfig, override: Override) ->
 
 
 def _first_wrong(key: str, value: Any, node: Any) -> tuple[str, str | None, Any, Any] | None:
-    """Return the first part of a mapping that the configuration does not have.
-
-    Returns:
-        Its key, the name that does not exist (None for a value of the wrong type), the given value, and the node.
-    """
+    """Return key, unknown name (None: wrong type), value and node of the first part of a mapping that `node` lacks."""
     if not isinstance(value, dict):
         wrong = isinstance(value, list) and OmegaConf.is_dict(node)
         return (key, None, value, node) if wrong else None
@@ -157,12 +125,8 @@ def _first_wrong(key: str, value: Any, node: Any) -> tuple[str, str | None, Any,
     return None
 
 
-def _shown(value: object) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def group_options(loader: ConfigLoader, group: str) -> list[str]:
-    """The options of a group, those in its subfolders too: ``lbp_wht/cars``."""
+    """Return the options of a group, including those in its subfolders, for example ``lbp_wht/cars``."""
     known = _OPTIONS.setdefault(loader, {})
     if group not in known:
         inner = loader.get_group_options(group, ObjectType.GROUP)
@@ -172,16 +136,7 @@ def group_options(loader: ConfigLoader, group: str) -> list[str]:
 
 
 def check_packages(name: str, parsed: Sequence[Override], composed: DictConfig) -> None:
-    """Refuse two options of ``method`` with the same package, which Hydra merges: the last one wins.
-
-    Args:
-        name: the primary configuration.
-        parsed: the arguments of the job.
-        composed: the configuration that they give.
-
-    Raises:
-        UserError: for the first two such options.
-    """
+    """Refuse two options of ``method`` with the same package, since Hydra would merge them."""
     chosen: list[str] = []
     for override in parsed:
         value = override.value()
@@ -200,11 +155,7 @@ def check_packages(name: str, parsed: Sequence[Override], composed: DictConfig) 
 
 
 def refuse_data(parsed: Sequence[Override], config: Config) -> None:
-    """Refuse settings of the single data set in a run on several tasks, which does not use it.
-
-    Raises:
-        UserError: for the first of them.
-    """
+    """Refuse settings of the single data set in a run on several tasks, which does not use it."""
     if not config.tasks:
         return
     for override in parsed:
@@ -219,14 +170,7 @@ def refuse_data(parsed: Sequence[Override], config: Config) -> None:
 
 
 def explained(loader: ConfigLoader, name: str, parsed: Sequence[Override], error: Exception) -> UserError:
-    """Return what Hydra's `error` means: composes again without the settings, to find the key that does not exist.
-
-    Args:
-        loader: of the configuration groups.
-        name: the primary configuration.
-        parsed: the arguments of the job.
-        error: raised by Hydra when it composed them.
-    """
+    """Return the message for an error of Hydra: compose without the settings to find the key that does not exist."""
     choices = [
         o
         for o in parsed
@@ -265,8 +209,7 @@ def explained(loader: ConfigLoader, name: str, parsed: Sequence[Override], error
             return UserError(
                 f"{line}: method {missing} is not chosen (chosen: {', '.join(siblings)}). Choose it,"
                 f" method={missing}, or both, 'method=[{','.join([*siblings, missing])}]'."
-                f" In a sweep where only some runs have {missing}:"
-                f" method=zip(...) {key}=zip(...), with _ for the others."
+                f" For a sweep in which only some runs have {missing}, write an experiment with rows."
             )
         if present == "method":
             return SettingError("method", missing, methods, f"(in {line})")
@@ -275,7 +218,7 @@ def explained(loader: ConfigLoader, name: str, parsed: Sequence[Override], error
         if key in setting_names():
             if override.is_delete():
                 return UserError(f"{line}: the chosen options do not have it; leave this argument out.")
-            # In the schema, but not in the chosen option: the check says why it has no place here.
+            # The schema has the setting, but the chosen option lacks it. The check explains why it cannot be set here.
             fitting = [o for o in parsed if o not in choices and walk(known, o.key_or_group)[1] is None]
             others = [str(o.input_line).lstrip("+") for o in fitting]
             try:
@@ -290,9 +233,7 @@ def explained(loader: ConfigLoader, name: str, parsed: Sequence[Override], error
 
 
 def known_here(loader: ConfigLoader, error: UnknownSetting) -> UnknownSetting:
-    """Return `error` with the groups of the command line as known names; unchanged for a renamed setting."""
-    if isinstance(error, RenamedSetting):
-        return error
+    """Return `error` with the groups of the command line as further known names."""
     return unknown(loader, error.setting, error.value, error.known)
 
 

@@ -1,4 +1,4 @@
-"""The folder of a run or a sweep, which Hydra makes: its settings, and what to say where it cannot be made."""
+"""The folder of a run or a sweep, which Hydra creates: its settings, and messages if it cannot be created."""
 
 from __future__ import annotations
 
@@ -28,35 +28,27 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.record.files import write_text_atomically
 
 _SETTINGS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
-#: Holds the folders of runs and sweeps for which no other is given.
+#: The default folder of runs and sweeps.
 _DEFAULT = "outputs"
 #: Maximum number of log records that are kept until a run begins.
 _RECORDS = 10_000
 
 
 def check_output_folder(name: str, parsed: Sequence[Override]) -> None:
-    """Refuse an empty folder, and one whose name holds a reference that cannot be resolved.
-
-    Args:
-        name: the primary configuration.
-        parsed: the arguments of one job.
-
-    Raises:
-        SettingError: the first mistake.
-    """
+    """Refuse an empty folder, and a folder whose name contains a reference that cannot be resolved."""
     for override in parsed:
         if override.key_or_group not in _SETTINGS:
             continue
         text = str(override.value() or "").strip()
         if not text:
             given = "null" if override.value() is None else "an empty text"
-            raise SettingError(override.key_or_group, given, "a folder", "Leave it out for one of its own.")
+            raise SettingError(override.key_or_group, given, "a folder", "Leave it out for the default folder.")
         if "${" not in text:
             continue
         composed = compose(name, [override.input_line or ""], return_hydra_config=True)
         try:
             if "${" in str(OmegaConf.select(composed, override.key_or_group)):
-                do = "Leave out the backslash: ${NAME} stands for the value of a setting."
+                do = "Leave out the backslash: ${NAME} is replaced by the value of a setting."
                 raise SettingError(override.key_or_group, text, "a folder without \\${", do)
         except (InterpolationKeyError, InterpolationResolutionError, UnsupportedInterpolationType) as error:
             reason = str(error).splitlines()[0].rstrip(".")
@@ -66,12 +58,7 @@ def check_output_folder(name: str, parsed: Sequence[Override]) -> None:
 
 
 def hydra_files(composed: DictConfig, sweep: bool) -> tuple[Path, ...]:
-    """Return the files and folders that record the command of a run, or of a sweep itself.
-
-    Args:
-        composed: a configuration with that of Hydra.
-        sweep: the configuration is that of a job of a sweep.
-    """
+    """Return the files and folders that record the command of a run, or of a sweep."""
     hydra = composed.hydra
     try:
         if sweep:
@@ -93,7 +80,7 @@ _BEFORE_TRAINING = {*_OF_HYDRA, ".lock", "config.yaml", "images", "contents.json
 
 
 class _Held(MemoryHandler):
-    """Keeps log records until `hand_over`; Hydra flushes all handlers at the end of a command."""
+    """Keeps log records until `hand_over`: Hydra flushes all handlers at the end of a command."""
 
     def flush(self) -> None:
         pass
@@ -106,17 +93,12 @@ class _Held(MemoryHandler):
 class CommandRecord:
     """The record of a command in its run folder, ``.hydra`` and the log file, written when the run begins.
 
-    Hydra would write both before the run knows whether it is accepted.
-
-    Args:
-        folder: the run folder.
-        hydra: the configuration of Hydra (`HydraConfig.get()`).
-        composed: the configuration of the run.
+    Hydra would write both before the run is accepted.
     """
 
     def __init__(self, folder: Path, hydra: HydraConf, composed: DictConfig) -> None:
         self._folder, self._hydra, self._composed = folder, hydra, composed
-        #: By handler of the root logger: what stands in its place until the run begins.
+        #: The handlers of the root logger, with the handlers that replace them until the run begins.
         self._held: dict[logging.FileHandler, _Held] = {}
         root = logging.getLogger()
         for handler in root.handlers:
@@ -150,11 +132,7 @@ class CommandRecord:
 
 @contextmanager
 def leaving_nothing(folder: Path) -> Iterator[None]:
-    """Remove a new run folder if the run inside the block is rejected before training: a mistake writes nothing.
-
-    Args:
-        folder: the folder that Hydra created. A folder with files of an earlier command is not changed.
-    """
+    """Remove a new run folder if the run inside the block is rejected before training."""
     here = Path.cwd()
     new = folder not in (here, *here.parents) and set(os.listdir(folder)) <= _OF_HYDRA
     try:
@@ -172,11 +150,7 @@ def leaving_nothing(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def output_folder_faults(overrides: Sequence[str]) -> Iterator[None]:
-    """Turn the system's refusal of the output folder inside the block into a message that names its setting.
-
-    Raises:
-        UserError: the folder cannot be made or written.
-    """
+    """Turn a failure of the system to create or write the output folder into a message that names the setting."""
     try:
         yield
     except UserError:
@@ -187,7 +161,7 @@ def output_folder_faults(overrides: Sequence[str]) -> Iterator[None]:
         if not isinstance(error, OSError):
             raise
         if (lost := discard_output()) is not None:
-            raise lost from None  # of what is printed, not of the folder
+            raise lost from None  # the error concerns the standard output, not the folder
         given = dict(text.split("=", 1) for text in overrides if text.startswith(tuple(f"{key}=" for key in _SETTINGS)))
         key = next((key for key in ("hydra.run.dir", "hydra.sweep.dir") if key in given), None)
         folder = Path(given[key].strip("'\"") if key else _DEFAULT).absolute()
@@ -205,6 +179,6 @@ def output_folder_faults(overrides: Sequence[str]) -> Iterator[None]:
             reason += free_space(folder)
         do = "Choose another folder" if key else "Choose another folder: hydra.run.dir=DIR"
         raise UserError(
-            f"{key or 'hydra.run.dir'}: the folder {place} cannot be made or written ({reason}). {do}; or mend this"
-            " one, and repeat the command. What it holds is kept."
+            f"{key or 'hydra.run.dir'}: the folder {place} cannot be created or written ({reason}). {do}, or fix it,"
+            " and repeat the command. Its contents are kept."
         ) from raised

@@ -12,19 +12,12 @@ from pathlib import Path
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.packages import configuration_folders
 
-#: By distribution: the configuration folders added to Hydra's search path; empty until `register`.
+#: The configuration folders in Hydra's search path by distribution; empty until `register`.
 _folders: dict[str, list[Path]] = {}
 
 
 def register(own: Path) -> None:
-    """Find the methods of other packages and check their configuration files, before anything is composed.
-
-    Args:
-        own: the folder of this package's configuration groups.
-
-    Raises:
-        UserError: a method has no YAML, or a YAML has a name that exists already; names the package at fault.
-    """
+    """Find the methods of other packages, and refuse options whose names exist already in `own` or another package."""
     found = configuration_folders()
     owner = {file.relative_to(own): "efficient-ft" for file in own.rglob("*.yaml")}
     for package, folders in found.items():
@@ -41,5 +34,5 @@ def register(own: Path) -> None:
 
 
 def folders() -> dict[str, Sequence[Path]]:
-    """The configuration folders found by `register`, by the name of the distribution."""
+    """Return the configuration folders found by `register`, by the name of the distribution."""
     return dict(_folders)

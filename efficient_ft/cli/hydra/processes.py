@@ -1,4 +1,4 @@
-"""Processes of jobs: started with a share of the machine, ended with the sweep, and what they return."""
+"""Start the processes of jobs with a share of the machine, stop them with the sweep, and read their outcome."""
 
 from __future__ import annotations
 
@@ -30,13 +30,9 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 @dataclass(frozen=True)
 class Ended:
-    """A process that has ended.
+    """A process that has ended: its results, the reason of its failure in one line, and its output if nobody saw it.
 
-    Attributes:
-        results: what it reported; None: nothing.
-        failure: the reason of its failure in one line; None: it succeeded.
-        printed: what it printed, if nobody saw it.
-        diverged: it failed because its loss was not finite.
+    `diverged` is True if it failed because its loss was not finite.
     """
 
     results: dict[str, Any] | None
@@ -53,14 +49,8 @@ def run(
 ) -> Ended:
     """Run `command` and wait for it.
 
-    Args:
-        command: the words of its command line.
-        environment: added to that of this process; None: it runs alone, on this terminal.
-        output: a file that gets what it prints, after what is there; None with an `environment`: returned.
-        timeout: seconds after which it is stopped, see `stop`; None: never.
-
-    Raises:
-        KeyboardInterrupt: it was interrupted.
+    With an `environment`, the output goes to the file `output`, or is returned; without, it goes to this terminal. The
+    process is stopped after `timeout` seconds.
     """
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -111,13 +101,7 @@ def run(
 
 
 def stop(process: subprocess.Popen[bytes]) -> bool:
-    """End a process and those that it has started: ask it by SIGTERM, and after `GRACE` seconds kill what is left.
-
-    Its process group is that of the sweep, so that Ctrl-C reaches both; its descendants are found by their parents.
-
-    Returns:
-        True if it ended when asked; False if it was killed.
-    """
+    """Send SIGTERM to a process and its descendants, and kill them after `GRACE` seconds; False if killed."""
     deadline = time.monotonic() + GRACE
     started = _descendants(process.pid)
     process.terminate()
@@ -141,21 +125,21 @@ def stop(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _lives(process: psutil.Process) -> bool:
-    """False also for a process that has ended and whose parent has not asked how."""
+    """Return False if a process has ended, even if its parent has not read its status yet."""
     with suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
 
 
 def _descendants(process: int) -> set[psutil.Process]:
-    """The processes that a process has started, and those that these have started."""
+    """Return the processes that a process has started, directly or indirectly."""
     with suppress(psutil.Error):
         return set(psutil.Process(process).children(recursive=True))
     return set()
 
 
 def _outcome(file: Path) -> dict[str, Any]:
-    """The outcome that a job wrote; {} if it ended before or during writing."""
+    """Return the outcome that a job wrote; {} if it ended before or during writing."""
     try:
         found = parse_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -168,11 +152,7 @@ _running: set[subprocess.Popen[bytes]] = set()
 
 
 class Slots:
-    """The shares of the machine that jobs running at the same time get: threads, and a GPU where there are some.
-
-    Args:
-        count: jobs at a time.
-    """
+    """Shares of the machine for `count` jobs that run at the same time: threads, and GPUs in turn."""
 
     def __init__(self, count: int) -> None:
         threads = str(max(1, (os.cpu_count() or 1) // count))
@@ -187,7 +167,7 @@ class Slots:
 
     @contextmanager
     def taken(self) -> Iterator[dict[str, str]]:
-        """Take a share, given as environment variables, until the end of the block."""
+        """Take a share, as environment variables, until the end of the block."""
         share = self._free.get()
         try:
             if self._stopped:
@@ -197,14 +177,14 @@ class Slots:
             self._free.put(share)
 
     def stop(self, end: bool) -> None:
-        """Start no further job; with `end`, end those that run (Ctrl-C has reached them already)."""
+        """Start no further job; with `end`, also end running jobs (Ctrl-C has already reached them)."""
         self._stopped = True
         for process in list(_running) if end else ():
             process.terminate()
 
 
 def _gpus() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the GPUs that this process may use, as named in CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.split(",") if name]

@@ -33,23 +33,14 @@ _FOLDERS = ("hydra.run.dir=", "hydra.sweep.dir=", "hydra.sweep.subdir=")
 
 
 def check_hydra(loader: ConfigLoader, name: str, parsed: Sequence[Override]) -> None:
-    """Refuse settings of Hydra that it would refuse in its own words, or ignore.
-
-    Args:
-        loader: of the configuration groups.
-        name: the primary configuration.
-        parsed: the arguments of the job.
-
-    Raises:
-        UserError: for the first of them.
-    """
+    """Refuse settings of Hydra that it would refuse in its own words, or ignore."""
     own = [one for one in parsed if one.key_or_group.partition(".")[0].partition("/")[0] == "hydra"]
     groups = [one for one in own if "/" in one.key_or_group]
     for one in groups:
         _check_group(loader, one)
     settings = [one for one in own if one not in groups]
     if all(one.key_or_group == "hydra.run.dir" and isinstance(one.value(), str) for one in settings):
-        return  # what a sweep passes to each job
+        return  # a sweep passes it to each job
     known = compose(name, [str(one.input_line) for one in groups], return_hydra_config=True)
     for one in settings:
         if one.package is not None or one.is_delete():
@@ -59,15 +50,7 @@ def check_hydra(loader: ConfigLoader, name: str, parsed: Sequence[Override]) -> 
 
 @contextmanager
 def hydra_faults(overrides: Sequence[str], job: str) -> Iterator[None]:
-    """Turn an error of Hydra's own work inside the block into a message that names its settings.
-
-    Args:
-        overrides: the arguments, as typed.
-        job: name of the function that Hydra calls; errors inside it are passed on.
-
-    Raises:
-        UserError: Hydra cannot work with its settings.
-    """
+    """Turn an error of Hydra outside the function `job` into a message that names the settings of Hydra."""
     own = [one for one in overrides if one.lstrip("+~").startswith("hydra") and not one.startswith(_FOLDERS)]
     try:
         yield
@@ -80,14 +63,7 @@ def hydra_faults(overrides: Sequence[str], job: str) -> Iterator[None]:
 
 
 def check_targets(hydra: DictConfig) -> None:
-    """Refuse a configuration of Hydra that names code to run, other than its plugins and handlers of logs.
-
-    Args:
-        hydra: the composed configuration of Hydra.
-
-    Raises:
-        UserError: for the first such setting.
-    """
+    """Refuse a configuration of Hydra that names code other than its plugins and handlers of logs."""
     if hydra.get("callbacks"):
         raise UserError(f"hydra.callbacks: callbacks are not supported here, since they run code. {_NO_CODE}")
     for key, value in _leaves(OmegaConf.to_container(hydra, resolve=False), "hydra"):
@@ -159,7 +135,7 @@ def _check_setting(known: DictConfig, key: str, value: Any, new: bool) -> None:
 
 
 def _constraint(node: Any) -> str:
-    """The type of a setting of Hydra in words that follow "must be"."""
+    """Return the type of a setting of Hydra in words that follow "must be"."""
     match node:
         case DictConfig():
             return "a mapping, {NAME: VALUE}"

@@ -1,7 +1,4 @@
-"""``trainer=slurm``: the command submits its run, or the runs of a sweep, to Slurm by Hydra's submitit launcher.
-
-Within a job the same command trains: there Slurm has started it.
-"""
+"""``trainer=slurm``: submit a run, or the runs of a sweep, to Slurm. Within a Slurm job, the same command trains."""
 
 from __future__ import annotations
 
@@ -17,16 +14,12 @@ LAUNCHER = "hydra/launcher=submitit_slurm"
 
 
 def submits(overrides: Sequence[str]) -> bool:
-    """Whether a command with these arguments submits jobs."""
+    """Return True if a command with these arguments submits jobs."""
     return "trainer=slurm" in overrides and "SLURM_JOB_ID" not in os.environ
 
 
 def with_launcher(arguments: Sequence[str]) -> list[str]:
-    """Return the command line of a submission with its launcher, so that settings of ``hydra.launcher`` are known.
-
-    Raises:
-        UserError: the launcher's package is not installed.
-    """
+    """Return the command line of a submission with its launcher, so that settings of ``hydra.launcher`` are known."""
     if not submits(arguments):
         return list(arguments)
     if find_spec("hydra_plugins.hydra_submitit_launcher") is None:
@@ -38,13 +31,7 @@ def with_launcher(arguments: Sequence[str]) -> list[str]:
 
 
 def submission(arguments: Sequence[str], configs: Sequence[Config]) -> list[str]:
-    """Return the command line that submits the runs `configs`, each on the nodes and with the tasks that it asks for.
-
-    Settings of ``hydra.launcher`` in `arguments` win.
-
-    Raises:
-        SettingError: the runs differ in their nodes or tasks, or Slurm cannot know them.
-    """
+    """Return the command line that submits the runs `configs`; settings of ``hydra.launcher`` in `arguments` win."""
     shapes = {(c.trainer.num_nodes, c.trainer.devices, c.trainer.accelerator) for c in configs}
     if len(shapes) > 1:
         raise SettingError(
@@ -62,8 +49,8 @@ def submission(arguments: Sequence[str], configs: Sequence[Config]) -> list[str]
     asked.append("+hydra.launcher.additional_parameters={requeue:true}")
     # A task that fails ends the others, which would wait for it.
     os.environ.setdefault("SLURM_KILL_BAD_EXIT", "1")
-    show("Submitting to Slurm. The jobs print into outputs/.submitit, and go on if this command is stopped.")
+    show("Submitting to Slurm. The jobs print into outputs/.submitit. They continue if this command is stopped.")
     flags = [] if {"-m", "--multirun"} & set(arguments) else ["--multirun"]
-    # Settings stand together on a command line, between flags; the user's come after these.
+    # All settings must be given together, between flags; those of the user come after these.
     first = next(i for i, one in enumerate(arguments) if "=" in one and not one.startswith("-"))
     return [*flags, *arguments[:first], *asked, *arguments[first:]]

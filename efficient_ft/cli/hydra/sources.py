@@ -1,4 +1,4 @@
-"""Configuration files of the user's own: one that cannot be read is refused by name, before Hydra reads it."""
+"""Check the configuration files of the user, and name a file that cannot be read, before Hydra reads it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from efficient_ft.core.errors import UserError, first_line
 from efficient_ft.core.format import format_bytes
 from efficient_ft.core.parsing import parse_yaml
 
-#: A larger file is no configuration.
+#: A larger file is not a configuration.
 _LARGEST = 10**6
 _load = ConfigRepository.load_config
 _LIBRARIES = tuple(Path(str(library.__file__)).parent for library in (hydra, omegaconf))
@@ -31,11 +31,7 @@ def register() -> None:
 
 
 def _checked(repository: ConfigRepository, config_path: str) -> ConfigResult | None:
-    """Load a file as Hydra does.
-
-    Raises:
-        UserError: it cannot be read, or is not YAML.
-    """
+    """Load a file as Hydra does, and refuse one that cannot be read or is not YAML."""
     source = repository._find_object_source(config_path=config_path, object_type=ObjectType.CONFIG)
     if source is None or source.scheme() != "file":
         return _load(repository, config_path)
@@ -56,14 +52,7 @@ def _checked(repository: ConfigRepository, config_path: str) -> ConfigResult | N
 
 @contextmanager
 def faults_of_files(folders: Sequence[str]) -> Iterator[None]:
-    """Turn an error of Hydra's own work inside the block into a message that names the user's folders.
-
-    Args:
-        folders: of configurations of the user's own; without any nothing is changed.
-
-    Raises:
-        UserError: Hydra cannot compose their files, e.g. since one includes itself.
-    """
+    """Turn an error that Hydra raises for the user's configuration `folders` into a message that names them."""
     try:
         yield
     except UserError:

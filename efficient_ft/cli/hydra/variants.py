@@ -1,6 +1,6 @@
-"""Variants of methods: which option of the group ``method`` the settings of a run are, and how far it is the paper's.
+"""Variants of methods: find the option of the group ``method`` that a run uses, and how it differs from the paper.
 
-Options of one method share its package and name; ``lbp_wht_published`` is the paper's method where ``lbp_wht`` is not.
+The options of a method share its package. ``lbp_wht_published`` has the settings of the paper if ``lbp_wht`` has not.
 """
 
 from __future__ import annotations
@@ -10,21 +10,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from efficient_ft.cli.hydra.conf import CONF
 from efficient_ft.config import Config, run_folder
-from efficient_ft.core.packages import configuration_folders, method_files
+from efficient_ft.config.explain import show
+from efficient_ft.core.packages import configuration_folders, method_files, option_settings
 
-#: The end of an option's name that has the settings of the paper.
+#: Suffix of options with the settings of the paper.
 PUBLISHED = "_published"
 
-#: The end of a folder's name whose runs have not, although there is such an option.
+#: Suffix of the folders of other runs, if there is such an option.
 OURS = "-ours"
 
 
 def folder_of(config: Config) -> Path:
-    """The run folder of `config`, named by the variants of its methods: ``lbp_wht-ours`` or ``lbp_wht_published``."""
+    """Return the run folder of `config`, named after the variants of its methods: ``lbp_wht-ours``."""
     names = []
     for name, settings in config.method.items():
         chosen = variant(name, settings)
@@ -33,7 +32,7 @@ def folder_of(config: Config) -> Path:
 
 
 def variant(method: str, settings: Mapping[str, Any]) -> str:
-    """The option whose settings are nearest to those of `method`; of several, the one named like the method."""
+    """Return the option whose settings are nearest to those of `method`; of several, the one of the same name."""
     options = _options().get(method, {})
     if not options:
         return method
@@ -46,12 +45,12 @@ def variant(method: str, settings: Mapping[str, Any]) -> str:
 
 
 def not_as_published(config: Config) -> list[str]:
-    """A sentence for every method of `config` that has a published variant and is not it."""
+    """Return a sentence for every method of `config` that differs from its published variant."""
     found = []
     for name, settings in config.method.items():
         chosen = variant(name, settings)
         if departures := _departures(name, chosen, settings):
-            differs = [f"{key}={_shown(settings.get(key))} (published: {_shown(value)})" for key, value in departures]
+            differs = [f"{key}={show(settings.get(key))} (published: {show(value)})" for key, value in departures]
             found.append(
                 f"{chosen} is not the published method: {', '.join(differs)}. It is method={chosen}{PUBLISHED}."
             )
@@ -59,23 +58,18 @@ def not_as_published(config: Config) -> list[str]:
 
 
 def _departures(method: str, chosen: str, settings: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The published settings that `settings` of the option `chosen` have not; [] if it has no published variant."""
+    """Return the published settings that `settings` of the option `chosen` lack; [] without a published variant."""
     published = _options().get(method, {}).get(chosen + PUBLISHED, {})
     usual = _options().get(method, {}).get(chosen, {})
-    # Only what makes the variants: a rank or sparsity of one's own is no departure.
+    # Only settings in which the variants differ: another rank or sparsity is still the same variant.
     return [(key, value) for key, value in published.items() if value not in (usual.get(key), settings.get(key))]
-
-
-def _shown(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @cache
 def _options() -> dict[str, dict[str, dict[str, Any]]]:
-    """By method and option: its settings, without those that depend on the rest of the configuration."""
+    """Return the settings of each option by method, without those that refer to other settings."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for _, method, file in method_files({"": [CONF], **configuration_folders()}):
-        held = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-        plain = {key: value for key, value in held.items() if not str(value).startswith("${") and key != "defaults"}
-        found.setdefault(method, {})[file.stem] = plain
+        settings = option_settings(file).items()
+        found.setdefault(method, {})[file.stem] = {k: v for k, v in settings if not str(v).startswith("${")}
     return found

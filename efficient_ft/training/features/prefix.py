@@ -42,7 +42,7 @@ from efficient_ft.training.features.row_form import RowForm
 from efficient_ft.training.output.console import say
 from efficient_ft.training.trainer import bf16_is_emulated
 
-#: Version of the stored features; increase it if earlier stores become unusable.
+#: The format of a store. Increase it if the content of a store changes.
 _FORMAT = 1
 #: ``auto`` stores features if computing them takes at least this share of a training step's FLOPs.
 _WORTH = 0.1

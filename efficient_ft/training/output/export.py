@@ -294,11 +294,11 @@ def _noted_method(file: Path, part: _Added) -> Method:
     name, settings = part.method, part.settings
     do = "Train again with this version, or use the version that wrote the file."
     if name not in METHODS:
-        raise OtherVersionError(file, f"it notes the method {name}, unknown to this version", do, "another")
+        raise OtherVersionError(file, f"it notes the method {name}, unknown to this version", do)
     unknown = sorted(set(settings) - set(inspect.signature(METHODS[name]).parameters))
     if unknown:
         which = ", ".join(f"method.{name}.{setting}" for setting in unknown)
-        raise OtherVersionError(file, f"it notes {which}, unknown to this version", do, "another")
+        raise OtherVersionError(file, f"it notes {which}, unknown to this version", do)
     try:
         return METHODS[name](**settings)
     except UserError as error:

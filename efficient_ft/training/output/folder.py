@@ -45,7 +45,7 @@ def refuse_another_run(config: Config, folder: Path) -> None:
     """Reject a folder with a run of other settings, unless ``resume=never`` moves that run away.
 
     Raises:
-        OtherVersionError: an earlier version of this package wrote the folder.
+        OtherVersionError: another version of this package wrote the folder.
         UserError: the settings differ, or its config.yaml is damaged.
     """
     if config.resume == "never" or not (folder / config_file.NAME).is_file():
@@ -57,10 +57,10 @@ def refuse_another_run(config: Config, folder: Path) -> None:
 
 
 def refuse_split_run(folder: Path) -> None:
-    """Reject a folder with a part of a run: earlier versions moved it away file by file.
+    """Refuse a folder that contains only a part of a run, for example after an incomplete copy.
 
     Raises:
-        UserError: the folder, or one that such a version moved its run to, holds files of a run and no config.yaml.
+        UserError: the folder, or the folder that its run was moved to, contains files of a run and no config.yaml.
     """
     folder = folder.absolute()
     places = [folder]

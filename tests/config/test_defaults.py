@@ -1,0 +1,73 @@
+"""Each default is defined once: YAML files that list a constructor's or the schema's settings have the same values."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import yaml
+
+from efficient_ft.cli.hydra.conf import CONF
+from efficient_ft.config.schema import Config, LoggerConfig, OptimConfig, Section, TrainerConfig
+from efficient_ft.core.packages import method_of, option_settings
+from efficient_ft.methods import METHODS
+
+#: Options that are named like their method and list all of its settings; the others are variants.
+METHOD_FILES = sorted((CONF / "method").glob("*.yaml"))
+
+
+def plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+@pytest.mark.parametrize("file", METHOD_FILES, ids=lambda file: file.stem)
+def test_a_method_s_file_has_the_defaults_of_its_constructor(file: Any) -> None:
+    name = method_of(file)
+    assert name is not None
+    constructor = inspect.signature(METHODS[name]).parameters
+    own = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    if file.stem == name:
+        own.pop("select", None)
+        # No default in the constructor: the user has to give the setting.
+        defaults = {key: "???" if p.default is p.empty else plain(p.default) for key, p in constructor.items()}
+        assert own == defaults
+        return
+    assert own.pop("defaults") == [name, "_self_"]
+    assert own, "a variant differs from the method"
+    for key, value in own.items():
+        assert value != option_settings(CONF / "method" / f"{name}.yaml")[key], f"{key} is the default; leave it out"
+
+
+def values(file: str) -> dict[str, Any]:
+    return dict(yaml.safe_load((CONF / file).read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize(
+    ("file", "section", "differs"),
+    [
+        ("optim/adamw.yaml", OptimConfig, {"name", "lr"}),
+        ("optim/adam.yaml", OptimConfig, {"name", "lr", "weight_decay"}),
+        ("optim/sgd.yaml", OptimConfig, {"name", "lr", "weight_decay"}),
+        ("trainer/default.yaml", TrainerConfig, {"epochs"}),
+        ("logger/none.yaml", LoggerConfig, set()),
+    ],
+)
+def test_a_file_of_a_section_has_the_defaults_of_the_schema(
+    file: str, section: type[Section], differs: set[str]
+) -> None:
+    given = values(file)
+    defaults = section.model_construct().model_dump()
+    assert {key for key, value in given.items() if plain(defaults.get(key)) != value} == differs
+    owned = {"sgd": {"momentum"}, "adam": {"betas", "state_bits"}, "adamw": {"betas", "state_bits"}}
+    of_others = {key for keys in owned.values() for key in keys} - owned.get(given.get("name", ""), set())
+    optional = of_others | {"entity", "run_name", "tags", "job_type"}
+    assert set(section.model_fields) - set(given) <= optional
+
+
+def test_the_single_settings_of_a_run_have_the_defaults_of_the_schema() -> None:
+    given = values("train.yaml")
+    fields = {key: field.default for key, field in Config.model_fields.items() if not field.is_required()}
+    for key in set(given) & set(fields):
+        default = fields[key]
+        assert given[key] == (default.model_dump() if isinstance(default, Section) else default), key
