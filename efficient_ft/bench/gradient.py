@@ -17,7 +17,7 @@ from torch import nn
 
 from efficient_ft.bench.gradients import Batch, Gradients, error_and_cosine, step_gradients
 from efficient_ft.bench.images import image_folder, shuffled_batches
-from efficient_ft.bench.recipes import Configure, Recipe
+from efficient_ft.bench.recipes import Configure, Network, Recipe
 from efficient_ft.config import Config, ModelConfig
 from efficient_ft.core.errors import UserError
 from efficient_ft.cost import executed
@@ -49,32 +49,22 @@ class _Candidate:
 def measure_gradients(
     recipes: Sequence[Recipe],
     configure: Configure,
+    network: Network,
     *,
-    model: str,
     weights: str | None = None,
     images: Path | None = None,
-    image_size: int | None = None,
-    num_classes: int = 100,
-    batch_size: int = 16,
     batches: int = 8,
-    precision: str = "fp32",
-    device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Compare the gradients of recipes with the exact ones. The parameters are the options of the command.
+    """Compare the gradients of recipes with the exact ones.
 
     Args:
         recipes: recipes to compare.
         configure: builds configurations.
-        model: a model of conf/model or of timm.
+        network: network, batch and device. `num_classes` is used for noise.
         weights: a file with weights in timm's names; None: random weights.
         images: a folder with one folder of images per class; None: noise.
-        image_size: side length in pixels; None: the default of the model.
-        num_classes: number of classes for noise.
-        batch_size: number of images in a batch.
         batches: number of disjoint batches.
-        precision: ``fp32``, ``bf16`` or ``fp16``, unless a recipe sets it.
-        device: device of the network.
         seed: seed of the images, random weights and rounding.
 
     Returns:
@@ -83,14 +73,12 @@ def measure_gradients(
     Raises:
         UserError: there are too few images, or a recipe trains no parameter of the blocks.
     """
-    overrides = [] if image_size is None else [f"model.image_size={image_size}"]
-    overrides += [] if weights is None else [f"model.weights='{weights}'"]
-    overrides.append(f"trainer.precision={precision}")
-    configs = {recipe.name: configure(model, [*overrides, *recipe.overrides]) for recipe in recipes}
+    overrides = network.overrides + ([] if weights is None else [f"model.weights='{weights}'"])
+    configs = {recipe.name: configure(network.model, [*overrides, *recipe.overrides]) for recipe in recipes}
     config = next(iter(configs.values())).model
     size = factory.input_of(config).image_size
-    measured, classes = _batches(images, config, num_classes, batch_size, batches, seed, device)
-    plain = _plain_network(config, classes, weights is None, seed, device)
+    measured, classes = _batches(network, images, config, batches, seed)
+    plain = _plain_network(config, classes, weights is None, seed, network.device)
     inside = _inside_blocks(view(plain))
 
     candidates: dict[str, _Candidate] = {}
@@ -98,7 +86,7 @@ def measure_gradients(
     for name, of_recipe in configs.items():
         candidate = _Candidate(copy.deepcopy(plain), build_methods(of_recipe), str(of_recipe.trainer.precision))
         apply_methods(candidate.model, candidate.methods)
-        result[name] = _record(candidate, of_recipe, batch_size, size, weights)
+        result[name] = _record(candidate, of_recipe, network.batch_size, size, weights)
         for step in range(StepMethods(candidate.methods).warmup_steps):
             candidate.step_gradients(measured[step % batches], seed)
         candidates[name] = candidate
@@ -121,11 +109,11 @@ def measure_gradients(
         result[name].update(_statistics(by_kind))
     return {
         "kind": "gradient",
-        "model": model,
+        "model": network.model,
         "weights": "random" if weights is None else Path(weights).name,
         "images": "noise" if images is None else "/".join(images.resolve().parts[-2:]),
         "size": list(size),
-        "batch": batch_size,
+        "batch": network.batch_size,
         "batches": batches,
         "seed": seed,
         "recipes": result,
@@ -133,35 +121,30 @@ def measure_gradients(
 
 
 def _batches(
-    images: Path | None,
-    config: ModelConfig,
-    num_classes: int,
-    batch_size: int,
-    count: int,
-    seed: int,
-    device: torch.device | str,
+    network: Network, images: Path | None, config: ModelConfig, count: int, seed: int
 ) -> tuple[list[Batch], int]:
     """Return the batches and the number of classes."""
+    classes = network.num_classes
     if images is not None:
         folder = image_folder(images, config)
-        batches = list(shuffled_batches(folder, batch_size, count, 0, seed))
+        batches = list(shuffled_batches(folder, network.batch_size, count, 0, seed))
         if len(batches) < count:
             raise UserError(
-                f"--images: {images} has {len(folder)} images, too few for {count} batches of {batch_size}."
+                f"--images: {images} has {len(folder)} images, too few for {count} batches of {network.batch_size}."
                 " Pass a smaller --batches or --batch."
             )
-        num_classes = len(folder.classes)
+        classes = len(folder.classes)
     else:
         generator = torch.Generator().manual_seed(seed)
         size = factory.input_of(config).image_size
         batches = [
             (
-                torch.randn(batch_size, 3, *size, generator=generator),
-                torch.randint(num_classes, (batch_size,), generator=generator),
+                torch.randn(network.batch_size, 3, *size, generator=generator),
+                torch.randint(classes, (network.batch_size,), generator=generator),
             )
             for _ in range(count)
         ]
-    return [(moved(x, device), y.to(device)) for x, y in batches], num_classes
+    return [(moved(x, network.device), y.to(network.device)) for x, y in batches], classes
 
 
 def _plain_network(

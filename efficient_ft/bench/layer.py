@@ -78,7 +78,7 @@ def measure_layers(
     warmup: int = 2,
     profile: bool = False,
 ) -> dict[str, Any]:
-    """Time and count the backward pass of layers, exact and low-rank. The parameters are the options of the command.
+    """Time and count the backward pass of layers, exact and low-rank. The 11 parameters are the options of the command.
 
     Args:
         shapes: shapes of the layers.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from efficient_ft.bench.recipes import Configure, Recipe
+from efficient_ft.bench.recipes import Configure, Network, Recipe
 from efficient_ft.bench.step import unfused_attention
 from efficient_ft.bench.timing import waiter
 from efficient_ft.core.process_memory import release_freed_memory, resident_bytes
@@ -28,14 +28,8 @@ from efficient_ft.training.optimizer import build_optimizer
 def measure_memory(
     recipe: Recipe,
     configure: Configure,
+    network: Network,
     *,
-    model: str,
-    batch_size: int,
-    image_size: int | None = None,
-    num_classes: int = 100,
-    precision: str = "fp32",
-    device: torch.device | str = "cpu",
-    unfused: bool = False,
     optim: str = "adamw",
     channels_last: bool = True,
     steps: int = 3,
@@ -44,19 +38,12 @@ def measure_memory(
     """Take training steps on random weights and images, and measure the memory of this process.
 
     The process must not have run other steps, because memory kept by the allocator would hide the growth. The compiler
-    of the packing kernels (numba) is loaded first, because its size does not depend on the batch. The parameters are
-    the options of the command.
+    of the packing kernels (numba) is loaded first, because its size does not depend on the batch.
 
     Args:
         recipe: the recipe.
         configure: builds configurations.
-        model: a model of conf/model or of timm.
-        batch_size: number of images in the batch.
-        image_size: side length in pixels; None: the default of the model.
-        num_classes: number of classes of the model.
-        precision: ``fp32``, ``bf16`` or ``fp16``, unless the recipe sets it.
-        device: device of the steps.
-        unfused: attention without timm's fused kernel.
+        network: network, batch and device.
         optim: an optimizer of conf/optim.
         channels_last: on a CPU, use channels-last memory for convolutional maps, as runs do.
         steps: number of measured steps.
@@ -68,11 +55,10 @@ def measure_memory(
     Raises:
         UserError: a recipe or model cannot be used.
     """
-    size = [] if image_size is None else [f"model.image_size={image_size}"]
-    device = torch.device(device)
-    config = configure(model, [*size, f"optim={optim}", f"trainer.precision={precision}", *recipe.overrides])
+    device = torch.device(network.device)
+    config = configure(network.model, [f"optim={optim}", *network.overrides, *recipe.overrides])
     spec = StepSpec(
-        batch_size,
+        network.batch_size,
         factory.input_of(config.model).size,
         config.trainer.precision,
         label_smoothing=config.optim.label_smoothing,
@@ -85,14 +71,14 @@ def measure_memory(
         return build_optimizer(model, config.optim, config.trainer.precision)
 
     def prepare() -> tuple[nn.Module, list[Method]]:
-        network, methods = factory.random_model(config.model, num_classes), build_methods(config)
-        apply_methods(network, methods)
+        model, methods = factory.random_model(config.model, network.num_classes), build_methods(config)
+        apply_methods(model, methods)
         if channels_last and device.type == "cpu":
-            network.to(memory_format=torch.channels_last)
-        return network, methods
+            model.to(memory_format=torch.channels_last)
+        return model, methods
 
     interpreter = settled_bytes()
-    with unfused_attention() if unfused else nullcontext():
+    with unfused_attention() if network.unfused else nullcontext():
         step = TrainingStep(*prepare(), spec, device=device, build_optimizer=optimizer)
         with_model = settled_bytes()
         for library in libraries(config.optim.state_bits, step.methods):
@@ -108,10 +94,10 @@ def measure_memory(
                 seconds.append(time.perf_counter() - start)
         process, optimizer_bytes = memory.measured(warmup), step.optimizer_bytes
         assert process is not None
-        network, methods = prepare()
+        model, methods = prepare()
         counted = executed(
-            network,
-            batch_size,
+            model,
+            spec.batch_size,
             spec.input_size,
             methods=methods,
             build_optimizer=optimizer,
@@ -123,7 +109,7 @@ def measure_memory(
     return {
         "methods": [repr(method) for method in methods],
         "optimizer": config.optim.name,
-        "trainable_parameters": sum(p.numel() for p in network.parameters() if p.requires_grad),
+        "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "executed": counted.as_dict(),
         "optimizer_bytes": optimizer_bytes,
         "counted_bytes": counted.step_peak_bytes + optimizer_bytes,

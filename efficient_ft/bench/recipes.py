@@ -11,17 +11,50 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from efficient_ft.config import Config
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.packages import configuration_folders, method_of
 
-#: Returns the checked configuration of a run on random weights: of a model (of conf/model or of timm; None: the
-#: default job's), with overrides as on the command line.
+if TYPE_CHECKING:
+    import torch
+
+#: Returns the checked configuration of a run with random weights, for a model (of conf/model or of timm; None: the model
+#: of the default job) and overrides as on the command line.
 Configure = Callable[[str | None, Sequence[str]], Config]
 
 _COMMA = r",(?![^\[]*\])"  # not within brackets
 _PLUS = r"\+(?![^\[]*\])"
+
+
+@dataclass(frozen=True)
+class Network:
+    """The network, batch and device of a benchmark.
+
+    Attributes:
+        model: a model of conf/model or of timm.
+        batch_size: number of images in a batch.
+        image_size: side length in pixels; None: the default of the model.
+        num_classes: number of classes.
+        precision: ``fp32``, ``bf16`` or ``fp16``, unless a recipe sets it.
+        device: device of the steps.
+        unfused: attention without timm's fused kernel.
+    """
+
+    model: str
+    batch_size: int = 16
+    image_size: int | None = None
+    num_classes: int = 100
+    precision: str = "fp32"
+    device: torch.device | str = "cpu"
+    unfused: bool = False
+
+    @property
+    def overrides(self) -> list[str]:
+        """Overrides of the configuration, as on the command line."""
+        size = [] if self.image_size is None else [f"model.image_size={self.image_size}"]
+        return [*size, f"trainer.precision={self.precision}"]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from timm.layers import set_fused_attn, use_fused_attn
 from torch import Tensor, nn
 
-from efficient_ft.bench.recipes import Configure, Recipe
+from efficient_ft.bench.recipes import Configure, Network, Recipe
 from efficient_ft.bench.timing import alternate, summary, waiter
 from efficient_ft.config import Config
 from efficient_ft.cost import StepSpec, TrainingStep, executed
@@ -115,34 +115,16 @@ def _trains(module: nn.Module) -> bool:
 
 
 def measure_steps(
-    recipes: Sequence[Recipe],
-    configure: Configure,
-    *,
-    model: str,
-    batch_size: int,
-    image_size: int | None = None,
-    num_classes: int = 100,
-    precision: str = "fp32",
-    device: torch.device | str = "cpu",
-    unfused: bool = False,
-    rounds: int = 10,
-    warmup: int = 2,
+    recipes: Sequence[Recipe], configure: Configure, network: Network, *, rounds: int = 10, warmup: int = 2
 ) -> dict[str, Any]:
     """Time and count training steps of a model on random weights and images with each recipe.
 
-    On a CPU, all recipes except the baseline use channels-last memory, as runs do. The parameters are the options of
-    the command.
+    On a CPU, all recipes except the baseline use channels-last memory, as runs do.
 
     Args:
         recipes: the recipes, of which the first is the baseline.
         configure: builds configurations.
-        model: a model of conf/model or of timm.
-        batch_size: number of images in the batch.
-        image_size: side length in pixels; None: the default of the model.
-        num_classes: number of classes of the model.
-        precision: ``fp32``, ``bf16`` or ``fp16``, unless a recipe sets it.
-        device: device of the steps.
-        unfused: attention without timm's fused kernel.
+        network: network, batch and device.
         rounds: number of timed rounds.
         warmup: number of rounds before the timed ones.
 
@@ -153,47 +135,20 @@ def measure_steps(
         UserError: a recipe or model cannot be used.
     """
     names = [recipe.name for recipe in recipes]
-    size = [] if image_size is None else [f"model.image_size={image_size}"]
     calls: dict[str, Callable[[], dict[str, float]]] = {}
     steps: dict[str, TrainingStep] = {}
     counts: dict[str, dict[str, Any]] = {}
-    on_cpu = torch.device(device).type == "cpu"
-    with unfused_attention() if unfused else nullcontext():
+    on_cpu = torch.device(network.device).type == "cpu"
+    with unfused_attention() if network.unfused else nullcontext():
         for recipe in recipes:
-            config = configure(model, [*size, f"trainer.precision={precision}", *recipe.overrides])
-            network = factory.random_model(config.model, num_classes)
-            methods = build_methods(config)
-            apply_methods(network, methods)
-            size_of = factory.input_of(config.model).size
-            spec = StepSpec(batch_size, size_of, config.trainer.precision, task=TASKS[config.task])
-            if on_cpu and recipe is not recipes[0]:  # as in runs on a CPU; the baseline is timm's unmodified model
-                network.to(memory_format=torch.channels_last)
-            build = partial(build_optimizer, optim=config.optim, precision=config.trainer.precision)
-            counted = executed(
-                network,
-                batch_size,
-                spec.input_size,
-                methods=methods,
-                build_optimizer=build,
-                precision=spec.precision,
-                task=spec.task,
-            )
-            step = steps[recipe.name] = TrainingStep(
-                network,
-                methods,
-                spec,
-                device=device,
-                build_optimizer=build,
-                replace=_replace(config, network, methods, torch.device(device)),
-            )
+            config = configure(network.model, [*network.overrides, *recipe.overrides])
+            # As in runs on a CPU; the baseline is timm's unmodified model.
+            channels_last = on_cpu and recipe is not recipes[0]
+            step, counts[recipe.name] = _prepared(config, network, channels_last)
             for _ in range(step.methods.warmup_steps):
                 step()
-            calls[recipe.name] = PartsTimer(step, factory.random_model(config.model, num_classes))
-            counts[recipe.name] = {
-                "methods": [repr(m) for m in methods],
-                "trainable_parameters": sum(p.numel() for p in network.parameters() if p.requires_grad),
-                "executed": counted.as_dict(),
-            }
+            steps[recipe.name] = step
+            calls[recipe.name] = PartsTimer(step, factory.random_model(config.model, network.num_classes))
         result = summary(alternate(calls, rounds, warmup), names[0])
     for name, step in steps.items():
         counts[name]["peak_bytes"] = counts[name]["executed"]["peak_bytes"] if on_cpu else step.cuda_peak()
@@ -206,13 +161,47 @@ def measure_steps(
         notes.append("With trainer.cache_features=on FLOPs and bytes are those of a step that computes its features.")
     return {
         "kind": "step",
-        "model": model,
-        "batch": batch_size,
-        "dtype": precision,
-        "attention": "unfused" if unfused else "timm's default",
+        "model": network.model,
+        "batch": network.batch_size,
+        "dtype": network.precision,
+        "attention": "unfused" if network.unfused else "timm's default",
         "baseline": names[0],
         "recipes": {name: {**counts[name], "measured": result[name]} for name in names},
         "notes": notes,
+    }
+
+
+def _prepared(config: Config, network: Network, channels_last: bool) -> tuple[TrainingStep, dict[str, Any]]:
+    """Build the training step of a recipe, and count it."""
+    model = factory.random_model(config.model, network.num_classes)
+    methods = build_methods(config)
+    apply_methods(model, methods)
+    size = factory.input_of(config.model).size
+    spec = StepSpec(network.batch_size, size, config.trainer.precision, task=TASKS[config.task])
+    if channels_last:
+        model.to(memory_format=torch.channels_last)
+    build = partial(build_optimizer, optim=config.optim, precision=config.trainer.precision)
+    counted = executed(
+        model,
+        spec.batch_size,
+        spec.input_size,
+        methods=methods,
+        build_optimizer=build,
+        precision=spec.precision,
+        task=spec.task,
+    )
+    step = TrainingStep(
+        model,
+        methods,
+        spec,
+        device=network.device,
+        build_optimizer=build,
+        replace=_replace(config, model, methods, torch.device(network.device)),
+    )
+    return step, {
+        "methods": [repr(m) for m in methods],
+        "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "executed": counted.as_dict(),
     }
 
 

@@ -21,7 +21,7 @@ from efficient_ft.core.text import paragraph
 from efficient_ft.record.files import json_text
 
 if TYPE_CHECKING:
-    from efficient_ft.bench.recipes import Recipe
+    from efficient_ft.bench.recipes import Network, Recipe
     from efficient_ft.config import Config
 
 # Heavy modules are imported after the arguments are parsed, so that help answers at once.
@@ -280,16 +280,12 @@ def _task_of(option: Path, overrides: Sequence[str]) -> list[str]:
     return [] if any(word.startswith("task=") for word in overrides) else _TASKS.get(task, [])
 
 
-def _network(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of a benchmark that describe the network and the device."""
-    return {
-        "model": options.model,
-        "batch_size": options.batch,
-        "image_size": options.size,
-        "num_classes": options.classes,
-        "precision": options.dtype,
-        "device": options.device,
-    }
+def _network(options: argparse.Namespace) -> Network:
+    """Return the network, batch and device of a benchmark."""
+    from efficient_ft.bench.recipes import Network
+
+    unfused = getattr(options, "unfused", False)
+    return Network(options.model, options.batch, options.size, options.classes, options.dtype, options.device, unfused)
 
 
 def _step(options: argparse.Namespace) -> dict[str, Any]:
@@ -306,9 +302,7 @@ def _step(options: argparse.Namespace) -> dict[str, Any]:
         _check(recipes, settings)
         for number, (text, recipe) in enumerate(zip(texts, recipes, strict=True)):
             records[recipe.name] = _in_own_process(text, recipe.name, {**settings, "default_layout": number == 0})
-    report = measure_steps(
-        recipes, _configure, **_network(options), unfused=options.unfused, rounds=options.rounds, warmup=options.warmup
-    )
+    report = measure_steps(recipes, _configure, _network(options), rounds=options.rounds, warmup=options.warmup)
     for name, record in records.items():
         if "failure" in record:
             report["notes"].append(f"{name}: memory of the process not measured: {record['failure']}")
@@ -375,8 +369,7 @@ def _measure_alone(options: argparse.Namespace) -> None:
         record = measure_memory(
             parse_recipe(text, CONF),
             _configure,
-            **_network(options),
-            unfused=options.unfused,
+            _network(options),
             optim=options.optim,
             channels_last=not options.default_layout,
             steps=options.steps,
@@ -437,7 +430,7 @@ def _gradient(options: argparse.Namespace) -> dict[str, Any]:
     return measure_gradients(
         parse_recipes(options.recipes, CONF),
         _configure,
-        **_network(options),
+        _network(options),
         weights=options.weights,
         images=options.images,
         batches=options.batches,
