@@ -32,16 +32,17 @@ _FILE_EVENTS = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate",
 
 
 def write_images(folder: Path) -> None:
-    """Write 24 of scikit-learn's handwritten digits of each of 4 classes into FOLDER/CLASS/NUMBER.png."""
+    """Write 24 handwritten digits of each of 4 classes into FOLDER/CLASS/NUMBER.png."""
     from PIL import Image
-    from sklearn.datasets import load_digits
 
-    digits = load_digits()
-    gray = (digits.images * (255 / 16)).round().astype("uint8")
+    from efficient_ft.data.digits import load_digits
+
+    images, labels = load_digits()
+    gray = (images * (255 / 16)).round().astype("uint8")
     for label in range(4):
         into = folder / str(label)
         into.mkdir(parents=True)
-        for number, pixels in enumerate(gray[digits.target == label][:24]):
+        for number, pixels in enumerate(gray[labels == label][:24]):
             Image.fromarray(pixels).convert("RGB").save(into / f"{number:02}.png")
 
 
