@@ -14,7 +14,7 @@ _RECORDS = {form: ROOT / "benchmarks" / f"selftest_{form}_cpu.json" for form in 
 
 def promises() -> str:
     """Each promise with its trials and their last result in both forms."""
-    from efficient_ft.selftest.promises import PROMISES
+    from tests.promises.promises import PROMISES
 
     records = {
         form: json.loads(file.read_text(encoding="utf-8"))["promises"] if file.is_file() else {}

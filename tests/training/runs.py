@@ -18,8 +18,8 @@ from torch import Tensor
 
 from efficient_ft.config import Config
 from efficient_ft.core.input_spec import IGNORED
-from efficient_ft.selftest.runs import with_changes
 from efficient_ft.training.output import checkpoint
+from tests.promises.runs import with_changes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 import yaml
 
-from efficient_ft.selftest import attacks
-from efficient_ft.selftest.children import returned, run_child
-from efficient_ft.selftest.runs import arguments, configuration, program, reading, write_images
-from efficient_ft.selftest.trial import Trial, require
+from tests.promises import attacks
+from tests.promises.children import returned, run_child
+from tests.promises.runs import arguments, configuration, program, reading, write_images
+from tests.promises.trial import Trial, require
 
 #: The file that a payload creates when it is executed.
 _MARK = "MARK"

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 
-from efficient_ft.selftest.children import returned, run_child
-from efficient_ft.selftest.methods import method_cases
-from efficient_ft.selftest.runs import configuration, require_same_run, train, write_images
-from efficient_ft.selftest.trial import Trial, require
 from efficient_ft.training.output import checkpoint
+from tests.promises.children import returned, run_child
+from tests.promises.methods import method_cases
+from tests.promises.runs import configuration, require_same_run, train, write_images
+from tests.promises.trial import Trial, require
 
 #: By where a run of two epochs of 3 steps is killed: the interruption, its number, and the step of the last checkpoint.
 _PLACES = {"at the end of an epoch": ("epoch", 1, 3), "in the middle of an epoch": ("SIGKILL", 5, 4)}

@@ -17,13 +17,14 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from efficient_ft.core.format import format_seconds
-from efficient_ft.selftest.trial import BrokenPromiseError
+from tests.promises.trial import BrokenPromiseError
 
 #: One thread each: trials run next to each other, and sums in another order would be other numbers.
 _ENVIRONMENT = {
@@ -34,6 +35,7 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "WANDB_MODE": "offline",
 }
+_ROOT = Path(__file__).resolve().parents[2]
 #: A child that takes longer has failed its trial.
 SECONDS = 300.0
 #: To be held where a process is started or its status is read: at each start multiprocessing reads the status of every
@@ -190,14 +192,18 @@ def _context() -> Any:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["efficient_ft.selftest.preloaded"])
+    context.set_forkserver_preload(["tests.promises.preloaded"])
     return context
 
 
 def prepare_environment() -> None:
-    """Set the variables that children inherit; call it before the first child."""
+    """Set the variables that children inherit, and start the server. Call it before the first child."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if "forkserver" in multiprocessing.get_all_start_methods():
+        _context()
+        with contextlib.chdir(_ROOT):  # the server imports what it preloads from its current folder
+            forkserver.ensure_running()
 
 
 def _end_with_the_server() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from efficient_ft.selftest import (
+from tests.promises import (
     bad_input,
     budgets,
     kills,
@@ -15,7 +15,7 @@ from efficient_ft.selftest import (
     signals,
     sweeps,
 )
-from efficient_ft.selftest.trial import Promise
+from tests.promises.trial import Promise
 
 PROMISES = (
     Promise(

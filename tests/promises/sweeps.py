@@ -10,9 +10,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from efficient_ft.selftest.children import SECONDS, returned
-from efficient_ft.selftest.runs import configuration, train, write_images
-from efficient_ft.selftest.trial import Trial, require
+from tests.promises.children import SECONDS, returned
+from tests.promises.runs import configuration, train, write_images
+from tests.promises.trial import Trial, require
 
 #: The program with a training that takes no time: it dies, hangs or raises at some orders, and writes GIVEN at others.
 _PROGRAM = """

@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 
 from efficient_ft.cli.hydra.rows import merged
 from efficient_ft.config import check
-from efficient_ft.selftest.methods import methods_of, network_of
-from efficient_ft.selftest.trial import require
 from efficient_ft.training import run as training_run
 from efficient_ft.training.callbacks import recorder
 from efficient_ft.training.output import checkpoint, export
+from tests.promises.methods import methods_of, network_of
+from tests.promises.trial import require
 
 #: Optimizer steps of a run: two epochs.
 STEPS = 6

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from efficient_ft.selftest.children import Child, returned, run_child
-from efficient_ft.selftest.methods import method_cases
-from efficient_ft.selftest.runs import SAVED_AFTER, STEPS, configuration, require_same_run, train, write_images
-from efficient_ft.selftest.trial import Trial, require
 from efficient_ft.training.output import checkpoint
+from tests.promises.children import Child, returned, run_child
+from tests.promises.methods import method_cases
+from tests.promises.runs import SAVED_AFTER, STEPS, configuration, require_same_run, train, write_images
+from tests.promises.trial import Trial, require
 
 #: Words of cases that the short form tries too: methods with modules, choices or thresholds of their own.
 _ALSO_SHORT = {"bsr", "bsr_moe", "lhe", "swat", "lora", "lora_fa", "tinytl", "repnet", "stack"}

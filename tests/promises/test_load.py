@@ -9,7 +9,7 @@ import pytest
 
 from efficient_ft.config import check
 from efficient_ft.core.errors import UserError
-from efficient_ft.selftest import load
+from tests.promises import load
 from tests.record.some import some_results
 from tests.training.runs import REPOSITORY, plain_config
 

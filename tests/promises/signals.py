@@ -12,11 +12,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from efficient_ft.selftest.children import Child, returned, wait_until
-from efficient_ft.selftest.runs import arguments, program, require_same_run, write_images
-from efficient_ft.selftest.trial import Trial, require
 from efficient_ft.training.callbacks import recorder
 from efficient_ft.training.output import checkpoint
+from tests.promises.children import Child, returned, wait_until
+from tests.promises.runs import arguments, program, require_same_run, write_images
+from tests.promises.trial import Trial, require
 
 _STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143}
 #: Signals that reach a whole process group: of a terminal, ``timeout``, a scheduler, a service manager.

@@ -14,9 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from efficient_ft.selftest.children import Child, returned, run_child, wait_until
-from efficient_ft.selftest.runs import arguments, program, reading, write_images
-from efficient_ft.selftest.trial import Trial, require
+from tests.promises.children import Child, returned, run_child, wait_until
+from tests.promises.runs import arguments, program, reading, write_images
+from tests.promises.trial import Trial, require
 
 #: Inputs of one trial.
 _AT_ONCE = 10

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from efficient_ft.core.format import format_bytes, format_seconds
-from efficient_ft.selftest import load
-from efficient_ft.selftest.children import returned
-from efficient_ft.selftest.runs import configuration, train, write_images
-from efficient_ft.selftest.trial import Trial, require
+from tests.promises import load
+from tests.promises.children import returned
+from tests.promises.runs import configuration, train, write_images
+from tests.promises.trial import Trial, require
 
 #: Most seconds and bytes for a million files, and most seconds for a thousand runs.
 _FILES_SECONDS, _FILES_BYTES, _COLLECT_SECONDS = 60.0, 2**30, 5.0

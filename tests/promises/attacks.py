@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from efficient_ft.selftest.children import returned, run_child
-from efficient_ft.selftest.runs import arguments, program, reading, write_images
-from efficient_ft.selftest.trial import Trial, require
+from tests.promises.children import returned, run_child
+from tests.promises.runs import arguments, program, reading, write_images
+from tests.promises.trial import Trial, require
 
 #: Names under which links wait in a run folder: files of a run, of Hydra and of reports, and former temporary names.
 _LINKS = (

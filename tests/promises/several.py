@@ -13,10 +13,10 @@ from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from efficient_ft.selftest.children import SECONDS, Child, returned, wait_until
-from efficient_ft.selftest.methods import method_cases
-from efficient_ft.selftest.runs import configuration, largest_difference, require_close, train, write_images
-from efficient_ft.selftest.trial import Trial, require
+from tests.promises.children import SECONDS, Child, returned, wait_until
+from tests.promises.methods import method_cases
+from tests.promises.runs import configuration, largest_difference, require_close, train, write_images
+from tests.promises.trial import Trial, require
 
 #: Changes of the settings of a case with which nothing in it is random, and no loss is of a process's own tokens.
 _QUIET: dict[str, dict[str, dict[str, Any]]] = {

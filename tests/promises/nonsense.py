@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from efficient_ft.selftest.children import returned, run_child
-from efficient_ft.selftest.runs import arguments, program, write_images
-from efficient_ft.selftest.trial import Trial, require
 from efficient_ft.training.output import checkpoint, export
+from tests.promises.children import returned, run_child
+from tests.promises.runs import arguments, program, write_images
+from tests.promises.trial import Trial, require
 
 #: By name: settings with which a loss, gradients, weights or outputs stop being finite.
 _DIVERGING = {

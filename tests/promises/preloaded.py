@@ -12,7 +12,7 @@ import os
 from efficient_ft.methods import METHODS
 
 _MODULES = (
-    "efficient_ft.selftest.runs", "efficient_ft.cli.entry", "efficient_ft.cli.main", "efficient_ft.cli.hydra.evaluate",
+    "tests.promises.runs", "efficient_ft.cli.entry", "efficient_ft.cli.main", "efficient_ft.cli.hydra.evaluate",
     "efficient_ft.training.run", "efficient_ft.task.metrics", "timm", "omegaconf", "hydra", "hydra._internal.utils",
     "numba.typed", "peft", "torch._inductor.decomposition",
 )  # fmt: skip

@@ -19,8 +19,8 @@ from typing import Any
 
 from efficient_ft.core.format import format_bytes, format_percent
 from efficient_ft.core.units import parse_bytes
-from efficient_ft.selftest.children import Child, Ended
-from efficient_ft.selftest.trial import Trial, require
+from tests.promises.children import Child, Ended
+from tests.promises.trial import Trial, require
 
 #: A run may exceed its budget by this share, and its record may differ from the system's mark by this share.
 OVER, RECORDED = 0.005, 0.01
@@ -82,7 +82,7 @@ def _holds(folder: Path, number: int, task: str) -> dict[str, float]:
 
 def _watched(run: Path, settings: list[str]) -> tuple[Ended, int]:
     """Run the program and return its end and the highest ``VmHWM`` of its process, in bytes."""
-    from efficient_ft.selftest.runs import program_with_costs
+    from tests.promises.runs import program_with_costs
 
     child = Child(program_with_costs, [*settings, f"hydra.run.dir={run}"], output=run.with_suffix(".log"))
     peak, over = 0, threading.Event()
