@@ -42,6 +42,26 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the parameters of `vary_one` and `first` that the default run leaves out."""
+    for item in items:
+        indices = getattr(getattr(item, "callspec", None), "indices", {})
+        if (vary := item.get_closest_marker("vary_one")) is not None:
+            axes = [mark.args[0] for mark in item.iter_markers("parametrize")]
+            names = [axis.partition(",")[0].strip() if isinstance(axis, str) else axis[0] for axis in axes]
+            varied = sum(indices[name] > 0 for name in names)
+            if varied > 1:
+                item.add_marker("exhaustive")
+            elif varied == 1 and vary.kwargs.get("slow"):
+                item.add_marker("slow")
+        for mark in item.iter_markers("first"):
+            count, others = mark.args
+            name = mark.kwargs.get("of")
+            if (indices[name] if name else max(indices.values())) >= count:
+                item.add_marker(others)
+
+
 @pytest.fixture(autouse=True)
 def without_the_seed_of_earlier_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run leaves its seed in the environment, and Lightning seeds the processes that a later test starts with it."""

@@ -277,6 +277,7 @@ def test_costs_are_the_published_ones_by_the_papers_rule_or_say_why(name: str) -
     assert near >= len(cells) / 2
 
 
+@pytest.mark.slow
 def test_costs_as_data_have_a_column_each_and_are_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     rows = json.loads(printed(capsys, "bsr/3", "--cost", "--form", "json"))
     full = rows[0]

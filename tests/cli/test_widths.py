@@ -43,7 +43,11 @@ from tests.training.runs import plain_config
 STACK = "full+lora:rank=8,alpha=16+low_bit:bits=4+checkpointing:input_dtype=int4+tome:r=16+lbp_dct:order=4"
 WIDE = "猫の写真の分類" * 20
 
-pytestmark = pytest.mark.parametrize("width", [80, 100, 120])
+# The narrowest terminal is the hardest one.
+pytestmark = [
+    pytest.mark.parametrize("width", [80, 100, 120]),
+    pytest.mark.first(1, "exhaustive", of="width"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -131,6 +135,7 @@ def test_collect(columns: list[str], tmp_path: Path, fits: Callable[..., str]) -
     assert str(tmp_path) not in fits("x"), "no absolute path"
 
 
+@pytest.mark.first(1, "slow", of="columns")
 @pytest.mark.parametrize("columns", [[], ["--columns", "all"]])
 def test_published_tables(columns: list[str], fits: Callable[..., str]) -> None:
     table.main(columns)

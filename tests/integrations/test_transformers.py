@@ -199,6 +199,7 @@ def test_evaluation_within_training_changes_nothing(tmp_path: Path) -> None:
     assert_same_weights(*models)
 
 
+@pytest.mark.vary_one(slow=True)
 @pytest.mark.parametrize("name", ["mobilenet", "resnet"])
 @pytest.mark.parametrize("frozen_bn", [True, False])
 def test_batch_norm_statistics_are_frozen(name: str, frozen_bn: bool, tmp_path: Path) -> None:

@@ -116,6 +116,7 @@ def test_at_equal_bytes_the_gradient_is_nearer_than_with_equal_bits(bits: Any, b
     assert errors["auto"] < errors["equal"]
 
 
+@pytest.mark.slow
 def test_the_choice_is_reported_and_keeps_to_the_budget() -> None:
     model, method = model_of("vit"), LowBit("auto", 3.0)
     assert method.warmup_steps == 1

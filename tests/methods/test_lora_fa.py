@@ -227,6 +227,7 @@ def test_the_measurement_of_peft_on_resnet50_repeated() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ stacks
+@pytest.mark.vary_one(slow=True)
 @pytest.mark.parametrize(
     "other", [lambda: Checkpointing(), lambda: BackRazor(**EXACT)], ids=["checkpointing", "packed"]
 )

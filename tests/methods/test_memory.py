@@ -122,6 +122,7 @@ def test_a_convolutional_network_keeps_nothing_dense(name: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ stacking
+@pytest.mark.vary_one(slow=True)
 @pytest.mark.parametrize("name", ["vit", "swinv2", "efficientformer"])
 @pytest.mark.parametrize("derive", [True, False])
 def test_low_rank_backward_packs_its_projected_input(name: str, derive: bool) -> None:
@@ -316,6 +317,7 @@ def test_settings_out_of_range_name_themselves() -> None:
         Checkpointing(blocks=[4]).apply(MODELS["vit"].create())
 
 
+@pytest.mark.vary_one(slow=True)
 @pytest.mark.parametrize("selection", [None, BitFit, NormLast])
 @pytest.mark.parametrize("name", ["vit", "swinv2", "efficientformer", "resnet"])
 @pytest.mark.parametrize("method", [lambda: BackRazor(), lambda: BackRazor(**PUBLISHED), lambda: Mesa()])

@@ -47,6 +47,7 @@ KINDS: dict[str, Callable[[], LayersPerStep]] = {
 }
 
 
+@pytest.mark.vary_one
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_block_that_sits_out_keeps_its_weights_and_the_optimizer_s_state(kind: str, optimizer: str) -> None:

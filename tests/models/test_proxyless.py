@@ -111,6 +111,7 @@ def test_its_own_export_and_another_head_are_taken(tmp_path, release, caplog):
     torch.testing.assert_close(again.classifier.weight, model.classifier.weight)
 
 
+@pytest.mark.slow
 def test_files_that_do_not_fit_are_refused_with_names(tmp_path, release):
     weights = release.state_dict()
 

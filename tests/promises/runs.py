@@ -244,14 +244,19 @@ def _limit_files(size: int, kill: bool) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- comparing
-def require_same_run(one: Path, other: Path) -> None:
+def require_same_run(one: Path, other: Path, steps: bool = True) -> None:
     """Require that two finished runs are the same bit for bit.
 
-    Compared are the last weights, the best weights, the optimizer's and the methods' state, the metrics and the
-    accuracies.
+    The last weights, the best weights, the states of the optimizer and the methods, the metrics and the accuracies are
+    compared.
+
+    Args:
+        one: folder of the first run.
+        other: folder of the second run.
+        steps: also compare the rows of metrics within epochs.
 
     Raises:
-        BrokenPromiseError: they differ, with the first difference.
+        BrokenPromiseError: if the runs differ; the message names the first difference.
     """
     checkpoints = [checkpoint.read(folder / checkpoint.NAME) for folder in (one, other)]
     for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch"):
@@ -259,7 +264,8 @@ def require_same_run(one: Path, other: Path) -> None:
     states = [held["callbacks"].get("MethodCallback", {}) for held in checkpoints]
     _require_equal("methods", *states)
     _require_equal(export.NAME, *(load_file(folder / export.NAME) for folder in (one, other)))
-    _require_equal("metrics.jsonl", *(metrics(folder) for folder in (one, other)))
+    rows = [[row for row in metrics(folder) if steps or "train_loss_epoch" in row] for folder in (one, other)]
+    _require_equal("metrics.jsonl", *rows)
     results = [json.loads((folder / "results.json").read_text(encoding="utf-8")) for folder in (one, other)]
     _require_equal("accuracy", *(held["accuracy"] for held in results))
 

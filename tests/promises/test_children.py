@@ -16,7 +16,10 @@ import pytest
 from tests.promises.children import Child, prepare_environment, returned, run_child, wait_until
 from tests.promises.trial import BrokenPromiseError
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="forks processes")
+pytestmark = [
+    pytest.mark.slow,  # the server imports every library
+    pytest.mark.skipif(sys.platform == "win32", reason="forks processes"),
+]
 
 
 @pytest.fixture(autouse=True, scope="module")

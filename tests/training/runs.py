@@ -13,13 +13,19 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from efficient_ft.config import Config
 from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.training.output import checkpoint
+from tests.promises.runs import metrics as rows_of
+from tests.promises.runs import require_same_run as assert_same_run
 from tests.promises.runs import with_changes
+
+__all__ = [
+    "assert_same_run", "interrupted_at", "killed_at", "killed_process", "method_states", "plain_config", "rows_of",
+    "run_by_torchrun", "run_in_processes", "uneven_batches",
+]  # fmt: skip
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -71,30 +77,6 @@ def plain_config(**changes: Any) -> dict[str, Any]:
         "cost": {"baseline": "none", "steps": 1},
     }
     return with_changes(plain, **changes)
-
-
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """Metrics without wall time."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
-
-
-def assert_same_run(a: Path, b: Path, steps: bool = True) -> None:
-    """Bit for bit: last weights, best weights, metrics of epochs and (`steps`) within them, optimizer state."""
-    one, other = checkpoint.read(a / checkpoint.NAME), checkpoint.read(b / checkpoint.NAME)
-    assert one["state_dict"].keys() == other["state_dict"].keys()
-    for name, value in one["state_dict"].items():
-        assert torch.equal(value, other["state_dict"][name]), name
-    best, other_best = load_file(a / "model.safetensors"), load_file(b / "model.safetensors")
-    assert best.keys() == other_best.keys()
-    for name, value in best.items():
-        assert torch.equal(value, other_best[name]), name
-    states = (one["optimizer_states"][0]["state"], other["optimizer_states"][0]["state"])
-    assert states[0].keys() == states[1].keys()
-    for key, state in states[0].items():
-        assert all(torch.equal(value, states[1][key][name]) for name, value in state.items())
-    rows = [[row for row in rows_of(folder) if steps or "train_loss_epoch" in row] for folder in (a, b)]
-    assert rows[0] == rows[1]
 
 
 def method_states(folder: Path) -> dict[str, dict[str, Any]]:

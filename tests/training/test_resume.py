@@ -28,6 +28,7 @@ PER_STEP = {
 }
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_of_an_epoch_it_continues_bit_for_bit(tmp_path, configuration, finished):
     broken = tmp_path / "broken"
     killed_at(18, plain_config(), broken)

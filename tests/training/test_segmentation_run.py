@@ -145,6 +145,7 @@ def test_masks_of_new_images_have_the_ids_of_the_training_masks(
 _COLORS = np.array([[0, 0, 0], [255, 0, 0], [9, 9, 9], [0, 0, 255]], dtype=np.uint8)
 
 
+@pytest.mark.first(1, "slow")
 @pytest.mark.parametrize(
     ("values", "masks", "mode"),
     [
