@@ -15,8 +15,8 @@ import torch
 
 from efficient_ft.config import check
 from efficient_ft.core.errors import UserError
+from efficient_ft.training.memory import out_of_memory as module
 from efficient_ft.training.memory.budget import Predictor, largest_batch, smaller_evaluation
-from efficient_ft.training.memory.measured import out_of_memory as module
 from efficient_ft.training.memory.out_of_memory import out_of_memory
 from tests.conftest import unwrapped
 from tests.training.runs import REPOSITORY, plain_config
