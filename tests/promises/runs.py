@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from efficient_ft.config import check
 from efficient_ft.training import run as training_run
 from efficient_ft.training.callbacks import recorder
 from efficient_ft.training.output import checkpoint, export
+from tests.promises.children import SECONDS, Child, wait_until
 from tests.promises.methods import methods_of, network_of
 from tests.promises.trial import require
 
@@ -169,11 +171,11 @@ def train(plain: dict[str, Any], folder: Path, interruption: str = "", at: int =
     if interruption in ("event", "events"):
         _watch_files(folder, events, at if interruption == "event" else 0)
     elif interruption.startswith("SIG"):
-        _after_step(at, lambda: signal.raise_signal(getattr(signal, interruption)))
+        after_step(at, lambda: signal.raise_signal(getattr(signal, interruption)))
     elif interruption == "epoch":
         _after_epoch(at, lambda: signal.raise_signal(signal.SIGKILL))
     elif interruption in ("write", "full"):
-        _after_step(4, lambda: _limit_files(at, kill=interruption == "write"))
+        after_step(4, lambda: _limit_files(at, kill=interruption == "write"))
     _without_cost()
     with clean_exits():
         results = training_run.run(check(plain), folder)
@@ -211,7 +213,7 @@ def _watch_files(folder: Path, events: list[str], kill_at: int) -> None:
     sys.addaudithook(watch)
 
 
-def _after_step(step: int, happen: Callable[[], None]) -> None:
+def after_step(step: int, happen: Callable[[], None]) -> None:
     """Call `happen` after what is recorded and saved in optimizer step `step`."""
     end = recorder.Recorder.on_train_batch_end
 
@@ -241,6 +243,55 @@ def _limit_files(size: int, kill: bool) -> None:
     if kill:  # the signal of a write beyond the limit; Python ignores it, and the write would fail instead
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+# ---------------------------------------------------------------------------------------------- several processes
+def in_processes(count: int, function: Callable[..., Any], *arguments: Any, output: Path) -> list[Any]:
+    """Call `function` in each process of a group of DDP, as a launcher would start them.
+
+    Args:
+        count: number of processes.
+        function: function of a module.
+        arguments: arguments of the function.
+        output: path of the files with the printed text, without ``_RANK.log``.
+
+    Returns:
+        The returned value of each process.
+
+    Raises:
+        BrokenPromiseError: if a process fails.
+    """
+    group: dict[str, str] = {}
+    if count > 1:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0", "WORLD_SIZE": str(count)}
+    children = [
+        Child(
+            _in_group,
+            function,
+            arguments,
+            output=output.with_name(f"{output.name}_{rank}.log"),
+            environment={**group, "LOCAL_RANK": str(rank)} if group else None,
+        )
+        for rank in range(count)
+    ]
+    wait_until(lambda: not all(child.runs for child in children))
+    # A process that fails leaves the others in a collective call.
+    done = [child.ended(SECONDS if all(one.runs or one.succeeded for one in children) else 10.0) for child in children]
+    for rank, one in enumerate(done):
+        require(one.status == 0, f"process {rank}: status {one.status}\n{one.printed[-2000:]}")
+    return [one.value for one in done]
+
+
+def _in_group(function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    """Call `function` in a process of a group. To be called in a child."""
+    from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+    rank_zero: Any = rank_zero_only
+    rank_zero.rank = int(os.environ.get("LOCAL_RANK", 0))  # Lightning reads it when it is imported
+    return function(*arguments)
 
 
 # ---------------------------------------------------------------------------------------------- comparing

@@ -5,17 +5,13 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import os
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.utilities.rank_zero import rank_zero_only
-
-from tests.promises.children import SECONDS, Child, returned, wait_until
+from tests.promises.children import returned
 from tests.promises.methods import method_cases
-from tests.promises.runs import configuration, largest_difference, require_close, train, write_images
+from tests.promises.runs import configuration, in_processes, largest_difference, require_close, train, write_images
 from tests.promises.trial import Trial, require
 
 #: Changes of the settings of a case with which nothing in it is random, and no loss is of a process's own tokens.
@@ -93,34 +89,14 @@ def _trained_in_two(folder: Path, plain: dict[str, Any], name: str) -> list[str]
     plain = copy.deepcopy(plain)
     plain["data"]["batch_size"] //= 2
     plain["trainer"]["devices"] = 2
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0", "WORLD_SIZE": "2"}
-    children = [
-        Child(
-            _train_and_digest,
-            plain,
-            folder / name,
-            output=folder / f"{name}_{rank}.log",
-            environment={**group, "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]
-    wait_until(lambda: not all(child.runs for child in children))
-    # One that fails leaves the other in a collective call.
-    done = [child.ended(SECONDS if all(one.runs or one.succeeded for one in children) else 10.0) for child in children]
-    for rank, one in enumerate(done):
-        require(one.status == 0, f"process {rank}: status {one.status}\n{one.printed[-2000:]}")
-    return [one.value for one in done]
+    digests: list[str] = in_processes(2, _train_and_digest, plain, folder / name, output=folder / name)
+    return digests
 
 
 def _train_and_digest(plain: dict[str, Any], folder: Path) -> str:
     """Run `plain` and return a digest of the weights of this process."""
     from efficient_ft.training.callbacks.recorder import Recorder
 
-    rank_zero: Any = rank_zero_only
-    rank_zero.rank = int(os.environ["LOCAL_RANK"])  # Lightning reads it when it is imported
     digest = hashlib.sha256()
 
     def ended(self: Recorder, trainer: Any, module: Any) -> None:
