@@ -53,7 +53,7 @@ def backward_mflops(model: nn.Module, size: int, *methods) -> float:
     return executed(model, 64, (size, size), methods=[LastStage(), *methods]).backward_flops / 1e6
 
 
-@pytest.mark.first(1, "slow")
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.parametrize(
     ("order", "padding", "expected"),
     [

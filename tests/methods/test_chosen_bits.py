@@ -46,6 +46,7 @@ def found(model: nn.Module, name: str, seed: int = 0) -> Gradients:
     return {n: g for n, g in gradients(model, name, seed=seed).items() if g is not None}
 
 
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["vit", "resnet"])
 def test_the_profile_measures_the_change_of_the_whole_gradient(name: str) -> None:
@@ -101,6 +102,7 @@ def test_the_choice_is_nearly_the_best_of_all() -> None:
     assert choose_forms(values, changes, 3.5, forms)["t1"] == (2, 64)
 
 
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize(("bits", "budget"), [(3, 3.5), (2, 2.8), (4, None)])
 def test_at_equal_bytes_the_gradient_is_nearer_than_with_equal_bits(bits: Any, budget: float | None) -> None:

@@ -104,6 +104,7 @@ FIGURES = {
 }
 
 
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_the_figures_are_files_and_one_page_of_its_own(name, recorded, tmp_path, capsys):

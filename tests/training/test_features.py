@@ -82,6 +82,7 @@ def test_with_a_view_for_every_epoch_in_fp32_a_run_is_the_one_without_bit_for_bi
     assert again["totals"]["flops"] < results["totals"]["flops"] == plain["totals"]["flops"]
 
 
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp16", "int8"])
 def test_later_epochs_read_what_the_first_ones_stored(

@@ -113,6 +113,7 @@ def texts(folder: Path) -> list[str]:
 SHORT = ["trainer.max_steps=3", "trainer.accelerator=cpu", "data.num_workers=0", "data.batch_size=4", "cost.steps=1"]
 
 
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [None, 80, 120])
 def test_the_default_job(tmp_path: Path, width: int | None) -> None:
@@ -137,6 +138,7 @@ def test_the_default_job(tmp_path: Path, width: int | None) -> None:
     assert "LD_PRELOAD" not in text
 
 
+@pytest.mark.first(1, "exhaustive", of="width")
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [None, 80])
 @pytest.mark.parametrize("kind", [images, masks, texts])

@@ -249,6 +249,7 @@ def test_an_interrupted_run_continues_as_if_it_had_not_stopped(
     assert_same_run(tmp_path / "straight", tmp_path / "stopped")
 
 
+@pytest.mark.first(2, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["lbp_wht", "back_razor", "low_bit", "checkpointing", "lora", "bitfit"])
 def test_methods_train_a_segmentation_network(

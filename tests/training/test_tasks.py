@@ -180,6 +180,7 @@ def test_a_method_s_own_loss_is_minimized_and_recorded(tmp_path: Path, folders: 
 
 
 # ---------------------------------------------------------------------------------------------- continuing
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [5, 8, 19])
 def test_interrupted_anywhere_it_continues_bit_for_bit(

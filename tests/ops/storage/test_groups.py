@@ -185,7 +185,7 @@ def test_cpu_kernels_equal_the_reference_on_special_values(bits):
 
 @pytest.mark.slow
 @needs_numba
-@settings(max_examples=60)
+@settings(max_examples=15)
 @given(
     shape=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     order=st.randoms(use_true_random=False),

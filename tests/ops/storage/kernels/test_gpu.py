@@ -67,7 +67,7 @@ def test_sparse_form_of_any_shape(rows, inner, kind, dtype, sparsity, exact, see
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=12)
 @given(**ANY_SPARSE)
 def test_sparse_form_of_many_shapes(rows, inner, kind, dtype, sparsity, exact, seed):
     assert_same_packing(data(kind, (rows, *inner), dtype, seed).to(DEVICE), sparsity, exact)
@@ -143,7 +143,7 @@ def test_eight_bits(shape, dtype, seed):
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=10)
 @given(**ANY_EIGHT_BITS)
 def test_eight_bits_of_many_shapes(shape, dtype, seed):
     assert_same_eight_bits(torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype), seed)
@@ -225,7 +225,7 @@ def test_groups_equal_the_reference(bits):
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=12)
 @given(
     n=st.integers(1, 3000),
     scale=st.sampled_from([1.0, 1e-7, 1e-30, 1e5]),  # not below float32's normal numbers: a process may flush those
