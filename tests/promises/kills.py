@@ -66,17 +66,20 @@ def _continue(plain: dict[str, Any], run: Path, straight: Path) -> None:
 
 
 def _at_events(folder: Path, case: str, part: int | None, one: int = 0) -> dict[str, float]:
-    """Kill a run before file events: `part` of them, or the one that the number `one` chooses."""
-    plain, straight, events = _started(folder, case)
+    """Continue a run from the files that SIGKILL before file events leaves: `part` of the events, or event `one`."""
+    write_images(folder / "images")
+    plain = configuration(folder / "images", case)
+    straight, copies = folder / "straight", folder / "straight_copies"
+    events = returned(train, plain, straight, "copies", output=folder / "straight.log")
     numbers = range(part + 1, len(events) + 1, _PARTS) if part is not None else [19 + one % (len(events) - 19)]
     for number in numbers:
         run = folder / f"killed_{number}"
-        done = run_child(train, plain, run, "event", number, output=folder / f"killed_{number}.log")
-        what = f"event {number} ({events[number - 1]})"
-        require(done.status == -signal.SIGKILL, f"{what} was not reached: status {done.status}\n{done.printed}")
+        if (copies / str(number)).is_dir():  # else the run folder did not exist yet
+            (copies / str(number)).rename(run)
         saved = sum(_saves(event) for event in events[: number - 1])
         if saved:
             step = checkpoint.read(run / checkpoint.NAME)["global_step"]
+            what = f"event {number} ({events[number - 1]})"
             require(step == SAVED_AFTER[saved - 1], f"{what}: the checkpoint is of step {step}")
         _continue(plain, run, straight)
     return {"kills": len(numbers)}

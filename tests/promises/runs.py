@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -153,7 +154,8 @@ def train(plain: dict[str, Any], folder: Path, interruption: str = "", at: int =
     Args:
         plain: a configuration.
         folder: the run folder.
-        interruption: ``event``: SIGKILL before file event `at` (from 1); ``events``: return their names;
+        interruption: ``event``: SIGKILL before file event `at` (from 1); ``events``: return their names; ``copies``:
+            return their names, and copy the run folder before event N to FOLDER_copies/N, where FOLDER exists;
             ``SIGKILL``, ``SIGINT``, ``SIGTERM``: the signal after optimizer step `at`, once it is recorded;
             ``epoch``: SIGKILL after epoch `at`, once it is evaluated and saved;
             ``write``: after 4 steps the process is killed within the write that makes a file longer than `at` bytes;
@@ -168,8 +170,9 @@ def train(plain: dict[str, Any], folder: Path, interruption: str = "", at: int =
     recorder.RECORD_EVERY = _EVERY
     recorder.STEP_CHECKPOINT_SECONDS = recorder.EPOCH_CHECKPOINT_SECONDS = 0.0
     events: list[str] = []
-    if interruption in ("event", "events"):
-        _watch_files(folder, events, at if interruption == "event" else 0)
+    if interruption in ("event", "events", "copies"):
+        copies = folder.with_name(f"{folder.name}_copies") if interruption == "copies" else None
+        _watch_files(folder, events, at if interruption == "event" else 0, copies)
     elif interruption.startswith("SIG"):
         after_step(at, lambda: signal.raise_signal(getattr(signal, interruption)))
     elif interruption == "epoch":
@@ -179,7 +182,7 @@ def train(plain: dict[str, Any], folder: Path, interruption: str = "", at: int =
     _without_cost()
     with clean_exits():
         results = training_run.run(check(plain), folder)
-    return events if interruption == "events" else {key: results[key] for key in ("accuracy",)}
+    return events if interruption in ("events", "copies") else {key: results[key] for key in ("accuracy",)}
 
 
 def _without_cost() -> None:
@@ -192,8 +195,15 @@ def _no_cost_report(*_: Any) -> dict[str, Any]:
     return {"executed": executed, "measured": {"step_seconds": 5.0, "peak_bytes": 6.0}, "baseline": None}
 
 
-def _watch_files(folder: Path, events: list[str], kill_at: int) -> None:
-    """Append each event that changes a file of `folder`; SIGKILL before number `kill_at`."""
+def _watch_files(folder: Path, events: list[str], kill_at: int = 0, copies: Path | None = None) -> None:
+    """Append each event that changes a file of `folder` to `events`.
+
+    Args:
+        folder: run folder.
+        events: names of the events.
+        kill_at: number of the event, from 1, before which the process is killed; 0: none.
+        copies: folder for copies of the run folder before each event; None: none.
+    """
     within = f"{folder}{os.sep}"
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
@@ -209,6 +219,8 @@ def _watch_files(folder: Path, events: list[str], kill_at: int) -> None:
             events.append(f"{event.removeprefix('os.')} {path.removeprefix(within)}")
             if len(events) == kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if copies is not None and folder.is_dir():
+                shutil.copytree(folder, copies / str(len(events)))
 
     sys.addaudithook(watch)
 

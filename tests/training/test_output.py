@@ -113,7 +113,7 @@ def texts(folder: Path) -> list[str]:
 SHORT = ["trainer.max_steps=3", "trainer.accelerator=cpu", "data.num_workers=0", "data.batch_size=4", "cost.steps=1"]
 
 
-@pytest.mark.first(1, "exhaustive")
+@pytest.mark.first(2, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [None, 80, 120])
 def test_the_default_job(tmp_path: Path, width: int | None) -> None:
