@@ -94,7 +94,7 @@ def test_swinv2_as_published_leaves_qkv_exact(pristine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in LARGE else []) for n in NAMED])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.exhaustive] if n in LARGE else []) for n in NAMED])
 def test_every_named_layer_falls_by_the_predicted_amount(pristine, name):
     """Full training, projections forced: what is named is projected and reached, and nothing else."""
     model, size = pristine(name), SIZE.get(name, 224)

@@ -96,6 +96,7 @@ def test_what_each_form_keeps_of_a_block() -> None:
     assert kept(Checkpointing(input_dtype="int8")) == pytest.approx(d, rel=0.005)
 
 
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet18", "mobilenetv2_100"])
 def test_a_convolutional_network_keeps_nothing_dense(name: str) -> None:
@@ -194,6 +195,7 @@ def test_what_changes_the_forward_pass_is_refused_with_low_rank_backward() -> No
 
 
 # ------------------------------------------------------------------------------------------------ the negative control
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["vit", "resnet"])
 def test_pruning_forward_too_changes_training_s_output_and_no_bytes(name: str) -> None:
@@ -428,6 +430,7 @@ def test_every_usual_normalization_is_packed() -> None:
         assert all("network of positions" in note for note in report.notes), report.notes
 
 
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["eva02_tiny_patch14_224", "vit_small_patch16_rope_224", "vit_tiny_patch16_224"])
 def test_rotary_embeddings_swiglu_and_rms_norm_are_packed(name: str) -> None:

@@ -120,7 +120,7 @@ def test_a_batch_that_is_not_finite_leaves_no_trace(method: Method, bad: float) 
 
 
 # ------------------------------------------------------------------------------------------------ noise
-@pytest.mark.first(1, "slow")
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.parametrize(
     "method",
     [Mesa(), BackRazor(value_dtype="int8"), LowBit(2, rounding="stochastic"), Checkpointing(input_dtype="int8")],
@@ -180,7 +180,7 @@ POSITION_NETWORKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.first(1, "slow")
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.parametrize("name", POSITION_NETWORKS)
 def test_gradients_of_networks_of_positions_are_near_the_exact_ones(name: str) -> None:
     torch.manual_seed(0)

@@ -112,7 +112,7 @@ def test_weights_are_found_under_any_name(
     assert report(model).loaded == 32
 
 
-@pytest.mark.first(1, "slow")
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.parametrize(
     "name",
     ["deit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "efficientnet_b0", "resnet18",

@@ -84,7 +84,7 @@ def test_segformer_as_methods_see_it(segformer: nn.Module) -> None:
     assert without["decode_head.classifier"] == "the head"
 
 
-@pytest.mark.first(1, "slow")
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.parametrize("name", ["unet", "deeplabv3", "deeplabv3plus", "fpn"])
 def test_networks_of_an_encoder_and_a_decoder_as_methods_see_them(name: str) -> None:
     model = factory.random_model(encoder_decoder(name), 5)

@@ -99,8 +99,8 @@ PROMISES = (
         " their metadata), downloads code because of it, or follows it to other files.",
         "Pickles, YAML tags, Python files, arguments of Hydra and targets replace each file of a run folder, each of"
         " its settings (long: in every section), weights, a study, and files of data folders. Links replace files that"
-        " a command writes. Settings, a config.json and lists of images name code or other files. Names contain formulas"
-        " and escape sequences.",
+        " a command writes. Settings, a config.json and lists of images name code or other files. Names contain"
+        " formulas and escape sequences.",
         payloads.trials,
         "Your own arguments and configuration files, which may name any file to read or write; installed packages,"
         " whose methods and Hydra plugins are loaded; memory errors in image decoders and in torch.load (the"

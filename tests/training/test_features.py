@@ -218,6 +218,7 @@ def test_a_disk_without_room_is_refused(
     assert not stores(tmp_path)
 
 
+@pytest.mark.first(2, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "reason"),
@@ -260,6 +261,7 @@ def test_settings_of_stored_features_name_another_run_only_where_they_are_on(sma
 
 
 # ------------------------------------------------------------------------------------------------ forms of the prefix
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", ["off", "on"])
 def test_a_form_of_the_prefix_is_used_and_recorded(tmp_path: Path, small: Callable[..., Config], cache: str) -> None:

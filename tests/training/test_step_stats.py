@@ -105,7 +105,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[nn.Module, Te
     return batches
 
 
-@pytest.mark.first(1, "slow")
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.parametrize("name", METHODS)
 def test_the_record_is_what_one_finds_by_hand(name, tmp_path, configuration, taken):
     config = configuration(
