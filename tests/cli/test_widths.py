@@ -140,11 +140,15 @@ def test_collect(columns: list[str], tmp_path: Path, fits: Callable[..., str]) -
 def test_published_tables(columns: list[str], fits: Callable[..., str]) -> None:
     table.main(columns)
     figure.main([])
+    reported = set()  # a report composes the configuration of its runs: one of each paper
     for name in table_names():
         table.main([name, *columns])
-        if any(row.runs for row in published_table(name).rows[:1]) and not columns:
-            table.main([name, "--report", "--rows", published_table(name).rows[0].name])
+        first, paper = published_table(name).rows[0], name.partition("/")[0]
+        if first.runs and not columns and paper not in reported:
+            reported.add(paper)
+            table.main([name, "--report", "--rows", first.name])
     fits()
+    assert reported or columns
 
 
 @pytest.mark.parametrize("columns", [[], ["all"]])

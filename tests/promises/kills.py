@@ -18,22 +18,22 @@ from tests.promises.methods import method_cases
 from tests.promises.runs import SAVED_AFTER, STEPS, configuration, require_same_run, train, write_images
 from tests.promises.trial import Trial, require
 
-#: Words of cases that the short form tries too: methods with modules, choices or thresholds of their own.
+#: Cases that the short form tries too: methods with additional modules, choices or thresholds.
 _ALSO_SHORT = {"bsr", "bsr_moe", "lhe", "swat", "lora", "lora_fa", "tinytl", "repnet", "stack"}
-#: A second form of a method, which compiles for most of a minute in every process: one event in the long form as well.
+#: A case that compiles for most of a minute in every process. The long form tries one event of it.
 _COMPILES = "low_bit auto"
-#: Trials into which the file events of a run are divided.
+#: Number of trials that share the file events of a run.
 _PARTS = 4
 
 
 def trials(long: bool) -> Iterator[Trial]:
-    """Yield the trials: kills at file events, at random moments, within a write; faults of the disk; damage."""
+    """Yield kills at file events, at random moments and within a write; disk faults; and damaged checkpoints."""
     cases = method_cases(long)
     for number, case in enumerate(cases):
         if case == "full" or (long and case != _COMPILES):
             for part in range(_PARTS):
                 yield Trial(f"kill at file events, {case}, part {part + 1} of {_PARTS}", _at_events, (case, part))
-        elif long or set(case.split()) & _ALSO_SHORT:  # one event each, another one for each method
+        elif long or set(case.split()) & _ALSO_SHORT:  # one event per method, a different one for each
             yield Trial(f"kill at a file event, {case}", _at_events, (case, None, number))
     moments = 200 if long else 20
     chance = random.Random(0)
@@ -52,7 +52,7 @@ def trials(long: bool) -> Iterator[Trial]:
 
 
 def _started(folder: Path, case: str = "full") -> tuple[dict[str, Any], Path, list[str]]:
-    """Return the configuration of a run, the folder of one without interruption, and its file events."""
+    """Return the configuration of a run, the folder of the uninterrupted run, and its file events."""
     write_images(folder / "images")
     plain = configuration(folder / "images", case)
     events = returned(train, plain, folder / "straight", "events", output=folder / "straight.log")
@@ -60,7 +60,7 @@ def _started(folder: Path, case: str = "full") -> tuple[dict[str, Any], Path, li
 
 
 def _continue(plain: dict[str, Any], run: Path, straight: Path) -> None:
-    """Require that the same command ends the run in `run`, with the same outcome as `straight`."""
+    """Continue the run in `run`, and require the outcome of the uninterrupted run in `straight`."""
     returned(train, plain, run, output=run.with_name(f"{run.name}_continued.log"))
     require_same_run(run, straight)
 
@@ -86,7 +86,7 @@ def _at_events(folder: Path, case: str, part: int | None, one: int = 0) -> dict[
 
 
 def _at_moment(folder: Path, case: str, share: float) -> dict[str, float]:
-    """Kill a run after a share of the time that a run without interruption takes."""
+    """Kill a run after a share of the time of an uninterrupted run."""
     begun = time.monotonic()
     plain, straight, _ = _started(folder, case)
     seconds = share * (time.monotonic() - begun)
@@ -100,12 +100,12 @@ def _at_moment(folder: Path, case: str, share: float) -> dict[str, float]:
 
 
 def _saves(event: str) -> bool:
-    """Whether a file event is the rename of a new checkpoint from its temporary folder."""
+    """Return True if a file event renames a new checkpoint from its temporary folder."""
     return event.startswith("rename ") and event.endswith(f".tmp/{checkpoint.NAME}")
 
 
 def _moved_away(folder: Path, part: int) -> dict[str, float]:
-    """Kill a run with resume=never before its first file events: the earlier run is always whole, in one folder."""
+    """Kill a run with resume=never before its first file events. The earlier run stays complete in one folder."""
     plain, straight, _ = _started(folder)
     again = {**plain, "resume": "never"}
     before = _contents(straight)
@@ -128,12 +128,12 @@ def _moved_away(folder: Path, part: int) -> dict[str, float]:
 
 
 def _contents(run: Path) -> dict[str, bytes]:
-    """The bytes of the files of a run, by name."""
+    """Return the contents of the files of a run, by name."""
     return {file.name: file.read_bytes() for file in run.iterdir() if file.is_file() and file.name != ".lock"}
 
 
 def _within_a_write(folder: Path, size: int) -> None:
-    """Kill a run within a write: the system does it when a file becomes longer than `size` bytes."""
+    """Kill a run within a write. The system kills it when a file becomes longer than `size` bytes."""
     plain, straight, _ = _started(folder)
     done = run_child(train, plain, folder / "killed", "write", size, output=folder / "killed.log")
     require(done.status == -signal.SIGXFSZ, f"no write was so long: status {done.status}\n{done.printed}")
@@ -143,11 +143,11 @@ def _within_a_write(folder: Path, size: int) -> None:
 
 
 def _full_disk(folder: Path) -> dict[str, float]:
-    """Let the disk be full in the middle of a run; then there is room again."""
+    """Fill the disk in the middle of a run, free it, and continue."""
     plain, straight, _ = _started(folder)
     with _small_disk(folder / "disk") as real:
         run = folder / "disk" / "run"
-        if real:  # room for one checkpoint, not for the previous one as well
+        if real:  # space for one checkpoint, but not for two
             taken = sum(file.stat().st_size for file in straight.iterdir())
             (folder / "disk" / "filled").write_bytes(bytes(max(0, 2**20 - int(0.8 * taken))))
         done = run_child(train, plain, run, *(() if real else ("full", 2000)), output=folder / "full.log")
@@ -166,7 +166,7 @@ def _full_disk(folder: Path) -> dict[str, float]:
 
 @contextmanager
 def _small_disk(at: Path) -> Iterator[bool]:
-    """Mount a file system of 1 MiB at `at`; False where only root may: it is a folder."""
+    """Mount a file system of 1 MiB at `at`; yield False, and use a folder, if only root may mount."""
     at.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(at)]
     try:
@@ -181,7 +181,7 @@ def _small_disk(at: Path) -> Iterator[bool]:
 
 
 def _other_tmpdir(folder: Path) -> dict[str, float]:
-    """Kill a run whose temporary files would be on another file system, where there is one to write to."""
+    """Kill a run whose $TMPDIR is on another file system, if there is one."""
     elsewhere = Path("/dev/shm")
     other = elsewhere.is_dir() and elsewhere.stat().st_dev != folder.stat().st_dev
     environment = {"TMPDIR": str(elsewhere)} if other else {}
@@ -197,7 +197,7 @@ def _other_tmpdir(folder: Path) -> dict[str, float]:
 
 
 def _cut_off(folder: Path, share: float) -> None:
-    """Cut off the last checkpoint of a killed run: the one before continues."""
+    """Truncate the last checkpoint of a killed run. The run continues from the previous one."""
     plain, straight, _ = _started(folder)
     run = folder / "killed"
     done = run_child(train, plain, run, "SIGKILL", STEPS - 1, output=folder / "killed.log")

@@ -1,6 +1,6 @@
 """Load: a data set of a million files, a folder of a thousand runs, a run of a hundred thousand steps.
 
-Each function runs the real command in a process of its own and returns what it took, in plain containers.
+Each function runs the command in a separate process and returns its measurements.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The libraries that trials use, imported without a word: the server of child processes preloads this module.
+"""Import the libraries that trials use, without output. The server of child processes preloads this module.
 
-What libraries and methods import at their first use is imported too, which is a third of the time of a small run.
+Modules that libraries and methods import at their first use are imported too; they take a third of a small run.
 """
 
 from __future__ import annotations

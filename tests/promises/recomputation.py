@@ -91,7 +91,7 @@ def _trained(
     """Train a case by hand for a few steps in float64; return the gradients of every step, and the last weights.
 
     Args:
-        case: a case of `selftest.methods`.
+        case: a case of `methods`.
         settings: methods with their settings.
         reentrant: run the network with PyTorch's checkpointing, in this form; None: without.
         frozen: the statistics of BatchNorm are frozen, as with `reentrant`.

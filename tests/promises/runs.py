@@ -1,4 +1,4 @@
-"""The small runs of trials: their configuration, how they are interrupted, and how two are compared."""
+"""Small runs: their configuration, interruptions, and comparisons."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tests.promises.trial import require
 
 #: Optimizer steps of a run: two epochs.
 STEPS = 6
-#: A checkpoint is written after every second step, and at the end of an epoch: after steps …
+#: A checkpoint is written after every second step and at the end of each epoch, so after these steps.
 _EVERY = 2
 SAVED_AFTER = (2, 3, 4, 6)
 
-#: Events of Python that change files; events of `open` only with flags for writing.
+#: Audit events of Python that change files, in addition to `open` with flags for writing.
 _FILE_EVENTS = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink")
 
 
@@ -53,9 +53,9 @@ def configuration(images: Path, case: str = "full", quiet: bool = False, **chang
     """Return the configuration of a run of 6 steps, as plain containers.
 
     Args:
-        images: a folder that `write_images` has filled.
-        case: a case of `selftest.methods`.
-        quiet: nothing in the network is random.
+        images: folder filled by `write_images`.
+        case: a case of `methods`.
+        quiet: use a network without random layers.
         changes: dotted keys with ``__`` for the dot.
     """
     plain: dict[str, Any] = {
@@ -89,7 +89,7 @@ def with_changes(plain: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 
 def arguments(images: Path, run: Path, *more: str) -> list[str]:
-    """Return the command line of the same run without random layers, in the folder `run`; `more` replaces settings."""
+    """Return the command line of the same run without random layers in the folder `run`. `more` replaces settings."""
     own = [
         "data=folder", f"data.root={images}", "data.batch_size=24", "data.num_workers=0", "data.val_fraction=0.25",
         "data.keep_decoded=off", "+model.kwargs.depth=2", "+model.kwargs.embed_dim=16",
@@ -101,12 +101,12 @@ def arguments(images: Path, run: Path, *more: str) -> list[str]:
 
 
 def reading(images: Path, run: Path, out: Path) -> dict[str, list[str]]:
-    """Return, by name, the command lines that read the run folder `run`; the last continues it, and may write into it.
+    """Return the command lines that read the run folder `run`, by name. The last one continues the run.
 
     Args:
-        images: of the run.
-        run: its folder.
-        out: a folder that does not exist, for a report.
+        images: folder of the images.
+        run: run folder.
+        out: folder for a report, which must not exist.
     """
     return {
         "evaluate": [f"evaluate={run}"],
@@ -120,12 +120,12 @@ def reading(images: Path, run: Path, out: Path) -> dict[str, list[str]]:
 
 # ---------------------------------------------------------------------------------------------- in a child
 def program(words: Sequence[str], most_bytes: int | None = None) -> None:
-    """Run the program on a command line, with the same ends as a process of its own. To be called in a child.
+    """Run the program on a command line, with the exit status of a separate process. To be called in a child.
 
     Args:
-        words: the command line after the program's name.
-        most_bytes: memory that the process may take in addition to what it has. Address space that is only reserved,
-            such as the arena of each thread, is not counted.
+        words: command line after the name of the program.
+        most_bytes: limit of additional memory. Reserved address space, such as the arena of each thread, does not
+            count.
     """
     from efficient_ft.cli.entry import main
 
@@ -149,7 +149,7 @@ def program_with_costs(words: Sequence[str]) -> None:
 
 
 def train(plain: dict[str, Any], folder: Path, interruption: str = "", at: int = 0) -> dict[str, Any] | list[str]:
-    """Run `plain` in `folder`, with a checkpoint in every second step. To be called in a child.
+    """Run `plain` in `folder` with a checkpoint after every second step. To be called in a child.
 
     Args:
         plain: a configuration.
@@ -190,7 +190,7 @@ def _without_cost() -> None:
 
 
 def _no_cost_report(*_: Any) -> dict[str, Any]:
-    """Stand for the count of costs, which would be most of the time of these runs and changes nothing that trains."""
+    """Replace the cost report, which would take most of the time of these runs and does not affect training."""
     executed = {"forward_flops": 1.0, "backward_flops": 2.0, "saved_bytes": 3.0, "step_peak_bytes": 4}
     return {"executed": executed, "measured": {"step_seconds": 5.0, "peak_bytes": 6.0}, "baseline": None}
 
@@ -226,7 +226,7 @@ def _watch_files(folder: Path, events: list[str], kill_at: int = 0, copies: Path
 
 
 def after_step(step: int, happen: Callable[[], None]) -> None:
-    """Call `happen` after what is recorded and saved in optimizer step `step`."""
+    """Call `happen` after optimizer step `step` is recorded and saved."""
     end = recorder.Recorder.on_train_batch_end
 
     def ended(self: recorder.Recorder, trainer: Any, *arguments: Any) -> None:
@@ -252,7 +252,7 @@ def _after_epoch(epoch: int, happen: Callable[[], None]) -> None:
 def _limit_files(size: int, kill: bool) -> None:
     import resource
 
-    if kill:  # the signal of a write beyond the limit; Python ignores it, and the write would fail instead
+    if kill:  # Python ignores this signal by default, and the write would fail instead
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
@@ -340,10 +340,10 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def require_close(one: Path, other: Path, rtol: float, atol: float) -> float:
-    """Require that the last weights of two runs are close; returns the largest absolute difference.
+    """Require that the last weights of two runs are close; return the largest absolute difference.
 
     Raises:
-        BrokenPromiseError: a weight differs by more than `atol` + `rtol` · its size.
+        BrokenPromiseError: if a weight differs by more than `atol` + `rtol` · its absolute value.
     """
     states = [checkpoint.read(folder / checkpoint.NAME)["state_dict"] for folder in (one, other)]
     require(states[0].keys() == states[1].keys(), "the checkpoints hold other weights")
