@@ -151,6 +151,7 @@ def test_published_tables(columns: list[str], fits: Callable[..., str]) -> None:
     assert reported or columns
 
 
+@pytest.mark.first(1, "exhaustive", of="name")
 @pytest.mark.parametrize("columns", [[], ["all"]])
 @pytest.mark.parametrize("name", ["lbp_wht/2", "bsr/3", "alast/7", "back_razor/1"])
 def test_costs(columns: list[str], name: str, monkeypatch: pytest.MonkeyPatch, fits: Callable[..., str]) -> None:

@@ -41,6 +41,12 @@ _OF_NETWORKS = {
     "test_gradients_are_those_of_the_reference",
 }
 
+#: Contracts that take seconds for each method.
+_SLOW = {
+    "test_gradients_in_lower_precision_are_those_of_the_reference",
+    "test_no_copy_of_an_activation_is_kept_outside_of_tensors",
+}
+
 
 def _on(models: slice, main: bool) -> dict[str, Row]:
     """The main rows, or the variants, each with a part of its models."""
@@ -74,6 +80,14 @@ _REPEATED = {
     "mesa_published",
 }  # fmt: skip
 _VARIANTS = _on(slice(0, 1), main=False)
+
+
+@pytest.mark.slow
+class TestSlowContracts(_Contracts):
+    """Contracts that take seconds for each method."""
+
+    __test__ = True
+    rows = TestContracts.rows
 
 
 @pytest.mark.slow
@@ -119,6 +133,7 @@ class TestContractsOfVariantsOnOtherNetworks(_Contracts):
 for _name in _contracts():
     if _name not in _OF_NETWORKS:
         setattr(TestContractsOnOtherNetworks, _name, None)
+    setattr(TestContracts if _name in _SLOW else TestSlowContracts, _name, None)
 for _class in (TestContractsOnOtherNetworks, TestOtherContractsOnOtherNetworks, TestContractsOfVariantsOnOtherNetworks):
     _class.test_the_row_is_complete = None  # a part of a row is not
 

@@ -212,6 +212,7 @@ def test_pruning_forward_too_changes_training_s_output_and_no_bytes(name: str) -
 
 
 # ------------------------------------------------------------------------------------------------ bad input
+@pytest.mark.slow
 def test_a_value_too_large_for_fp16_is_reported() -> None:
     for values in ("fp16", "bf16"):
         model, method = model_of("vit").float(), BackRazor(value_dtype=values)

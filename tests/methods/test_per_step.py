@@ -257,6 +257,7 @@ def _all_kinds(rank: int, world: int, kinds: list[str], folder: Path) -> None:
         trained_together(rank, world, kind, folder)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
     kinds = [*KINDS, "lora+alast"]

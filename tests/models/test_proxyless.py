@@ -80,6 +80,7 @@ def config(path, **changes) -> ModelConfig:
     return ModelConfig(**{"name": "proxyless_mobile", "weights": str(path), **changes})
 
 
+@pytest.mark.first(1, "slow")
 @pytest.mark.parametrize("form", ["as released", "wrapped in DataParallel", "old torch", "safetensors"])
 def test_the_released_weights_give_the_released_network_s_output(tmp_path, release, form):
     weights = release.state_dict()

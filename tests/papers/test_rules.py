@@ -54,6 +54,7 @@ CNN = {
 }
 
 
+@pytest.mark.first(2, "slow")
 @pytest.mark.parametrize("name", mostly_exhaustive(CNN, [*(n for n in CNN if "razor" in n), "ft_full", "tinytl"]))
 def test_the_cnn_column(name: str) -> None:
     row, how = row_of("back_razor/1", name)
@@ -122,6 +123,7 @@ NAMED_ALIKE = {
 }
 
 
+@pytest.mark.first(1, "slow")
 @pytest.mark.parametrize(
     "name", mostly_exhaustive([row.name for row in published_table("bsr/7").rows], ["0_2_5_8", "10_11"])
 )

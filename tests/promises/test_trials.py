@@ -17,9 +17,7 @@ pytestmark = [
 ]
 
 TRIALS = [
-    pytest.param(trial, id=f"{promise.number}: {trial.name}")
-    for promise in PROMISES
-    for trial in promise.trials(long=False)
+    pytest.param(trial, id=f"{promise.number}: {trial.name}") for promise in PROMISES for trial in promise.trials(False)
 ]
 
 

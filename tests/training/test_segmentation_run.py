@@ -93,6 +93,7 @@ def test_a_run_learns_and_records_its_scores(trained: tuple[Path, Config, dict[s
     assert all("val_accuracy" not in row for row in rows)
 
 
+@pytest.mark.slow
 def test_the_best_weights_are_evaluated_as_in_the_training(trained: tuple[Path, Config, dict[str, Any]]) -> None:
     folder, _, results = trained
     found = evaluate(folder)

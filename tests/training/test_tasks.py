@@ -103,6 +103,7 @@ def test_both_tasks_are_learnt(tmp_path: Path, folders: Path) -> None:
     assert min(of["best"] for of in results["accuracy"]["tasks"].values()) > 0.8
 
 
+@pytest.mark.slow
 def test_the_file_holds_all_heads_and_their_classes(
     straight: tuple[Path, dict[str, Any]], folders: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
