@@ -260,6 +260,7 @@ def test_the_sweep_of_a_table_is_the_same_grid(name: str) -> None:
     assert all(job.config.tasks or job.config.data.select_best_on == "test" for job in jobs)
 
 
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bsr/3", "back_razor/2", pytest.param("bsr/5", marks=pytest.mark.slow)])
 def test_costs_are_the_published_ones_by_the_papers_rule_or_say_why(name: str) -> None:

@@ -247,7 +247,7 @@ def test_settings_out_of_range_are_refused(call, message):
     assert str(error.value).startswith(message)
 
 
-@pytest.mark.first(2, "exhaustive")
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("drop_at", "keep", "gmacs"),

@@ -84,6 +84,7 @@ def fitted(methods: list[Method], module: Module | None = None, count: int = 4, 
 
 
 # ------------------------------------------------------------------------------------------------ training
+@pytest.mark.first(4, "exhaustive")
 @pytest.mark.first(2, "slow")
 @pytest.mark.parametrize("name", METHODS)
 def test_equals_a_loop_of_one_s_own(name: str) -> None:

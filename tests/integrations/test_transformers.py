@@ -91,7 +91,7 @@ def test_merged_weights_are_saved_and_load_as_they_are(tmp_path: Path) -> None:
         MethodCallback([RepNet()]).save_pretrained(model, tmp_path / "other")
 
 
-@pytest.mark.first(2, "exhaustive")
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["alast", "back_razor", "lbp_wht_lhe", "bsr"])
 def test_a_compiled_training_equals_a_plain_one(name: str, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_compiled_training_equals_a_plain_one(name: str, tmp_path: Path) -> No
     assert_same_weights(*found)
 
 
-@pytest.mark.first(2, "exhaustive")
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["full", "alast", "moe", "bsr", "lbp_wht_lhe", "back_razor"])
 def test_equals_a_loop_of_one_s_own(name: str, tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_step_begins_before_its_first_micro_batch_and_ends_before_gradients_ar
     assert probe.calls[7:] == probe.calls[1:7], "a second training begins with its first step"
 
 
-@pytest.mark.first(2, "exhaustive")
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["alast", "lbp_wht_lhe", "back_razor", "lora+lbp_wht"])
 def test_resumed_equals_straight(name: str, tmp_path: Path) -> None:

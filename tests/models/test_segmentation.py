@@ -233,6 +233,7 @@ def test_an_encoder_without_some_of_its_weights_is_refused(tmp_path: Path, encod
         factory.create_model(made.model_copy(update={"weights": str(tmp_path / "part.safetensors")}), 4)
 
 
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.first(1, "slow")
 @pytest.mark.parametrize("made", [config(kwargs=SMALL), encoder_decoder()], ids=["segformer", "unet"])
 def test_weights_of_another_network_are_refused(tmp_path: Path, made: ModelConfig) -> None:

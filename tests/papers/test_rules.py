@@ -54,6 +54,7 @@ CNN = {
 }
 
 
+@pytest.mark.first(2, "exhaustive")
 @pytest.mark.first(2, "slow")
 @pytest.mark.parametrize("name", mostly_exhaustive(CNN, [*(n for n in CNN if "razor" in n), "ft_full", "tinytl"]))
 def test_the_cnn_column(name: str) -> None:
@@ -123,6 +124,7 @@ NAMED_ALIKE = {
 }
 
 
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.first(1, "slow")
 @pytest.mark.parametrize(
     "name", mostly_exhaustive([row.name for row in published_table("bsr/7").rows], ["0_2_5_8", "10_11"])
@@ -165,6 +167,7 @@ def test_the_caption_s_drop_locations_do_not_give_the_column() -> None:
     assert count_cost(how).memory == pytest.approx(1470.5, abs=0.5)
 
 
+@pytest.mark.first(2, "exhaustive")
 @pytest.mark.parametrize(
     ("table", "memory", "gmacs"),
     [

@@ -239,7 +239,7 @@ def test_weights_are_those_of_the_plain_network(trained: tuple[Path, Config, dic
     assert torch.equal(plain.eval()(x), loaded.model(x))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_interrupted_run_continues_as_if_it_had_not_stopped(
     segmentation: Callable[..., Config], tmp_path: Path, without_cost: None
 ) -> None:
@@ -250,7 +250,7 @@ def test_an_interrupted_run_continues_as_if_it_had_not_stopped(
     assert_same_run(tmp_path / "straight", tmp_path / "stopped")
 
 
-@pytest.mark.first(2, "exhaustive")
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["lbp_wht", "back_razor", "low_bit", "checkpointing", "lora", "bitfit"])
 def test_methods_train_a_segmentation_network(

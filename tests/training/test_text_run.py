@@ -185,7 +185,7 @@ def test_an_interrupted_run_continues_as_if_it_had_not_stopped(text_run: Callabl
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
-@pytest.mark.first(2, "exhaustive")
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["back_razor", "low_bit", "checkpointing", "lora", "bitfit", "last_stage", "lisa"])
 def test_methods_train_a_text_classifier(text_run: Callable[..., Config], tmp_path: Path, method: str) -> None:
