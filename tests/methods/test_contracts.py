@@ -47,6 +47,22 @@ _SLOW = {
     "test_no_copy_of_an_activation_is_kept_outside_of_tensors",
 }
 
+#: Contracts that depend on the path that a variant takes through its method.
+_OF_VARIANTS = {
+    *_OF_NETWORKS,
+    "test_the_class_keeps_the_contract",
+    "test_the_row_is_complete",
+    "test_settings_rebuild_the_method",
+    "test_nothing_hides_from_the_meter",
+    "test_off_is_plain_training_and_on_is_not",
+    "test_off_runs_the_methods_own_code",
+    "test_gradients_of_what_trains_are_the_plain_ones",
+    "test_output_is_unchanged_at_first_and_changed_after_training",
+    "test_gradients_are_near_the_plain_ones",
+    "test_steps_move_no_weights",
+    "test_state_travels_in_a_checkpoint",
+}
+
 
 def _on(models: slice, main: bool) -> dict[str, Row]:
     """The main rows, or the variants, each with a part of its models."""
@@ -92,10 +108,18 @@ class TestSlowContracts(_Contracts):
 
 @pytest.mark.slow
 class TestContractsOfVariants(_Contracts):
-    """The variants on one network: each takes a different path through the method."""
+    """The variants on one network: what they compute, keep and leave, by different paths through the method."""
 
     __test__ = True
     rows = {row: r for row, r in _VARIANTS.items() if row not in _REPEATED}  # noqa: RUF012
+
+
+@pytest.mark.exhaustive
+class TestOtherContractsOfVariants(_Contracts):
+    """The variants on one network: contracts that the first row of the method shows."""
+
+    __test__ = True
+    rows = TestContractsOfVariants.rows
 
 
 @pytest.mark.exhaustive
@@ -134,6 +158,7 @@ for _name in _contracts():
     if _name not in _OF_NETWORKS:
         setattr(TestContractsOnOtherNetworks, _name, None)
     setattr(TestContracts if _name in _SLOW else TestSlowContracts, _name, None)
+    setattr(TestOtherContractsOfVariants if _name in _OF_VARIANTS else TestContractsOfVariants, _name, None)
 for _class in (TestContractsOnOtherNetworks, TestOtherContractsOnOtherNetworks, TestContractsOfVariantsOnOtherNetworks):
     _class.test_the_row_is_complete = None  # a part of a row is not
 

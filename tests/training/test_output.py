@@ -138,6 +138,7 @@ def test_the_default_job(tmp_path: Path, width: int | None) -> None:
     assert "LD_PRELOAD" not in text
 
 
+@pytest.mark.first(1, "exhaustive", of="width")
 @pytest.mark.first(2, "exhaustive", of="kind")
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [80, None])
