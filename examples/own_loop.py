@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import timm
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.nn import functional as F
 
 import efficient_ft.models.small  # noqa: F401  registers vit_digits, a small vision transformer, with timm
 from efficient_ft import MethodSession
+from efficient_ft.data.digits import load_digits
 from efficient_ft.methods import LBPWHT, ALaST
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """The images of scikit-learn's digits, (1797, 3, 32, 32) in -1 to 1, and their labels, in random order."""
-    images, labels = load_digits(return_X_y=True)
-    images = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 8 - 1
+    """Return the images of the digits, (1797, 3, 32, 32) in -1 to 1, and their labels, in random order."""
+    images, labels = load_digits()
+    images = torch.tensor(images, dtype=torch.float32)[:, None] / 8 - 1
     order = torch.randperm(len(images))
     return F.interpolate(images, scale_factor=4).expand(-1, 3, -1, -1)[order], torch.tensor(labels)[order]
 

@@ -42,6 +42,45 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
 
 
+def _positions(item: pytest.Item, seen: dict[Any, dict[Any, int]]) -> dict[str, int]:
+    """Return the position of the values of an item in each of its parametrizations, by the first name of each.
+
+    Args:
+        item: test with or without parameters.
+        seen: positions of the values of each parametrization so far; it is updated.
+    """
+    positions = {}
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0] if not isinstance(mark.args[0], str) else mark.args[0].replace(" ", "").split(",")
+        function = item.nodeid.partition("[")[0]
+        values = seen.setdefault((function, names[0]), {})
+        key = tuple(id(item.callspec.params[name]) for name in names)  # type: ignore[attr-defined]
+        positions[names[0]] = values.setdefault(key, len(values))
+    return positions
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the parameters of `vary_one` and `first` that the default run leaves out."""
+    seen: dict[Any, dict[Any, int]] = {}
+    for item in items:
+        vary = item.get_closest_marker("vary_one")
+        firsts = list(item.iter_markers("first"))
+        if vary is None and not firsts:
+            continue
+        positions = _positions(item, seen)
+        varied = sum(position > 0 for position in positions.values())
+        if vary is not None and varied > 1:
+            item.add_marker("exhaustive")
+        elif vary is not None and varied == 1 and vary.kwargs.get("slow"):
+            item.add_marker("slow")
+        for mark in firsts:
+            count, others = mark.args
+            position = positions[mark.kwargs["of"]] if "of" in mark.kwargs else max(positions.values())
+            if position >= count:
+                item.add_marker(others)
+
+
 @pytest.fixture(autouse=True)
 def without_the_seed_of_earlier_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run leaves its seed in the environment, and Lightning seeds the processes that a later test starts with it."""

@@ -24,7 +24,7 @@ PACKAGE = "efficient_ft"
 #: what a run leaves: training writes it and every tool that reads runs imports it, so it is below training.
 ROOMS = (
     "core", "config", "task", "ops", "optim", "models", "methods", "cost", "testing", "integrations", "data", "record",
-    "training", "papers", "bench", "planning", "report", "cli", "selftest",
+    "training", "papers", "bench", "planning", "report", "cli",
 )  # fmt: skip
 #: Rooms that may import less than all that is before them.
 ONLY: dict[str, tuple[str, ...]] = {

@@ -165,6 +165,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
                     yield name(page), shlex.split(words.removeprefix(begin), comments=True)
 
 
+@pytest.mark.slow
 def test_every_command_composes_and_its_methods_can_be_stacked():
     from efficient_ft.methods.build import build_methods
 

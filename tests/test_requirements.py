@@ -22,7 +22,6 @@ ADVISORIES = {
     "pillow-heif": ("1.6.0", "CVE-2026-84383: heap overflow in the HEIF decoder; CVE-2026-28231"),
     "filelock": ("3.20.2", "CVE-2025-68146, CVE-2026-22701: truncates the target of a link"),
     "accelerate": ("1.14.0", "CVE-2026-69112: paths in the index of a checkpoint"),
-    "scikit-learn": ("1.4.2", "CVE-2024-5206: keeps tokens of the training data"),
     "tqdm": ("4.66.2", "CVE-2024-34062: runs code of its command line"),
     "wandb": ("0.27.2", "CVE-2026-39821: in its program wandb-core"),
     "pytest": ("9.0.2", "CVE-2025-71176: predictable temporary folder"),

@@ -20,8 +20,8 @@ from efficient_ft.core.packages import configuration_folders, method_of
 if TYPE_CHECKING:
     import torch
 
-#: Returns the checked configuration of a run with random weights, for a model (of conf/model or of timm; None: the model
-#: of the default job) and overrides as on the command line.
+#: Returns the checked configuration of a run with random weights, for a model (of conf/model or of timm; None: that of
+#: the default job) and overrides as on the command line.
 Configure = Callable[[str | None, Sequence[str]], Config]
 
 _COMMA = r",(?![^\[]*\])"  # not within brackets

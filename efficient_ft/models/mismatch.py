@@ -279,5 +279,6 @@ def _by_likeness(name: str, stem: str, contents: Contents) -> Iterator[str]:
     elif plain in plain_vits:  # the file belongs to another family
         family = set()
     nearest = sorted(family, key=likeness, reverse=True)
-    farther = sorted(set(known) - family, key=likeness, reverse=True)
-    yield from dict.fromkeys([*nearest[:6], *sorted(_COMMON, key=lambda one: one not in family), *nearest, *farther])
+    first = dict.fromkeys([*nearest[:6], *sorted(_COMMON, key=lambda one: one not in family), *nearest])
+    yield from first
+    yield from sorted(set(known) - family - first.keys(), key=likeness, reverse=True)

@@ -17,7 +17,7 @@ _RECORDS = {form: ROOT / "benchmarks" / f"selftest_{form}_cpu.json" for form in 
 @block
 def promises() -> str:
     """Show each promise with its trials, and their last results in both forms."""
-    from efficient_ft.selftest.promises import PROMISES
+    from tests.promises.promises import PROMISES
 
     records = {
         form: json.loads(file.read_text(encoding="utf-8"))["promises"] if file.is_file() else {}

@@ -308,6 +308,7 @@ assert not heavy, heavy
         assert f"usage: efficient-ft {name}" in done.stdout
 
 
+@pytest.mark.slow
 def test_low_bit_optimizers_against_32_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "report.json"
     run_command("bench", ["optimizer", "--rounds", "2", "--warmup", "1", "--json", str(file)])

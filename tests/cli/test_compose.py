@@ -97,6 +97,7 @@ RECIPES = sorted(
 BACK_RAZOR = ("pets", "aircraft", "cifar10", "cifar100", "flowers102", "cars", "cub200", "food101")
 
 
+@pytest.mark.first(2, "slow")
 @pytest.mark.parametrize(
     ("data", "lr", "steps"),
     list(
@@ -145,6 +146,7 @@ def test_the_vit_of_back_razor_takes_its_images() -> None:
     assert (spec.size, spec.mean, spec.std) == ((224, 224), (0.5,) * 3, (0.5,) * 3)
 
 
+@pytest.mark.first(2, "slow")
 @pytest.mark.parametrize(
     ("data", "lr", "label_smoothing"),
     list(
@@ -166,6 +168,7 @@ def test_back_razor_s_recipe_of_a_mobile_network(data: str, lr: float, label_smo
     assert (config.model.drop_rate, config.data.augment.resize) == (0.2, "input")
 
 
+@pytest.mark.first(2, "slow")
 @pytest.mark.parametrize(
     ("data", "lr", "steps"),
     [
@@ -326,6 +329,7 @@ def test_a_method_of_ones_own_that_sets_none_is_refused(content: str, tmp_path: 
         composed("method=[mine]", search=tmp_path)
 
 
+@pytest.mark.first(6, "slow")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_says_where_its_values_come_from_and_composes(recipe: str) -> None:
     paper, _, data = recipe.partition("/")
@@ -345,6 +349,7 @@ def test_resnets_of_the_papers_have_recipes_of_their_own(data: str) -> None:
     assert (large.optim.name, large.optim.layer_decay, large.trainer.epochs) == ("adamw", None, 50)
 
 
+@pytest.mark.first(2, "slow")
 @pytest.mark.parametrize(
     ("data", "lr"), list(zip(BACK_RAZOR, (5e-5, 1.6e-3, 3e-4, 3e-4, 2e-4, 8e-4, 6e-4, 2e-4), strict=True))
 )

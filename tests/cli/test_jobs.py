@@ -138,6 +138,7 @@ time.sleep(300)
 """
 
 
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
 @pytest.mark.parametrize("kind", ["sleeps", "saves", "ignore"])
@@ -180,7 +181,7 @@ def test_a_job_that_ends_in_time_is_not_stopped() -> None:
     assert processes.run([sys.executable, "-c", ""], timeout=60.0).failure is None
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
 @pytest.mark.parametrize("parallel", [1, 2])
 def test_a_sweep_goes_on_after_a_job_that_hangs(program: Path, parallel: int) -> None:

@@ -40,6 +40,7 @@ def test_a_reference_that_is_escaped_is_refused(key: str) -> None:
         composed(rf"{key}=r_\${{seed}}")
 
 
+@pytest.mark.slow
 def test_the_number_of_a_job_names_its_folder(program: Path) -> None:
     done = call(program, "-m", "method.lbp_wht.order=2,3", "hydra.sweep.subdir=runs/${hydra.job.num}_${hydra.job.id}")
     assert done.returncode == 0, done.stderr

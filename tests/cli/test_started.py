@@ -25,6 +25,7 @@ def shell(folder: Path, words: str, **environment: str) -> subprocess.CompletedP
     return done
 
 
+@pytest.mark.vary_one(slow=True)
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize(("words", "status"), [("--cfg job", 0), ("optim.lr=x", 2), ("collect x", 2)])
 def test_closed_streams_change_no_status(tmp_path: Path, closed: str, words: str, status: int) -> None:
@@ -33,6 +34,7 @@ def test_closed_streams_change_no_status(tmp_path: Path, closed: str, words: str
     assert "Traceback" not in done.stdout + done.stderr
 
 
+@pytest.mark.first(1, "slow")
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("words", ["--cfg job", "--help", "plan --help", "selftest --help"])
 def test_an_output_that_is_full_is_one_message(tmp_path: Path, words: str) -> None:

@@ -12,6 +12,7 @@ from tests.cli.program import composed
 OPTIONS = sorted(file.stem for file in (CONF / "method").glob("*.yaml"))
 
 
+@pytest.mark.first(8, "slow")
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_is_recognized_by_its_settings(option: str) -> None:
     extra = ["method.blocks.blocks=[0]"] if option == "blocks" else []

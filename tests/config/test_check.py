@@ -142,7 +142,7 @@ def test_what_the_optimizer_s_memory_excludes_is_refused() -> None:
     check(with_settings(**inside, trainer__precision="bf16", optim__state_bits=4))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(name=st.text(st.characters(codec="ascii", categories=["L"]), min_size=1, max_size=8), value=st.integers())
 @pytest.mark.parametrize("group", ["model", "data", "optim", "trainer", "logger", "cost", "step_stats"])
 def test_unknown_keys_are_refused_everywhere_by_their_full_name(group: str, name: str, value: int) -> None:

@@ -41,6 +41,8 @@ def test_flops_inside_custom_functions_belong_to_their_layer():
         assert flops["layers.4"] == (2 * 30 * 5, 4 * 30 * 5, 1)
 
 
+@pytest.mark.first(1, "exhaustive")
+@pytest.mark.first(1, "slow")
 @pytest.mark.parametrize(
     ("name", "arguments", "side"),
     [

@@ -55,6 +55,7 @@ def test_a_method_loads_nothing_heavy(found: dict[str, Any]) -> None:
     assert found["loaded"] == ["efficient_ft"]
 
 
+@pytest.mark.slow
 def test_a_method_takes_little_memory(found: dict[str, Any]) -> None:
     assert found["bytes"] < MOST_BYTES
 

@@ -84,6 +84,8 @@ def fitted(methods: list[Method], module: Module | None = None, count: int = 4, 
 
 
 # ------------------------------------------------------------------------------------------------ training
+@pytest.mark.first(4, "exhaustive")
+@pytest.mark.first(2, "slow")
 @pytest.mark.parametrize("name", METHODS)
 def test_equals_a_loop_of_one_s_own(name: str) -> None:
     """Two micro-batches a step, the second step of an epoch with one."""
@@ -142,6 +144,7 @@ def test_a_step_begins_before_its_first_micro_batch_and_ends_before_gradients_ar
     assert probe.calls == ["apply", "begin 0", end, "begin 1", end, "begin 2", end]
 
 
+@pytest.mark.first(1, "slow")
 @pytest.mark.parametrize("name", ["alast", "moe", "lbp_wht_lhe", "back_razor", "top_layers"])
 def test_resumed_equals_straight(name: str, tmp_path: Path) -> None:
     """The checkpoint is written in the middle of the profiles of LHE and top_layers."""

@@ -84,6 +84,7 @@ if trainer.is_global_zero:
 """
 
 
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["alast", "lora", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("moe", "lbp_wht_lhe"))]

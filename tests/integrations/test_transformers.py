@@ -91,6 +91,7 @@ def test_merged_weights_are_saved_and_load_as_they_are(tmp_path: Path) -> None:
         MethodCallback([RepNet()]).save_pretrained(model, tmp_path / "other")
 
 
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["alast", "back_razor", "lbp_wht_lhe", "bsr"])
 def test_a_compiled_training_equals_a_plain_one(name: str, tmp_path: Path) -> None:
@@ -105,6 +106,7 @@ def test_a_compiled_training_equals_a_plain_one(name: str, tmp_path: Path) -> No
     assert_same_weights(*found)
 
 
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["full", "alast", "moe", "bsr", "lbp_wht_lhe", "back_razor"])
 def test_equals_a_loop_of_one_s_own(name: str, tmp_path: Path) -> None:
@@ -135,6 +137,7 @@ def test_a_step_begins_before_its_first_micro_batch_and_ends_before_gradients_ar
     assert probe.calls[7:] == probe.calls[1:7], "a second training begins with its first step"
 
 
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["alast", "lbp_wht_lhe", "back_razor", "lora+lbp_wht"])
 def test_resumed_equals_straight(name: str, tmp_path: Path) -> None:
@@ -199,6 +202,7 @@ def test_evaluation_within_training_changes_nothing(tmp_path: Path) -> None:
     assert_same_weights(*models)
 
 
+@pytest.mark.vary_one(slow=True)
 @pytest.mark.parametrize("name", ["mobilenet", "resnet"])
 @pytest.mark.parametrize("frozen_bn", [True, False])
 def test_batch_norm_statistics_are_frozen(name: str, frozen_bn: bool, tmp_path: Path) -> None:
@@ -399,6 +403,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["alast", "moe"])
 def test_two_processes_equal_one_with_two_micro_batches(name: str, tmp_path: Path) -> None:

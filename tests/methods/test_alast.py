@@ -78,6 +78,7 @@ def settings_of(file: str) -> dict[str, Any]:
 BUDGETS = [[0.9, 0.7, 0.5, 0.8], [1.0, 0.26, 1.0, 0.5], [0.33, 1.0, 0.0, 1.0], [0.0, 0.5, 0.5, 0.5], [1.0] * 4]
 
 
+@pytest.mark.vary_one
 @pytest.mark.parametrize("budgets", BUDGETS, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_output_and_what_trains_are_those_of_the_blocks_written_out(form: str, budgets: list[float]) -> None:
@@ -147,6 +148,7 @@ def tokens_of(budgets: Sequence[float]) -> list[int]:
     return list(itertools.accumulate(budgets, lambda count, b: 1 + math.floor(b * (count - 1) + 1e-9), initial=N))
 
 
+@pytest.mark.vary_one(slow=True)
 @pytest.mark.parametrize("embeddings", [False, True])
 @pytest.mark.parametrize("budgets", BUDGETS[:3], ids=str)
 def test_a_step_executes_and_keeps_what_is_counted_by_hand(

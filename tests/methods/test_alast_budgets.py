@@ -34,6 +34,7 @@ READINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.vary_one
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("reading", READINGS)
 def test_budgets_follow_the_equations(reading: str, micro_batches: int) -> None:

@@ -53,6 +53,7 @@ def backward_mflops(model: nn.Module, size: int, *methods) -> float:
     return executed(model, 64, (size, size), methods=[LastStage(), *methods]).backward_flops / 1e6
 
 
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.parametrize(
     ("order", "padding", "expected"),
     [
@@ -74,7 +75,7 @@ def test_the_exact_last_stages_cost_what_was_predicted(pristine):
     assert backward_mflops(pristine("swinv2_small_window8_256"), 256) == pytest.approx(3827, rel=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_swinv2_small_last_stage_all_nine_linears_reached(pristine):
     model, method = pristine("swinv2_small_window8_256"), LBPWHT(order=4)
     assert backward_mflops(model, 256, method) == pytest.approx(674, rel=0.03)
@@ -93,7 +94,7 @@ def test_swinv2_as_published_leaves_qkv_exact(pristine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in LARGE else []) for n in NAMED])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.exhaustive] if n in LARGE else []) for n in NAMED])
 def test_every_named_layer_falls_by_the_predicted_amount(pristine, name):
     """Full training, projections forced: what is named is projected and reached, and nothing else."""
     model, size = pristine(name), SIZE.get(name, 224)

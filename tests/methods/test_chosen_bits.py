@@ -46,6 +46,8 @@ def found(model: nn.Module, name: str, seed: int = 0) -> Gradients:
     return {n: g for n, g in gradients(model, name, seed=seed).items() if g is not None}
 
 
+@pytest.mark.exhaustive
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["vit", "resnet"])
 def test_the_profile_measures_the_change_of_the_whole_gradient(name: str) -> None:
@@ -101,6 +103,7 @@ def test_the_choice_is_nearly_the_best_of_all() -> None:
     assert choose_forms(values, changes, 3.5, forms)["t1"] == (2, 64)
 
 
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize(("bits", "budget"), [(3, 3.5), (2, 2.8), (4, None)])
 def test_at_equal_bytes_the_gradient_is_nearer_than_with_equal_bits(bits: Any, budget: float | None) -> None:
@@ -116,6 +119,7 @@ def test_at_equal_bytes_the_gradient_is_nearer_than_with_equal_bits(bits: Any, b
     assert errors["auto"] < errors["equal"]
 
 
+@pytest.mark.slow
 def test_the_choice_is_reported_and_keeps_to_the_budget() -> None:
     model, method = model_of("vit"), LowBit("auto", 3.0)
     assert method.warmup_steps == 1

@@ -32,48 +32,146 @@ from efficient_ft.testing import (
 )
 from tests.methods.settings import ROWS
 
+#: The first row of each method. Every other row is a variant of it.
+_MAIN = {r.method: row for row, r in reversed(ROWS.items())}.values()
+#: Contracts that depend on the network. On a second network the others repeat what the first one shows.
+_OF_NETWORKS = {
+    "test_apply_reports_what_it_did_and_is_idempotent",
+    "test_remove_gives_the_plain_model_back",
+    "test_gradients_are_those_of_the_reference",
+}
 
-def _models(r: Row) -> int:
-    """How many of its models a row is tried on in the default set: fewer where it is a variant of another row."""
-    return 2 if r is ROWS.get(r.method.name) else 1
+#: Contracts that take seconds for each method.
+_SLOW = {
+    "test_gradients_in_lower_precision_are_those_of_the_reference",
+    "test_no_copy_of_an_activation_is_kept_outside_of_tensors",
+}
+
+#: Contracts that depend on the path that a variant takes through its method.
+_OF_VARIANTS = {
+    *_OF_NETWORKS,
+    "test_the_class_keeps_the_contract",
+    "test_the_row_is_complete",
+    "test_settings_rebuild_the_method",
+    "test_nothing_hides_from_the_meter",
+    "test_off_is_plain_training_and_on_is_not",
+    "test_off_runs_the_methods_own_code",
+    "test_gradients_of_what_trains_are_the_plain_ones",
+    "test_output_is_unchanged_at_first_and_changed_after_training",
+    "test_gradients_are_near_the_plain_ones",
+    "test_steps_move_no_weights",
+    "test_state_travels_in_a_checkpoint",
+}
 
 
-class TestContracts(MethodContracts):
-    rows = {row: replace(r, models=r.models[: _models(r)]) for row, r in ROWS.items()}  # noqa: RUF012
-    conf = Path(__file__).resolve().parents[2] / "conf" / "method"
+def _on(models: slice, main: bool) -> dict[str, Row]:
+    """The main rows, or the variants, each with a part of its models."""
+    rows = {row: replace(r, models=r.models[models]) for row, r in ROWS.items() if (row in _MAIN) == main}
+    return {row: r for row, r in rows.items() if r.models}
+
+
+def _contracts() -> list[str]:
+    return [name for name in dir(MethodContracts) if name.startswith("test_")]
+
+
+class _Contracts(MethodContracts):
+    __test__ = False
 
     def precisions(self, row: str, name: str) -> tuple[str, ...]:
-        return ("bf16",) if name == self.rows[row].models[0] else ("fp32",)
+        return ("bf16",) if name == ROWS[row].models[0] else ("fp32",)
 
 
-_ON_OTHERS = {
-    row: replace(r, models=r.models[_models(r) :], refused={}) for row, r in ROWS.items() if r.models[_models(r) :]
-}
-#: One row of each method.
-_FIRST = set({r.method: row for row, r in reversed(_ON_OTHERS.items())}.values())
+class TestContracts(_Contracts):
+    """Each method in one row on one network."""
+
+    __test__ = True
+    rows = _on(slice(0, 1), main=True)
+    conf = Path(__file__).resolve().parents[2] / "conf" / "method"
+
+
+#: Variants whose parts other rows try: another precision, another choice of blocks, or two variants at once.
+_REPEATED = {
+    "lora_fa_attention", "repnet_places", "lbp_wht_zero", "back_razor_exact", "back_razor_both_published",
+    "checkpointing_bf16", "checkpointing_int4", "checkpointing_some", "tome_plain", "moe_published", "compact_kept",
+    "mesa_published",
+}  # fmt: skip
+_VARIANTS = _on(slice(0, 1), main=False)
 
 
 @pytest.mark.slow
-class TestContractsOnOtherModels(MethodContracts):
-    test_the_row_is_complete = None  # a part of a row is not
-    rows = {row: r for row, r in _ON_OTHERS.items() if row in _FIRST}  # noqa: RUF012
+class TestSlowContracts(_Contracts):
+    """Contracts that take seconds for each method."""
+
+    __test__ = True
+    rows = TestContracts.rows
+
+
+@pytest.mark.slow
+class TestContractsOfVariants(_Contracts):
+    """The variants on one network: what they compute, keep and leave, by different paths through the method."""
+
+    __test__ = True
+    rows = {row: r for row, r in _VARIANTS.items() if row not in _REPEATED}  # noqa: RUF012
 
 
 @pytest.mark.exhaustive
-class TestContractsOnOtherModelsWithOtherSettings(MethodContracts):
-    test_the_row_is_complete = None
-    rows = {row: r for row, r in _ON_OTHERS.items() if row not in _FIRST}  # noqa: RUF012
+class TestOtherContractsOfVariants(_Contracts):
+    """The variants on one network: contracts that the first row of the method shows."""
+
+    __test__ = True
+    rows = TestContractsOfVariants.rows
 
 
-class _InTheOtherPrecision(TestContracts):
-    __test__ = False
+@pytest.mark.exhaustive
+class TestContractsOfRepeatedVariants(_Contracts):
+    """The variants whose parts other rows try."""
+
+    __test__ = True
+    rows = {row: r for row, r in _VARIANTS.items() if row in _REPEATED}  # noqa: RUF012
+
+
+@pytest.mark.slow
+class TestContractsOnOtherNetworks(_Contracts):
+    """The first rows on a second network: the contracts that depend on the network."""
+
+    __test__ = True
+    rows = {row: replace(r, refused={}) for row, r in _on(slice(1, 2), main=True).items()}  # noqa: RUF012
+
+
+@pytest.mark.exhaustive
+class TestOtherContractsOnOtherNetworks(_Contracts):
+    """The first rows on further networks: contracts that the first network shows."""
+
+    __test__ = True
+    rows = {row: replace(r, refused={}) for row, r in _on(slice(1, None), main=True).items()}  # noqa: RUF012
+
+
+@pytest.mark.exhaustive
+class TestContractsOfVariantsOnOtherNetworks(_Contracts):
+    """The other rows on further networks."""
+
+    __test__ = True
+    rows = {row: replace(r, refused={}) for row, r in _on(slice(1, None), main=False).items()}  # noqa: RUF012
+
+
+for _name in _contracts():
+    if _name not in _OF_NETWORKS:
+        setattr(TestContractsOnOtherNetworks, _name, None)
+    setattr(TestContracts if _name in _SLOW else TestSlowContracts, _name, None)
+    setattr(TestOtherContractsOfVariants if _name in _OF_VARIANTS else TestContractsOfVariants, _name, None)
+for _class in (TestContractsOnOtherNetworks, TestOtherContractsOnOtherNetworks, TestContractsOfVariantsOnOtherNetworks):
+    _class.test_the_row_is_complete = None  # a part of a row is not
+
+
+class _InTheOtherPrecision(_Contracts):
+    rows = {**TestContracts.rows, **_VARIANTS}  # noqa: RUF012
 
     def precisions(self, row: str, name: str) -> tuple[str, ...]:
         return tuple({"fp32", "bf16"} - set(super().precisions(row, name)))
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("row", "name"), [(row, n) for row, r in TestContracts.rows.items() for n in r.models])
+@pytest.mark.parametrize(("row", "name"), [(row, n) for row, r in _InTheOtherPrecision.rows.items() for n in r.models])
 def test_nothing_hides_from_the_meter_in_the_other_precision(row: str, name: str) -> None:
     _InTheOtherPrecision().test_nothing_hides_from_the_meter(row, name)
 
@@ -87,7 +185,7 @@ def test_state_keys_tell_methods_and_settings_apart() -> None:
     assert len({m.state_key for m in methods}) == len(methods)
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", TestContracts.rows)
 def test_a_lightning_callback_carries_it(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, method = TestContracts().applied(row, ROWS[row].models[0])
     network, callback = SimpleNamespace(model=model), MethodCallback(method)
@@ -105,6 +203,7 @@ def test_a_lightning_callback_carries_it(row: str, monkeypatch: pytest.MonkeyPat
     assert calls == ["begin 7", "end", "begin 8", "end"]
 
 
+@pytest.mark.vary_one(slow=True)
 @pytest.mark.parametrize("row", ["lbp_wht", "lbp_dct"])
 @pytest.mark.parametrize("name", ["vit", "efficientformer", "swinv2"])
 def test_every_projected_layer_is_reached_and_costs_less(row: str, name: str) -> None:
@@ -175,6 +274,7 @@ def small(architecture: str) -> tuple[nn.Module, Tensor]:
 QUICK = {row: ROWS[row] for row in ("last_stage", "lora_all", "lbp_wht")}
 
 
+@pytest.mark.first(4, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", [*drawn(4), *(pytest.param(a, marks=pytest.mark.slow) for a in drawn(9)[4:])])
 def test_any_timm_model_is_worked_on_or_refused(architecture: str) -> None:

@@ -65,6 +65,7 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.parametrize("trains", ["all", "last stage", "biases"])
 def test_gradients_are_those_of_the_plain_model(network: nn.Module, trains: str) -> None:
     for name, p in network.named_parameters():

@@ -115,6 +115,7 @@ NAMED = {
 SMALLER = {"vit_tiny_patch16_224": {"img_size": 32, "patch_size": 4}, "swinv2_tiny_window8_256": {"img_size": 128}}
 
 
+@pytest.mark.vary_one
 @pytest.mark.parametrize("targets", ["attention", "all"])
 @pytest.mark.parametrize("architecture", NAMED)
 def test_the_named_layers_are_adapted_and_reached(architecture: str, targets: Targets) -> None:

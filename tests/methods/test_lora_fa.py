@@ -175,6 +175,7 @@ def test_a_layer_keeps_rank_values_per_position(name: str, layer: str, shape: An
     assert kept_bytes(plain.get_submodule(layer), x.clone()) >= x.numel() * 8
 
 
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "size"), [("deit_tiny_patch16_224", 224), ("resnet26", 64), ("convnext_atto", 64)]
@@ -227,6 +228,7 @@ def test_the_measurement_of_peft_on_resnet50_repeated() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ stacks
+@pytest.mark.vary_one(slow=True)
 @pytest.mark.parametrize(
     "other", [lambda: Checkpointing(), lambda: BackRazor(**EXACT)], ids=["checkpointing", "packed"]
 )

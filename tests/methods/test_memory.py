@@ -96,6 +96,7 @@ def test_what_each_form_keeps_of_a_block() -> None:
     assert kept(Checkpointing(input_dtype="int8")) == pytest.approx(d, rel=0.005)
 
 
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet18", "mobilenetv2_100"])
 def test_a_convolutional_network_keeps_nothing_dense(name: str) -> None:
@@ -122,6 +123,7 @@ def test_a_convolutional_network_keeps_nothing_dense(name: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ stacking
+@pytest.mark.vary_one(slow=True)
 @pytest.mark.parametrize("name", ["vit", "swinv2", "efficientformer"])
 @pytest.mark.parametrize("derive", [True, False])
 def test_low_rank_backward_packs_its_projected_input(name: str, derive: bool) -> None:
@@ -193,6 +195,7 @@ def test_what_changes_the_forward_pass_is_refused_with_low_rank_backward() -> No
 
 
 # ------------------------------------------------------------------------------------------------ the negative control
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["vit", "resnet"])
 def test_pruning_forward_too_changes_training_s_output_and_no_bytes(name: str) -> None:
@@ -209,6 +212,7 @@ def test_pruning_forward_too_changes_training_s_output_and_no_bytes(name: str) -
 
 
 # ------------------------------------------------------------------------------------------------ bad input
+@pytest.mark.slow
 def test_a_value_too_large_for_fp16_is_reported() -> None:
     for values in ("fp16", "bf16"):
         model, method = model_of("vit").float(), BackRazor(value_dtype=values)
@@ -316,6 +320,7 @@ def test_settings_out_of_range_name_themselves() -> None:
         Checkpointing(blocks=[4]).apply(MODELS["vit"].create())
 
 
+@pytest.mark.vary_one(slow=True)
 @pytest.mark.parametrize("selection", [None, BitFit, NormLast])
 @pytest.mark.parametrize("name", ["vit", "swinv2", "efficientformer", "resnet"])
 @pytest.mark.parametrize("method", [lambda: BackRazor(), lambda: BackRazor(**PUBLISHED), lambda: Mesa()])
@@ -426,6 +431,7 @@ def test_every_usual_normalization_is_packed() -> None:
         assert all("position network" in note for note in report.notes), report.notes
 
 
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["eva02_tiny_patch14_224", "vit_small_patch16_rope_224", "vit_tiny_patch16_224"])
 def test_rotary_embeddings_swiglu_and_rms_norm_are_packed(name: str) -> None:

@@ -160,6 +160,7 @@ FREEZING: list[Callable[[], Method]] = [
 ]
 
 
+@pytest.mark.vary_one
 @pytest.mark.parametrize("make", FREEZING, ids=lambda make: make().name)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_new_parts_train_and_are_reported(name: str, make: Callable[[], Method]) -> None:

@@ -45,6 +45,7 @@ RANGED = [
 ]
 
 
+@pytest.mark.vary_one(slow=True)
 @pytest.mark.parametrize("method", RANGED, ids=repr)
 @pytest.mark.parametrize("name", ["vit", "resnet"])
 def test_a_block_that_paused_has_the_ranges_of_its_own_tensors(method: Method, name: str) -> None:
@@ -91,6 +92,7 @@ def of_activations(state: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in state.get("of", {}).items() if "/" in k} or state.get("ranges", {}).get("by_name", {})
 
 
+@pytest.mark.vary_one
 @pytest.mark.parametrize(
     "method",
     [Mesa(), BackRazor(value_dtype="int8"), Checkpointing(input_dtype="int8"), SWAT(refresh_interval=1)],
@@ -118,6 +120,7 @@ def test_a_batch_that_is_not_finite_leaves_no_trace(method: Method, bad: float) 
 
 
 # ------------------------------------------------------------------------------------------------ noise
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.parametrize(
     "method",
     [Mesa(), BackRazor(value_dtype="int8"), LowBit(2, rounding="stochastic"), Checkpointing(input_dtype="int8")],
@@ -143,6 +146,7 @@ def test_rounding_leaves_torch_s_generator_to_dropout(method: Method) -> None:
     assert torch.equal(state_packed, state)
 
 
+@pytest.mark.first(1, "slow")
 @pytest.mark.parametrize("method", [Mesa(), LowBit(4, rounding="stochastic")], ids=repr)
 def test_noise_follows_from_seed_and_step_and_continues_from_a_checkpoint(method: Method) -> None:
     def run(steps: range, state: dict[str, Any] | None = None, seed: int = 1) -> tuple[list[Any], Any]:
@@ -176,6 +180,7 @@ POSITION_NETWORKS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.parametrize("name", POSITION_NETWORKS)
 def test_gradients_of_networks_of_positions_are_near_the_exact_ones(name: str) -> None:
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
 """Any two methods that can be stacked learn together: each pair fine-tunes a pretrained network, and each method alone.
 
-The network is pretrained on the digits 0 to 4 and fine-tuned on 5 to 9, real images of scikit-learn: a vision
-transformer, and for TinyTL, which serves no other, a network of inverted residuals.
+The network is pretrained on the digits 0 to 4 and fine-tuned on 5 to 9, which are real images. It is a vision
+transformer, and a network of inverted residuals for TinyTL, which supports no other network.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from efficient_ft.core.errors import UserError
+from efficient_ft.data.digits import load_digits
 from efficient_ft.methods import METHODS, Method, apply_methods, check_stack
 from efficient_ft.testing import CLASSES, MODELS
 from tests.methods.settings import ROWS
@@ -74,9 +74,9 @@ def _create(name: str, milder: dict[str, dict[str, float]] | None = None) -> Met
 @cache
 def _images(first: int, test: bool, size: int) -> tuple[Tensor, Tensor]:
     """The five classes from `first` on, as images (N, 3, size, size) and labels from 0; every fourth image tests."""
-    x, y = load_digits(return_X_y=True)
+    x, y = load_digits()
     of = (y >= first) & (y < first + CLASSES)
-    images = torch.tensor(x[of], dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1
+    images = torch.tensor(x[of], dtype=torch.float32)[:, None] / 8 - 1
     held_out = torch.arange(len(images)) % 4 == 0
     images = F.interpolate(images, size=size, mode="bilinear").expand(-1, 3, -1, -1)
     labels = torch.tensor(y[of] - first)
@@ -147,6 +147,7 @@ def test_most_pairs_can_be_stacked() -> None:
     assert len(PAIRS) > 120
 
 
+@pytest.mark.first(4, "exhaustive")
 @pytest.mark.parametrize(("one", "other"), sorted(REFUSED))
 def test_what_one_method_leaves_nothing_of_for_the_other_is_refused(one: str, other: str) -> None:
     assert (one, other) in STACKS

@@ -73,6 +73,7 @@ def by_hand(model: Any, x: Tensor, index_BK: Tensor) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------------ what is computed
+@pytest.mark.first(2, "slow")
 @pytest.mark.parametrize("form", FORMS)
 def test_output_and_gradients_are_those_of_the_tokens_picked_by_hand(form: str) -> None:
     model, plain = small_vit(form), small_vit(form)
@@ -199,6 +200,7 @@ TOKEN_METHODS = {
 }
 
 
+@pytest.mark.vary_one(slow=True)
 @pytest.mark.parametrize("first", [True, False], ids=["applied first", "applied last"])
 @pytest.mark.parametrize("other", TOKEN_METHODS.values(), ids=list(TOKEN_METHODS))
 def test_token_methods_work_on_what_is_left(other: Any, first: bool) -> None:
@@ -271,6 +273,7 @@ def test_a_model_that_drops_patches_already_is_refused() -> None:
         PatchDropout().apply(model)
 
 
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.parametrize(
     ("architecture", "message"),
     [

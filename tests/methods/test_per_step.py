@@ -47,6 +47,7 @@ KINDS: dict[str, Callable[[], LayersPerStep]] = {
 }
 
 
+@pytest.mark.vary_one
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_block_that_sits_out_keeps_its_weights_and_the_optimizer_s_state(kind: str, optimizer: str) -> None:
@@ -256,6 +257,7 @@ def _all_kinds(rank: int, world: int, kinds: list[str], folder: Path) -> None:
         trained_together(rank, world, kind, folder)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
     kinds = [*KINDS, "lora+alast"]

@@ -22,6 +22,7 @@ from tests.methods.by_hand import DEPTH, C, Fixed, H, N, backward_flops, saved_b
 MASKS = [[0], [1], [3], [1, 3], [0, 2], [2, 3], [0, 1, 2, 3]]
 
 
+@pytest.mark.vary_one(slow=True)
 @pytest.mark.parametrize("embeddings", [False, True])
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_what_a_step_executes_and_keeps_is_what_is_counted_by_hand(mask: list[int], embeddings: bool) -> None:

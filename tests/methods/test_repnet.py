@@ -224,6 +224,7 @@ def test_deit_costs_what_table_5_says() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ with others
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("select", [None, "last_stage"])
 def test_a_run_s_result_is_loaded_with_its_modules(select: str | None, tmp_path: Path) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+from functools import cache
+
 import pytest
 import timm
+from torch import nn
 
 from efficient_ft.core.context import set_context
 from efficient_ft.core.errors import UserError
@@ -47,10 +51,15 @@ def test_parts_left_are_counted_with_their_reasons() -> None:
     assert left({"fc": head, **costs}, "exact") == "; head and 9 layers exact (exact is cheaper)"
 
 
+@cache
+def _network(name: str) -> nn.Module:
+    return timm.create_model(name, num_classes=10)
+
+
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("name", list(METHODS))
 def test_every_method_reports_in_a_line(name: str, network: str) -> None:
-    model = timm.create_model(network, num_classes=10)
+    model = copy.deepcopy(_network(network))
     settings = {"blocks": [-2, -1]} if name == "blocks" else {}
     try:
         with set_context("short_reports", True):

@@ -104,6 +104,7 @@ def pooled(model: Any, x: Tensor, sizes: Tensor) -> Tensor:
     return (y + pool.mlp(pool.norm(y)))[:, 0]
 
 
+@pytest.mark.vary_one(slow=True)
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("proportional", [True, False])
 @pytest.mark.parametrize("form", FORMS)
@@ -268,6 +269,7 @@ def forward_macs(channels: int, r: int, depth: int = 12, patches: int = 196) -> 
     return macs
 
 
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "channels", "r", "published"),
@@ -316,6 +318,7 @@ def test_attention_stays_fused_and_merging_keeps_no_activation() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ with others
+@pytest.mark.vary_one(slow=True)
 @pytest.mark.parametrize(
     "other",
     [
@@ -459,6 +462,7 @@ def test_r_0_is_said_to_be_nothing() -> None:
     assert ToMe([4, 0, 4, 0]).apply(model_of("vit")).touched == ("blocks.0", "blocks.2")
 
 
+@pytest.mark.first(2, "exhaustive")
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -50,6 +50,7 @@ def test_with_blocks_that_are_the_identity_a_mean_is_that_of_all_patches(pooling
     torch.testing.assert_close(model(pictures()), plain, rtol=0, atol=1e-12)
 
 
+@pytest.mark.first(2, "slow")
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_merging_equal_patches_changes_no_pooling(pooling: str) -> None:
     """Three kinds of patches in unequal numbers: a merged token is equal to each token in it, in training too."""

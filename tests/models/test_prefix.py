@@ -60,6 +60,7 @@ def from_features(model: nn.Module, prefix: FrozenPrefix, x: Tensor) -> dict[str
         return gradients(model, placeholder)
 
 
+@pytest.mark.vary_one(slow=True)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("method", [LastStage, HeadOnly, lambda: Blocks([-2])], ids=["last_stage", "head", "blocks"])
 def test_gradients_from_stored_features_are_those_from_images_bit_for_bit(name: str, method: Callable[[], Any]) -> None:
@@ -94,6 +95,7 @@ def test_the_prefix_goes_as_far_as_nothing_trains(
     assert prefix.reason.endswith(" trains")
 
 
+@pytest.mark.first(1, "slow")
 @pytest.mark.parametrize(
     ("other", "end"),
     [(LowBit, "blocks.9"), (lambda: LoRA(rank=2), "blocks.9"), (lambda: ToMe(r=1), "norm_pre")],

@@ -83,6 +83,7 @@ def test_only_what_a_batch_norm_takes_directly_and_once_is_folded() -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.parametrize(
     ("name", "size", "at_least"),
     [("efficientformer_l1", 224, 20), ("efficientnet_lite0", 64, 40), ("resnet18", 64, 15), ("mobilevit_s", 64, 15)],

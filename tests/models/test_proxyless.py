@@ -80,6 +80,7 @@ def config(path, **changes) -> ModelConfig:
     return ModelConfig(**{"name": "proxyless_mobile", "weights": str(path), **changes})
 
 
+@pytest.mark.first(1, "slow")
 @pytest.mark.parametrize("form", ["as released", "wrapped in DataParallel", "old torch", "safetensors"])
 def test_the_released_weights_give_the_released_network_s_output(tmp_path, release, form):
     weights = release.state_dict()
@@ -111,6 +112,7 @@ def test_its_own_export_and_another_head_are_taken(tmp_path, release, caplog):
     torch.testing.assert_close(again.classifier.weight, model.classifier.weight)
 
 
+@pytest.mark.slow
 def test_files_that_do_not_fit_are_refused_with_names(tmp_path, release):
     weights = release.state_dict()
 

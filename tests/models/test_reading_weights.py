@@ -82,6 +82,7 @@ def shifted(weights: State) -> State:
 
 
 # ------------------------------------------------------------------------------------------------ keys and prefixes
+@pytest.mark.vary_one
 @pytest.mark.parametrize("prefix", PREFIXES)
 @pytest.mark.parametrize("nesting", NESTINGS)
 def test_weights_are_found(tmp_path: Path, weights: State, nesting: str, prefix: str) -> None:
@@ -111,6 +112,7 @@ def test_weights_are_found_under_any_name(
     assert report(model).loaded == 32
 
 
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.parametrize(
     "name",
     ["deit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "efficientnet_b0", "resnet18",
@@ -230,6 +232,7 @@ def state(name: str, **kwargs: Any) -> State:
     return timm.create_model(name, **kwargs).state_dict()
 
 
+@pytest.mark.first(3, "slow")
 @pytest.mark.parametrize(
     ("name", "other", "kwargs", "said"),
     [

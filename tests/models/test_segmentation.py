@@ -84,6 +84,7 @@ def test_segformer_as_methods_see_it(segformer: nn.Module) -> None:
     assert without["decode_head.classifier"] == "the head"
 
 
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.parametrize("name", ["unet", "deeplabv3", "deeplabv3plus", "fpn"])
 def test_networks_of_an_encoder_and_a_decoder_as_methods_see_them(name: str) -> None:
     model = factory.random_model(encoder_decoder(name), 5)
@@ -232,6 +233,8 @@ def test_an_encoder_without_some_of_its_weights_is_refused(tmp_path: Path, encod
         factory.create_model(made.model_copy(update={"weights": str(tmp_path / "part.safetensors")}), 4)
 
 
+@pytest.mark.first(1, "exhaustive")
+@pytest.mark.first(1, "slow")
 @pytest.mark.parametrize("made", [config(kwargs=SMALL), encoder_decoder()], ids=["segformer", "unet"])
 def test_weights_of_another_network_are_refused(tmp_path: Path, made: ModelConfig) -> None:
     save_file({"fc.weight": torch.zeros(2, 2)}, tmp_path / "w.safetensors")

@@ -22,6 +22,7 @@ def layouts(model: nn.Module, size=None) -> Counter:
     )
 
 
+@pytest.mark.first(3, "slow")
 @pytest.mark.parametrize(
     ("name", "kwargs", "expected"),
     [

@@ -72,6 +72,7 @@ def test_position_embeddings_are_resized(tmp_path):
     assert factory.input_of(small(image_size=(96, 128))).size == (96, 128)
 
 
+@pytest.mark.slow
 def test_original_jax_weights_of_the_vit_family(tmp_path):
     """The layout of the published .npz files: names and axes as in the original repository."""
     width, heads = 16, 2

@@ -15,6 +15,7 @@ from tests.planning.common import SETTINGS, configure
 pytestmark = pytest.mark.usefixtures("wide")
 
 
+@pytest.mark.vary_one(slow=True)
 @pytest.mark.parametrize("method", ["full", "[full,low_bit]", "[full,checkpointing]", "last_stage"])
 @pytest.mark.parametrize("optim", [(), ("optim.in_backward=true", "optim.grad_clip_norm=null")])
 def test_counts_are_those_of_a_run(method: str, optim: tuple[str, ...]) -> None:

@@ -118,6 +118,7 @@ def test_points_and_bars_of_methods(runs: Path) -> None:
     assert series(runs, "bsr/figure_5")["full"] == (["vit_digits"], [90])
 
 
+@pytest.mark.first(3, "slow")
 @pytest.mark.parametrize("name", sorted(set(FIGURES) - {"bsr/figure_4"}))
 def test_every_figure_is_written_with_its_data(runs: Path, tmp_path: Path, name: str) -> None:
     run_command("figure", [name, str(runs), "--out", str(tmp_path / "out")])

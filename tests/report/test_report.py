@@ -104,6 +104,7 @@ FIGURES = {
 }
 
 
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_the_figures_are_files_and_one_page_of_its_own(name, recorded, tmp_path, capsys):
@@ -134,6 +135,7 @@ def test_the_figures_are_files_and_one_page_of_its_own(name, recorded, tmp_path,
     assert ("drop no tokens" in shown) == (name == "full")
 
 
+@pytest.mark.slow
 def test_the_numbers_of_the_table_are_those_of_the_record(recorded):
     record = read(recorded("alast"))
     rows = Rows(recorded("alast") / "step_stats.jsonl").read()

@@ -13,13 +13,20 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from efficient_ft.config import Config
 from efficient_ft.core.input_spec import IGNORED
-from efficient_ft.selftest.runs import with_changes
 from efficient_ft.training.output import checkpoint
+from tests.promises.children import prepare_environment, run_child
+from tests.promises.runs import after_step, in_processes, with_changes
+from tests.promises.runs import metrics as rows_of
+from tests.promises.runs import require_same_run as assert_same_run
+
+__all__ = [
+    "assert_same_run", "interrupted_at", "killed_at", "killed_process", "method_states", "plain_config", "rows_of",
+    "run_by_torchrun", "run_in_processes", "uneven_batches",
+]  # fmt: skip
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -73,30 +80,6 @@ def plain_config(**changes: Any) -> dict[str, Any]:
     return with_changes(plain, **changes)
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """Metrics without wall time."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
-
-
-def assert_same_run(a: Path, b: Path, steps: bool = True) -> None:
-    """Bit for bit: last weights, best weights, metrics of epochs and (`steps`) within them, optimizer state."""
-    one, other = checkpoint.read(a / checkpoint.NAME), checkpoint.read(b / checkpoint.NAME)
-    assert one["state_dict"].keys() == other["state_dict"].keys()
-    for name, value in one["state_dict"].items():
-        assert torch.equal(value, other["state_dict"][name]), name
-    best, other_best = load_file(a / "model.safetensors"), load_file(b / "model.safetensors")
-    assert best.keys() == other_best.keys()
-    for name, value in best.items():
-        assert torch.equal(value, other_best[name]), name
-    states = (one["optimizer_states"][0]["state"], other["optimizer_states"][0]["state"])
-    assert states[0].keys() == states[1].keys()
-    for key, state in states[0].items():
-        assert all(torch.equal(value, states[1][key][name]) for name, value in state.items())
-    rows = [[row for row in rows_of(folder) if steps or "train_loss_epoch" in row] for folder in (a, b)]
-    assert rows[0] == rows[1]
-
-
 def method_states(folder: Path) -> dict[str, dict[str, Any]]:
     """The methods' state in the checkpoint of `folder`, by the method's name."""
     held = checkpoint.read(folder / checkpoint.NAME)["callbacks"].get("MethodCallback", {})
@@ -124,12 +107,22 @@ def interrupted_at(step: int, config: Config, folder: Path, number: signal.Signa
 
 def killed_at(step: int, plain: dict[str, Any], folder: Path) -> None:
     """Run in a process that is killed after optimizer step `step`."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(plain), str(folder), str(step)],
-        capture_output=True, text=True, cwd=REPOSITORY,
-    )  # fmt: skip
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    prepare_environment()
+    done = run_child(_train, plain, folder, step, output=folder.with_name(f"{folder.name}.log"))
+    assert done.status == -signal.SIGKILL, done.printed
     assert not (folder / "results.json").exists()
+
+
+def _train(plain: dict[str, Any], folder: Path, at: int = 0) -> None:
+    """Run `plain`; SIGKILL after optimizer step `at` (0: never). To be called in a child."""
+    from efficient_ft.config import check
+    from efficient_ft.training.callbacks import recorder
+    from efficient_ft.training.run import run
+
+    recorder.RECORD_EVERY, recorder.STEP_CHECKPOINT_SECONDS = 4, 0.0 if at else 600.0
+    if at:
+        after_step(at, lambda: signal.raise_signal(signal.SIGKILL))
+    run(check(plain), folder)
 
 
 def killed_process(
@@ -146,15 +139,9 @@ def killed_process(
 
 
 def run_in_processes(plain: dict[str, Any], folder: Path) -> None:
-    """Run in a process of its own, which starts the other ones of DDP."""
-    file = folder.with_name(f"{folder.name}.py")
-    file.write_text(SCRIPT)
-    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(
-        [sys.executable, str(file), json.dumps(plain), str(folder), "0"],
-        capture_output=True, text=True, timeout=600, env=env,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    """Run in as many processes as `plain` asks for."""
+    prepare_environment()
+    in_processes(plain["trainer"].get("devices", 1), _train, plain, folder, output=folder)
 
 
 def run_by_torchrun(plain: dict[str, Any], folder: Path, nodes: int = 2) -> list[subprocess.CompletedProcess[str]]:

@@ -91,6 +91,7 @@ def test_the_rejection_names_the_evaluation_batch_that_would_fit(
     assert "data.eval_batch_size=16 would fit; or efficient-ft plan" in text
 
 
+@pytest.mark.slow
 def test_the_rejection_names_workers_and_the_image_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     _predicting(monkeypatch, lambda config: {"reading training batches": 10**13 * (config.data.num_workers == 0)})
     assert "data.num_workers=1 would fit" in _rejected(tmp_path)
@@ -152,6 +153,7 @@ def test_every_phase_can_be_the_largest() -> None:
     assert replace(plain, resumed=True).phases("system").keys() - changes.keys() == {"loading the weights"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_run_with_texts_and_one_with_masks_have_budgets(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
@@ -169,6 +171,7 @@ def test_a_run_with_texts_and_one_with_masks_have_budgets(tmp_path: Path) -> Non
         assert memory["predicted_peak_bytes"] > memory["before_model_bytes"]
 
 
+@pytest.mark.slow
 def test_workers_are_printed_and_count_in_the_container(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -279,6 +282,7 @@ def test_without_a_budget_nothing_is_watched() -> None:
         assert not any(thread.name == "memory budget" for thread in threading.enumerate())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process")
 def test_the_limits_of_the_process_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(budget, "process_limit_bytes", lambda: resident_bytes() + 2**20)

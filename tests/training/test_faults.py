@@ -47,7 +47,7 @@ except UserError as error:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_full_disk_is_one_sentence_and_loses_nothing(tmp_path: Path) -> None:
     folder, plain = tmp_path / "run", plain_config(trainer__max_steps=8)
     done = subprocess.run(

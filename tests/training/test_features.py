@@ -82,6 +82,7 @@ def test_with_a_view_for_every_epoch_in_fp32_a_run_is_the_one_without_bit_for_bi
     assert again["totals"]["flops"] < results["totals"]["flops"] == plain["totals"]["flops"]
 
 
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp16", "int8"])
 def test_later_epochs_read_what_the_first_ones_stored(
@@ -217,6 +218,7 @@ def test_a_disk_without_room_is_refused(
     assert not stores(tmp_path)
 
 
+@pytest.mark.first(2, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "reason"),
@@ -259,6 +261,7 @@ def test_settings_of_stored_features_name_another_run_only_where_they_are_on(sma
 
 
 # ------------------------------------------------------------------------------------------------ forms of the prefix
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", ["off", "on"])
 def test_a_form_of_the_prefix_is_used_and_recorded(tmp_path: Path, small: Callable[..., Config], cache: str) -> None:

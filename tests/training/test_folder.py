@@ -105,6 +105,7 @@ sys.exit(status)
 """
 
 
+@pytest.mark.exhaustive
 def test_a_kill_while_resume_never_moves_a_run_away_never_splits_it(tmp_path, finished):
     old = {f.name: f.read_bytes() for f in finished[0].iterdir() if f.name != ".lock"}
     command = [sys.executable, "-c", _KILLED, str(finished[0]), str(tmp_path)]

@@ -175,8 +175,9 @@ def test_class_names_do_not_reach_the_terminal_as_they_are(
 @pytest.fixture
 def digit(tmp_path: Path) -> Path:
     from PIL import Image
-    from sklearn.datasets import load_digits
+
+    from efficient_ft.data.digits import load_digits
 
     file = tmp_path / "digit.png"
-    Image.fromarray((load_digits().images[3] * 15).astype(np.uint8)).convert("RGB").save(file)
+    Image.fromarray((load_digits()[0][3] * 15).astype(np.uint8)).convert("RGB").save(file)
     return file

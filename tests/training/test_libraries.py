@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -47,3 +48,17 @@ def test_each_is_measured_once_in_a_new_process() -> None:
     assert peft > 10 * 2**20
     assert both == numba + peft
     assert again < 2 * 2**20, "loaded before"
+
+
+@pytest.mark.slow
+def test_the_default_job_loads_no_library_of_other_methods(tmp_path: Path) -> None:
+    words = ["trainer.max_steps=1", "trainer.accelerator=cpu", "cost.baseline=none", "cost.steps=1"]
+    code = (
+        "import sys\n"
+        "from efficient_ft.cli.main import main\n"
+        f"sys.argv[1:] = {[*words, f'hydra.run.dir={tmp_path}']}\n"
+        "main()\n"
+        "print(sorted({'peft', 'numba', 'sklearn', 'bitsandbytes', 'torchao'} & set(sys.modules)))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[-1] == "[]"

@@ -84,6 +84,7 @@ def validation_labels():
     return open_images(config, factory.input_of(config.model)).eval_loader("val").dataset.labels.tolist()
 
 
+@pytest.mark.first(1, "slow")
 @pytest.mark.parametrize(("given", "steps"), [(None, list(range(1, 23))), (5, [5, 10, 15, 20])])
 def test_the_interval_of_rows(tmp_path, configuration, without_cost, given, steps):
     run(configuration(logger={"name": "none", "every_n_steps": given}), tmp_path)

@@ -113,6 +113,7 @@ def texts(folder: Path) -> list[str]:
 SHORT = ["trainer.max_steps=3", "trainer.accelerator=cpu", "data.num_workers=0", "data.batch_size=4", "cost.steps=1"]
 
 
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [None, 80, 120])
 def test_the_default_job(tmp_path: Path, width: int | None) -> None:
@@ -137,8 +138,10 @@ def test_the_default_job(tmp_path: Path, width: int | None) -> None:
     assert "LD_PRELOAD" not in text
 
 
+@pytest.mark.first(1, "exhaustive", of="width")
+@pytest.mark.first(2, "exhaustive", of="kind")
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [None, 80])
+@pytest.mark.parametrize("width", [80, None])
 @pytest.mark.parametrize("kind", [images, masks, texts])
 def test_other_kinds_of_runs(tmp_path: Path, kind: object, width: int | None) -> None:
     arguments = kind(tmp_path)  # type: ignore[operator]

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from sklearn.datasets import load_digits
 
 from efficient_ft.cli.commands import predict as command
 from efficient_ft.core.format import format_percent
 from efficient_ft.core.text import display_width
 from efficient_ft.data import Transform, read_image
+from efficient_ft.data.digits import load_digits
 from efficient_ft.task import TASKS
 from efficient_ft.training.kinds.base import Prediction, Predictions
 from efficient_ft.training.kinds.classes import Confusions, probabilities
@@ -32,7 +32,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "predict.py"
 @pytest.fixture
 def digits(tmp_path: Path) -> Path:
     """Two digits as image files in a folder, one below the other, and a text file."""
-    images = load_digits().images
+    images, _ = load_digits()
     for i, name in enumerate(("a.png", "deeper/b.jpg")):
         file = tmp_path / "digits" / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -70,11 +70,11 @@ def test_classes_and_probabilities_of_files_and_folders(finished, digits, capsys
 @pytest.fixture
 def labelled(tmp_path: Path) -> Path:
     """Sixty digits in folders named after their classes, and one in no such folder."""
-    data = load_digits()
+    images, labels = load_digits()
     for i in range(61):
-        file = tmp_path / "labelled" / (str(data.target[i]) if i < 60 else "other") / f"{i}.png"
+        file = tmp_path / "labelled" / (str(labels[i]) if i < 60 else "other") / f"{i}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray((data.images[i] * 15).astype(np.uint8)).convert("RGB").save(file)
+        Image.fromarray((images[i] * 15).astype(np.uint8)).convert("RGB").save(file)
     return tmp_path / "labelled"
 
 

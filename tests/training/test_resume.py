@@ -28,6 +28,7 @@ PER_STEP = {
 }
 
 
+@pytest.mark.exhaustive
 def test_killed_in_the_middle_of_an_epoch_it_continues_bit_for_bit(tmp_path, configuration, finished):
     broken = tmp_path / "broken"
     killed_at(18, plain_config(), broken)
@@ -36,7 +37,7 @@ def test_killed_in_the_middle_of_an_epoch_it_continues_bit_for_bit(tmp_path, con
     assert_same_run(broken, finished[0])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ctrl_c_leaves_a_checkpoint_and_the_command_continues(tmp_path, configuration, finished, capsys):
     folder = tmp_path / "run"
     config = configuration()
@@ -46,7 +47,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_the_command_continues(tmp_path, configur
     assert_same_run(folder, finished[0])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_sigterm_leaves_a_checkpoint_and_has_its_own_status(tmp_path, configuration, finished):
     folder, config = tmp_path / "run", configuration()
     with pytest.raises(TerminatedRun) as stopped:
@@ -111,6 +112,7 @@ def test_per_step_choices_continue(name, tmp_path, configuration):
         assert len(state["top"]) == 1
 
 
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "optim",
@@ -148,7 +150,7 @@ def test_stepping_in_backward_trains_as_an_ordinary_run(tmp_path, configuration)
 
 
 # ---------------------------------------------------------------------------------------------- damaged checkpoints
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_truncated_checkpoint_falls_back_to_the_previous_one(tmp_path, configuration, finished, caplog, monkeypatch):
     monkeypatch.setattr("efficient_ft.training.callbacks.recorder.EPOCH_CHECKPOINT_SECONDS", 0.0)
     folder = tmp_path / "run"

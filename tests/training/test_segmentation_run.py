@@ -93,6 +93,7 @@ def test_a_run_learns_and_records_its_scores(trained: tuple[Path, Config, dict[s
     assert all("val_accuracy" not in row for row in rows)
 
 
+@pytest.mark.slow
 def test_the_best_weights_are_evaluated_as_in_the_training(trained: tuple[Path, Config, dict[str, Any]]) -> None:
     folder, _, results = trained
     found = evaluate(folder)
@@ -145,6 +146,7 @@ def test_masks_of_new_images_have_the_ids_of_the_training_masks(
 _COLORS = np.array([[0, 0, 0], [255, 0, 0], [9, 9, 9], [0, 0, 255]], dtype=np.uint8)
 
 
+@pytest.mark.first(1, "slow")
 @pytest.mark.parametrize(
     ("values", "masks", "mode"),
     [
@@ -237,7 +239,7 @@ def test_weights_are_those_of_the_plain_network(trained: tuple[Path, Config, dic
     assert torch.equal(plain.eval()(x), loaded.model(x))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_interrupted_run_continues_as_if_it_had_not_stopped(
     segmentation: Callable[..., Config], tmp_path: Path, without_cost: None
 ) -> None:
@@ -248,6 +250,7 @@ def test_an_interrupted_run_continues_as_if_it_had_not_stopped(
     assert_same_run(tmp_path / "straight", tmp_path / "stopped")
 
 
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["lbp_wht", "back_razor", "low_bit", "checkpointing", "lora", "bitfit"])
 def test_methods_train_a_segmentation_network(

@@ -105,6 +105,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[nn.Module, Te
     return batches
 
 
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.parametrize("name", METHODS)
 def test_the_record_is_what_one_finds_by_hand(name, tmp_path, configuration, taken):
     config = configuration(
@@ -156,7 +157,9 @@ def test_the_record_is_what_one_finds_by_hand(name, tmp_path, configuration, tak
 
 # ---------------------------------------------------------------------------------------------- changes nothing
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["alast", *(pytest.param(n, marks=pytest.mark.slow) for n in METHODS if n != "alast")])
+@pytest.mark.parametrize(
+    "name", ["alast", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in METHODS if n != "alast")]
+)
 def test_a_recorded_run_is_the_same_run_and_continues(name, tmp_path, configuration):
     """Dropout and drop path on. What was recorded after the checkpoint's step comes again, once."""
     changes = {

@@ -100,6 +100,7 @@ def test_a_run_learns_and_records_its_accuracy(trained: tuple[Path, Config, dict
     assert results["totals"]["images"] == 12 * 102
 
 
+@pytest.mark.slow
 def test_the_best_weights_are_evaluated_without_the_folder_of_the_network(
     trained: tuple[Path, Config, dict[str, Any]], place: Path, tmp_path: Path
 ) -> None:
@@ -174,6 +175,7 @@ def test_the_file_is_one_of_transformers_weights(trained: tuple[Path, Config, di
         factory.create_model(again, 2)  # of another width
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_an_interrupted_run_continues_as_if_it_had_not_stopped(text_run: Callable[..., Config], tmp_path: Path) -> None:
     config = text_run(trainer__epochs=3)
@@ -183,6 +185,7 @@ def test_an_interrupted_run_continues_as_if_it_had_not_stopped(text_run: Callabl
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
+@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["back_razor", "low_bit", "checkpointing", "lora", "bitfit", "last_stage", "lisa"])
 def test_methods_train_a_text_classifier(text_run: Callable[..., Config], tmp_path: Path, method: str) -> None:

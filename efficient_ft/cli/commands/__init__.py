@@ -24,7 +24,7 @@ COMMANDS = {
     "study": "efficient_ft.cli.commands.study",
     "bench": "efficient_ft.cli.commands.bench",
     "gradient-error": "efficient_ft.cli.commands.gradient_error",
-    "selftest": "efficient_ft.selftest.command",
+    "selftest": "efficient_ft.cli.commands.selftest",
 }
 
 

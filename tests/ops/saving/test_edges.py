@@ -178,6 +178,7 @@ def test_a_part_that_runs_twice_has_names_for_both_calls() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ non-finite values
+@pytest.mark.vary_one
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("packer", [EightBits(), Sparse(0.5, eight_bits=True), GroupBits(4), Half(torch.bfloat16)])

@@ -112,6 +112,7 @@ EMPTY: list = [
 ]
 
 
+@pytest.mark.vary_one
 @pytest.mark.parametrize("packer", [Sparse(0.5), EightBits(), Dense()], ids=repr)
 @pytest.mark.parametrize("name", ["softmax", "normalize"])
 def test_a_forward_pass_without_a_backward_pass_frees_its_memory(name, packer):

@@ -40,6 +40,7 @@ def by_hand(x: np.ndarray, bits: int, length: int) -> tuple[np.ndarray, np.ndarr
     return np.concatenate(codes), np.array(lows), np.array(steps)
 
 
+@pytest.mark.vary_one
 @pytest.mark.parametrize("bits", groups.BITS)
 @pytest.mark.parametrize("n", [1, 7, 64, 200, 1000])
 def test_what_comes_back_is_minimum_plus_steps(n, bits):
@@ -158,6 +159,7 @@ def assert_kernels_equal_reference(x: Tensor, bits: int, group: int, seed: Tenso
     assert_same_bits(back, groups.group_unpack_reference(*found, x.numel(), bits).to(x.dtype))
 
 
+@pytest.mark.vary_one
 @needs_numba
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group", GROUPS)
@@ -183,7 +185,7 @@ def test_cpu_kernels_equal_the_reference_on_special_values(bits):
 
 @pytest.mark.slow
 @needs_numba
-@settings(max_examples=60)
+@settings(max_examples=15)
 @given(
     shape=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     order=st.randoms(use_true_random=False),

@@ -67,7 +67,7 @@ def test_sparse_form_of_any_shape(rows, inner, kind, dtype, sparsity, exact, see
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=12)
 @given(**ANY_SPARSE)
 def test_sparse_form_of_many_shapes(rows, inner, kind, dtype, sparsity, exact, seed):
     assert_same_packing(data(kind, (rows, *inner), dtype, seed).to(DEVICE), sparsity, exact)
@@ -76,6 +76,7 @@ def test_sparse_form_of_many_shapes(rows, inner, kind, dtype, sparsity, exact, s
 LONG = ((4096, 0.5), (4097, 0.5), (12291, 0.8), (12288, 0.1), (9001, 0.99), (5000, 0.0))
 
 
+@pytest.mark.first(2, "slow")
 @pytest.mark.parametrize(
     ("kind", "dtype", "exact", "n", "sparsity"),
     [
@@ -93,9 +94,9 @@ def test_sparse_form_of_rows_longer_than_a_subsample_and_a_tile(kind, dtype, exa
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kind", "exact"),  # every pair of two of them is slow, the other half of the combinations exhaustive
+    ("dtype", "kind", "exact"),  # a sixth of the combinations is slow
     [
-        pytest.param(*case, marks=pytest.mark.exhaustive if sum(at) % 2 else pytest.mark.slow)
+        pytest.param(*case, marks=pytest.mark.exhaustive if sum(at) % 6 else pytest.mark.slow)
         for at, case in zip(product(range(3), range(6), range(2)), product(DTYPES, KINDS, [True, False]), strict=True)
     ],
 )
@@ -143,7 +144,7 @@ def test_eight_bits(shape, dtype, seed):
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=10)
 @given(**ANY_EIGHT_BITS)
 def test_eight_bits_of_many_shapes(shape, dtype, seed):
     assert_same_eight_bits(torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype), seed)
@@ -225,7 +226,7 @@ def test_groups_equal_the_reference(bits):
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=12)
 @given(
     n=st.integers(1, 3000),
     scale=st.sampled_from([1.0, 1e-7, 1e-30, 1e5]),  # not below float32's normal numbers: a process may flush those

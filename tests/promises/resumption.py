@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 
-from efficient_ft.selftest.children import returned, run_child
-from efficient_ft.selftest.methods import method_cases
-from efficient_ft.selftest.runs import configuration, require_same_run, train, write_images
-from efficient_ft.selftest.trial import Trial, require
 from efficient_ft.training.output import checkpoint
+from tests.promises.children import returned, run_child
+from tests.promises.methods import method_cases
+from tests.promises.runs import configuration, require_same_run, train, write_images
+from tests.promises.trial import Trial, require
 
-#: By where a run of two epochs of 3 steps is killed: the interruption, its number, and the step of the last checkpoint.
+#: The interruption of a run of two epochs of 3 steps, its number, and the step of the last checkpoint, by place.
 _PLACES = {"at the end of an epoch": ("epoch", 1, 3), "in the middle of an epoch": ("SIGKILL", 5, 4)}
 
 
 def trials(long: bool) -> Iterator[Trial]:
-    """Yield a trial for every method, place in the epoch and number of worker processes; short: one for each method."""
+    """Yield a trial for every method, place in the epoch and number of workers (short: one per method)."""
     forms = list(product(_PLACES, (0, 2)))
     for number, case in enumerate(method_cases(long)):
         for place, workers in forms if long else [forms[(0, 2, 0, 2, 1, 0, 2, 3)[number % 8]]]:
@@ -43,7 +43,7 @@ def _replace(images: Path) -> None:
     (images / "3" / "07.png").write_bytes((images / "3" / "08.png").read_bytes())
 
 
-#: Changes of a data set between the beginning of a run and its continuation, with a name of the message.
+#: Changes of a data set before a run continues, and the file that the message names.
 _CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "class folders 0 and 1 exchanged": (_exchange, "0/00.png"),
     "a byte of a file edited": (_edit, "2/05.png"),
@@ -52,7 +52,7 @@ _CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 def _changed(folder: Path, change: str) -> None:
-    """Kill a run, change its data, and continue it: refused, with nothing written; restored, it continues."""
+    """Change the data of a killed run: the run is rejected. Restore the data: the run continues."""
     images, run = folder / "images", folder / "run"
     write_images(images)
     shutil.copytree(images, folder / "copy", copy_function=shutil.copyfile)  # without the dates of files
@@ -76,7 +76,7 @@ def _changed(folder: Path, change: str) -> None:
 
 
 def _continued(folder: Path, case: str, place: str, workers: int) -> None:
-    """Kill a run after the checkpoint of a step, continue it, and compare it with a run without interruption."""
+    """Kill a run after a checkpoint, continue it, and compare it with an uninterrupted run."""
     write_images(folder / "images")
     plain = configuration(folder / "images", case, data__num_workers=workers)
     interruption, at, saved = _PLACES[place]

@@ -1,7 +1,7 @@
 """Processes that trials start, interrupt and kill.
 
-A child is forked from a server process that has imported the libraries and run nothing, which takes a tenth of a second
-instead of the seconds that the imports take. Each is the leader of its own process group.
+A server process imports the libraries once, and each child is forked from it. A fork takes a tenth of a second; the
+imports take seconds. Each child is the leader of its process group.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from efficient_ft.core.format import format_seconds
-from efficient_ft.selftest.trial import BrokenPromiseError
+from tests.promises.trial import BrokenPromiseError
 
-#: One thread each: trials run next to each other, and sums in another order would be other numbers.
+#: Each process uses one thread, because trials run in parallel and the order of sums depends on the threads.
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -34,10 +35,11 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "WANDB_MODE": "offline",
 }
-#: A child that takes longer has failed its trial.
+_ROOT = Path(__file__).resolve().parents[2]
+#: Time limit of a child in seconds.
 SECONDS = 300.0
-#: To be held where a process is started or its status is read: at each start multiprocessing reads the status of every
-#: process that has ended, and of two threads that read one the second gets 255.
+#: Lock for starting a process and reading its status. At each start multiprocessing reads the status of all processes
+#: that have ended; if two threads read the same status, the second one gets 255.
 _STATUS = threading.Lock()
 
 
@@ -46,9 +48,9 @@ class Ended:
     """A child that has ended.
 
     Attributes:
-        status: its exit status; negative: the signal that killed it.
-        value: what its function returned; None if it did not return.
-        printed: its standard output and error.
+        status: exit status, or the negative number of the signal that killed the child.
+        value: returned value; None if the function did not return.
+        printed: standard output and error.
     """
 
     status: int
@@ -57,12 +59,12 @@ class Ended:
 
     @property
     def said(self) -> str:
-        """The last message it printed; continued lines, which are indented, are joined."""
+        """The last printed message. Continued lines, which are indented, are joined."""
         return self.unwrapped.strip().rpartition("\n")[2]
 
     @property
     def unwrapped(self) -> str:
-        """Its output with continued lines joined."""
+        """The printed text with continued lines joined."""
         return re.sub(r"\n {2,}(?=\S)", " ", self.printed)
 
 
@@ -70,10 +72,10 @@ class Child:
     """A process that calls a function.
 
     Args:
-        function: of a module; called with `arguments`.
-        arguments: of types that can be pickled.
-        output: a new file for what it prints.
-        environment: variables added to those of this process; its threads are one by default.
+        function: function of a module.
+        arguments: arguments of the function; they are pickled.
+        output: new file for the printed text.
+        environment: additional environment variables.
     """
 
     def __init__(
@@ -100,43 +102,43 @@ class Child:
 
     @property
     def runs(self) -> bool:
-        """Whether it has not ended."""
+        """True until the process ends."""
         with _STATUS:
             return self.process.is_alive()
 
     @property
     def succeeded(self) -> bool:
-        """Whether it has ended with status 0."""
+        """True if the process has ended with status 0."""
         return not self.runs and self.process.exitcode == 0
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process, if it still runs."""
+        """Send a signal to the process if it is running."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
     def signal_group(self, number: int) -> None:
-        """Send a signal to the process and to all that it started, as a terminal or a scheduler does."""
+        """Send a signal to the process and to all processes that it started, like a terminal or a scheduler."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
     def ended(self, seconds: float = SECONDS) -> Ended:
-        """Wait for its end.
+        """Wait until the process ends.
 
         Raises:
-            BrokenPromiseError: it runs longer than `seconds`; it is killed.
+            BrokenPromiseError: if it runs longer than `seconds`. The process is killed.
         """
         value = None
         end = time.monotonic() + seconds
         try:
-            # After a kill, processes that it has started may hold the other end of the pipe open.
+            # After a kill, processes that the child has started may keep the pipe open.
             wait([self._receiver, self.process.sentinel], seconds)
             if self._receiver.poll():
                 value = self._receiver.recv()
-        except EOFError:  # it ended without a value
+        except EOFError:  # the child ended without a value
             pass
         wait([self.process.sentinel], max(0.0, end - time.monotonic()))
         alive = self.runs
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # with all that it started
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # and all processes that it started
             os.killpg(self.pid, signal.SIGKILL)
         wait([self.process.sentinel])
         with _STATUS:
@@ -158,17 +160,17 @@ def run_child(
     environment: Mapping[str, str] | None = None,
     seconds: float = SECONDS,
 ) -> Ended:
-    """Call `function` in a process and wait for its end; see `Child`."""
+    """Call `function` in a child and wait until it ends; see `Child`."""
     return Child(function, *arguments, output=output, environment=environment).ended(seconds)
 
 
 def returned(
     function: Callable[..., Any], *arguments: Any, output: Path, environment: Mapping[str, str] | None = None
 ) -> Any:
-    """Return what `function` returns in a process.
+    """Call `function` in a child and return its value.
 
     Raises:
-        BrokenPromiseError: it did not return.
+        BrokenPromiseError: if the function does not return.
     """
     done = run_child(function, *arguments, output=output, environment=environment)
     if done.status != 0:
@@ -177,7 +179,7 @@ def returned(
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = SECONDS) -> bool:
-    """Wait until `holds()`; False: it did not within `seconds`."""
+    """Wait until `holds()` is true; return False if it is not within `seconds`."""
     end = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > end:
@@ -190,18 +192,22 @@ def _context() -> Any:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["efficient_ft.selftest.preloaded"])
+    context.set_forkserver_preload(["tests.promises.preloaded"])
     return context
 
 
 def prepare_environment() -> None:
-    """Set the variables that children inherit; call it before the first child."""
+    """Set the variables that children inherit, and start the server. Call it before the first child."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if "forkserver" in multiprocessing.get_all_start_methods():
+        _context()
+        with contextlib.chdir(_ROOT):  # the server imports what it preloads from its current folder
+            forkserver.ensure_running()
 
 
 def _end_with_the_server() -> None:
-    """Let the system kill this process when the server ends, which it does with the process that it serves (Linux)."""
+    """Let the system kill this process when the server ends (Linux). The server ends with the main process."""
     if sys.platform == "linux":
         import ctypes
 
@@ -219,7 +225,7 @@ def _main(
         os.setsid()
     _end_with_the_server()
     os.environ.update(environment)
-    # As in a program of its own: a child would start the workers of a data loader from a server of their own.
+    # Workers of a data loader are forked, as in a program that was started alone, and not started from a server.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for standard in (1, 2):

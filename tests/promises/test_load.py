@@ -9,7 +9,7 @@ import pytest
 
 from efficient_ft.config import check
 from efficient_ft.core.errors import UserError
-from efficient_ft.selftest import load
+from tests.promises import load
 from tests.record.some import some_results
 from tests.training.runs import REPOSITORY, plain_config
 
@@ -42,13 +42,3 @@ def test_images_are_spread_over_classes(tmp_path: Path) -> None:
 def test_a_run_that_fails_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"ended with status 2: .*optim\.lr must be"):
         load.many_steps(tmp_path, 1000, ["method=full", "optim.lr=no"])
-
-
-@pytest.mark.slow
-def test_files_and_steps_are_measured(tmp_path: Path) -> None:
-    found = load.million_files(tmp_path, files=300)
-    assert found["peak_bytes"] > 10**8
-    assert not (tmp_path / "images").exists()
-    grown = load.many_steps(tmp_path, steps=2000)
-    assert abs(grown["bytes"]) < 50 * 2**20
-    assert (grown["handles"], grown["processes"]) == (0, 0)

@@ -10,13 +10,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from efficient_ft.cli.commands import selftest
 from efficient_ft.core.errors import UserError
 from efficient_ft.methods import METHODS
-from efficient_ft.selftest import command, promises
-from efficient_ft.selftest.methods import method_cases, methods_of
-from efficient_ft.selftest.runs import require_close, require_same_run
-from efficient_ft.selftest.trial import BrokenPromiseError, Promise, Trial, require
 from efficient_ft.training.output import checkpoint
+from tests.promises import promises
+from tests.promises.methods import method_cases, methods_of
+from tests.promises.runs import require_close, require_same_run
+from tests.promises.trial import BrokenPromiseError, Promise, Trial, require
 
 
 def _holds(folder: Path, value: float) -> dict[str, float]:
@@ -44,7 +45,7 @@ def two_promises(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("two_promises")
 def test_trials_are_counted_and_measured_by_promise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "record.json"
-    assert command.main(["--json", str(file)]) == 0
+    assert selftest.main(["--json", str(file)]) == 0
     assert "4 trials, 0 failed" in capsys.readouterr().out
     record = json.loads(file.read_text())
     assert record["form"] == "short"
@@ -56,7 +57,7 @@ def test_trials_are_counted_and_measured_by_promise(tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize("jobs", ["0", "two"])
 def test_a_number_of_jobs_that_cannot_be_used_is_refused(jobs: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        command.main(["--jobs", jobs])
+        selftest.main(["--jobs", jobs])
     assert f"argument --jobs: must be an integer >= 1, got {jobs}" in capsys.readouterr().err
 
 
@@ -65,16 +66,16 @@ def test_a_broken_promise_is_named_and_the_others_stay_in_the_record(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "record.json"
-    assert command.main(["--long", "1", "--json", str(file)]) == 1
-    assert command.main(["--long", "2", "--json", str(file)]) == 1
+    assert selftest.main(["--long", "1", "--json", str(file)]) == 1
+    assert selftest.main(["--long", "2", "--json", str(file)]) == 1
     printed = capsys.readouterr()
     assert "3 trials, 1 failed" in printed.out
     assert "Promise 2, three:\nBrokenPromiseError: it was lost" in printed.err
     record = json.loads(file.read_text())["promises"]
     assert record["1"]["trials"] == 3
     assert [one["name"] for one in record["2"]["failed"]] == ["three"]
-    with pytest.raises(UserError, match="something else than the record of a short selftest"):
-        command.main(["1", "--json", str(file)])
+    with pytest.raises(UserError, match="is not the record of a short selftest"):
+        selftest.main(["1", "--json", str(file)])
 
 
 def test_the_record_is_written_promise_by_promise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,10 +88,10 @@ def test_the_record_is_written_promise_by_promise(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(promises, "PROMISES", made)
     file = tmp_path / "record.json"
     with pytest.raises(KeyboardInterrupt):
-        command.main(["--json", str(file)])
+        selftest.main(["--json", str(file)])
     assert json.loads(file.read_text())["promises"].keys() == {"1"}
     with pytest.raises(FileExistsError):
-        command.main(["2", "--json", str(file / "below_a_file")])
+        selftest.main(["2", "--json", str(file / "below_a_file")])
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,15 @@ def test_the_record_is_written_promise_by_promise(tmp_path: Path, monkeypatch: p
 )
 def test_mistakes_are_one_message(arguments: list[str], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        command.main(arguments)
+        selftest.main(arguments)
+
+
+def test_without_a_checkout_the_message_names_the_place_of_the_trials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selftest, "_ROOT", tmp_path)
+    with pytest.raises(UserError, match=r"They are in tests/promises of the repository: .* `efficient-ft selftest`"):
+        selftest.main(["1"])
 
 
 def test_every_method_is_tried() -> None:

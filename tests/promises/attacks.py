@@ -1,4 +1,4 @@
-"""Promise 7: files and names that others choose lead nowhere else."""
+"""Promise 7: files and names from others do not lead to other files."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from efficient_ft.selftest.children import returned, run_child
-from efficient_ft.selftest.runs import arguments, program, reading, write_images
-from efficient_ft.selftest.trial import Trial, require
+from tests.promises.children import returned, run_child
+from tests.promises.runs import arguments, program, reading, write_images
+from tests.promises.trial import Trial, require
 
-#: Names under which links wait in a run folder: files of a run, of Hydra and of reports, and former temporary names.
+#: Names of links in a run folder: files of a run, of Hydra and of reports, and earlier temporary names.
 _LINKS = (
     "config.yaml.tmp", "results.json", ".hydra/config.yaml", "train.log", "metrics.jsonl", "metrics.csv",
     "checkpoint.ckpt.tmp", "model.safetensors", "run_id", ".lock", "report/report.html", "report/report.html.tmp",
     ".hydra/hydra.yaml", ".hydra/overrides.yaml", "checkpoint.ckpt.prev", "images.tmp", "metrics.jsonl.tmp", ".hydra",
     "report", "config.yaml", "checkpoint.ckpt", "results.json.tmp", "images", "run_id.tmp", "metrics.csv.tmp",
 )  # fmt: skip
-#: Settings with which a configuration would name code, with MARK for the file that it creates.
+#: Settings that name code. MARK stands for the file that the code creates.
 _CODE = (
     "+hydra.callbacks.a={_target_:builtins.open,file:MARK,mode:w}",
     "hydra.job_logging.handlers.console.class=os.system",
@@ -35,7 +35,7 @@ _CODE = (
 
 
 def trials(long: bool) -> Iterator[Trial]:
-    """Yield links, settings, lists, names and folders of weights that lead out of where they belong."""
+    """Yield trials with links, settings, lists, names and folders of weights that point to other files or code."""
     for number in range(0, len(_LINKS) if long else 5, 5):
         yield Trial(f"links in a run folder: {', '.join(_LINKS[number : number + 5])}", _links, (number, long))
     yield Trial("settings that name code", _code)
@@ -46,7 +46,7 @@ def trials(long: bool) -> Iterator[Trial]:
 
 
 def _links(folder: Path, start: int, long: bool) -> None:
-    """Let a run start, continue and be read in a folder with a link to a file of the user."""
+    """Start, continue and read a run in a folder with a link to a file of the user."""
     write_images(folder / "images")
     command = arguments(folder / "images", folder / "given", "trainer.max_steps=2")
     returned(program, command, output=folder / "given.log")
@@ -72,7 +72,7 @@ def _links(folder: Path, start: int, long: bool) -> None:
 
 
 def _code(folder: Path) -> None:
-    """Name code in settings."""
+    """Start runs whose settings name code."""
     write_images(folder / "images")
     for number, setting in enumerate(_CODE):
         given = setting.replace("MARK", str(folder / "MARK"))
@@ -85,7 +85,7 @@ def _code(folder: Path) -> None:
 
 
 def _list(folder: Path) -> None:
-    """Train on a list of CUB-200-2011 that names an image above its folder."""
+    """Train on a list of CUB-200-2011 that names an image outside of its folder."""
     write_images(folder / "images")
     root = folder / "data" / "CUB_200_2011"
     shutil.copytree(folder / "images", root / "images")
@@ -105,13 +105,13 @@ def _list(folder: Path) -> None:
         settings = ("data=cub200", f"data.root={folder / 'data'}", "trainer.max_steps=1")
         command = arguments(folder / "images", folder / f"run_{number}", *settings)
         done = run_child(program, command, output=folder / f"{number}.log")
-        wanted = 0 if number == 0 else 2  # the first list is intact
+        wanted = 0 if number == 0 else 2  # the first list is valid
         require(done.status == wanted, f"{path}: status {done.status}\n{done.printed[-2000:]}")
         require(number == 0 or "a file outside of this folder" in done.unwrapped, done.printed[-2000:])
 
 
 def _names(folder: Path) -> None:
-    """Collect runs in folders with names that a spreadsheet or a terminal would obey."""
+    """Collect runs in folders whose names are formulas of a spreadsheet or escape sequences of a terminal."""
     write_images(folder / "images")
     odd = ("=HYPERLINK(1)", "+1+2", "-2+3", "@SUM(1)", "a\x1b[2Jb", "<script>")
     command = arguments(folder / "images", folder / "runs" / odd[0], "trainer.max_steps=1")
@@ -120,7 +120,7 @@ def _names(folder: Path) -> None:
     results = json.loads((folder / "runs" / odd[0] / "results.json").read_text(encoding="utf-8"))
     for number, name in enumerate(odd[1:]):
         shutil.copytree(folder / "runs" / odd[0], folder / "runs" / name)
-        results["totals"]["seconds"] += 1 + number  # otherwise they are copies of one run
+        results["totals"]["seconds"] += 1 + number  # runs with equal results are copies of one run
         (folder / "runs" / name / "results.json").write_text(json.dumps(results), encoding="utf-8")
     for form in ("csv", "text", "markdown", "json"):
         words = ["collect", str(folder / "runs"), "--runs", "--form", form]
@@ -133,7 +133,7 @@ def _names(folder: Path) -> None:
 
 
 def _folder_of_weights(folder: Path) -> None:
-    """Load a text classifier whose config.json names a kernel of the hub and classes."""
+    """Load a text classifier whose config.json names classes and a kernel of the hub."""
     returned(_load, folder, output=folder / "load.log")
 
 

@@ -14,13 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from efficient_ft.selftest.children import Child, returned, run_child, wait_until
-from efficient_ft.selftest.runs import arguments, program, reading, write_images
-from efficient_ft.selftest.trial import Trial, require
+from tests.promises.children import Child, returned, run_child, wait_until
+from tests.promises.runs import arguments, program, reading, write_images
+from tests.promises.trial import Trial, require
 
-#: Inputs of one trial.
+#: Number of inputs of one trial.
 _AT_ONCE = 10
-#: Address space of a process in addition to what it has, and the seconds that it may take.
+#: Additional memory of a process in bytes, and its time limit in seconds.
 _ROOM, _SECONDS = 6 * 2**30, 60.0
 _RUN_FILES = (
     "config.yaml",
@@ -34,7 +34,7 @@ _RUN_FILES = (
 
 
 def trials(long: bool) -> Iterator[Trial]:
-    """Yield random command lines, and broken data folders, run folders, weights and records."""
+    """Yield trials with random command lines, and with broken data folders, run folders, weights and records."""
     for start in range(0, 2000 if long else 30, _AT_ONCE):
         yield Trial(f"command lines {start + 1} to {start + _AT_ONCE}", _command_lines, (start,))
     for name in _STREAMS if os.path.exists("/dev/full") else ():
@@ -45,7 +45,7 @@ def trials(long: bool) -> Iterator[Trial]:
             yield Trial(f"broken {kind}: numbers {start + 1} to {start + 5}", function, (start,))
 
 
-#: By name: the standard streams that are closed, or the one that is full, and the status of a command that works.
+#: Numbers of the closed or full standard streams, True if they are full, and the expected status, by name.
 _STREAMS = {
     "closed standard output": ((1,), False, 0),
     "closed standard error": ((2,), False, 0),
@@ -56,13 +56,13 @@ _STREAMS = {
 
 
 def _streams(folder: Path, name: str) -> None:
-    """Run each command that reads a run, and one that trains, with closed or full streams."""
+    """Run every command that reads a run, and a training, with closed or full streams."""
     numbers, full, status = _STREAMS[name]
     write_images(folder / "images")
     run = folder / "runs" / "run"
     returned(program, arguments(folder / "images", run, "trainer.max_steps=2"), output=folder / "trained.log")
     commands = reading(folder / "images", run, folder / "report")
-    figure = commands.pop("figure")  # needs two runs, and is rejected with any streams
+    figure = commands.pop("figure")  # needs two runs, so it is rejected with any streams
     commands["train"] = arguments(folder / "images", folder / "runs" / "other", "trainer.max_steps=1")
     done = run_child(_with_streams, figure, numbers, full, output=folder / "figure.log")
     shown = f"figure: status {done.status}\n{done.printed[-3000:]}"
@@ -76,7 +76,7 @@ def _streams(folder: Path, name: str) -> None:
 
 
 def _with_streams(words: list[str], numbers: Sequence[int], full: bool) -> None:
-    """Run the program without some of its standard streams, or with full ones. For a child."""
+    """Run the program with closed or full standard streams. To be called in a child."""
     for number in numbers:
         if full:
             os.dup2(os.open("/dev/full", os.O_WRONLY), number)
@@ -87,15 +87,15 @@ def _with_streams(words: list[str], numbers: Sequence[int], full: bool) -> None:
 
 
 def _require_one_message(words: list[str], output: Path, may_train: bool = False) -> int:
-    """Run the program; require that it ends well or with one message; return its status.
+    """Run the program, require that it ends normally or with one message, and return its status.
 
     Args:
-        words: the command line.
-        output: a new file for what it prints.
-        may_train: the command line may ask for a training that takes longer than a minute. Then it is asked to stop.
+        words: command line.
+        output: new file for the printed text.
+        may_train: True if the command may train for longer than a minute. Such a command is asked to stop.
 
     Raises:
-        BrokenPromiseError: it ends in any other way, or does not end.
+        BrokenPromiseError: if the program ends in a different way, or does not end.
     """
     child = Child(program, words, _ROOM, output=output)
     stopped = not wait_until(lambda: not child.runs, _SECONDS) and may_train
@@ -104,14 +104,14 @@ def _require_one_message(words: list[str], output: Path, may_train: bool = False
     done = child.ended(_SECONDS)
     shown = f"{' '.join(words)}\nstatus {done.status}\n{done.printed[-3000:]}"
     require(done.status in ((0, 143) if stopped else (0, 2)), shown)
-    # Neither a traceback, nor what Hydra puts before a message, nor a configuration as text.
+    # A traceback, a line that Hydra prints before a message, or a configuration as text.
     for sign in ("Traceback", "Error executing job", "'model': {'name'", '"model": {"name"', "set HYDRA_FULL_ERROR"):
         require(sign not in done.printed, shown)
     return done.status
 
 
 # ---------------------------------------------------------------------------------------------- command lines
-#: Arguments that make sense alone, and not always together.
+#: Arguments that are valid alone, but not always together.
 _SENSIBLE = (
     "optim=sgd", "optim.lr=0.1", "optim.weight_decay=0.1", "optim.in_backward=true", "optim.state_bits=8",
     "optim.layer_decay=0.7", "optim.grad_clip_norm=null", "optim.schedule=constant", "trainer.grad_accum_steps=2",
@@ -127,7 +127,7 @@ _SENSIBLE = (
 )  # fmt: skip
 
 
-#: Settings of Hydra's folders, which a run does not have, and values that are none.
+#: Settings of Hydra's folders, and values that are not folders.
 _FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
 _NO_FOLDERS = ("", "null", "${nope}", "${oc.env:NOT_THERE}", "${x:}", "/dev/null", "/dev/null/run", "/proc/x", "[1]",
                "{a:1}", "\udcff", "x" * 5000)  # fmt: skip
@@ -156,7 +156,7 @@ def _setting_names() -> list[str]:
 
 
 def _argument(chance: random.Random, keys: list[str]) -> str:
-    """Return a random argument: a setting with a value that it may or may not have, a typing error, or worse."""
+    """Return a random argument: a setting with a valid or invalid value, a typing error, or a malformed text."""
     key = chance.choice(keys)
     form = chance.random()
     if form < 0.03:
@@ -191,7 +191,7 @@ def _value(chance: random.Random) -> str:
 
 # ---------------------------------------------------------------------------------------------- broken files
 def _break(file: Path, chance: random.Random) -> str:
-    """Damage a file in one of many ways; return which."""
+    """Damage a file in a random way, and return the name of the way."""
     content = file.read_bytes() if file.is_file() else b"{}"
     ways = ["empty", "cut off", "flipped bits", "noise", "a folder", "absent", "doubled", "text", "numbers", "a link"]
     way = chance.choice(ways)
@@ -226,7 +226,7 @@ def _break(file: Path, chance: random.Random) -> str:
 
 
 def _data_folder(folder: Path, start: int) -> dict[str, float]:
-    """Damage images, and the folders they are in."""
+    """Damage images and their folders."""
     refused = 0
     for number in range(start, start + 5):
         chance = random.Random(number)
@@ -265,7 +265,7 @@ def _finished(folder: Path) -> Path:
 
 
 def _read(folder: Path, run: Path, name: str) -> int:
-    """Read a run folder with every command that does; return how many refuse it."""
+    """Read a run folder with every command that reads runs; return the number of commands that reject it."""
     commands = reading(folder / "images", run, folder / f"report_{name}")
     refused = 0
     for command, words in commands.items():
@@ -274,7 +274,7 @@ def _read(folder: Path, run: Path, name: str) -> int:
 
 
 def _run_folder(folder: Path, start: int) -> dict[str, float]:
-    """Damage files of a run folder; for half of the inputs the run has not finished."""
+    """Damage files of a run folder. In half of the inputs the run has not finished."""
     given, refused = _finished(folder), 0
     for number in range(start, start + 5):
         chance = random.Random(1000 + number)
@@ -289,7 +289,7 @@ def _run_folder(folder: Path, start: int) -> dict[str, float]:
 
 
 def _weights(folder: Path, start: int) -> dict[str, float]:
-    """Start from damaged weights, in each of their forms."""
+    """Start runs from damaged weights in all file formats."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -323,7 +323,7 @@ def _weights(folder: Path, start: int) -> dict[str, float]:
 
 
 def _records(folder: Path, start: int) -> dict[str, float]:
-    """Change entries of results.json: other types, none, more."""
+    """Remove entries of results.json, or replace them by values of other types."""
     given, refused = _finished(folder), 0
     results = json.loads((given / "results.json").read_text())
     for number in range(start, start + 5):

@@ -12,28 +12,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from efficient_ft.selftest.children import Child, returned, run_child
-from efficient_ft.selftest.methods import method_cases
-from efficient_ft.selftest.runs import SAVED_AFTER, STEPS, configuration, require_same_run, train, write_images
-from efficient_ft.selftest.trial import Trial, require
 from efficient_ft.training.output import checkpoint
+from tests.promises.children import Child, returned, run_child
+from tests.promises.methods import method_cases
+from tests.promises.runs import SAVED_AFTER, STEPS, configuration, require_same_run, train, write_images
+from tests.promises.trial import Trial, require
 
-#: Words of cases that the short form tries too: methods with modules, choices or thresholds of their own.
+#: Cases that the short form tries too: methods with additional modules, choices or thresholds.
 _ALSO_SHORT = {"bsr", "bsr_moe", "lhe", "swat", "lora", "lora_fa", "tinytl", "repnet", "stack"}
-#: A second form of a method, which compiles for most of a minute in every process: one event in the long form as well.
+#: A case that compiles for most of a minute in every process. The long form tries one event of it.
 _COMPILES = "low_bit auto"
-#: Trials into which the file events of a run are divided.
+#: Number of trials that share the file events of a run.
 _PARTS = 4
 
 
 def trials(long: bool) -> Iterator[Trial]:
-    """Yield the trials: kills at file events, at random moments, within a write; faults of the disk; damage."""
+    """Yield kills at file events, at random moments and within a write; disk faults; and damaged checkpoints."""
     cases = method_cases(long)
     for number, case in enumerate(cases):
         if case == "full" or (long and case != _COMPILES):
             for part in range(_PARTS):
                 yield Trial(f"kill at file events, {case}, part {part + 1} of {_PARTS}", _at_events, (case, part))
-        elif long or set(case.split()) & _ALSO_SHORT:  # one event each, another one for each method
+        elif long or set(case.split()) & _ALSO_SHORT:  # one event per method, a different one for each
             yield Trial(f"kill at a file event, {case}", _at_events, (case, None, number))
     moments = 200 if long else 20
     chance = random.Random(0)
@@ -52,7 +52,7 @@ def trials(long: bool) -> Iterator[Trial]:
 
 
 def _started(folder: Path, case: str = "full") -> tuple[dict[str, Any], Path, list[str]]:
-    """Return the configuration of a run, the folder of one without interruption, and its file events."""
+    """Return the configuration of a run, the folder of the uninterrupted run, and its file events."""
     write_images(folder / "images")
     plain = configuration(folder / "images", case)
     events = returned(train, plain, folder / "straight", "events", output=folder / "straight.log")
@@ -60,30 +60,33 @@ def _started(folder: Path, case: str = "full") -> tuple[dict[str, Any], Path, li
 
 
 def _continue(plain: dict[str, Any], run: Path, straight: Path) -> None:
-    """Require that the same command ends the run in `run`, with the same outcome as `straight`."""
+    """Continue the run in `run`, and require the outcome of the uninterrupted run in `straight`."""
     returned(train, plain, run, output=run.with_name(f"{run.name}_continued.log"))
     require_same_run(run, straight)
 
 
 def _at_events(folder: Path, case: str, part: int | None, one: int = 0) -> dict[str, float]:
-    """Kill a run before file events: `part` of them, or the one that the number `one` chooses."""
-    plain, straight, events = _started(folder, case)
+    """Continue a run from the files that SIGKILL before file events leaves: `part` of the events, or event `one`."""
+    write_images(folder / "images")
+    plain = configuration(folder / "images", case)
+    straight, copies = folder / "straight", folder / "straight_copies"
+    events = returned(train, plain, straight, "copies", output=folder / "straight.log")
     numbers = range(part + 1, len(events) + 1, _PARTS) if part is not None else [19 + one % (len(events) - 19)]
     for number in numbers:
         run = folder / f"killed_{number}"
-        done = run_child(train, plain, run, "event", number, output=folder / f"killed_{number}.log")
-        what = f"event {number} ({events[number - 1]})"
-        require(done.status == -signal.SIGKILL, f"{what} was not reached: status {done.status}\n{done.printed}")
+        if (copies / str(number)).is_dir():  # else the run folder did not exist yet
+            (copies / str(number)).rename(run)
         saved = sum(_saves(event) for event in events[: number - 1])
         if saved:
             step = checkpoint.read(run / checkpoint.NAME)["global_step"]
+            what = f"event {number} ({events[number - 1]})"
             require(step == SAVED_AFTER[saved - 1], f"{what}: the checkpoint is of step {step}")
         _continue(plain, run, straight)
     return {"kills": len(numbers)}
 
 
 def _at_moment(folder: Path, case: str, share: float) -> dict[str, float]:
-    """Kill a run after a share of the time that a run without interruption takes."""
+    """Kill a run after a share of the time of an uninterrupted run."""
     begun = time.monotonic()
     plain, straight, _ = _started(folder, case)
     seconds = share * (time.monotonic() - begun)
@@ -97,12 +100,12 @@ def _at_moment(folder: Path, case: str, share: float) -> dict[str, float]:
 
 
 def _saves(event: str) -> bool:
-    """Whether a file event is the rename of a new checkpoint from its temporary folder."""
+    """Return True if a file event renames a new checkpoint from its temporary folder."""
     return event.startswith("rename ") and event.endswith(f".tmp/{checkpoint.NAME}")
 
 
 def _moved_away(folder: Path, part: int) -> dict[str, float]:
-    """Kill a run with resume=never before its first file events: the earlier run is always whole, in one folder."""
+    """Kill a run with resume=never before its first file events. The earlier run stays complete in one folder."""
     plain, straight, _ = _started(folder)
     again = {**plain, "resume": "never"}
     before = _contents(straight)
@@ -125,12 +128,12 @@ def _moved_away(folder: Path, part: int) -> dict[str, float]:
 
 
 def _contents(run: Path) -> dict[str, bytes]:
-    """The bytes of the files of a run, by name."""
+    """Return the contents of the files of a run, by name."""
     return {file.name: file.read_bytes() for file in run.iterdir() if file.is_file() and file.name != ".lock"}
 
 
 def _within_a_write(folder: Path, size: int) -> None:
-    """Kill a run within a write: the system does it when a file becomes longer than `size` bytes."""
+    """Kill a run within a write. The system kills it when a file becomes longer than `size` bytes."""
     plain, straight, _ = _started(folder)
     done = run_child(train, plain, folder / "killed", "write", size, output=folder / "killed.log")
     require(done.status == -signal.SIGXFSZ, f"no write was so long: status {done.status}\n{done.printed}")
@@ -140,11 +143,11 @@ def _within_a_write(folder: Path, size: int) -> None:
 
 
 def _full_disk(folder: Path) -> dict[str, float]:
-    """Let the disk be full in the middle of a run; then there is room again."""
+    """Fill the disk in the middle of a run, free it, and continue."""
     plain, straight, _ = _started(folder)
     with _small_disk(folder / "disk") as real:
         run = folder / "disk" / "run"
-        if real:  # room for one checkpoint, not for the previous one as well
+        if real:  # space for one checkpoint, but not for two
             taken = sum(file.stat().st_size for file in straight.iterdir())
             (folder / "disk" / "filled").write_bytes(bytes(max(0, 2**20 - int(0.8 * taken))))
         done = run_child(train, plain, run, *(() if real else ("full", 2000)), output=folder / "full.log")
@@ -163,7 +166,7 @@ def _full_disk(folder: Path) -> dict[str, float]:
 
 @contextmanager
 def _small_disk(at: Path) -> Iterator[bool]:
-    """Mount a file system of 1 MiB at `at`; False where only root may: it is a folder."""
+    """Mount a file system of 1 MiB at `at`; yield False, and use a folder, if only root may mount."""
     at.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(at)]
     try:
@@ -178,7 +181,7 @@ def _small_disk(at: Path) -> Iterator[bool]:
 
 
 def _other_tmpdir(folder: Path) -> dict[str, float]:
-    """Kill a run whose temporary files would be on another file system, where there is one to write to."""
+    """Kill a run whose $TMPDIR is on another file system, if there is one."""
     elsewhere = Path("/dev/shm")
     other = elsewhere.is_dir() and elsewhere.stat().st_dev != folder.stat().st_dev
     environment = {"TMPDIR": str(elsewhere)} if other else {}
@@ -194,7 +197,7 @@ def _other_tmpdir(folder: Path) -> dict[str, float]:
 
 
 def _cut_off(folder: Path, share: float) -> None:
-    """Cut off the last checkpoint of a killed run: the one before continues."""
+    """Truncate the last checkpoint of a killed run. The run continues from the previous one."""
     plain, straight, _ = _started(folder)
     run = folder / "killed"
     done = run_child(train, plain, run, "SIGKILL", STEPS - 1, output=folder / "killed.log")

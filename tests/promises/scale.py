@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from efficient_ft.core.format import format_bytes, format_seconds
-from efficient_ft.selftest import load
-from efficient_ft.selftest.children import returned
-from efficient_ft.selftest.runs import configuration, train, write_images
-from efficient_ft.selftest.trial import Trial, require
+from tests.promises import load
+from tests.promises.children import returned
+from tests.promises.runs import configuration, train, write_images
+from tests.promises.trial import Trial, require
 
-#: Most seconds and bytes for a million files, and most seconds for a thousand runs.
+#: Limits of seconds and bytes for a million files, and of seconds for a thousand runs.
 _FILES_SECONDS, _FILES_BYTES, _COLLECT_SECONDS = 60.0, 2**30, 5.0
-#: Most bytes by which a process may grow in as many steps as are tried.
+#: Limit of the growth of a process in bytes.
 _GROWTH_BYTES = 16 * 2**20
-#: Methods with a state, tried for fewer steps, with settings that the smallest network needs.
+#: Methods with a state, which run for fewer steps, with the settings that the smallest network needs.
 _WITH_STATE: dict[str, tuple[str, ...]] = {
     "alast": ("model.kwargs.depth=2", "method.alast.num_layers=1"),
     "mesa": (),
@@ -25,7 +25,7 @@ _WITH_STATE: dict[str, tuple[str, ...]] = {
 
 
 def trials(long: bool) -> Iterator[Trial]:
-    """Yield a data set of many files, a folder of many runs, and runs of many steps; each runs alone."""
+    """Yield trials with many files, with many runs and with many steps. Each runs alone."""
     yield Trial("many files", _files, (1_000_000 if long else 20_000,), alone=True)
     yield Trial("many runs", _runs, (1000 if long else 100,), alone=True)
     yield Trial("many steps", _steps, (100_000 if long else 1_500, "full"), alone=True)
@@ -51,7 +51,7 @@ def _runs(folder: Path, runs: int) -> dict[str, float]:
 
 
 def _steps(folder: Path, steps: int, method: str, settings: tuple[str, ...] = ()) -> dict[str, float]:
-    """Train for many steps; nothing may grow."""
+    """Train for many steps, and require that memory, handles and processes do not grow."""
     measured = load.many_steps(folder, steps, (f"method={method}", *settings))
     require(measured["handles"] <= 0, f"{measured['handles']:.0f} files stay open")
     require(measured["processes"] <= 0, f"{measured['processes']:.0f} processes are left")

@@ -13,10 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from efficient_ft.selftest.children import Child, prepare_environment, returned, run_child, wait_until
-from efficient_ft.selftest.trial import BrokenPromiseError
+from tests.promises.children import Child, prepare_environment, returned, run_child, wait_until
+from tests.promises.trial import BrokenPromiseError
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="forks processes")
+pytestmark = [
+    pytest.mark.slow,  # the server imports every library
+    pytest.mark.skipif(sys.platform == "win32", reason="forks processes"),
+]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,43 +1,39 @@
-"""Promise 3: two processes are the same as one."""
+"""Promise 3: two processes equal one process."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import json
-import os
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.utilities.rank_zero import rank_zero_only
+from tests.promises.children import returned
+from tests.promises.methods import method_cases
+from tests.promises.runs import configuration, in_processes, largest_difference, require_close, train, write_images
+from tests.promises.trial import Trial, require
 
-from efficient_ft.selftest.children import SECONDS, Child, returned, wait_until
-from efficient_ft.selftest.methods import method_cases
-from efficient_ft.selftest.runs import configuration, largest_difference, require_close, train, write_images
-from efficient_ft.selftest.trial import Trial, require
-
-#: Changes of the settings of a case with which nothing in it is random, and no loss is of a process's own tokens.
+#: Changes of settings that remove random choices, and losses over the tokens of a single process.
 _QUIET: dict[str, dict[str, dict[str, Any]]] = {
     "lora": {"lora": {"dropout": 0.0}},
     "moe": {"moe": {"aux_loss_coef": 0.0}},
     "bsr_moe": {"bsr_moe": {"aux_loss_coef": 0.0}},
     "low_bit": {"low_bit": {"rounding": "nearest"}},
 }
-#: Methods that draw tokens for each image: the processes draw others than one process does.
+#: Methods that draw tokens for each image: two processes draw different tokens than one process.
 _RANDOM = ("patch_dropout",)
-#: Cases in which a range, a threshold, a group or a choice is of the half batch that a process has. There two processes
-#: differ from one by roundings of the same size, of which each has its own.
+#: Cases in which a range, a threshold, a group or a choice depends on the half batch of a process. Two processes then
+#: differ from one process by rounding errors of the same size.
 _OF_THE_HALF = ("lbp_wht lhe", "back_razor int8", "checkpointing int8", "mesa", "low_bit", "low_bit auto", "swat")
-#: Learning rates of networks whose random weights amplify roundings.
+#: Learning rates of networks whose random weights amplify rounding errors.
 _LR = {"tinytl": 1e-6}
-#: fp32: sums over a batch are taken in another order.
+#: Tolerances in fp32, where the order of sums over a batch differs.
 _RTOL, _ATOL = 1e-4, 1e-5
 
 
 def trials(long: bool) -> Iterator[Trial]:
-    """Yield a trial for every method, and one of a strategy that is refused; long: with an uneven last batch too."""
+    """Yield a trial for every method (long: also with an uneven last batch), and one of a repeated run."""
     for case in method_cases(long):
         for uneven in (False, True) if long else (False,):
             yield Trial(f"{case}{', an uneven last batch' if uneven else ''}", _as_one, (case, uneven))
@@ -45,7 +41,7 @@ def trials(long: bool) -> Iterator[Trial]:
 
 
 def _as_one(folder: Path, case: str, uneven: bool) -> dict[str, float]:
-    """Train in two processes on half a batch each, and in one on whole batches."""
+    """Train in two processes on half a batch each, and in one process on whole batches."""
     write_images(folder / "images")
     if uneven:  # an odd number of training images
         (folder / "images" / "0" / "00.png").unlink()
@@ -89,38 +85,18 @@ def _again(folder: Path) -> None:
 
 
 def _trained_in_two(folder: Path, plain: dict[str, Any], name: str) -> list[str]:
-    """Run `plain` in two processes, on half of its batch size each; return the digests of their weights."""
+    """Run `plain` in two processes with half of its batch size; return the digests of their weights."""
     plain = copy.deepcopy(plain)
     plain["data"]["batch_size"] //= 2
     plain["trainer"]["devices"] = 2
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0", "WORLD_SIZE": "2"}
-    children = [
-        Child(
-            _train_and_digest,
-            plain,
-            folder / name,
-            output=folder / f"{name}_{rank}.log",
-            environment={**group, "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]
-    wait_until(lambda: not all(child.runs for child in children))
-    # One that fails leaves the other in a collective call.
-    done = [child.ended(SECONDS if all(one.runs or one.succeeded for one in children) else 10.0) for child in children]
-    for rank, one in enumerate(done):
-        require(one.status == 0, f"process {rank}: status {one.status}\n{one.printed[-2000:]}")
-    return [one.value for one in done]
+    digests: list[str] = in_processes(2, _train_and_digest, plain, folder / name, output=folder / name)
+    return digests
 
 
 def _train_and_digest(plain: dict[str, Any], folder: Path) -> str:
     """Run `plain` and return a digest of the weights of this process."""
     from efficient_ft.training.callbacks.recorder import Recorder
 
-    rank_zero: Any = rank_zero_only
-    rank_zero.rank = int(os.environ["LOCAL_RANK"])  # Lightning reads it when it is imported
     digest = hashlib.sha256()
 
     def ended(self: Recorder, trainer: Any, module: Any) -> None:

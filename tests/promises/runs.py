@@ -1,10 +1,12 @@
-"""The small runs of trials: their configuration, how they are interrupted, and how two are compared."""
+"""Small runs: their configuration, interruptions, and comparisons."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,34 +17,36 @@ from safetensors.torch import load_file
 
 from efficient_ft.cli.hydra.rows import merged
 from efficient_ft.config import check
-from efficient_ft.selftest.methods import methods_of, network_of
-from efficient_ft.selftest.trial import require
 from efficient_ft.training import finish as training_finish
 from efficient_ft.training import run as training_run
 from efficient_ft.training.callbacks import recorder
 from efficient_ft.training.output import checkpoint, export
+from tests.promises.children import SECONDS, Child, wait_until
+from tests.promises.methods import methods_of, network_of
+from tests.promises.trial import require
 
 #: Optimizer steps of a run: two epochs.
 STEPS = 6
-#: A checkpoint is written after every second step, and at the end of an epoch: after steps …
+#: A checkpoint is written after every second step and at the end of each epoch, so after these steps.
 _EVERY = 2
 SAVED_AFTER = (2, 3, 4, 6)
 
-#: Events of Python that change files; events of `open` only with flags for writing.
+#: Audit events of Python that change files, in addition to `open` with flags for writing.
 _FILE_EVENTS = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink")
 
 
 def write_images(folder: Path) -> None:
-    """Write 24 of scikit-learn's handwritten digits of each of 4 classes into FOLDER/CLASS/NUMBER.png."""
+    """Write 24 handwritten digits of each of 4 classes into FOLDER/CLASS/NUMBER.png."""
     from PIL import Image
-    from sklearn.datasets import load_digits
 
-    digits = load_digits()
-    gray = (digits.images * (255 / 16)).round().astype("uint8")
+    from efficient_ft.data.digits import load_digits
+
+    images, labels = load_digits()
+    gray = (images * (255 / 16)).round().astype("uint8")
     for label in range(4):
         into = folder / str(label)
         into.mkdir(parents=True)
-        for number, pixels in enumerate(gray[digits.target == label][:24]):
+        for number, pixels in enumerate(gray[labels == label][:24]):
             Image.fromarray(pixels).convert("RGB").save(into / f"{number:02}.png")
 
 
@@ -50,9 +54,9 @@ def configuration(images: Path, case: str = "full", quiet: bool = False, **chang
     """Return the configuration of a run of 6 steps, as plain containers.
 
     Args:
-        images: a folder that `write_images` has filled.
-        case: a case of `selftest.methods`.
-        quiet: nothing in the network is random.
+        images: folder filled by `write_images`.
+        case: a case of `methods`.
+        quiet: use a network without random layers.
         changes: dotted keys with ``__`` for the dot.
     """
     plain: dict[str, Any] = {
@@ -93,7 +97,7 @@ def with_changes(plain: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 
 def arguments(images: Path, run: Path, *more: str) -> list[str]:
-    """Return the command line of the same run without random layers, in the folder `run`; `more` replaces settings."""
+    """Return the command line of the same run without random layers in the folder `run`. `more` replaces settings."""
     own = [
         "data=folder", f"data.root={images}", "data.batch_size=24", "data.num_workers=0", "data.val_fraction=0.25",
         "data.keep_decoded=off", "+model.kwargs.depth=2", "+model.kwargs.embed_dim=16",
@@ -105,12 +109,12 @@ def arguments(images: Path, run: Path, *more: str) -> list[str]:
 
 
 def reading(images: Path, run: Path, out: Path) -> dict[str, list[str]]:
-    """Return, by name, the command lines that read the run folder `run`; the last continues it, and may write into it.
+    """Return the command lines that read the run folder `run`, by name. The last one continues the run.
 
     Args:
-        images: of the run.
-        run: its folder.
-        out: a folder that does not exist, for a report.
+        images: folder of the images.
+        run: run folder.
+        out: folder for a report, which must not exist.
     """
     return {
         "evaluate": [f"evaluate={run}"],
@@ -124,12 +128,12 @@ def reading(images: Path, run: Path, out: Path) -> dict[str, list[str]]:
 
 # ---------------------------------------------------------------------------------------------- in a child
 def program(words: Sequence[str], most_bytes: int | None = None) -> None:
-    """Run the program on a command line, with the same ends as a process of its own. To be called in a child.
+    """Run the program on a command line, with the exit status of a separate process. To be called in a child.
 
     Args:
-        words: the command line after the program's name.
-        most_bytes: memory that the process may take in addition to what it has. Address space that is only reserved,
-            such as the arena of each thread, is not counted.
+        words: command line after the name of the program.
+        most_bytes: limit of additional memory. Reserved address space, such as the arena of each thread, does not
+            count.
     """
     from efficient_ft.cli.entry import main
 
@@ -153,12 +157,13 @@ def program_with_costs(words: Sequence[str]) -> None:
 
 
 def train(plain: dict[str, Any], folder: Path, interruption: str = "", at: int = 0) -> dict[str, Any] | list[str]:
-    """Run `plain` in `folder`, with a checkpoint in every second step. To be called in a child.
+    """Run `plain` in `folder` with a checkpoint after every second step. To be called in a child.
 
     Args:
         plain: a configuration.
         folder: the run folder.
-        interruption: ``event``: SIGKILL before file event `at` (from 1); ``events``: return their names;
+        interruption: ``event``: SIGKILL before file event `at` (from 1); ``events``: return their names; ``copies``:
+            return their names, and copy the run folder before event N to FOLDER_copies/N, where FOLDER exists;
             ``SIGKILL``, ``SIGINT``, ``SIGTERM``: the signal after optimizer step `at`, once it is recorded;
             ``epoch``: SIGKILL after epoch `at`, once it is evaluated and saved;
             ``write``: after 4 steps the process is killed within the write that makes a file longer than `at` bytes;
@@ -173,18 +178,19 @@ def train(plain: dict[str, Any], folder: Path, interruption: str = "", at: int =
     recorder.RECORD_EVERY = _EVERY
     recorder.STEP_CHECKPOINT_SECONDS = recorder.EPOCH_CHECKPOINT_SECONDS = 0.0
     events: list[str] = []
-    if interruption in ("event", "events"):
-        _watch_files(folder, events, at if interruption == "event" else 0)
+    if interruption in ("event", "events", "copies"):
+        copies = folder.with_name(f"{folder.name}_copies") if interruption == "copies" else None
+        _watch_files(folder, events, at if interruption == "event" else 0, copies)
     elif interruption.startswith("SIG"):
-        _after_step(at, lambda: signal.raise_signal(getattr(signal, interruption)))
+        after_step(at, lambda: signal.raise_signal(getattr(signal, interruption)))
     elif interruption == "epoch":
         _after_epoch(at, lambda: signal.raise_signal(signal.SIGKILL))
     elif interruption in ("write", "full"):
-        _after_step(4, lambda: _limit_files(at, kill=interruption == "write"))
+        after_step(4, lambda: _limit_files(at, kill=interruption == "write"))
     _without_cost()
     with clean_exits():
         results = training_run.run(check(plain), folder)
-    return events if interruption == "events" else {key: results[key] for key in ("accuracy",)}
+    return events if interruption in ("events", "copies") else {key: results[key] for key in ("accuracy",)}
 
 
 def _without_cost() -> None:
@@ -192,13 +198,20 @@ def _without_cost() -> None:
 
 
 def _no_cost_report(*_: Any) -> dict[str, Any]:
-    """Stand for the count of costs, which would be most of the time of these runs and changes nothing that trains."""
+    """Replace the cost report, which would take most of the time of these runs and does not affect training."""
     executed = {"forward_flops": 1.0, "backward_flops": 2.0, "saved_bytes": 3.0, "step_peak_bytes": 4}
     return {"executed": executed, "measured": {"step_seconds": 5.0, "peak_bytes": 6.0}, "baseline": None}
 
 
-def _watch_files(folder: Path, events: list[str], kill_at: int) -> None:
-    """Append each event that changes a file of `folder`; SIGKILL before number `kill_at`."""
+def _watch_files(folder: Path, events: list[str], kill_at: int = 0, copies: Path | None = None) -> None:
+    """Append each event that changes a file of `folder` to `events`.
+
+    Args:
+        folder: run folder.
+        events: names of the events.
+        kill_at: number of the event, from 1, before which the process is killed; 0: none.
+        copies: folder for copies of the run folder before each event; None: none.
+    """
     within = f"{folder}{os.sep}"
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
@@ -214,12 +227,14 @@ def _watch_files(folder: Path, events: list[str], kill_at: int) -> None:
             events.append(f"{event.removeprefix('os.')} {path.removeprefix(within)}")
             if len(events) == kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if copies is not None and folder.is_dir():
+                shutil.copytree(folder, copies / str(len(events)))
 
     sys.addaudithook(watch)
 
 
-def _after_step(step: int, happen: Callable[[], None]) -> None:
-    """Call `happen` after what is recorded and saved in optimizer step `step`."""
+def after_step(step: int, happen: Callable[[], None]) -> None:
+    """Call `happen` after optimizer step `step` is recorded and saved."""
     end = recorder.Recorder.on_train_batch_end
 
     def ended(self: recorder.Recorder, trainer: Any, *arguments: Any) -> None:
@@ -245,20 +260,74 @@ def _after_epoch(epoch: int, happen: Callable[[], None]) -> None:
 def _limit_files(size: int, kill: bool) -> None:
     import resource
 
-    if kill:  # the signal of a write beyond the limit; Python ignores it, and the write would fail instead
+    if kill:  # Python ignores this signal by default, and the write would fail instead
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
-# ---------------------------------------------------------------------------------------------- comparing
-def require_same_run(one: Path, other: Path) -> None:
-    """Require that two finished runs are the same bit for bit.
+# ---------------------------------------------------------------------------------------------- several processes
+def in_processes(count: int, function: Callable[..., Any], *arguments: Any, output: Path) -> list[Any]:
+    """Call `function` in each process of a group of DDP, as a launcher would start them.
 
-    Compared are the last weights, the best weights, the optimizer's and the methods' state, the metrics and the
-    accuracies.
+    Args:
+        count: number of processes.
+        function: function of a module.
+        arguments: arguments of the function.
+        output: path of the files with the printed text, without ``_RANK.log``.
+
+    Returns:
+        The returned value of each process.
 
     Raises:
-        BrokenPromiseError: they differ, with the first difference.
+        BrokenPromiseError: if a process fails.
+    """
+    group: dict[str, str] = {}
+    if count > 1:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0", "WORLD_SIZE": str(count)}
+    children = [
+        Child(
+            _in_group,
+            function,
+            arguments,
+            output=output.with_name(f"{output.name}_{rank}.log"),
+            environment={**group, "LOCAL_RANK": str(rank)} if group else None,
+        )
+        for rank in range(count)
+    ]
+    wait_until(lambda: not all(child.runs for child in children))
+    # A process that fails leaves the others in a collective call.
+    done = [child.ended(SECONDS if all(one.runs or one.succeeded for one in children) else 10.0) for child in children]
+    for rank, one in enumerate(done):
+        require(one.status == 0, f"process {rank}: status {one.status}\n{one.printed[-2000:]}")
+    return [one.value for one in done]
+
+
+def _in_group(function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    """Call `function` in a process of a group. To be called in a child."""
+    from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+    rank_zero: Any = rank_zero_only
+    rank_zero.rank = int(os.environ.get("LOCAL_RANK", 0))  # Lightning reads it when it is imported
+    return function(*arguments)
+
+
+# ---------------------------------------------------------------------------------------------- comparing
+def require_same_run(one: Path, other: Path, steps: bool = True) -> None:
+    """Require that two finished runs are the same bit for bit.
+
+    The last weights, the best weights, the states of the optimizer and the methods, the metrics and the accuracies are
+    compared.
+
+    Args:
+        one: folder of the first run.
+        other: folder of the second run.
+        steps: also compare the rows of metrics within epochs.
+
+    Raises:
+        BrokenPromiseError: if the runs differ; the message names the first difference.
     """
     checkpoints = [checkpoint.read(folder / checkpoint.NAME) for folder in (one, other)]
     for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch"):
@@ -266,7 +335,8 @@ def require_same_run(one: Path, other: Path) -> None:
     states = [held["callbacks"].get("MethodCallback", {}) for held in checkpoints]
     _require_equal("methods", *states)
     _require_equal(export.NAME, *(load_file(folder / export.NAME) for folder in (one, other)))
-    _require_equal("metrics.jsonl", *(metrics(folder) for folder in (one, other)))
+    rows = [[row for row in metrics(folder) if steps or "train_loss_epoch" in row] for folder in (one, other)]
+    _require_equal("metrics.jsonl", *rows)
     results = [json.loads((folder / "results.json").read_text(encoding="utf-8")) for folder in (one, other)]
     _require_equal("accuracy", *(held["accuracy"] for held in results))
 
@@ -278,10 +348,10 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def require_close(one: Path, other: Path, rtol: float, atol: float) -> float:
-    """Require that the last weights of two runs are close; returns the largest absolute difference.
+    """Require that the last weights of two runs are close; return the largest absolute difference.
 
     Raises:
-        BrokenPromiseError: a weight differs by more than `atol` + `rtol` · its size.
+        BrokenPromiseError: if a weight differs by more than `atol` + `rtol` · its absolute value.
     """
     states = [checkpoint.read(folder / checkpoint.NAME)["state_dict"] for folder in (one, other)]
     require(states[0].keys() == states[1].keys(), "the checkpoints hold other weights")

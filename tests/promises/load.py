@@ -1,6 +1,6 @@
-"""Load: a data set of a million files, a folder of a thousand runs, a run of a hundred thousand steps.
+"""Measure a data set of a million files, a folder of a thousand runs, and a run of a hundred thousand steps.
 
-Each function runs the real command in a process of its own and returns what it took, in plain containers.
+Each function runs the command in a separate process and returns its measurements.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ import psutil
 
 from efficient_ft.core.errors import UserError
 
-#: Settings of the smallest run: a network from scratch on a CPU, without costs.
+#: Settings of the smallest run: a network with random weights on a CPU, without costs.
 _SMALL = (
     "model=vit_digits", "+model.kwargs.depth=1", "+model.kwargs.embed_dim=16", "+model.kwargs.num_heads=2",
     "model.frozen_bn=false", "data.batch_size=2", "trainer.accelerator=cpu", "trainer.progress=false",
     "trainer.epochs=1000000", "trainer.limit_eval_batches=1", "cost.baseline=none", "cost.steps=1",
 )  # fmt: skip
-#: Classes of the data set of many files.
+#: Number of classes of the data set of many files.
 _CLASSES = 1000
-#: Seconds between two looks at a process.
+#: Seconds between two samples of a process.
 _INTERVAL = 0.25
 
 
 class _Look(NamedTuple):
-    """One look at a run: its step, resident bytes, open files or handles, and child processes."""
+    """A sample of a run: its step, resident bytes, open files or handles, and child processes."""
 
     step: int
     bytes: int
@@ -62,7 +62,7 @@ def million_files(folder: Path, files: int = 1_000_000) -> dict[str, float]:
     try:
         _write_images(images, files)
         began = time.monotonic()
-        # Row by row: a step is known once it has been written.
+        # Each step writes a row, so that the first step is noticed at once.
         arguments = [*_SMALL, "method=full", "data=folder", f"data.root={images}", "step_stats.interval=1"]
         with _started([*arguments, f"hydra.run.dir={run}"], folder) as process:
             peak = 0
@@ -80,7 +80,7 @@ def million_files(folder: Path, files: int = 1_000_000) -> dict[str, float]:
 
 
 def collect_many(folder: Path, run: Path, runs: int = 1000) -> dict[str, float]:
-    """Run ``efficient-ft collect`` on many finished runs: copies of one with other seeds, removed afterwards.
+    """Run ``efficient-ft collect`` on many copies of a finished run with different seeds, and remove them.
 
     Args:
         folder: an existing folder.
@@ -116,7 +116,7 @@ def collect_many(folder: Path, run: Path, runs: int = 1000) -> dict[str, float]:
 
 
 def many_steps(folder: Path, steps: int = 100_000, arguments: Sequence[str] = ("method=full",)) -> dict[str, float]:
-    """Train the smallest network for many steps, and measure what the process grows by.
+    """Train the smallest network for many steps, and measure the growth of the process.
 
     Compared are the medians of the looks at the process during the second and during the last tenth of the steps: in
     the first one kernels are loaded and memory settles.
@@ -145,7 +145,7 @@ def many_steps(folder: Path, steps: int = 100_000, arguments: Sequence[str] = ("
     if process.returncode:
         raise UserError(f"The run of {steps} steps ended with status {process.returncode}: {_printed(folder)}")
     early = [look for look in looks if 0.1 * steps <= look.step < 0.2 * steps]
-    # After the last step the test images are evaluated and the cost is counted.
+    # The test images are evaluated, and the cost is counted, after the last step.
     late = [look for look in looks if 0.9 * steps <= look.step < steps]
     if not early or not late:
         raise UserError(f"{steps} steps were too few to look at the process. Choose more.")
@@ -162,7 +162,7 @@ def many_steps(folder: Path, steps: int = 100_000, arguments: Sequence[str] = ("
 
 
 def _write_images(folder: Path, files: int) -> None:
-    """Write small images of different colors into class folders: as few files as possible, with many names."""
+    """Write small images of different colors into class folders, as hard links to few files."""
     from PIL import Image
 
     classes = max(2, min(_CLASSES, files // 4))
@@ -175,13 +175,13 @@ def _write_images(folder: Path, files: int) -> None:
             other = place / f"image_{number:07d}.png"
             try:
                 os.link(first, other)
-            except OSError:  # no links there, or too many to one file
+            except OSError:  # no hard links, or too many links to one file
                 shutil.copyfile(first, other)
 
 
 @contextmanager
 def _started(arguments: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Start ``efficient-ft`` in `folder`, where it prints into a file; end it after the block."""
+    """Start ``efficient-ft`` in `folder` with its output in a file, and end it after the block."""
     with open(folder / "printed", "wb") as printed:
         process = subprocess.Popen(
             [sys.executable, "-m", "efficient_ft", *arguments], cwd=folder, stdout=printed, stderr=subprocess.STDOUT
@@ -198,7 +198,7 @@ def _started(arguments: Sequence[str], folder: Path) -> Iterator[subprocess.Pope
 
 
 def _printed(folder: Path) -> str:
-    """The end of what a command has printed."""
+    """Return the end of the printed text."""
     return (folder / "printed").read_text(encoding="utf-8", errors="replace")[-1000:].strip()
 
 
@@ -208,7 +208,7 @@ def _look(process: psutil.Process, step: int) -> _Look:
 
 
 def _last_step(file: Path) -> int:
-    """The step of the last complete row of a file of JSON lines; 0: there is none."""
+    """Return the step of the last complete row of a JSON lines file; 0 if there is no row."""
     try:
         with open(file, "rb") as rows:
             rows.seek(max(0, rows.seek(0, os.SEEK_END) - 65536))

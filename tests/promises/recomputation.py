@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from efficient_ft.core.errors import UserError
 from efficient_ft.integrations.session import MethodSession
 from efficient_ft.methods.declarations import Adds, Axis
-from efficient_ft.selftest.children import returned
-from efficient_ft.selftest.methods import method_cases, methods_of, network_of
-from efficient_ft.selftest.trial import Trial, require
+from tests.promises.children import returned
+from tests.promises.methods import method_cases, methods_of, network_of
+from tests.promises.trial import Trial, require
 
 #: Methods that compute a part of the forward pass again in the backward pass, with their exact settings, and the
 #: largest difference of gradients in float64. Checkpointing runs the same kernels again. Compact computes attention
@@ -79,7 +79,7 @@ def _may_refuse(case: str) -> bool:
     """Whether a method of the case packs activations, or adds a loss: these refuse recomputation."""
     from efficient_ft.config import check
     from efficient_ft.methods.build import build_methods
-    from efficient_ft.selftest.runs import configuration
+    from tests.promises.runs import configuration
 
     methods = build_methods(check(configuration(Path("images"), case)))
     return any(Axis.MEMORY in method.axes or Adds.LOSS in method.adds for method in methods)
@@ -91,7 +91,7 @@ def _trained(
     """Train a case by hand for a few steps in float64; return the gradients of every step, and the last weights.
 
     Args:
-        case: a case of `selftest.methods`.
+        case: a case of `methods`.
         settings: methods with their settings.
         reentrant: run the network with PyTorch's checkpointing, in this form; None: without.
         frozen: the statistics of BatchNorm are frozen, as with `reentrant`.
@@ -102,7 +102,7 @@ def _trained(
     from efficient_ft.config import check
     from efficient_ft.methods.build import build_methods
     from efficient_ft.models import factory
-    from efficient_ft.selftest.runs import configuration
+    from tests.promises.runs import configuration
 
     plain = configuration(Path("images"), case)
     plain["method"] = copy.deepcopy(settings)

@@ -1,4 +1,4 @@
-"""Promise 4: a run stops rather than train nonsense."""
+"""Promise 4: a run stops instead of training nonsense."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from efficient_ft.selftest.children import returned, run_child
-from efficient_ft.selftest.runs import arguments, program, write_images
-from efficient_ft.selftest.trial import Trial, require
 from efficient_ft.training.output import checkpoint, export
+from tests.promises.children import returned, run_child
+from tests.promises.runs import arguments, program, write_images
+from tests.promises.trial import Trial, require
 
-#: By name: settings with which a loss, gradients, weights or outputs stop being finite.
+#: Settings that make a loss, gradients, weights or outputs non-finite, by name.
 _DIVERGING = {
     "weights after one step": ("optim.lr=3e38", "trainer.max_steps=1", "optim.warmup_steps=0"),
     "outputs after one step": ("optim.lr=1e30", "trainer.max_steps=1", "optim.warmup_steps=0"),
@@ -23,18 +23,18 @@ _DIVERGING = {
     "gradients in bf16": ("optim.lr=1e25", "optim.warmup_steps=0", "trainer.precision=bf16"),
     "a loss under 8-bit packing": ("optim.lr=1e25", "optim.warmup_steps=0", "method=mesa"),
 }
-#: By name: changes of one tensor of pretrained weights.
+#: Changes of one tensor of pretrained weights, by name.
 _DAMAGE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "NaN in one weight": lambda tensor: _with(tensor, math.nan),
     "infinity in one weight": lambda tensor: _with(tensor, math.inf),
     "NaN in every weight": lambda tensor: torch.full_like(tensor, math.nan),
 }
-#: Address space in addition to what a process has after its start, too little for the batch of `_out_of_memory`.
+#: Additional memory of a process in bytes: too little for the batch of `_out_of_memory`.
 _ROOM = 2**30
 
 
 def trials(long: bool) -> Iterator[Trial]:
-    """Yield runs that diverge, pretrained weights that are not finite, and a run without enough memory."""
+    """Yield runs that diverge, non-finite pretrained weights, and a run without enough memory."""
     for name, settings in _DIVERGING.items():
         yield Trial(f"not finite: {name}", _diverges, (settings,))
     for name in _DAMAGE:
@@ -67,7 +67,7 @@ def _damaged(folder: Path, name: str) -> None:
 
 
 def _require_stopped(run: Path, status: int, printed: str) -> None:
-    """Require one message, no results, and nothing in the folder that is not finite."""
+    """Require one message, no results, and only finite values in the folder."""
     require(status == 2, f"status {status}\n{printed[-2000:]}")
     require("Traceback" not in printed, printed[-3000:])
     require(not (run / "results.json").exists(), "there is a results.json")
@@ -87,7 +87,7 @@ def _no_constant(text: str) -> None:
 
 
 def _out_of_memory(folder: Path) -> None:
-    """Let a batch need more memory than the process can get."""
+    """Train on a batch that needs more memory than the process can get."""
     write_images(folder / "images")
     # Unfused attention over 64×64 tokens: 128 MiB for each image.
     settings = ("model.image_size=256", "data.batch_size=48", "trainer.max_steps=1", "method=back_razor")

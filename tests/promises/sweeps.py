@@ -10,11 +10,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from efficient_ft.selftest.children import SECONDS, returned
-from efficient_ft.selftest.runs import configuration, train, write_images
-from efficient_ft.selftest.trial import Trial, require
+from tests.promises.children import SECONDS, returned
+from tests.promises.runs import configuration, train, write_images
+from tests.promises.trial import Trial, require
 
-#: The program with a training that takes no time: it dies, hangs or raises at some orders, and writes GIVEN at others.
+#: The program with a replaced training, which dies, hangs or raises for some orders and writes GIVEN for others.
 _PROGRAM = """
 import json, os, signal, subprocess, sys, time, types
 from pathlib import Path
@@ -31,7 +31,7 @@ def run(config, folder, arguments=(), begun=lambda: None):
         os.kill(os.getpid(), signal.SIGKILL)
     if order == 7:
         time.sleep(3600)
-    if order == 8:  # asked to stop, it does not; neither does what it started
+    if order == 8:  # neither the job nor its child stops on request
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         Path(f"{{folder}}.child").write_text(str(subprocess.Popen(["sleep", "3600"]).pid))
         time.sleep(3600)
@@ -67,12 +67,12 @@ def trials(long: bool) -> Iterator[Trial]:
 
 
 def _sweep(folder: Path, parallel: int, stubborn: bool) -> None:
-    """Sweep over jobs of which some fail in different ways and three finish; repeat the sweep.
+    """Run a sweep in which three jobs finish and the others fail in different ways; repeat the sweep.
 
     Args:
-        folder: an empty folder.
-        parallel: jobs at a time.
-        stubborn: one of them does not end when it is asked to, so that it is killed a minute later.
+        folder: empty folder.
+        parallel: number of jobs at a time.
+        stubborn: add a job that ignores requests to stop and is killed a minute later.
     """
     failures = {order: reason for order, reason in _FAILURES.items() if stubborn or order != 8}
     write_images(folder / "images")
@@ -104,7 +104,7 @@ def _sweep(folder: Path, parallel: int, stubborn: bool) -> None:
 
 
 def _begun(folder: Path, order: int) -> int:
-    """How often the job of an order has begun."""
+    """Return the number of times that the job of an order has begun."""
     file = folder / f"began_{order}"
     return len(file.read_text()) if file.exists() else 0
 

@@ -19,14 +19,14 @@ from typing import Any
 
 from efficient_ft.core.format import format_bytes, format_percent
 from efficient_ft.core.units import parse_bytes
-from efficient_ft.selftest.children import Child, Ended
-from efficient_ft.selftest.trial import Trial, require
+from tests.promises.children import Child, Ended
+from tests.promises.trial import Trial, require
 
-#: A run may exceed its budget by this share, and its record may differ from the system's mark by this share.
+#: Shares by which a run may exceed its budget, and by which its record may differ from the system's mark.
 OVER, RECORDED = 0.005, 0.01
-#: The seed of the runs drawn; their number in the short and in the long form.
+#: Seed of the random runs, and their number in the short and in the long form.
 SEED, SHORT, LONG = 46, 3, 60
-#: Budgets, relative to the memory that the program says the run needs. Up to 1 the run may be rejected.
+#: Budgets, relative to the memory that the program reports as required. Up to 1 the run may be rejected.
 _FACTORS = (0.97, 1.0, 1.0, 1.03, 1.15)
 
 _CLASSIFIERS = {
@@ -44,14 +44,14 @@ _WORDS = ("apple", "pear", "iron", "zinc", "the", "old", "house", "was", "near",
 
 
 def trials(long: bool) -> Iterator[Trial]:
-    """Yield the runs drawn; each watched from outside."""
+    """Yield the random runs."""
     for number in range(LONG if long else SHORT):
         task = ("classification", "segmentation", "text")[number % 3]
         yield Trial(f"budget of run {number} ({task})", _holds, (number, task))
 
 
 def _holds(folder: Path, number: int, task: str) -> dict[str, float]:
-    """Start a drawn run twice: with a tiny budget, and with one near the memory that it needs."""
+    """Start a random run twice: with a tiny budget, and with a budget near the required memory."""
     draw = random.Random(f"{SEED} {number}")
     settings = drawn(draw, task, folder)
     first, _ = _watched(folder / "first", [*settings, "memory=1MB"])
@@ -81,8 +81,8 @@ def _holds(folder: Path, number: int, task: str) -> dict[str, float]:
 
 
 def _watched(run: Path, settings: list[str]) -> tuple[Ended, int]:
-    """Run the program and return its end and the highest ``VmHWM`` of its process, in bytes."""
-    from efficient_ft.selftest.runs import program_with_costs
+    """Run the program; return its outcome and the highest ``VmHWM`` of its process in bytes."""
+    from tests.promises.runs import program_with_costs
 
     child = Child(program_with_costs, [*settings, f"hydra.run.dir={run}"], output=run.with_suffix(".log"))
     peak, over = 0, threading.Event()
@@ -104,7 +104,7 @@ def _watched(run: Path, settings: list[str]) -> tuple[Ended, int]:
 
 
 def _mark(pid: int) -> int:
-    """The high-water mark of a process in bytes; 0: it has ended."""
+    """Return the high-water mark of a process in bytes; 0 if the process has ended."""
     try:
         text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     except OSError:
@@ -142,7 +142,7 @@ def _classification(draw: random.Random, data: Path) -> list[str]:
     side = draw.choice((60, 200, 500, 1000, 3000, 6000))
     _write_images(data, draw, 12 if side > 1000 else 40, side)
     batch, size, method = draw.choice((2, 4, 8, 16)), draw.choice(_CLASSIFIERS[name]), draw.choice(_METHODS)
-    if method == "lora" and name == "resnet18":  # nothing in it can be adapted
+    if method == "lora" and name == "resnet18":  # no layer can be adapted
         method = "bitfit"
     no_attention = method == "lora" and not name.startswith(("vit", "deit"))
     return [
@@ -191,7 +191,7 @@ def _text(draw: random.Random, data: Path) -> list[str]:
 
 
 def _write_images(data: Path, draw: random.Random, count: int, side: int) -> None:
-    """Write images of two classes, smooth, so that large ones are short files."""
+    """Write smooth images of two classes, so that the files of large images are small."""
     import numpy as np
     from PIL import Image
 
@@ -205,7 +205,7 @@ def _write_images(data: Path, draw: random.Random, count: int, side: int) -> Non
 
 
 def _write_masks(data: Path, draw: random.Random, side: int) -> None:
-    """Write images with masks of three classes; those of evaluation are larger."""
+    """Write images with masks of three classes. The evaluation images are larger."""
     import numpy as np
     from PIL import Image
 
@@ -225,7 +225,7 @@ def _write_masks(data: Path, draw: random.Random, side: int) -> None:
 
 
 def _write_bert(folder: Path, width: int, layers: int) -> None:
-    """Write a BERT with random weights and its tokenizer, as `save_pretrained` does."""
+    """Write a BERT with random weights and its tokenizer, like `save_pretrained`."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordPiece
     from tokenizers.pre_tokenizers import BertPreTokenizer

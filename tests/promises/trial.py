@@ -1,4 +1,4 @@
-"""A trial of a promise: a function that raises where the promise does not hold."""
+"""Trials of promises."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class BrokenPromiseError(AssertionError):
-    """A trial saw something else than what is promised."""
+    """A trial failed: the promise does not hold."""
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,11 @@ class Trial:
     """One trial.
 
     Attributes:
-        name: unique within its promise; says what is tried.
-        function: called with an empty folder and `arguments`; it raises `BrokenPromiseError` where the promise is
-            broken, and returns what it measured, or None.
-        arguments: further arguments.
-        alone: run it when no other trial runs: it measures time or memory.
+        name: description of the trial, unique within its promise.
+        function: function that is called with an empty folder and `arguments`. It raises `BrokenPromiseError` if the
+            promise does not hold, and returns measured values or None.
+        arguments: further arguments of the function.
+        alone: True if no other trial may run at the same time, because the trial measures time or memory.
     """
 
     name: str
@@ -35,12 +35,12 @@ class Promise:
     """A promise and its trials.
 
     Attributes:
-        number: from 1.
-        title: the promise in a few words.
-        text: what is promised, one sentence.
-        tried: what the trials do, in the short and in the long form.
-        trials: yields the trials; called with True for the long form.
-        not_covered: what the promise does not say, in whole sentences.
+        number: number of the promise, from 1.
+        title: short title.
+        text: statement of the promise.
+        tried: description of the trials in the short and in the long form.
+        trials: function that yields the trials; its argument is True for the long form.
+        not_covered: limits of the promise.
     """
 
     number: int
@@ -58,7 +58,7 @@ def require(holds: bool, otherwise: str) -> None:
 
 
 def emptied(folder: Path, name: str) -> Path:
-    """Return the path of an entry of `folder` that does not exist yet."""
+    """Return the path of a new entry of `folder`."""
     path = folder / name
     assert not path.exists(), path
     return path

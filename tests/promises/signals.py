@@ -12,23 +12,23 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from efficient_ft.selftest.children import Child, returned, wait_until
-from efficient_ft.selftest.runs import arguments, program, require_same_run, write_images
-from efficient_ft.selftest.trial import Trial, require
 from efficient_ft.training.callbacks import recorder
 from efficient_ft.training.output import checkpoint
+from tests.promises.children import Child, returned, wait_until
+from tests.promises.runs import arguments, program, require_same_run, write_images
+from tests.promises.trial import Trial, require
 
 _STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143}
-#: Signals that reach a whole process group: of a terminal, ``timeout``, a scheduler, a service manager.
+#: Signals that a terminal, ``timeout``, a scheduler or a service manager sends to a process group.
 _TO_GROUPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
-#: Seconds until a program that is forked with all libraries answers signals.
+#: Seconds until a forked program answers signals.
 _FIRST_MOMENT = 0.05
-#: Enough epochs for the signal to come before the end.
+#: Enough epochs that the signal arrives before the end.
 _LONGER = "trainer.epochs=8"
 
 
 def trials(long: bool) -> Iterator[Trial]:
-    """Yield signals at random moments of a run, and to a program that loads its libraries."""
+    """Yield signals at random moments of a run, and signals to a program that loads its libraries."""
     chance = random.Random(0)
     for number in range(100 if long else 4):
         for signal_number in _STATUS:
@@ -47,14 +47,14 @@ def trials(long: bool) -> Iterator[Trial]:
 def _at_moment(
     folder: Path, number: signal.Signals, share: float, workers: bool, group: bool = False
 ) -> dict[str, float]:
-    """Signal a run after a share of its time; the same command ends it as a run without interruption ends.
+    """Signal a run after a share of its time, and continue it. The outcome equals that of an uninterrupted run.
 
     Args:
-        folder: an empty folder.
-        number: the signal.
-        share: of the time that a run takes.
-        workers: two processes load the data.
-        group: the signal reaches the workers as well, and the run twice, except Ctrl-C.
+        folder: empty folder.
+        number: number of the signal.
+        share: share of the duration of a run.
+        workers: load the data in two processes.
+        group: also signal the workers, and signal the run twice except for Ctrl-C.
     """
     write_images(folder / "images")
     more = (_LONGER, f"data.num_workers={2 if workers else 0}")
@@ -72,7 +72,7 @@ def _at_moment(
         child.signal_group(number)
     done = child.ended()
     saved = checkpoint.exists(folder / "run" / checkpoint.NAME)
-    if done.status != 0:  # else it had finished
+    if done.status != 0:  # otherwise the run had finished
         require(done.status == 128 + number, f"status {done.status}, not {128 + number}\n{done.printed[-3000:]}")
         require("Traceback" not in done.printed, done.printed[-3000:])
         require("memory" not in done.said, f"a requested stop is reported as lack of memory: {done.said}")
@@ -86,14 +86,14 @@ def _at_moment(
 
 
 def _program(words: list[str], began: Path) -> None:
-    """Run the program with a row of metrics in each step; the file `began` says that it begins. For a child."""
+    """Run the program with metrics of each step, and create the file `began` first. To be called in a child."""
     recorder.RECORD_EVERY = 1
     began.touch()
     program(words)
 
 
 def _to_a_new_program(folder: Path, number: signal.Signals, seconds: float) -> None:
-    """Signal a program that was started `seconds` ago."""
+    """Start a program and signal it after `seconds`."""
     write_images(folder / "images")
     command = [
         sys.executable,

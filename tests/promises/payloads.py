@@ -16,12 +16,12 @@ import numpy as np
 import torch
 import yaml
 
-from efficient_ft.selftest import attacks
-from efficient_ft.selftest.children import returned, run_child
-from efficient_ft.selftest.runs import arguments, configuration, program, reading, write_images
-from efficient_ft.selftest.trial import Trial, require
+from tests.promises import attacks
+from tests.promises.children import returned, run_child
+from tests.promises.runs import arguments, configuration, program, reading, write_images
+from tests.promises.trial import Trial, require
 
-#: The file that a payload creates when it is executed.
+#: Name of the file that an executed payload creates: the mark.
 _MARK = "MARK"
 
 
@@ -62,7 +62,7 @@ def _python(file: Path, mark: str) -> None:
 
 
 def _overrides(file: Path, mark: str) -> None:
-    """Arguments that let Hydra call a function when they are composed again, e.g. to evaluate the run."""
+    """Return arguments that make Hydra call a function when they are composed again, e.g. to evaluate the run."""
     target = [f"hydra.callbacks.a.{key}={value}" for key, value in _call(mark).items()]
     file.write_text(yaml.safe_dump([f"+{target[0]}", *(f"+{one}" for one in target[1:]), "seed=1"]))
 
@@ -78,20 +78,20 @@ _WEIGHTS = ("w.pth", "w.pt", "w.bin", "w.ckpt", "w.safetensors", "w.npz", "w.tar
 
 
 def _call(mark: str) -> dict[str, str]:
-    """A function that Hydra calls when it instantiates a configuration; it creates the mark."""
+    """Return a configuration whose instantiation creates the mark."""
     return {"_target_": "builtins.open", "file": mark, "mode": "w"}
 
 
 def _values(mark: str) -> list[Any]:
-    """Values for a setting, of which one would create the mark if a configuration were composed or instantiated."""
+    """Return values of a setting that create the mark if the configuration is composed or instantiated."""
     call = _call(mark)
     return [call, [call], {"a": call}, f"${{oc.env:HOME,{mark}}}", f"__import__('os').mknod('{mark}')"]
 
 
 def trials(long: bool) -> Iterator[Trial]:
-    """Yield a trial for each file that a user could be handed, and for the settings in it."""
+    """Yield a trial for each file that a user may receive, and for its settings."""
     yield Trial("the payloads work", _work)
-    for number, name in enumerate(_RUN_FILES if long else _RUN_FILES[::2]):  # short: one form of payload each
+    for number, name in enumerate(_RUN_FILES if long else _RUN_FILES[::2]):  # short: one kind of payload per file
         forms = range(len(_FORMS)) if long else [number % len(_FORMS)]
         yield Trial(f"run folder: {name}", _run_file, (name, tuple(forms)))
     for section in _sections() if long else ("method", "hydra"):
@@ -106,7 +106,7 @@ def trials(long: bool) -> Iterator[Trial]:
 
 
 def _sections() -> list[str]:
-    """Every section of a configuration, by its full name; empty: the top."""
+    """Return the full names of all sections of a configuration. The empty name is the top level."""
     from efficient_ft.config import check
 
     found, waiting = ["hydra"], [("", check(configuration(Path("images"))).model_dump(mode="json"))]
@@ -130,7 +130,7 @@ def _work(folder: Path) -> None:
 
 
 def _given(folder: Path) -> Path:
-    """A finished run that somebody has sent."""
+    """Return the folder of a finished run."""
     write_images(folder / "images")
     command = arguments(folder / "images", folder / "given", "trainer.max_steps=2")
     returned(program, command, output=folder / "given.log")
@@ -138,7 +138,7 @@ def _given(folder: Path) -> Path:
 
 
 def _read_by_all(folder: Path, run: Path, number: int, changed: str) -> None:
-    """Let every command that reads a run folder read `run`, and continue it; none may create the mark.
+    """Read `run` with every command that reads run folders, and continue it. No command may create the mark.
 
     Args:
         folder: of the trial.
@@ -151,7 +151,11 @@ def _read_by_all(folder: Path, run: Path, number: int, changed: str) -> None:
     (resumed / "results.json").unlink(missing_ok=True)
     commands = reading(folder / "images", run, folder / f"report_{number}")
     commands["resume"] = arguments(folder / "images", resumed, "trainer.max_steps=2")
-    if changed in ("results.json", "config.yaml", "metrics.jsonl"):  # what it reads; it takes seconds to start
+    if changed in (
+        "results.json",
+        "config.yaml",
+        "metrics.jsonl",
+    ):  # the files that the command reads; it takes seconds to start
         commands["dashboard"] = ["dashboard", str(run), "--offline", "--out", str(folder / f"dashboard_{number}")]
     for name, command in commands.items():
         done = run_child(program, command, output=folder / f"{number}_{name}.log")
@@ -161,7 +165,7 @@ def _read_by_all(folder: Path, run: Path, number: int, changed: str) -> None:
 
 
 def _run_file(folder: Path, name: str, forms: tuple[int, ...]) -> dict[str, float]:
-    """Put payloads in place of one file of a run folder."""
+    """Replace one file of a run folder by payloads."""
     given = _given(folder)
     for number in forms:
         write, run = _FORMS[number], folder / str(number) / "run"
@@ -173,7 +177,7 @@ def _run_file(folder: Path, name: str, forms: tuple[int, ...]) -> dict[str, floa
 
 
 def _settings(folder: Path, section: str) -> dict[str, float]:
-    """Put every value in place of every setting of a section of config.yaml, and of new ones."""
+    """Replace every setting of a section of config.yaml by every value, and add new settings."""
     given = _given(folder)
     settings = yaml.safe_load((given / "config.yaml").read_text())
     inner: Any = settings
@@ -266,7 +270,7 @@ def _metadata(folder: Path) -> None:
 
 
 def _weights(folder: Path, name: str, forms: tuple[int, ...]) -> dict[str, float]:
-    """Start from weights that hold a payload."""
+    """Start from weights that contain a payload."""
     write_images(folder / "images")
     for number in forms:
         write, file = _FORMS[number], folder / name
@@ -284,7 +288,7 @@ def _weights(folder: Path, name: str, forms: tuple[int, ...]) -> dict[str, float
 
 
 def _study(folder: Path) -> dict[str, float]:
-    """Put payloads in place of the files of a study, and into the settings of its runs."""
+    """Replace the files of a study by payloads, and put payloads into the settings of its runs."""
     from efficient_ft.record.study import read_study
 
     write_images(folder / "images")
@@ -299,7 +303,7 @@ def _study(folder: Path) -> dict[str, float]:
     }
     (folder / "plain").mkdir()
     _write("study.yaml", plain, folder / "plain")
-    read_study(folder / "plain")  # what is refused below is the payload
+    read_study(folder / "plain")  # the study without a payload is valid
     calls = [f"+hydra.callbacks.a.{key}={value}" for key, value in _call(mark).items()]
     changes: list[dict[str, Any]] = [
         {"settings": plain["settings"] + calls},
@@ -332,7 +336,7 @@ def _place(name: str, write: Callable[[Path, str], None], mark: str, folder: Pat
 
 
 def _data_folder(folder: Path) -> None:
-    """Train on images with payloads in metadata, on a PostScript program named .jpg, and on names that are code."""
+    """Train on images with payloads in metadata, a PostScript program named .jpg, and names that contain code."""
     from PIL import Image, PngImagePlugin
 
     write_images(folder / "images")
@@ -365,6 +369,6 @@ def _data_folder(folder: Path) -> None:
 
 
 def _within(folder: Path, command: list[str]) -> None:
-    """Run the program in a folder with modules of its own."""
+    """Run the program in a folder that contains Python modules."""
     os.chdir(folder)
     program(command)
