@@ -66,8 +66,8 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="cases in it are not repeated")
-    parser.add_argument("--again", action="store_true", help="time each step once more")
-    parser.add_argument("--repeat", action="store_true", help="check cases once more whose step time was off")
+    parser.add_argument("--again", action="store_true", help="time each step again")
+    parser.add_argument("--repeat", action="store_true", help="check cases again whose step time was off")
     options = parser.parse_args()
     cases: list[dict[str, Any]] = []
     if options.json.is_file():

@@ -58,7 +58,7 @@ RECIPES = {
         "last_stage+lbp_dct, cached": ["method=[last_stage,lbp_dct]", *_CACHED],
     },
 }
-#: The share of the accuracy of `BASELINE` that is to be reached.
+#: The target accuracy as a fraction of the accuracy of `BASELINE`.
 SHARE = 0.95
 
 

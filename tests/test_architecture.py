@@ -38,7 +38,7 @@ ONLY: dict[str, tuple[str, ...]] = {
     "data": ("core", "config"),
     "record": ("core", "config"),
 }
-#: Modules that import nothing of ours.
+#: Modules that import no module of the package.
 LEAVES = ("efficient_ft.config.schema", "efficient_ft.core.errors")
 #: The number of lines that no file exceeds.
 MOST_LINES = 500

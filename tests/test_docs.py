@@ -77,7 +77,7 @@ def test_generated_tables_numbers_and_figures_are_current():
 
 @pytest.fixture
 def generator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """The module that fills pages, with a page folder of its own and no figure."""
+    """The module that fills pages, with its own page folder and no figure."""
     monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
     from docsgen import pages
 

@@ -63,7 +63,7 @@ class PartsTimer:
         ]
         self.step.forward()
         self.step.backward()
-        self.step.update()  # one inside the backward pass takes a step of its own after each
+        self.step.update()  # an optimizer in the backward pass steps after each of them
         for handle in handles:
             handle.remove()
         first = next((k for k, (_, trains) in enumerate(order) if trains), None)

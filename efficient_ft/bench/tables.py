@@ -21,7 +21,7 @@ from efficient_ft.core.text import paragraph, table
 from efficient_ft.record.environment import busy_note
 
 PROCESS_MEMORY = (
-    "growth of the process over its size before the first step; each recipe has a process of its own;"
+    "growth of the process over its size before the first step; each recipe has its own process;"
     " counted: peak of live tensors without model and batch, with the optimizer's state"
 )
 RATIOS = "ms: median [quartiles]; ×: recipe / baseline, so 0.50× the time is half of it"

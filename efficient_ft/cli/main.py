@@ -87,7 +87,7 @@ def job(composed: DictConfig) -> float | None:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             # A job of Hydra's own launchers (submitit, joblib), which report exceptions but lose jobs that exit.
             raise UserError(str(said)) from None
-        # Hydra would print a line of its own before the message.
+        # Hydra would print an additional line before the message.
         fail(said)
     except KeyboardInterrupt:
         if HydraConfig.get().mode == RunMode.MULTIRUN:  # as above, and submitit would print a traceback

@@ -12,7 +12,7 @@ in bytes, values in fp32, operations in forward order:
   output once);
 * residual: 4·the older operand of a later sum, a block's input, while the younger one is computed.
 
-q, k and v count as three layers, each with an input of its own, also where they are one matrix. Elementwise sums and
+q, k and v count as three layers with separate inputs, even if they share one matrix. Elementwise sums and
 products, pooling, resizing, dropout and the choice of tokens count nothing. BSR ("Block Selective Reprogramming", CVPR
 Workshops 2024) counts one matrix as one layer, and no residual: in a block of N tokens of d values with H heads, all
 that trains keeps 4 · (16 N d + H N²) bytes, a frozen one through which a gradient passes 4 · (7 N d + H N²). A block

@@ -29,7 +29,7 @@ _NOTHING = frozenset(
 #: UTF-8 that was decoded with a wrong encoding (Ã©, â€™), and replacement characters.
 _GARBLED = re.compile("Ã[\x80-\xbf]|â€|\ufffd|Ð[\x80-\xbf]Ð|ï»¿")
 _MARKUP = re.compile(r"<(br|p|div|span|a|b|i)\b[^>]*>", re.IGNORECASE)
-#: Class names that often stand for a missing label.
+#: Class names that often mean a missing label.
 _MARKERS = frozenset(
     ["-1", "none", "n/a", "na", "null", "?", "-", ".", "unknown", "unlabeled", "unlabelled", "unsup", "undefined",
      "todo"]
@@ -115,7 +115,7 @@ def _lengths(
 def _odd(found: Inspection, examined: Sequence[tuple[str, ...]]) -> None:
     single = [text for pair in examined for text in pair]
     for share, reason, example in (
-        (0.0, "may stand for a missing text", [text for text in single if text.casefold() in _NOTHING]),
+        (0.0, "may mean a missing text", [text for text in single if text.casefold() in _NOTHING]),
         (0.0, "may have been decoded with a wrong encoding", [text for text in single if _GARBLED.search(text)]),
         (_ODD, "may contain HTML tags", [text for text in single if _MARKUP.search(text)]),
     ):
@@ -172,7 +172,7 @@ def _keys(texts: Sequence[tuple[str, ...]], *, thorough: bool) -> Iterator[tuple
 
 
 def _names(found: Inspection, class_names: Sequence[str], parts: Mapping[str, Texts]) -> None:
-    """Report class names that may stand for missing labels, numbers, or combinations of labels."""
+    """Report class names that may mean missing labels, numbers, or combinations of labels."""
     markers = [name for name in class_names if name.casefold() in _MARKERS]
     if set(class_names) == {"-1", "1"}:
         markers = []

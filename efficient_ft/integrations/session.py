@@ -377,10 +377,9 @@ class MethodSession:
         foreign, missing = sorted(state_dict.keys() - own), sorted(self.state_dict().keys() - state_dict.keys())
         if foreign or missing:
             raise UserError(
-                "The checkpoint was written with other methods or settings: it holds the state of"
-                f" {', '.join(foreign or sorted(state_dict)) or 'no method'}, and"
-                f" {', '.join(missing or sorted(own))} is to be resumed. Pass the methods and settings of the"
-                " interrupted training."
+                "The checkpoint was written with other methods or settings: it contains the state of"
+                f" {', '.join(foreign or sorted(state_dict)) or 'no method'}, and the session has"
+                f" {', '.join(missing or sorted(own))}. Pass the methods and settings of the interrupted training."
             )
 
     def save(self, path: str | Path, whole: bool = False) -> None:

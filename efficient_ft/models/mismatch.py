@@ -102,7 +102,7 @@ def explain(
 
 
 def _tokens(given: Mapping[str, Tensor], own: Mapping[str, Tensor], *, positions: bool) -> list[str]:
-    """Differences in prefix tokens, and in positions (if asked for) where the tokens are the same."""
+    """Return differences in prefix tokens and, if requested, in positions when the tokens are the same."""
     theirs, ours = _prefix_tokens(given), _prefix_tokens(own)
     if theirs != ours:
         return [f"the file has {_words(theirs)}, the model has {_words(ours)}"]

@@ -41,7 +41,7 @@ class Tasks:
         if not self.names or len(set(self.names)) < len(self.names):
             raise SettingError("tasks", list(self.names), "a non-empty list of different names")
         for name in self.names:
-            # A ModuleDict refuses names of its own attributes.
+            # A ModuleDict rejects the names of its attributes.
             if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or hasattr(nn.ModuleDict, name) or name == "training":
                 raise SettingError(
                     "tasks", repr(name), "names of letters, digits, _ and -, other than attributes of nn.ModuleDict"

@@ -16,7 +16,7 @@ from efficient_ft.core.input_spec import InputSpec
 if TYPE_CHECKING:
     from efficient_ft.config.schema import ModelConfig
 
-#: Arguments of timm that have a setting of their own, and which. Those that name a file must not come from a run
+#: Arguments of timm that have a separate setting, and this setting. Those that name a file must not come from a run
 #: folder: early versions of timm unpickle it.
 SET_ELSEWHERE = {
     "num_classes": "It follows from the data.",
@@ -55,7 +55,7 @@ def timm_kwargs(config: ModelConfig, cfg: PretrainedCfg, num_classes: int) -> di
     """Return the keyword arguments of `timm.create_model`.
 
     Raises:
-        SettingError: `model.kwargs` contains an argument that has a setting of its own.
+        SettingError: `model.kwargs` contains an argument that has a separate setting.
     """
     kwargs: dict[str, Any] = {"num_classes": num_classes}
     # Only models whose weights depend on the image size take it as an argument; others work at any size.

@@ -99,7 +99,7 @@ def match_timm(
             with _quiet():
                 converted = given if convert is None else _call(convert, dict(given), model)
             converted = _first_layer(converted, own, cfg)
-        except Exception as failure:  # timm's conversions expect weights of their own model
+        except Exception as failure:  # timm's conversions expect weights of the same model
             converted, error = given, error_text(failure)
         result = compare(prefix, converted, own, model, heads, offset=cfg.label_offset or 0, lenient=lenient)
         left_out = {**result.left_out, **_dropped(given, converted)}

@@ -1,4 +1,4 @@
-"""BatchNorm and convolution with frozen weights, which save nothing of their input.
+"""BatchNorm and convolution with frozen weights, which do not save their input.
 
 torch's BatchNorm in evaluation mode and its convolution save their input even if the weight needs no gradient. Its
 linear layers do not. If the scale of a BatchNorm is trained, torch's fused backward pass is faster and is used instead.

@@ -20,8 +20,8 @@ row is run, where our runs deviate from the paper, and misprints:
       - {when: {model: vit_b}, columns: [train_memory_mb], reason: ...}
     rule: {unit: MiB, rows: [...]}                  # how the paper counts memory and multiply-adds: see `rules`
     notes: [...]                                    # misprints and inconsistencies of the paper
-    reason: ...                                     # why nothing of the table can be run; instead of settings
-    counted: true                                   # its costs are counted all the same
+    reason: ...                                     # why no row can be run; instead of settings
+    counted: true                                   # its costs are still counted
     count_at: ["model.image_size=[256,512]"]        # settings with which costs are counted, besides those of a run
 """
 

@@ -39,7 +39,7 @@ def plan_text(plan: Plan, *, every: bool = False, columns: Sequence[str] = ()) -
     ]
     if plan.memory_bytes < plan.asked_bytes:
         lines.append(
-            f"{format_bytes(plan.asked_bytes)} were asked for; this machine or its container may take"
+            f"{format_bytes(plan.asked_bytes)} were requested; this machine or its container has"
             f" {format_bytes(plan.memory_bytes)}, which counts."
         )
     texts = ["\n".join(map(paragraph, lines))]

@@ -20,7 +20,7 @@ from efficient_ft.record.files import write_text_atomically
 from efficient_ft.record.formats import USE_ITS_VERSION
 from efficient_ft.record.results import Results, flatten, images_digest, read_results
 
-#: Settings that are columns of their own, or say where things are.
+#: Settings that have their own columns, and settings of paths.
 _OWN = ("seed", "model.name", "data.name", "resume", "jobs", "job_timeout", "table", "rows", "evaluate", "cost_only",
         "published")  # fmt: skip
 _PLACES = ("logger.", "cost.", "step_stats.", "data.num_workers", "data.download", "trainer.progress",

@@ -162,7 +162,7 @@ class Accuracy(BestLast):
     """Accuracy on `split`, the split that chose the best epoch; with several tasks the mean, and that of each task.
 
     `test` is that of the best epoch's weights on the test images, None if there are none. In a segmentation it is the
-    mean IoU, and `metric` says so.
+    mean IoU, as `metric` states.
     """
 
     split: str

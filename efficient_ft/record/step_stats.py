@@ -14,7 +14,7 @@ class StepStatsRow(TypedDict):
     """One recorded optimizer step; lists have one entry per block, in the order of `blocks`.
 
     Numbers are those of the step's first micro-batch and, with several processes, of the first process's share of it.
-    Methods may add entries of their own (`Method.step_stats`).
+    Methods may add entries (`Method.step_stats`).
 
     Attributes:
         step: the optimizer step, counted from 1 as in metrics.jsonl.

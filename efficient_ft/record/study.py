@@ -12,11 +12,11 @@ A study is a folder with two files. ``study.yaml`` says what is run:
       full: [method=full]
       head: [method=head]
 
-Every row's value is searched for in the same way, with the seed of ``tune``: the two values in the middle are run, then
+The value of every row is searched in the same way, with the seed of ``tune``: the two values in the middle are run, then
 the neighbors of the best one and of those within a point of it (`NEAR`), until all of them have been run. Best is the
 accuracy on the split that chooses epochs.
 The value found is then run with every seed. ``records.json`` holds a record of every finished run, without paths, so
-that a study goes on where it stopped, also on another machine.
+that a study continues where it stopped, even on another machine.
 
 ``tune`` may name settings to ``ignore``: records that differ from the study in these alone count in the search, and
 nowhere else. With ``ignore: [trainer.precision]`` a study in fp32 takes values that were found in bf16, and every run
@@ -309,7 +309,7 @@ class Records:
         if not os.access(self.path.parent, os.W_OK):
             raise UserError(
                 f"{self.path.parent} cannot be written to, so that no run can be recorded. Copy {DEFINITION} to a"
-                " folder of your own."
+                " separate folder."
             )
 
     def refuse_other_images(self, run: StudyRun, digest: str) -> None:
@@ -327,7 +327,7 @@ class Records:
         if different:
             raise UserError(
                 f"The images of {run.row} {self.study.tune.setting}={shown(run.value)} seed={run.seed} (data.root) are"
-                f" not those of {len(different)} records in {self.path}. Use the same images, or a folder of its own"
+                f" not those of {len(different)} records in {self.path}. Use the same images, or a separate folder"
                 f" with a copy of {DEFINITION}."
             )
 
@@ -377,7 +377,7 @@ class Records:
         return len(self.runs) - sum(one is not None for one in counted)
 
     def tuning_runs(self, rows: Iterable[str]) -> list[StudyRun]:
-        """The runs with which the search of each row goes on; none for the rows that are tuned."""
+        """Return the next runs of the search of each row; none for tuned rows."""
         return [run for row in rows for run in self._search(row)[1]]
 
     def seed_runs(self, rows: Iterable[str]) -> list[StudyRun]:

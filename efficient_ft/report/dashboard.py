@@ -18,7 +18,7 @@ from efficient_ft.record.rows import MetricsFile
 from efficient_ft.report.runs import budgets_of, names_of
 
 #: The panels: title, what is drawn (curves over training, or one point per run), x and y, where ``/.*`` at the
-#: end stands for several. accuracy.final is that of the test images; without any, of the split that chose the epoch.
+#: end means several columns. accuracy.final is that of the test images; without any, of the split that chose the epoch.
 PANELS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("Accuracy against FLOPs of the run", "points", "totals.flops", ("accuracy.final",)),
     ("Accuracy against kept bytes per image", "points", "cost.executed.saved_bytes", ("accuracy.final",)),

@@ -125,7 +125,7 @@ class ReferenceContracts(ContractTests):
         """The off value is evidence only if it runs the code that the row's own settings run.
 
         At least half of the lines of the method's package that run in a step must run, and, if the method has autograd
-        functions of its own, a backward pass of one of them.
+        functions, a backward pass of one of them.
         """
         r = self.rows[row]
         ran: list[Lines] = []

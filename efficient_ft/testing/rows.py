@@ -14,7 +14,7 @@ from efficient_ft.testing.models import USUAL
 
 
 class Instead(Enum):
-    """The property that is tested in place of "off equals plain training", for a method without an off value.
+    """The property that is tested instead of "off equals plain training", for a method without an off value.
 
     Attributes:
         SAME_GRADIENTS: gradients of what trains equal the plain ones (selections).

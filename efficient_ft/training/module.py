@@ -265,8 +265,8 @@ class FineTuner(L.LightningModule):
     def _diverged(self, what: str) -> DivergedError:
         """Return the error for a training that cannot continue, with settings to try."""
         return DivergedError(
-            f"{what}: training stopped. Try {', '.join(self._tries())}. Other settings start another run; nothing of"
-            " this step was saved."
+            f"{what}: training stopped. Try {', '.join(self._tries())}. Other settings start another run. This step"
+            " was not saved."
         )
 
     def _tries(self) -> list[str]:

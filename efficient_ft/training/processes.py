@@ -55,7 +55,7 @@ def environment() -> ClusterEnvironment:
     """
     if Torchrun.detect():
         return Torchrun()
-    # Without srun a job has one process, regardless of the tasks that it asked for.
+    # Without srun a job has one process, regardless of the number of requested tasks.
     if SLURMEnvironment.detect() and "SLURM_STEP_ID" in os.environ:
         try:
             return SLURMEnvironment(auto_requeue=False)  # the recorder saves and requeues, see `requeue`

@@ -101,7 +101,7 @@ def study_conditions(name: str) -> str:
 
 @block
 def study_rows(*names: str) -> str:
-    """Show the settings of every row of the studies; a name stands for the same settings in all of them."""
+    """Show the settings of every row of the studies; a name means the same settings in all of them."""
     settings: dict[str, list[str]] = {}
     for name in names:
         for row, own in records(name).study.rows.items():

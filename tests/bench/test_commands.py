@@ -151,7 +151,7 @@ def test_steps_of_an_optimizer_inside_the_backward_pass(tmp_path: Path):
     recipes = json.loads(file.read_text(encoding="utf-8"))["recipes"]
     assert len(recipes["inside"]["measured"]["step"]["seconds"]) == 2
     assert recipes["inside"]["trainable_parameters"] < recipes["full"]["trainable_parameters"]
-    # The frozen prefix is found with a backward pass of its own, whose update must not be left open.
+    # The frozen prefix is found with its own backward pass, whose update must not be left open.
     assert "prefix" in recipes["inside"]["measured"]
 
 

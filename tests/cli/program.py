@@ -27,7 +27,7 @@ def run(config, folder, arguments=(), begun=lambda: None):
     from efficient_ft.core.errors import UserError
     order = config.method.get("lbp_wht", {{}}).get("order")
     if order == 5:
-        raise UserError("order 5 is out of luck\\nand says so at length")
+        raise UserError("order 5 is out of luck\\nand explains it at length")
     if order == 6:
         raise RuntimeError("a bug")
     if order == 7:

@@ -1,4 +1,4 @@
-"""Sweeps: jobs in processes of their own, finished ones skipped, failures in a table."""
+"""Sweeps: jobs in separate processes, finished ones skipped, failures in a table."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_mistake_in_a_job_of_hydra_s_own_launcher_is_one_clear_message(program
     """Such launchers report a job's exception; a job that exits would be lost to them."""
     sweep = call(program, "-m", "hydra/launcher=basic", "method.lbp_wht.order=2,5")
     assert sweep.returncode == 2
-    assert sweep.stderr.splitlines()[-2:] == ["order 5 is out of luck", "and says so at length"]
+    assert sweep.stderr.splitlines()[-2:] == ["order 5 is out of luck", "and explains it at length"]
     assert "Traceback" not in sweep.stderr
     assert "ran 2 " in sweep.stdout
 

@@ -82,7 +82,7 @@ def test_a_mistake_exits_with_2_and_its_text_alone_and_leaves_nothing(tmp_path: 
 @pytest.mark.slow
 def test_outcomes_of_a_run(program: Path) -> None:
     unlucky, bug, interrupted = (call(program, f"method.lbp_wht.order={order}") for order in (5, 6, 7))
-    assert (unlucky.returncode, unlucky.stderr) == (2, "order 5 is out of luck\nand says so at length\n")
+    assert (unlucky.returncode, unlucky.stderr) == (2, "order 5 is out of luck\nand explains it at length\n")
     assert bug.returncode == 1
     assert "Traceback" in bug.stderr
     assert bug.stderr.rstrip().endswith("RuntimeError: a bug")

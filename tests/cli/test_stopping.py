@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM outside of a training, also where libraries catch the exception of the signal."""
+"""Ctrl-C and SIGTERM outside of a training, even if libraries catch the exception of the signal."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_an_error_without_a_signal_stays_itself() -> None:
 
 @pytest.mark.parametrize("number", STATUS)
 def test_a_signal_within_code_that_is_a_text_has_the_same_status(number: int, tmp_path: Path) -> None:
-    """After a plain KeyboardInterrupt there, ``python -m`` would end by the signal, in place of the status."""
+    """After a plain KeyboardInterrupt there, ``python -m`` would end by the signal, instead of the status."""
     (tmp_path / "stopped.py").write_text(
         textwrap.dedent(f"""
         from efficient_ft.cli.exits import clean_exits

@@ -42,7 +42,7 @@ print(json.dumps({{"used": used, "arguments": sys.argv[1:], "flags": sys.flags.d
 def start(
     folder: Path, *arguments: str, name: str = "train.py", before: str = "", **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run the program in a process of its own, without a preload of this one's."""
+    """Run the program in a separate process, without a preload of this one's."""
     (folder / name).write_text(PROGRAM.format(before=before))
     clean = {k: v for k, v in os.environ.items() if k not in ("LD_PRELOAD", allocator._RESTARTED)}
     return subprocess.run(
@@ -62,7 +62,7 @@ def last(process: subprocess.CompletedProcess[str]) -> dict[str, object]:
 
 @glibc
 def test_freed_memory_is_kept() -> None:
-    # Resident pages after a large block is freed, in a process of its own.
+    # Resident pages after a large block is freed, in a separate process.
     code = (
         "import sys, pathlib\n"
         "from efficient_ft.core.allocator import keep_freed_memory\n"

@@ -55,7 +55,7 @@ def test_a_size_as_a_setting_is_never_too_small(size: int, shown: str) -> None:
 _OWN = re.compile(
     r":[+.0-9]*%\}|\{[^{}]*/ ?(?:2 ?\*\* ?[23]0|1e6|1e9|10\*\*9)[^{}]*:[^{}]*\}|:\.\dg?f?\} ?(?:s|min|[MG]i?B|%)\b"
 )
-#: Charts and their captions, whose axes have units, and the readers of data, with limits of their own.
+#: Charts and their captions, whose axes have units, and the readers of data, with their own limits.
 _ALLOWED = ("core/", "report/figures.py", "report/plan_figure.py", "bench/tables.py")
 
 

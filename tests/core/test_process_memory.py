@@ -1,4 +1,4 @@
-"""Resident memory and its high-water mark, in processes of their own: touched pages are seen, freed ones are not."""
+"""Resident memory and its high-water mark, in separate processes: touched pages are seen, freed ones are not."""
 
 from __future__ import annotations
 

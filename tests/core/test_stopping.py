@@ -40,7 +40,7 @@ def test_workers_go_on_after_a_signal_to_all_processes(number: int) -> None:
         if len(found) == 3:
             for worker in multiprocessing.active_children():
                 assert worker.pid is not None
-                os.system(f"kill -{number} {worker.pid}")  # another process than their parent sends it
+                os.system(f"kill -{number} {worker.pid}")  # a process that is not their parent sends it
     assert found == list(range(12))
 
 

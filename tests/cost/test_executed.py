@@ -178,7 +178,7 @@ def test_fake_tensors_count_what_a_real_run_counts(name: str, arguments: dict[st
 
 
 def test_the_peak_is_the_allocators():
-    """Against the allocations that torch's profiler reports, which know nothing of the meter."""
+    """Against the allocations that torch's profiler reports, which do not know the meter."""
     model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, num_classes=10).train()
     images, labels = torch.randn(32, 3, 64, 64), torch.zeros(32, dtype=torch.long)
     resident = sum(t.nbytes for t in [*model.parameters(), *model.buffers(), images, labels])

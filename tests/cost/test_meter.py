@@ -1,4 +1,4 @@
-"""FLOPs by layer: each operation belongs to the layer that asked for it, in the backward pass as well."""
+"""FLOPs by layer: each operation belongs to the layer that requested it, in the backward pass as well."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_steps_after_the_warm_up_count_above_the_size_before_the_first(monkeypat
 
 
 def test_on_cuda_growth_is_what_is_reserved_above_what_was_allocated_before(monkeypatch: pytest.MonkeyPatch):
-    """On a machine without CUDA, with its statistics in place of those of a device."""
+    """On a machine without CUDA, with its statistics instead of those of a device."""
     resets: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 100)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)

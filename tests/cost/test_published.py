@@ -47,7 +47,7 @@ def test_a_small_network_by_hand():
     assert count.activation_bytes == 4 * (12 + 40)
     assert count.peak_at == "layers.0"
 
-    # A bias that trains needs no input of its own layer, but a gradient passes after it.
+    # A bias that trains needs no input of its layer, but a gradient passes after it.
     model.layers[0].bias.requires_grad_(True)
     assert [op.saved for op in operations(model, (2, 2))] == [0, 5, 0, 160, 160]
 

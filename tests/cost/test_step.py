@@ -39,7 +39,7 @@ class FreezeBody:
 
 
 class EveryOther:
-    """Freezes in every other step, has a loss of its own and needs two steps before its cost settles."""
+    """Freezes in every other step, has its own loss and needs two steps before its cost settles."""
 
     warmup_steps = 2
     cost_steps = 2
@@ -106,7 +106,7 @@ def test_warm_up_mean_and_loss_of_a_plain_object():
     found = executed(model, 4, (4, 4), methods=[method])
     assert method.steps == []  # only the copies' were called
     assert StepMethods([method]).warmup_steps == StepMethods([method]).cost_steps == 2
-    own = 2 * 5 * 20 * 5  # the loss of its own, once in a batch
+    own = 2 * 5 * 20 * 5  # the additional loss, once in a batch
     assert found.forward_flops == 2 * 48 * 20 + 2 * 20 * 5 + own / 4
     # the head's input gradient is needed in every other step only
     backward = 2 * 20 * 5 + 2 * own / 4
@@ -124,7 +124,7 @@ def test_an_object_that_is_not_applied_yet_is_applied_to_a_copy():
 @pytest.mark.first(1, "exhaustive")
 @pytest.mark.parametrize("methods", [[LBPWHT, LoRA, LastStage], [LastStage, LoRA, LBPWHT]])
 def test_the_order_of_the_list_changes_nothing(methods: list[Any]):
-    """Adapters go on before low-rank backward, which serves the layers they adapt."""
+    """Adapters are applied before low-rank backward, which serves the layers they adapt."""
     model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, embed_dim=48, num_classes=5)
     found = executed(model, 2, (64, 64), methods=[m() for m in methods])
     by_hand = [LastStage(), LoRA(), LBPWHT()]

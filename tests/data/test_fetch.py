@@ -76,7 +76,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[type[Handler], str
 def food_online(
     tmp_path: Path, server: tuple[type[Handler], str], change_archives: Callable[..., None]
 ) -> tuple[type[Handler], Path]:
-    """A small Food-101 on a local server, and the folder into which it is to be fetched."""
+    """A small Food-101 on a local server, and the destination folder."""
     handler, address = server
     write_food(tmp_path / "made")
     pack(tmp_path / "made/food-101.tar.gz", tmp_path / "made/food-101")

@@ -104,7 +104,7 @@ def test_the_folder_itself_may_be_a_link_and_links_inside_of_it_are_used(tmp_pat
 
 
 def test_classes_named_like_splits_change_nothing(tmp_path: Path) -> None:
-    """One may have folders inside of it; a link to an image of another class is not counted all the same."""
+    """One may have folders inside of it; a link to an image of another class is not counted."""
     config = _classes(tmp_path).model_copy(update={"splits": {"train": "."}})
     for k, name in enumerate(("train/0", "train/1", "test/inside/0", "test/inside/1")):
         save(tmp_path / f"{name}.jpg", 5 + k)

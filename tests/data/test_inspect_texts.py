@@ -61,7 +61,7 @@ def test_case_and_spaces_are_ignored_on_request(tmp_path: Path) -> None:
 
 def test_texts_that_look_wrong_are_warned_of(tmp_path: Path) -> None:
     for text, message in (
-        ("nan", "may stand for a missing text, such as 'nan'"),
+        ("nan", "may mean a missing text, such as 'nan'"),
         ("cafÃ© apple", "may have been decoded with a wrong encoding, such as 'cafÃ© apple'"),
         ("<br />apple", "may contain HTML tags"),
         ("\u200b", "only special tokens"),

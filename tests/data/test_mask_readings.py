@@ -213,7 +213,7 @@ def rgba(number: int) -> Image.Image:
 
 
 def indexed(number: int) -> Image.Image:
-    """A palette of its own order for each mask."""
+    """A palette in a different order for each mask."""
     order = np.roll(np.arange(3), number)
     image = Image.fromarray(np.argsort(order)[ids(number, (0, 1, 2))].astype(np.uint8), mode="P")
     image.putpalette(COLORS[order].flatten().tolist())

@@ -42,7 +42,7 @@ print(json.dumps({"loaded": sorted(loaded), "bytes": bytes_after - bytes_before,
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """The modules that the import of a method loads on top of torch and timm, in a process of its own."""
+    """The modules that the import of a method loads on top of torch and timm, in a separate process."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr

@@ -75,7 +75,7 @@ def _strides(module: nn.Module) -> int:
 
 
 def tinytl(method: Method, model: nn.Module, parameters: Parameters, images: Tensor) -> Tensor:
-    """Each inverted residual block plus its lite residual; with ``norm=group`` GroupNorm in place of BatchNorm."""
+    """Each inverted residual block plus its lite residual; with ``norm=group`` GroupNorm instead of BatchNorm."""
     for name, module in list(model.named_modules()):
         if method.settings()["norm"] == "group" and isinstance(module, nn.BatchNorm2d):
             module.forward = partial(_grouped, module)  # type: ignore[method-assign]
@@ -155,7 +155,7 @@ def blocks_of_vit(
     Args:
         model: the plain model.
         x: (B, N, C), what enters the blocks.
-        after_attention: of a block's number, x after attention, its map (B, H, N, N) and keys: the tokens that go on.
+        after_attention: of a block's number, x after attention, its map (B, H, N, N) and keys: the tokens that are passed on.
         after_block: the same of x after the block and the map.
         mlp: the feed-forward network of a block's number.
         weights: the map of attention of its scores; softmax by default.

@@ -77,7 +77,7 @@ def _adapter(name: str = "lora", **settings: Any) -> Row:
 
 
 def _with_group_norm(model: nn.Module) -> nn.Module:
-    """GroupNorm of 8 channels in place of every BatchNorm, every filter before one with mean 0 and deviation 1."""
+    """GroupNorm of 8 channels instead of every BatchNorm, every filter before one with mean 0 and deviation 1."""
     for module in model.modules():
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Conv2d) and child.bias is None:
@@ -131,7 +131,7 @@ def _experts(
     return Row(
         METHODS[name],
         {"num_experts": 4, "top_k": 2, "blocks": [-1], **settings},
-        why_no_off="experts are parameters of their own",
+        why_no_off="experts are separate parameters",
         instead=Instead.SAME_OUTPUT,
         models=models,
         refused={"resnet": "no class token" if name == "bsr_moe" else "has no mlp"},

@@ -41,7 +41,7 @@ def test_recomputation_repeats_dropout_and_moves_statistics_once() -> None:
 
 
 def test_a_normalization_that_is_replaced_counts_no_batches() -> None:
-    """TinyTL computes GroupNorm in place of BatchNorm, whose counter checkpointing took one from in each step."""
+    """TinyTL computes GroupNorm instead of BatchNorm, whose counter checkpointing took one from in each step."""
     model = model_of("mobilenet")
     apply_methods(model, [TinyTL(), Checkpointing()])
     before = {name: value.clone() for name, value in model.named_buffers()}

@@ -51,7 +51,7 @@ def found(model: nn.Module, name: str, seed: int = 0) -> Gradients:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["vit", "resnet"])
 def test_the_profile_measures_the_change_of_the_whole_gradient(name: str) -> None:
-    """Against steps of their own, in which one tensor has 3 bits and all others have 8."""
+    """Against separate steps, in which one tensor has 3 bits and all others have 8."""
     model, method = model_of(name), LowBit("auto")
     method.apply(model)
     plain = found(model, name)  # the gradient of the profiled step itself is not touched by the measurement

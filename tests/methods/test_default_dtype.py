@@ -2,7 +2,7 @@
 
 Lightning's ``64-true`` and ``bf16-true`` convert the model and run its forward pass, but not its backward pass, under
 a default of float64 or bfloat16. A kernel that writes into a buffer of the default dtype corrupts the heap then, so
-these checks run in a process of their own.
+these checks run in a separate process.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def merged(layer: Any, b: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------ the gradient
 @pytest.mark.parametrize("name", [*USUAL, "mobilenet"])
 def test_gradients_of_b_equal_those_through_the_dense_weights(name: str) -> None:
-    """The reference is the plain model with W + s B A in place of each weight, in float64."""
+    """The reference is the plain model with W + s B A instead of each weight, in float64."""
     model, _ = applied(name)
     found = gradients(model, name)
     layers = adapters(model)

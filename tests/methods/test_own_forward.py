@@ -1,4 +1,4 @@
-"""Blocks with a forward pass of their own, which a method that runs blocks in two halves would ignore."""
+"""Blocks with their own forward pass, which a method that runs blocks in two halves would ignore."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def pictures() -> Tensor:
 
 
 class Doubled(Block):
-    """A block of timm with a forward pass of its own."""
+    """A block of timm with its own forward pass."""
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         return 2 * super().forward(x)

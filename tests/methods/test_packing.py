@@ -1,4 +1,4 @@
-"""Packing on real models: blocks that pause, steps that are not finite, noise of its own, recomputation, old states."""
+"""Packing on real models: blocks that pause, steps that are not finite, separate noise, recomputation, old states."""
 
 from __future__ import annotations
 

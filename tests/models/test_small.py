@@ -42,5 +42,5 @@ def test_vit_micro_takes_weights_with_a_sequential_stem(shared_data):
     assert all(p.dtype == torch.float32 for p in model.parameters())
     torch.testing.assert_close(model.head.weight.half(), held["head.weight"])
     torch.testing.assert_close(model.patch_embed.backbone[1].conv.weight.half(), held["patch_embed.net.3.weight"])
-    # A model that is really trained is far from chance on an image of its own kind: its logits are not flat.
+    # A model that is really trained is far from chance on an image of the same kind: its logits are not flat.
     assert model.eval()(torch.randn(1, 3, 32, 32)).softmax(-1).max() > 0.05

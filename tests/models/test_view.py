@@ -153,7 +153,7 @@ def test_a_size_the_model_cannot_take_is_an_error_of_one_line():
 
 
 class Positions(nn.Module):
-    """A network for images of 112×112, which does not say so."""
+    """A network for images of 112×112, which does not declare it."""
 
     def __init__(self):
         super().__init__()

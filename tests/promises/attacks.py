@@ -22,7 +22,7 @@ _LINKS = (
     ".hydra/hydra.yaml", ".hydra/overrides.yaml", "checkpoint.ckpt.prev", "images.tmp", "metrics.jsonl.tmp", ".hydra",
     "report", "config.yaml", "checkpoint.ckpt", "results.json.tmp", "images", "run_id.tmp", "metrics.csv.tmp",
 )  # fmt: skip
-#: Settings that name code. MARK stands for the file that the code creates.
+#: Settings that name code. MARK is the file that the code creates.
 _CODE = (
     "+hydra.callbacks.a={_target_:builtins.open,file:MARK,mode:w}",
     "hydra.job_logging.handlers.console.class=os.system",

@@ -122,7 +122,7 @@ def many_steps(folder: Path, steps: int = 100_000, arguments: Sequence[str] = ("
     the first one kernels are loaded and memory settles.
 
     Args:
-        folder: an existing folder; the run is written into FOLDER/run_of_steps, in place of an earlier one.
+        folder: an existing folder; the run is written into FOLDER/run_of_steps, instead of an earlier one.
         steps: optimizer steps, at least 1,000, since a run records every fiftieth.
         arguments: further settings of the run.
 

@@ -95,5 +95,5 @@ def _out_of_memory(folder: Path) -> None:
     done = run_child(program, command, _ROOM, output=folder / "run.log")
     require(done.status == 2, f"status {done.status}\n{done.printed[-3000:]}")
     require("Traceback" not in done.printed, done.printed[-3000:])
-    for word in ("Out of memory", "data.batch_size=48", "asked for", "predicted to fit"):
+    for word in ("Out of memory", "data.batch_size=48", "tried to allocate", "predicted to fit"):
         require(word in done.unwrapped, f"{word!r} is not said:\n{done.printed[-2000:]}")

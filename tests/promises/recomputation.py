@@ -56,7 +56,7 @@ def _ours(case: str, recomputing: str) -> dict[str, float]:
     except UserError as error:
         require(_may_refuse(case), f"it is refused: {error}")
         return {"refused": 1.0}
-    # Below the classifier nothing of head needs a gradient, so that no block runs again.
+    # Below the classifier no parameter of head needs a gradient, so that no block runs again.
     require(recomputing != "checkpointing" or case == "head" or spy.replayed > 0, "no block ran again")
     spy.require_replayed()
     _require_equal(_trained(case, settings), recomputed, most)

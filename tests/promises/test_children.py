@@ -1,4 +1,4 @@
-"""Child processes of trials: what they return, how they end, and that nothing of them is left."""
+"""Child processes of trials: what they return, how they end, and that none of them is left."""
 
 from __future__ import annotations
 

@@ -276,7 +276,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_traine
 ) -> None:
     monkeypatch.setattr("efficient_ft.record.study.os.access", lambda *_: False)
     monkeypatch.setattr("efficient_ft.cli.hydra.jobs.run_jobs", lambda *_: pytest.fail("it trained"))
-    with pytest.raises(UserError, match=r"cannot be written to, .*Copy study\.yaml to a folder of your own"):
+    with pytest.raises(UserError, match=r"cannot be written to, .*Copy study\.yaml to a separate folder"):
         command.main([str(folder)])
 
 

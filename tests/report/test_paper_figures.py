@@ -1,4 +1,4 @@
-"""The papers' figures from records: the numbers drawn are those of the runs, and what is missing is said."""
+"""The papers' figures from records: the numbers drawn are those of the runs, and missing data are reported."""
 
 from __future__ import annotations
 

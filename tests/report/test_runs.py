@@ -60,7 +60,7 @@ def test_names_tell_runs_of_a_method_from_each_other(tmp_path: Path) -> None:
         write(tmp_path / name, 0.5, seed=0, **change)
     names = names_of(collect_paths([tmp_path]).runs)
     assert len(set(names)) == 4, "also of runs that differ in four settings"
-    assert names[0] == "full seed=0", "what tells the others from each other says nothing of this one"
+    assert names[0] == "full seed=0", "what tells the others from each other says nothing about this one"
     for part in ("rank=4", "alpha=16", "lr=0.5", "weight_decay=0.1", "seed=0"):
         assert part in names[3].split()
 

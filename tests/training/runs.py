@@ -145,7 +145,7 @@ def run_in_processes(plain: dict[str, Any], folder: Path) -> None:
 
 
 def run_by_torchrun(plain: dict[str, Any], folder: Path, nodes: int = 2) -> list[subprocess.CompletedProcess[str]]:
-    """Run in one process of each of `nodes` agents of torchrun, which stand for as many machines."""
+    """Run in one process of each of `nodes` agents of torchrun, which represent as many machines."""
     file = folder.with_name(f"{folder.name}.py")
     file.write_text(SCRIPT)
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}

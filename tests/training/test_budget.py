@@ -230,7 +230,7 @@ def test_the_guard_stops_between_two_operations_and_leaves_nothing_behind() -> N
 
 
 def test_a_request_to_stop_that_comes_while_the_watch_ends_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The block may end by an error of its own, such as the message about the data."""
+    """The block may end by its own error, such as the message about the data."""
     config, join = of_run(memory="1MB"), memory_watch._Watch.join
 
     def late(watch: memory_watch._Watch) -> None:

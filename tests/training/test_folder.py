@@ -1,4 +1,4 @@
-"""The run folder: one run, one process at a time, nothing deleted, nothing of another version misread."""
+"""The run folder: one run, one process at a time, nothing deleted, no other version misread."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_no_file_of_a_run_folder_is_unpickled(
 def test_links_in_a_run_folder_are_not_written_through(
     given: Path, finished: Any, tmp_path: Path, without_cost: None
 ) -> None:
-    """Links under the names of earlier temporary files, and in place of files that the run replaces."""
+    """Links under the names of earlier temporary files, and instead of files that the run replaces."""
     victim, place = tmp_path / "victim", tmp_path / "run"
     victim.write_text("kept")
     place.mkdir()

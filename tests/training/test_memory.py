@@ -72,7 +72,7 @@ def test_a_resumed_run_keeps_what_was_measured(tmp_path: Path, configuration: An
         assert (saved is not None) == (at > 1)
         memory = run(config, folder)["memory"]
         if saved is not None:
-            assert memory["peak_bytes"] >= saved.pop("peak_bytes")  # of the whole process, which goes on
+            assert memory["peak_bytes"] >= saved.pop("peak_bytes")  # of the whole process, which continues
             assert {key: memory[key] for key in saved} == saved
         assert (memory["first_step"], memory["steps"]) == (first, STEPS)
 

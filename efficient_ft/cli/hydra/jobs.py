@@ -40,7 +40,7 @@ class Job:
 
     @property
     def trains(self) -> bool:
-        """False for an evaluation or a cost report, which have no run folder of their own."""
+        """False for an evaluation or a cost report, which have no separate run folder."""
         return not self.config.cost_only and self.config.evaluate is None
 
 

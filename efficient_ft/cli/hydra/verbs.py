@@ -31,7 +31,7 @@ The settings are those of a run (see efficient-ft --help), and -m sweeps over co
     efficient-ft cost -m method=full,lora,bsr model=deit_small
 """,
 }
-#: Settings that the commands stand for.
+#: Settings that the commands expand to.
 _SETTINGS = {EVALUATE: "evaluate", COST: "cost_only"}
 
 

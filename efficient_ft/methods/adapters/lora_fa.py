@@ -21,7 +21,7 @@ from efficient_ft.ops.saving import current_packing
 
 
 class _FrozenForward(OwnForward):
-    """Forward pass of a convolution that saves nothing of its input while its weight is frozen."""
+    """Forward pass of a convolution that does not save its input while its weight is frozen."""
 
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
         module: Any = self.module

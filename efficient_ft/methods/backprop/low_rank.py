@@ -64,7 +64,7 @@ class LowRankLinear(nn.Linear):
         if tokens is not None and tokens.grid_index_BL is None:
             raise UserError(
                 f"Low-rank backward: the grid positions of the {x.shape[1]} input tokens are unknown (merged tokens, or"
-                " images of another size than the model was built for)."
+                " images of a size that the model was not built for)."
             )
         if how.projector is None:
             return _profiled(super().forward(x), how, grid, tokens)

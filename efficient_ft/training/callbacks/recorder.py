@@ -89,7 +89,7 @@ class Recorder(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._saved = time.monotonic()
         if self.handler is not None:
-            # In place of Lightning's, which broadcasts in the middle of a step, where other processes expect another
+            # Replaces Lightning's handler, which broadcasts in the middle of a step, where other processes expect another
             # exchange, and ends a single process even if nothing has been saved since the last checkpoint.
             signal.signal(signal.SIGTERM, self.handler)
         if trainer.is_global_zero:

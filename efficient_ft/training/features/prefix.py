@@ -435,7 +435,7 @@ def run_features(
         f"Features of {prefix.end} ({' × '.join(map(str, prefix.shape))}, {form.name}):"
         f" {views} view{'s' if views > 1 else ''} of {train} training images, and {evaluated} {images.best_split}"
         f" images, {format_bytes(rows * form.bytes)} in {shown_path(folder)};"
-        f" {'all are there' if not missing else f'{missing} of {rows} are to be computed'}. {prefix.reason}."
+        f" {'all are there' if not missing else f'{missing} of {rows} must be computed'}. {prefix.reason}."
     )
     return RunFeatures(prefix, form, store, views, train)
 

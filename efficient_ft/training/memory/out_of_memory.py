@@ -61,10 +61,10 @@ def out_of_memory(config: Config) -> Iterator[None]:
     data, size = config.data, config.model.image_size
     shape = "the network's own" if size is None else size
     raise UserError(
-        f"Out of memory on {_named(device)}: {'more was' if asked is None else f'{format_bytes(asked)} more were'}"
-        f" asked for than is free, {format_bytes(free)}. A step's memory follows from"
-        f" data.batch_size={data.batch_size}, model.image_size ({shape}) and method={'+'.join(config.method)}, that of"
-        f" evaluation from data.eval_batch_size ({data.eval_batch_size or data.batch_size})."
+        f"Out of memory on {_named(device)}:{'' if asked is None else f' tried to allocate {format_bytes(asked)};'}"
+        f" {format_bytes(free)} are free. The memory of a step depends on data.batch_size={data.batch_size},"
+        f" model.image_size ({shape}) and method={'+'.join(config.method)}, and the memory of evaluation on"
+        f" data.eval_batch_size ({data.eval_batch_size or data.batch_size})."
         f" {_what_fits(config, device)}"
     )
 

@@ -14,7 +14,7 @@ from tests.ops.blockwise.reference import neighbors, ratio_values, root_values, 
 
 
 def values_of(moments: Moments, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """The ratios and the roots that a state stands for, float64."""
+    """The ratios and the roots that a state represents, float64."""
     m, v = (x.double().numpy() for x in dequantize(moments, bits))
     roots = np.sqrt(v)
     return np.divide(m, roots, out=np.zeros_like(m), where=roots > 0), roots

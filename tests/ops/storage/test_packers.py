@@ -112,7 +112,7 @@ def test_eight_bits_take_a_byte_per_value_and_a_range_per_head(dtype, heads):
     x = data("normal", (3, 4, 6), torch.float64)
     dim, count = heads or (0, 1)
     blocks = x.tensor_split(count, dim) if heads else (x,)
-    # Each head on a scale of its own: a range for all would lose the small ones.
+    # Each head on its own scale: a range for all would lose the small ones.
     for i, block in enumerate(blocks):
         block *= 10.0**-i
     x = x.to(dtype)
@@ -150,7 +150,7 @@ def test_a_range_is_a_running_mean():
     low, high = ranges.update("a", second)
     torch.testing.assert_close(low, torch.tensor([0.9 * -1 + 0.1 * -5, 0.9 * 3 + 0.1 * 0]))
     torch.testing.assert_close(high, torch.tensor([0.9 * -1 + 0.1 * 9, 0.9 * 3 + 0.1 * 4]))
-    # Kept for the next step; another place has a range of its own.
+    # Kept for the next step; another place has its own range.
     assert torch.equal(ranges.by_name["a"][0], low)
     assert ranges.update("b", second)[0].tolist() == [-5, 0]
     assert torch.equal(ranges.by_name["a"][1], high)

@@ -1,6 +1,6 @@
 """GPU kernels of the storage formats, in Triton.
 
-A subsample of a row brackets its exact threshold, which is then searched for in the few values in the bracket
+A subsample of a row brackets its exact threshold, which is then selected from the few values in the bracket
 (Floyd, Rivest, CACM 1975). No function synchronizes with the device.
 """
 

@@ -157,7 +157,7 @@ def _in_rank(sample, rank, largest):
 def _exact_threshold(x, where, hop, largest, kept, sample, out):
     """Return the threshold and the number of values that are at least as large (Floyd, Rivest, CACM 1975).
 
-    A subsample brackets the threshold, which is then searched for in the few values in the bracket.
+    A subsample brackets the threshold, which is then selected from the few values in the bracket.
     """
     start, step, pieces, length = where
     n, m = pieces * length, len(sample)

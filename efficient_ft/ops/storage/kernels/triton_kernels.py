@@ -94,7 +94,7 @@ def select(
 ):  # fmt: skip
     """Write the magnitude of `rank` to threshold (row,).
 
-    It is searched for in the candidates. If it is not a candidate, or if there are too many candidates, the full row
+    It is selected from the candidates. If it is not a candidate, or if there are too many candidates, the full row
     is searched.
     """
     n, stride = n * UNIT, stride * UNIT

@@ -41,7 +41,7 @@ for word in sys.argv[1:]:
 
 
 def run(folder: Path, *words: str) -> None:
-    """Run the program in a process of its own, with the cache in `folder`."""
+    """Run the program in a separate process, with the cache in `folder`."""
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(folder), "PYTHONPATH": str(REPOSITORY)}
     ended = subprocess.run([sys.executable, "-c", PROGRAM, *words], env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

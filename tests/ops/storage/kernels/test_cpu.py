@@ -35,7 +35,7 @@ def threads() -> Iterator[None]:
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("team", ["torch's", "its own"])
 def test_any_threads_give_the_same_results(monkeypatch, team):
-    # Without torch's OpenMP the kernels run in threads of their own.
+    # Without torch's OpenMP the kernels run in their own threads.
     if team == "its own":
         monkeypatch.setattr(cpu, "_team", lambda: None)
     x = data("rounded", (37, 5003), torch.float32)
