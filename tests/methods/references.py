@@ -155,7 +155,7 @@ def blocks_of_vit(
     Args:
         model: the plain model.
         x: (B, N, C), what enters the blocks.
-        after_attention: of a block's number, x after attention, its map (B, H, N, N) and keys: the tokens that are passed on.
+        after_attention: of a block's number, x after attention, its map (B, H, N, N) and keys: the tokens passed on.
         after_block: the same of x after the block and the map.
         mlp: the feed-forward network of a block's number.
         weights: the map of attention of its scores; softmax by default.

@@ -1,8 +1,8 @@
 """Selection of the bits and group of each packed tensor under a budget of bytes, by the change of the gradient.
 
 In the steps of the profile, every tensor is saved in 8 bits. When the backward pass reaches the output of a part of the
-model, it runs once from there without changes, and then again for each tensor that the part packs, with only this tensor
-rounded to 3 bits. This measures the change of the gradient through all layers below. The change is the squared norm of
+model, it runs once from there without changes, and then again for each tensor that the part packs, with only this
+tensor rounded to 3 bits. This measures the change of the gradient through all layers below. The change is the squared norm of
 the difference, relative to that of the part's own gradient, summed over the parts of the model. It is relative because
 optimizers such as Adam are insensitive to the scale of a part's gradient.
 

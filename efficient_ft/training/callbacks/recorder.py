@@ -89,8 +89,8 @@ class Recorder(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._saved = time.monotonic()
         if self.handler is not None:
-            # Replaces Lightning's handler, which broadcasts in the middle of a step, where other processes expect another
-            # exchange, and ends a single process even if nothing has been saved since the last checkpoint.
+            # Replaces Lightning's handler, which broadcasts in the middle of a step, when other processes expect a
+            # different exchange, and ends a single process even if nothing has been saved since the last checkpoint.
             signal.signal(signal.SIGTERM, self.handler)
         if trainer.is_global_zero:
             self.metrics.rewind(trainer.global_step)
