@@ -13,10 +13,9 @@ A study is a folder with two files. ``study.yaml`` says what is run:
       head: [method=head]
 
 The value of every row is searched in the same way, with the seed of ``tune``: the two values in the middle run first,
-then the neighbors of the best one and of those within a point of it (`NEAR`), until all of them have been run. Best is the
-accuracy on the split that chooses epochs.
-The value found is then run with every seed. ``records.json`` holds a record of every finished run, without paths, so
-that a study continues where it stopped, even on another machine.
+then the neighbors of the best one and of those within a point of it (`NEAR`), until all of them have been run. Best is
+the accuracy on the split that chooses epochs. The value found is then run with every seed. ``records.json`` holds a
+record of every finished run, without paths, so that a study continues where it stopped, even on another machine.
 
 ``tune`` may name settings to ``ignore``: records that differ from the study in these alone count in the search, and
 nowhere else. With ``ignore: [trainer.precision]`` a study in fp32 takes values that were found in bf16, and every run

@@ -2,9 +2,9 @@
 
 In the steps of the profile, every tensor is saved in 8 bits. When the backward pass reaches the output of a part of the
 model, it runs once from there without changes, and then again for each tensor that the part packs, with only this
-tensor rounded to 3 bits. This measures the change of the gradient through all layers below. The change is the squared norm of
-the difference, relative to that of the part's own gradient, summed over the parts of the model. It is relative because
-optimizers such as Adam are insensitive to the scale of a part's gradient.
+tensor rounded to 3 bits. This measures the change of the gradient through all layers below. The change is the squared
+norm of the difference, relative to that of the part's own gradient, summed over the parts of the model. It is relative
+because optimizers such as Adam are insensitive to the scale of a part's gradient.
 
 The changes of several tensors are additive, since their rounding errors are independent. For each tensor, the change is
 proportional to the squared rounding error. This error is measured too, and gives the change in every other format. On a
