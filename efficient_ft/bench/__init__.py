@@ -1,6 +1,6 @@
 """Compare recipes by measuring them alternately in one process, after warm-up.
 
-* `step`: parts of a training step with each recipe.
+* `step`: time of each part of a training step, for each recipe.
 * `memory`: measured and counted memory of a recipe's steps, each recipe in its own process.
 * `layer`: the backward pass of one linear layer, exact and low-rank.
 * `loop`: overhead of the framework per step, compared with a plain PyTorch loop.
@@ -8,6 +8,6 @@
 * `optimizer`: steps of AdamW with low-bit moments, compared with 32 bits on the same gradients.
 * `gradient_error`: gradient errors of low-rank backward passes on a trained network.
 
-The first six return a report for JSON, with the fields of the files in ``benchmarks``; `tables` formats it. Times are
-medians with quartiles. FLOPs and bytes are executed counts; on CUDA, peaks are measured.
+The first six return a JSON-serializable report with the same fields as the files in ``benchmarks``; `tables` formats
+it. Times are medians with quartiles. FLOPs and bytes are executed counts; on CUDA, peaks are measured.
 """

@@ -245,7 +245,7 @@ def read_records(file: Path) -> dict[str, Any]:
     """Read records written by `save`. A missing file has no records.
 
     Raises:
-        UserError: the file cannot be read, or has other contents.
+        UserError: the file cannot be read, or its format is not valid.
     """
     if not file.exists():
         return {"runs": {}, "results": []}

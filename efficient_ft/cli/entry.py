@@ -35,7 +35,8 @@ def main() -> None:
 def _leave(status: int) -> None:
     """Run the exit functions, flush the output and end the process without unloading libraries.
 
-    Unloading torch maps 120 MiB of its files, which would count in the peak of a process with a memory budget.
+    Unloading torch maps 120 MiB of library files into memory, which would increase the measured peak of a run with a
+    memory budget.
     """
     if "torch" not in sys.modules or threading.current_thread() is not threading.main_thread():
         return

@@ -97,7 +97,7 @@ def integer(least: int, most: int | None = None) -> Callable[[str], int]:
 
 count = integer(1)
 count_or_zero = integer(0)
-#: The seed of random numbers has the bounds of a run's setting.
+#: Random seed, with the same bounds as the `seed` setting of a run.
 seed = integer(0, 2**32 - 1)
 
 

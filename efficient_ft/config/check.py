@@ -34,7 +34,7 @@ def check(plain: Mapping[str, Any]) -> Config:
         raise SettingError("method", show(plain["method"]), "a mapping from a method's name to its settings")
     _refuse_sharding(plain)
     plain = _without_missing(plain)
-    # A YAML with nothing but its package composes to null.
+    # A YAML file that contains only a package directive composes to null.
     plain = {**plain, "method": {k: {} if v is None else v for k, v in plain.get("method", {}).items()}}
     plain = {**plain, "tasks": {} if plain.get("tasks") is None else plain["tasks"]}
     if isinstance(plain["tasks"], Mapping) and all(isinstance(one, Mapping) for one in plain["tasks"].values()):

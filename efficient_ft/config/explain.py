@@ -20,7 +20,10 @@ from efficient_ft.core.errors import SettingError, UserError
 def mistake(
     schema: type[BaseModel], plain: Mapping[str, Any], prefix: str, loc: tuple[int | str, ...], kind: str
 ) -> SettingError:
-    """Return the error for a mistake that pydantic found at `loc`, named by the deepest key that a user would write."""
+    """Convert the validation error that pydantic reports at `loc` to a SettingError.
+
+    The error names the deepest key that a user can set.
+    """
     whole = json_schema(schema)
     key, value, node = prefix, typing.cast(Any, plain), whole
     for part in loc:

@@ -115,7 +115,7 @@ class MaskConfig(Section):
     #: Names of the folders of masks and of images; null: recognized.
     folder: Name | None = None
     image_folder: Name | None = None
-    #: Only masks whose names end with this, before the extension, are read; null: all masks.
+    #: Read only masks whose file stem ends with this suffix; null: all masks.
     suffix: Name | None = None
     #: Training images are resized by a random factor in this range before a part is cut out.
     zoom: tuple[Positive, Positive] = (0.5, 2.0)
@@ -158,7 +158,7 @@ DATA_NAMES = (
 class DataConfig(Section):
     """A data set: images or texts, splits, loading and augmentation."""
 
-    #: One of `DATA_NAMES`, or a data set of a package that adds a kind of task.
+    #: One of `DATA_NAMES`, or a data set registered by another package with its own kind of task.
     name: Annotated[Name, Field(json_schema_extra={"enum": [*DATA_NAMES]})]
     root: Name = "./data"
     #: Of folders of one's own: use files and folders that links out of `root` lead to; they are refused otherwise.
@@ -176,7 +176,8 @@ class DataConfig(Section):
     num_workers: Annotated[int, Field(ge=0, le=256)] = 2
     #: Share of the training images held out for validation, stratified and seeded.
     val_fraction: Fraction = 0.1
-    #: The split on which the best epoch is chosen; ``test`` only to repeat a paper that did so.
+    #: The split on which the best epoch is selected. Use ``test`` only to reproduce a paper that selected on the test
+    #: split.
     select_best_on: Literal["val", "test"] = "val"
     #: With select_best_on=test the official validation images train as well (flowers102, aircraft).
     train_on_val: bool = True

@@ -71,7 +71,7 @@ def method_of(file: Path) -> str | None:
 
 
 def _configuration_folder(entry: EntryPoint, package: str) -> Path:
-    """Return the folder ``conf`` of the package with the method of `entry`."""
+    """Return the ``conf`` folder of the package that provides the method of `entry`."""
     top = entry.module.partition(".")[0]
     for place in _places(entry, package):
         folder = Path(place) / "conf"

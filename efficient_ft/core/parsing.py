@@ -43,8 +43,8 @@ def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> An
         loader: a safe loader.
 
     Raises:
-        ValueError: the text is not valid YAML, has an invalid value, is nested too deeply, contains itself, or has more
-            than `MOST_VALUES` values with expanded references.
+        ValueError: the text is not valid YAML, has an invalid value, is nested too deeply, is self-referential, or has
+            more than `MOST_VALUES` values after aliases are expanded.
     """
     try:
         reader = loader(text)

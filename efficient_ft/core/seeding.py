@@ -1,4 +1,4 @@
-"""Seeds from counters: random choices depend only on the step, so that resumed runs and all ranks agree."""
+"""Counter-based seeds: random choices depend only on seed and step, so that resumed runs and all ranks agree."""
 
 from __future__ import annotations
 

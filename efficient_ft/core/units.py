@@ -46,7 +46,7 @@ def parse_seconds(setting: str, value: object, plain: bool = False) -> float:
     Args:
         setting: name of the setting, for the error.
         value: value of the setting.
-        plain: a number without a unit means seconds.
+        plain: if True, accept a number without a unit as seconds.
 
     Raises:
         SettingError: the value is not one or more positive numbers with units.

@@ -52,8 +52,8 @@ class Executed:
         model_bytes: parameters and buffers in the peak.
         batch_bytes: images and labels in the peak.
         batch_size: images in the batch.
-        counted_on: ``"fake tensors"``; for a model that cannot run on them, the real runs from which the counts were
-            extrapolated to `batch_size`, and the reason.
+        counted_on: counted_on: ``"fake tensors"``, or, for a model that does not support them, a description of the
+            real runs from which the counts were extrapolated to `batch_size` and the reason.
         optimizer_bytes: bytes of the optimizer's state; None if no optimizer was given.
         largest_bytes: bytes of the largest tensor that an operation creates for the batch.
     """

@@ -55,7 +55,7 @@ def predicted_growth(counted_bytes: int, largest_bytes: int, allocator: str) -> 
     Args:
         counted_bytes: ``Executed.step_peak_bytes`` plus the optimizer's state.
         largest_bytes: ``Executed.largest_bytes``.
-        allocator: of the process, see `core.allocator.allocator_in_use`.
+        allocator: allocator of the process, see `core.allocator.allocator_in_use`.
     """
     fixed, scratch, factor = _GROWTH[allocator]
     return round(fixed + scratch * largest_bytes + factor * counted_bytes)
@@ -132,7 +132,7 @@ class Demand:
     resumed: bool = False
 
     def phases(self, allocator: str) -> dict[str, int]:
-        """Return the bytes of each phase above the size of the process before the model."""
+        """Return the predicted memory of each phase, in bytes above the process size before the model is created."""
         weights, state = self.weights_bytes, self.optimizer_bytes + self.gradient_bytes
         fixed = _GROWTH[allocator][0]
         forward = self.evaluation

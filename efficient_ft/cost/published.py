@@ -1,5 +1,7 @@
-"""Costs as the papers count them: memory by the rule of TinyTL (Cai et al., NeurIPS 2020), which Back Razor's and BSR's
-tables follow, and BSR's multiply-adds.
+"""Costs by the papers' formulas.
+
+Memory follows the formula of TinyTL (Cai et al., NeurIPS 2020), which Back Razor and BSR also use in their tables.
+Multiply-adds follow BSR.
 
     M = parameters + B · max over operations [ tmp(operation) + Σ saved by earlier operations + residual ]
 

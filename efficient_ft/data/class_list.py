@@ -343,7 +343,7 @@ def _color(given: str | Color) -> Color:
 
 
 def _colored(entries: list[Entry], colors: Mapping[str, Color]) -> list[Entry]:
-    """Return the entries with the colors of the setting, and additional entries for colors without a label."""
+    """Return the entries with the colors of `data.masks.colors`, and new entries for colors of unlabeled pixels."""
     seen: dict[Color, str] = {}
     for name, color in colors.items():
         if seen.setdefault(color, name) != name and (is_class(name) or is_class(seen[color])):

@@ -59,8 +59,9 @@ def folder_classes(root: Path, splits: Chosen | None = None, follow_links: bool 
 def read_folder(root: Path, follow_links: bool = False, splits: Chosen | None = None) -> Listing:
     """List the images below `root`.
 
-    Two layouts are supported: ``train/CLASS`` with ``val/CLASS`` or ``test/CLASS`` or both (in any usual spelling, or
-    as set by ``data.splits``), and ``CLASS`` alone. If there is neither ``val/`` nor ``test/``, one fifth of every
+    Two layouts are supported: ``train/CLASS`` with ``val/CLASS``, ``test/CLASS`` or both (in any common spelling, or as
+        set by ``data.splits``), and ``CLASS`` without splits. If there is neither ``val/`` nor ``test/``, one fifth of
+        every
     class is held out for testing, the same images for every seed. Class folders may contain images at any depth.
     Hidden files are ignored. Other unused files are counted in `Listing.left_out`.
 

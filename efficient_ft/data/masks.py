@@ -109,7 +109,7 @@ class MaskSamples:
 
 @dataclass
 class MaskListing:
-    """The lists of a segmentation data set, with the splits of its publisher or of the user; see `listing.Listing`."""
+    """Samples of a segmentation data set, with the splits of its publisher or of the user; see `listing.Listing`."""
 
     classes: Classes
     train: MaskSamples

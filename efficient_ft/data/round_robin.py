@@ -88,7 +88,7 @@ class RoundRobinSampler(Sampler[tuple[str, list[Any]]]):
 
     Args:
         batches: batch samplers by task, each with a `CounterSampler`.
-        grad_accum_steps: number of consecutive batches of a task, for one optimizer step.
+        grad_accum_steps: number of consecutive batches from the same task per optimizer step.
 
     Attributes:
         epoch: epoch of the next iteration.

@@ -64,7 +64,7 @@ def name_splits(names: Iterable[str]) -> dict[str, Split]:
     """Return the split of each name that denotes one, alone or together with another name.
 
     Args:
-        names: names of the subfolders, or stems of the files, of one folder.
+        names: subfolder names or file stems in one folder.
     """
     found: dict[str, Split] = {}
     together: dict[tuple[str, ...], dict[str, Split]] = defaultdict(dict)

@@ -83,7 +83,7 @@ class Reader:
         self.found.rows[split], self.found.origins[split] = rows, some(origins, 3)
 
     def rows_of(self, file: Path) -> RowFile:
-        """Read a file of rows, and collect its notes."""
+        """Read a file of rows and append its notes to `self.found.notes`."""
         read = read_rows(file, self._settings)
         self.found.notes += read.notes
         return read
@@ -159,7 +159,7 @@ class Reader:
         return UserError(f"{printable(self.root.absolute())} has no training texts. Found: {found}. {advice} {LAYOUT}")
 
     def _single(self, files: Sequence[Path], folders: Sequence[Path]) -> list[Path]:
-        """Return the training data of a folder in which no name denotes a split: one file, or class folders."""
+        """Return the training data of a folder without split names: one file, or class folders."""
         classes = [folder for folder in folders if has_texts(folder)]
         names = [path.name for path in classes]
         if not files:

@@ -371,7 +371,7 @@ class MethodSession:
         """Check that `state_dict`, read from a checkpoint, belongs to these methods and settings.
 
         Raises:
-            UserError: it was written with other methods or settings.
+            UserError: the checkpoint was written with other methods or settings.
         """
         own = {method.state_key for method in self.methods}
         foreign, missing = sorted(state_dict.keys() - own), sorted(self.state_dict().keys() - state_dict.keys())

@@ -223,8 +223,8 @@ class MethodCallback(TrainerCallback, ExportableState):
     def save_pretrained(self, model: Any, folder: str | Path, **kwargs: Any) -> None:
         """Save the model with merged adapters, so that ``from_pretrained`` loads it.
 
-        `model` is not changed. ``model.save_pretrained`` would save the names of adapters, which ``from_pretrained``
-        does not know.
+        `model` is not changed. ``model.save_pretrained`` would save parameter names of adapters that
+        ``from_pretrained`` does not recognize.
 
         Args:
             model: the Trainer's model.

@@ -101,7 +101,8 @@ class Method(ABC):
     Attributes:
         name: name on the command line and in reports: lower-case letters, digits and underscores.
         axis: the part of a training step that it decides on, which also defines the order of application.
-        other_axes: further axes of a recipe on several axes (BSR and ALaST select parameters and drop tokens).
+        other_axes: additional axes of a method that acts on several axes (BSR and ALaST select parameters and drop
+            tokens).
         adds: additions to the model or to the step (`Adds`).
         needs: requirements on the model or the training loop (`Needs`).
         conflicts: axes (`Axis`), additions (`Adds`) or names of methods that it cannot be stacked with, each with the
@@ -109,8 +110,8 @@ class Method(ABC):
         hints: by need, a sentence for the user if the model does not meet it.
         warmup_steps: number of optimizer steps before the cost of a step settles (the length of a profile).
         cost_steps: number of steps over which the cost is averaged, if steps differ.
-        merges: True if `_remove` merges its result into the model's own weights or leaves them unchanged. If False,
-            exported weights contain its modules, and it is applied before they are loaded.
+        merges: True if `_remove` merges the method's changes into the model's own weights, or if the method does not
+            change them. If False, exported weights contain its modules, and it is applied before they are loaded.
         changes_weights: True if `_remove` may change the model's own weights (merging an adapter). If False, an export
             does not copy the weights.
         libraries: modules that only its application or its steps on a CPU import. Predictions of process memory add

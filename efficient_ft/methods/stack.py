@@ -111,7 +111,7 @@ def _check_against(method: _Method, mark: Mark, model: str) -> None:
 
 
 def check_removal(method: _Method, model: nn.Module) -> None:
-    """Check that no method which must come after `method` is still applied to `model`.
+    """Raise an error if a method that must be removed before `method` is still applied to `model`.
 
     Raises:
         UserError: such a method is applied; the text names it.
@@ -179,7 +179,7 @@ def _missing(need: Needs, method: _Method, view: ModelView) -> str | None:
 
 def no_method(wrong: object) -> SettingError:
     """Return the error for an argument that is not a method or a list of methods."""
-    hint = "Make the objects first: from efficient_ft.methods import LoRA; apply_methods(model, [LoRA(rank=8)])."
+    hint = "Create method objects: from efficient_ft.methods import LoRA; apply_methods(model, [LoRA(rank=8)])."
     if isinstance(wrong, type) and hasattr(wrong, "apply"):
         hint = f"Make an object of the class: {wrong.__name__}()."
     elif isinstance(wrong, nn.Module):

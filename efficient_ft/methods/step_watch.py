@@ -44,7 +44,7 @@ class StepWatch:
         self._begun, self._seen, self._outside = True, None, 0
 
     def end(self) -> None:
-        """Note that a step ends."""
+        """Record the end of a step."""
         self._begun, self._seen = False, None
 
     def stop(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-#: Attribute of a model with its marks.
+#: Name of the model attribute that stores the marks.
 _MARKS = "efficient_ft_methods"
 #: Attribute of a model with the names of its classifier's modules.
 _CLASSIFIER = "efficient_ft_classifier"

@@ -1,4 +1,4 @@
-"""Segmentation networks: Segformer, of transformers, and the encoder–decoder networks of segmentation-models-pytorch.
+"""Segmentation networks: Segformer from transformers, and the encoder–decoder networks of segmentation-models-pytorch.
 
 Segformer comes from transformers (Apache-2.0): the encoder of the same name in segmentation-models-pytorch is under a
 license for non-commercial use. Encoders are timm's (``tu-NAME``), with timm's weights.

@@ -50,7 +50,7 @@ def load_weights(
         config: the `model` section of the configuration.
         kwargs: of `timm.create_model`.
         random: the same model with random weights; its classifier replaces one that does not fit.
-        cfg: timm's record of the model.
+        cfg: timm's pretrained config of the model.
         path: a file that `read_contents` reads, or .npz with the original JAX weights of the ViT family.
 
     Raises:

@@ -67,7 +67,7 @@ class SteppedInBackward(Optimizer):
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, whose parameters are also updated inside the backward pass."""
+        """Add a parameter group. Its parameters are also updated inside the backward pass."""
         groups = self.optimizer.param_groups
         if not any(group is param_group for group in groups):
             self.optimizer.add_param_group(param_group)

@@ -1,6 +1,6 @@
 """The papers' own rules of memory and multiply-adds, applied to the rows of their tables.
 
-A table's file says under ``rule`` how its rows are counted:
+The ``rule`` section of a table file defines how its rows are counted:
 
 .. code-block:: yaml
 

@@ -21,7 +21,8 @@ class Candidate:
         methods: options of the group ``method``.
         settings: settings of the methods and the optimizer, as on the command line.
         exactness: declared class of the updates.
-        added: class of the parts that the plan adds to the user's methods; None if the user named no methods.
+        added: exactness class of the methods that the plan adds to the user's methods; None if the user named no
+            methods.
         evidence: why the updates are exact, for each part.
         row: row of the finished studies with the loss of accuracy, without the memory method; None: not studied.
         in_backward: True if the optimizer steps inside the backward pass.

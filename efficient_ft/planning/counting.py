@@ -1,4 +1,4 @@
-"""Count the recipes of a plan on fake tensors, without weights or data, in about a second each."""
+"""Count the cost of a plan's recipes on fake tensors, without weights or data, in about one second per recipe."""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ import functools
 import json
 from pathlib import Path
 
-#: By row of a study, and by study: points of test accuracy below full fine-tuning (`scripts/docs.py --record lost`).
+#: JSON file of accuracy losses relative to full fine-tuning, in percentage points: row -> study -> loss (written by
+#: `scripts/docs.py --record lost`).
 FILE = Path(__file__).with_name("studies.json")
 
 

@@ -118,7 +118,7 @@ def page(facts: dict[str, str], record: Record, drawings: Sequence[Drawing], not
 
 
 def table(record: Record) -> tuple[list[str], list[list[str]]]:
-    """The header, and a row for each block: the numbers drawn, at the beginning and at the end of the record."""
+    """Return the header and one row per block, with the plotted values at the beginning and end of the record."""
     first, last, _ = record.ends
     columns: dict[str, list[str]] = {
         "block": record.blocks,

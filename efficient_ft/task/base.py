@@ -82,7 +82,7 @@ class Task(ABC):
         """Return the mean loss of a batch, a scalar.
 
         Args:
-            logits: the result of `logits`.
+            logits: output of the method `logits`.
             targets: int64 (B, ...); further dimensions are positions.
             label_smoothing: label smoothing of the cross-entropy.
         """

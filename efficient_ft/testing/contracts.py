@@ -235,7 +235,7 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
 # ---------------------------------------------------------------------------------------------- plain functions
 @contextmanager
 def counted_probes() -> Iterator[list[str]]:
-    """Count the forward passes on fake tensors that views make: an entry for each."""
+    """Record the forward passes that model views run on fake tensors, one entry per pass."""
     probes: list[str] = []
     real = model_view.probe
 

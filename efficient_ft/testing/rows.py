@@ -52,7 +52,7 @@ class Row:
 
     Attributes:
         method: the class of the method.
-        settings: settings with which the method differs from plain training.
+        settings: settings for which the method differs from plain training.
         off: changes of `settings` with which it equals plain training, or None with `why_no_off` and `instead`.
         why_no_off: reason why there is no such value.
         instead: the property that is tested in its place.
@@ -66,8 +66,8 @@ class Row:
         on_reference: what the method should compute with these settings: ``"exact"`` (the logits and gradients of the
             plain network), or a `Reference`, a dense function that computes the logits, and by autograd the gradients.
             Every row needs one.
-        unreferenced: small models that are not compared with `on_reference` (``"mobilenet"``), or not in one precision
-            (``"swinv2, bf16"``), each with the reason.
+        unreferenced: small models that are excluded from the comparison with `on_reference`, either completely
+            (``"mobilenet"``) or in one precision (``"swinv2, bf16"``), each with the reason.
         rtol: largest relative error of a parameter's gradient (by norm) in float64. Larger than the default only for
             methods that round values: the mean over several passes is then compared, and the error is also bounded in
             the direction of the reference.

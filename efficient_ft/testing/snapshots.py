@@ -125,7 +125,7 @@ class Lines:
 
 @contextmanager
 def traced_lines(folders: list[str]) -> Iterator[Lines]:
-    """Collect the code of the files below `folders` that runs inside a ``with`` block, backward passes included."""
+    """Record the lines of files under `folders` that run inside a ``with`` block, including backward passes."""
     found = Lines()
     inside: dict[str, bool] = {}
 

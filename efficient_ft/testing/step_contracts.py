@@ -32,7 +32,7 @@ from efficient_ft.testing.steps import Gradients, evaluate, largest_difference, 
 
 #: Steps of the longest run, and those after which it is saved and continued.
 _STEPS, _SAVED = 10, (1, 4, 8)
-#: Bytes of Python's memory per image that are no copy of an activation.
+#: Maximum bytes per image in Python objects that do not count as a copy of an activation.
 _NO_COPY = 512
 
 
@@ -86,7 +86,9 @@ class StepContracts(ContractTests):
 
     @on_models(lambda row: row.models[:1])
     def test_frozen_parameters_stay_frozen(self, row: str, name: str) -> None:
-        """Parameters frozen after `apply` get no gradient in any step; only selections and adapters freeze or free.
+        """Parameters frozen after `apply` get no gradient in any step.
+
+        Only selections and adapters may change `requires_grad`.
 
         Every second parameter is frozen before a method of another axis is applied.
         """

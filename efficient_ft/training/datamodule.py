@@ -150,7 +150,9 @@ def run_length(config: Config, images: RunData, world: int) -> tuple[int, int]:
 
 
 class RunDataModule(L.LightningDataModule):
-    """Loaders for Lightning; the training loader of a resumed run starts at the next batch, also within an epoch.
+    """Data loaders for Lightning.
+
+    When a run resumes, the training loader continues with the next batch, even in the middle of an epoch.
 
     Args:
         images: the run's images.

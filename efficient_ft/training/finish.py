@@ -96,7 +96,7 @@ def finish(run: Training, fitted: Fitted, arguments: Sequence[str], predicted: P
 
 
 def _free_training_state(fitted: Fitted) -> None:
-    """Free optimizer state and gradients, which are no longer needed, for measuring the cost."""
+    """Free the optimizer state and the gradients before the cost is measured. They are no longer needed."""
     for optimizer in fitted.trainer.optimizers:
         if isinstance(optimizer, SteppedInBackward):
             optimizer.remove()

@@ -243,8 +243,9 @@ class FineTuner(L.LightningModule):
         """Warn once when the training loss has diverged but is still finite.
 
         The mean loss of an epoch must exceed `DIVERGED` times the loss of the first batch, which precedes the first
-        update, and `DIVERGED` times that of equal probabilities, log(classes). Means of an epoch do not depend on
-        single hard batches, and a network that starts far below chance, e.g. a continued one, gives no alarm.
+        update, and `DIVERGED` times that of equal probabilities, log(classes). The epoch mean does not depend on single
+        hard batches. A network whose initial loss is far below that of equal probabilities, e.g. one that is trained
+        further, does not trigger the warning by a small rise.
 
         Args:
             mean: the mean training loss of the epoch that ends.
@@ -331,7 +332,7 @@ class FineTuner(L.LightningModule):
         self._warn_if_constant()
 
     def _keep_range(self, task: int, predicted: Tensor | None, labels: Tensor) -> None:
-        """Keep the smallest and the negated largest class of the predictions and of the labels, on their device.
+        """Track the minimum and the negated maximum class index of the predictions and of the labels, on their device.
 
         With the largest negated, one minimum combines batches and processes.
         """

@@ -57,7 +57,7 @@ def run(
         config: the checked configuration. With `evaluate` it is RUN/config.yaml and what evaluation may change: see
             `training.evaluate.evaluate`.
         folder: the run folder; not used with `evaluate` and `cost_only`.
-        arguments: the settings given on the command line, for the record.
+        arguments: settings given on the command line, stored with the run.
         begun: called in the first process when the folder belongs to this run: to write more into it.
 
     Returns:
@@ -105,7 +105,10 @@ def _run(config: Config, folder: Path, arguments: Sequence[str], begun: Callable
 
 
 def _opened_within_budget(config: Config, folder: Path) -> tuple[RunData | None, Prediction | None]:
-    """Open the data and predict the memory of a run with a budget, before writing; otherwise None."""
+    """If the run has a memory budget, open the data and predict the memory before anything is written.
+
+    Otherwise, return (None, None).
+    """
     if config.memory is None:
         return None, None
     with out_of_memory(config):

@@ -194,7 +194,7 @@ def fit(run: Training, arguments: Sequence[str]) -> Fitted:
 
 
 def _loop(run: Training, fitted: Fitted) -> None:
-    """Run the training loop of Lightning; turn signals and killed workers into messages."""
+    """Run Lightning's training loop, and report signals and killed workers as error messages."""
     trainer, recorder, state = fitted.trainer, fitted.recorder, run.held.path / checkpoint.NAME
     resume = from_first(str(state) if checkpoint.exists(state) else None)
     if resume is not None:

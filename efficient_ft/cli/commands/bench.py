@@ -145,7 +145,7 @@ def _add_step(kinds: Any) -> None:
 
 
 def _add_memory(kinds: Any) -> None:
-    text = "counted and process memory of training steps, each recipe in a separate process"
+    text = "counted memory and process memory of training steps; each recipe runs in a separate process"
     memory = _add_kind(kinds, "memory", _memory, None, text)
     _add_model(memory, "deit_small", 16, "+")
     memory.add_argument("--unfused", action="store_true", help="do not use fused attention")
@@ -174,7 +174,7 @@ def _add_loop(kinds: Any) -> None:
     loop = _add_kind(kinds, "loop", _loop, 60, "a step of the framework and of a bare PyTorch loop")
     jobs = "default (the default job), or a model of conf/model; may be repeated (default: default and deit_small)"
     loop.add_argument("--job", action="append", metavar="NAME", help=jobs)
-    loop.add_argument("--batch", type=count, help="batch size (default: that of the default job; 8 for a model)")
+    loop.add_argument("--batch", type=count, help="batch size (default: 8 for a model; the default job keeps its own)")
     loop.add_argument("--images", type=Path, metavar="DIR", help="images in folders (default: the digits)")
     loop.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of all jobs")
 

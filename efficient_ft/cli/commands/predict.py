@@ -33,13 +33,13 @@ confusions. --csv and --json write every prediction to standard output, and the 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the most probable classes of each image or line of text; of a segmentation, write the masks of the images.
+    """Print the most probable classes of each image or line of text. For segmentation, write the predicted masks.
 
     Args:
         arguments: the command line; default: that of this process.
 
     Raises:
-        UserError: no such run, file or device; a file that cannot be read.
+        UserError: the run, file or device does not exist, or a file cannot be read.
     """
     options = _parser().parse_args(arguments)
     if options.run is None:

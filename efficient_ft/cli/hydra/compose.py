@@ -125,7 +125,7 @@ def _jobs(loader: ConfigLoader, overrides: Sequence[str], sweep: bool) -> list[t
                 f" \"{override.key_or_group}='{values}'\"."
             )
         if not override.is_discrete_sweep():
-            raise UserError(f"{text}: an interval has no list of values. Write them out, or range(START,STOP,STEP).")
+            raise UserError(f"{text}: an interval has no list of values. List them, or use range(START,STOP,STEP).")
         key = override.get_key_element()
         choices[text] = [f"{key}={value}" for value in override.sweep_string_iterator()]
         if not choices[text]:

@@ -49,8 +49,8 @@ def run(
 ) -> Ended:
     """Run `command` and wait for it.
 
-    With an `environment`, the output goes to the file `output`, or is returned; without, it goes to this terminal. The
-    process is stopped after `timeout` seconds.
+    If `environment` is given, the output is written to the file `output` or returned. Otherwise it is printed to this
+    terminal. The process is stopped after `timeout` seconds.
     """
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)

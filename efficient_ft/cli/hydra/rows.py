@@ -42,7 +42,7 @@ def key_of(argument: str) -> str:
 
 
 def merged(*arguments: str) -> tuple[str, ...]:
-    """Return the arguments of a run; of several arguments with the same key, the last one is used."""
+    """Return the arguments of a run. If a key occurs several times, its last argument is used."""
     return tuple({key_of(one): one for one in arguments}.values())
 
 

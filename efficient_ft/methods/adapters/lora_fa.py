@@ -38,7 +38,7 @@ class LoRAFA(LoRA):
     """Add LoRA adapters whose matrix A is frozen, so that only B is trained (LoRA-FA: Zhang et al., 2023).
 
     An adapted layer computes W x + (alpha / rank) B A x with frozen W and A. The gradient of B needs A x, of ``rank``
-    values per position, and no other part of the layer's input is saved. A is initialized like in LoRA and B by zeros,
+    values per position, and no other part of the layer's input is saved. A is initialized as in LoRA and B with zeros,
     so that the output is unchanged at initialization. Only B and the head are trained. The other parameters that the
     selection leaves trainable (norms, biases) are frozen. A convolution that is not adapted is frozen too, and saves no
     input. `remove` merges the adapters into the weights and restores the names of the layers.

@@ -61,7 +61,7 @@ class _SideForward(OwnForward):
         y, tokens = pop_tokens(self.within(x, *others, **keywords))
         if isinstance(side, LiteResidual):
             return y + side(x, y.shape[-2:])
-        # Add the branches of the side block without its residual x, which is part of y.
+        # Add the branches of the side block but not its residual x, because y already contains x.
         x, input_tokens = pop_tokens(x)
         with token_context(input_tokens):
             return attach_tokens(y + (side(x, *others, **keywords) - x), tokens)
@@ -82,8 +82,8 @@ class RepNet(Method):
         groups: number of groups of their first convolution: 1, 2, 4 or 8.
 
     Raises:
-        SettingError: a setting is out of range; when applied: a block index is outside the model or listed twice, or
-            side modules do not support the block.
+        SettingError: a setting is out of range. Raised by `apply` if a block index is out of range or repeated, or if a
+            block does not support side modules.
         UserError: when applied: no supported block is trainable; the number of channels of a CNN's block is not a
             multiple of 8; another method that adds modules, or one that drops tokens in these blocks, has been applied.
     """

@@ -173,7 +173,7 @@ class ChosenBits(PackingState):
             self._trial, self.last.held = None, None
 
     def step_end(self) -> None:
-        """End a step. After the last step of the profile, select the formats, the same on all processes."""
+        """End a step. After the last profiling step, select the formats. All processes select the same formats."""
         if self.forms is not None or not self.values:
             return
         names, forms = sorted(self.values), [form for form in self.all_forms if form[0] < _EXACT]
@@ -294,7 +294,7 @@ def choose_forms(
     Args:
         values: number of values by tensor.
         changes: change of the gradient by tensor and format; 0 for missing formats.
-        budget: mean bits per value, at least that of the smallest format.
+        budget: mean number of bits per value; must be at least the size of the smallest format.
         forms: formats, from the smallest.
     """
     chosen = dict.fromkeys(values, forms[0])

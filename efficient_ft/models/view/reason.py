@@ -32,7 +32,7 @@ class Reason(Enum):
     TOO_NARROW = "no wider than the rank"
     EXACT_IS_CHEAPER = "exact is cheaper"
     AS_PUBLISHED = "excluded, as in the paper"
-    UNPACKED_OPERATION = "dense: its operation is not packed"
+    UNPACKED_OPERATION = "dense: packing does not support its operation"
     NO_EFFECT = "its setting has no effect here"
     OTHER = "for another reason"
 

@@ -178,7 +178,7 @@ def _weight_gradient(g_hat: Tensor, x_hat: Tensor) -> Tensor:
     c_out, c_in = g_hat.shape[1], x_hat.shape[1]
     if g_hat.device.type != "cpu" or c_in < 2 * c_out:
         return torch.mm(g_hat.T, x_hat)
-    # CPU libraries distribute a wide, flat product poorly over threads. Square pieces take a fifth less time.
+    # CPU libraries parallelize the product of a wide, flat matrix poorly. Square pieces take a fifth less time.
     g_w = g_hat.new_empty(c_out, c_in)
     pieces = c_in // c_out
     for columns, out in zip(x_hat.chunk(pieces, 1), g_w.chunk(pieces, 1), strict=True):

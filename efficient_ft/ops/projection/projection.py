@@ -1,4 +1,4 @@
-"""Projections of tensors, as groups of tiles that share a small matrix.
+"""Tensor projections, grouped by tiles that share a small matrix.
 
 Maps are logical (B, N, C) tensors of any strides: tokens directly, and channels-first maps as a transposed view. The
 matrices are constants. A projection caches them by device and dtype, and they are never part of a ``state_dict``.

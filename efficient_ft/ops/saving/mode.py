@@ -342,7 +342,7 @@ class PackedOperations(TorchFunctionMode):
         return Packed(packed.tensors, shared, shared)
 
     def supports(self, *tensors: Tensor, trained: Sequence[Tensor | None] = ()) -> bool:
-        """Return True if `tensors` are activations of this batch, and one of them or of `trained` needs a gradient."""
+        """Return True if all `tensors` are activations of this batch, and `tensors` or `trained` require grad."""
         return any(t is not None and t.requires_grad for t in (*tensors, *trained)) and all(
             t.dim() and t.numel() and t.shape[0] % self.samples == 0 for t in tensors
         )

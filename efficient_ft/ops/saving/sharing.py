@@ -20,7 +20,8 @@ class LastUnpacked:
     """
 
     def __init__(self) -> None:
-        # One attribute, replaced atomically: with several devices, the backward pass runs in several threads.
+        # A single attribute is replaced atomically, because the backward pass runs in several threads with several
+        # devices.
         self.held: tuple[SharedUnpack, Tensor] | None = None
         #: True after a tensor was unpacked, until the flag is reset.
         self.in_backward = False
@@ -89,7 +90,7 @@ def memory_order(x: Tensor) -> tuple[tuple[int, ...], Tensor, tuple[Any, ...]]:
 
 
 def add_user(packed: Packed, order: tuple[int, ...], dtype: torch.dtype) -> Packed:
-    """Add a user to `packed`, and return it for that user's order of dimensions and dtype."""
+    """Register another user of `packed`, and return `packed` with this dimension order and dtype."""
     packed.shared.add_user()
     return in_order(packed, order, dtype)
 

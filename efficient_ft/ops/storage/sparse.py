@@ -40,7 +40,7 @@ def magnitude_bits(x: Tensor) -> Tensor:
 
 
 def uses_sampling(kept: int, n: int) -> bool:
-    """Return True if a threshold can be sampled: the row exceeds a subsample, and some values are dropped."""
+    """Return True if the threshold can be estimated from a subsample, which is shorter than the row."""
     return n > SUBSAMPLE and kept < n
 
 

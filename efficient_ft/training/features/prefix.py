@@ -91,7 +91,7 @@ class RunFeatures:
 
     Args:
         prefix: the frozen prefix of the network.
-        form: the stored form.
+        form: form in which the features are stored.
         store: stores the features.
         views: number of views of each training image.
         train: the number of training images.

@@ -1,1 +1,1 @@
-"""The kinds of task, one object for each: classification, segmentation, text, and several data sets in turn."""
+"""The task kinds, one object per kind: classification, segmentation, text, and several data sets in alternation."""

@@ -104,7 +104,7 @@ class Prediction:
     """The prediction of one sample.
 
     Attributes:
-        heading: the file or text, for the terminal.
+        heading: file name or text shown as the heading in the terminal.
         values: names and values as text, which the terminal shows below the heading.
         record: the object for JSON.
         row: the cells for CSV.
@@ -218,7 +218,7 @@ class Kind(ABC):
         return config.model
 
     def notes(self, config: Config, data: RunData) -> dict[str, Any]:
-        """Return the metadata of model.safetensors about the data: decoding options that are not the default."""
+        """Return the data-related metadata for model.safetensors: decoding options that differ from the default."""
         changed = {
             task: asdict(part.decoding)
             for task, part in data.parts.items()

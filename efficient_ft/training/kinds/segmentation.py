@@ -133,7 +133,7 @@ def _write_png(image: Image.Image, file: Path) -> None:
 
 
 def mask_files(paths: Sequence[Path], options: PredictOptions) -> dict[Path, Path]:
-    """Return the file of each image's mask, in a folder that this function creates.
+    """Create the output folder and return the path of the mask file for each image.
 
     Raises:
         UserError: two masks would have the same file, or the folder contains an image.

@@ -48,7 +48,7 @@ def save(
 
     Args:
         path: the file.
-        weights: under timm's own names (`plain_state_dict`).
+        weights: state dict with timm's parameter names (`plain_state_dict`).
         model: the model's configuration.
         class_names: class names by output index, or by task with several tasks.
         input: size and normalization of the images.

@@ -89,7 +89,7 @@ def refuse_changed_contents(folder: Path, contents: Contents) -> None:
     """Reject a run whose data or weights have changed since it began.
 
     Raises:
-        UserError: the contents differ from those that the run noted, or the note is damaged.
+        UserError: the contents differ from those recorded by the run, or the record is damaged.
     """
     file = folder / CONTENTS
     if not file.is_file():  # of a version that noted none
@@ -151,7 +151,7 @@ class RunFolder:
     def begin(self, config: Config, notes: Mapping[str, str], record: Callable[[], None]) -> None:
         """Write config.yaml, `notes` and the record of the command, after all checks of the user's input.
 
-        With ``resume=never`` an earlier run is moved away first, by one rename.
+        With ``resume=never``, an existing run folder is first moved away in a single rename.
 
         Args:
             config: the configuration of the run.

@@ -65,7 +65,7 @@ def mask_image(indices: np.ndarray, ids: Sequence[int], colors: Sequence[Sequenc
 
 
 def overlay(image: Image.Image, indices: np.ndarray, count: int) -> Image.Image:
-    """Return an image mixed with the colors of the classes of its pixels.
+    """Return the image blended with the colors of the predicted classes.
 
     Args:
         image: RGB.

@@ -65,7 +65,7 @@ def sparse_pack(x: Tensor, kept: int, rank: int | None, subsample: int, hop: int
     gathered = rank is None and n > subsample
     if gathered:
         share = order / n
-        # The bracket is wide, since a miss costs a hundred times the time that the candidates save.
+        # Use a wide bracket: a miss costs about 100 times what sampled candidates save.
         middle, wide = share * subsample, 4.5 * math.sqrt(subsample * share * (1 - share)) + 2
         ends = max(int(middle - wide), -1), min(int(middle + wide), subsample)
     else:

@@ -386,7 +386,7 @@ def dequantize() -> Any:
 
 @functools.cache
 def extremes() -> Any:
-    """Compile the job that computes the extremes of each block of rows."""
+    """Compile the kernel that computes the minimum and maximum of each block of rows."""
 
     @as_job(cache=True)
     def job_of(pointer):

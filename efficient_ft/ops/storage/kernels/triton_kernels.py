@@ -234,7 +234,7 @@ def convert(x, y, overflow, count, WATCHED: tl.constexpr, LARGEST: tl.constexpr,
 
 @triton.jit
 def _noise(at, seed):
-    """Return `storage.eight_bits.uniform` at these positions."""
+    """Return the values of `storage.eight_bits.uniform` at these positions."""
     h = (at + tl.load(seed)).to(tl.uint32)
     h = (h ^ (h >> 16)) * 0x7FEB352D
     h = (h ^ (h >> 15)) * 0x846CA68B
