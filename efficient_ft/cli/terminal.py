@@ -92,6 +92,7 @@ def integer(least: int, most: int | None = None) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"must be an integer {bounds}, got {given}.")
         return int(given)
 
+    parse.__doc__ = integer.__doc__
     return parse
 
 

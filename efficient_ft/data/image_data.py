@@ -57,15 +57,19 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         if config.on_corrupt == "skip":
             listing = self._without_corrupt(listing)
         self._decoded: dict[str, DecodedImages] = {}
-        train, val = listing.train, listing.val
-        if self.best_split == "test" and config.train_on_val and listing.recipe_trains_on_val and val is not None:
-            train, val = train.join(val), None  # the best epoch is not selected on validation images
-        self._parts = self._choose_splits(train, val, listing.test, stratified_split)
+        self._parts = self._split(listing)
         count = len(self._parts["train"])
         if count < config.batch_size:
             self._notes.append(
                 f"Each batch contains all {count} training images, fewer than data.batch_size={config.batch_size}."
             )
+
+    def _split(self, listing: Listing) -> dict[str, Samples]:
+        """Return the samples of each split."""
+        train, val = listing.train, listing.val
+        if self.best_split == "test" and self._config.train_on_val and listing.recipe_trains_on_val and val is not None:
+            train, val = train.join(val), None  # the best epoch is not selected on validation images
+        return self._choose_splits(train, val, listing.test, stratified_split)
 
     def _without_corrupt(self, listing: Listing) -> Listing:
         """Return `listing` without unreadable files, and record these files as skipped."""

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.packages import option_settings
 from efficient_ft.methods.base import Method, plain_state_dict
 from efficient_ft.methods.declarations import Axis
 from efficient_ft.methods.registry import METHODS, broken_contract, broken_settings
@@ -207,14 +208,11 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
 
     # ------------------------------------------------------------------ YAML
     def test_a_yaml_holds_the_constructors_arguments(self, file: Path) -> None:
-        """Each YAML file of a method holds exactly its constructor's arguments."""
-        from omegaconf import OmegaConf
-
+        """Each YAML file of a method contains exactly the constructor's arguments; a variant may inherit some."""
         package = re.match(r"# @package method\.(\w+)\n", file.read_text(encoding="utf-8"))
         assert package, f"{file.name} must begin with its package, e.g. # @package method.{file.stem}"
         (method,) = {r.method for r in self.rows.values() if r.method.name == package[1]}
-        values = OmegaConf.to_container(OmegaConf.load(file))
-        assert isinstance(values, dict)
+        values = option_settings(file)
         parameters = inspect.signature(method).parameters
         select = values.pop("select", None)
         assert (select is None) == (method.axis == Axis.SELECTION), "all but selections bring a default selection"

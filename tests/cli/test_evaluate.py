@@ -12,7 +12,7 @@ import yaml
 
 from efficient_ft.cli.hydra.compose import configurations
 from efficient_ft.cli.hydra.groups import CONF
-from efficient_ft.config import Config, ModelConfig
+from efficient_ft.config import Config, ModelConfig, OptimConfig
 from efficient_ft.core.errors import UserError
 from tests.cli.program import composed as composed_jobs
 from tests.cli.program import write_program
@@ -148,7 +148,8 @@ def test_arguments_given_now_change_the_stored_settings(stored: Path) -> None:
     assert (kept.data.root, kept.optim.lr, kept.evaluate) == ("here", 0.5, str(stored))
     assert composed(stored, "data.root='/else where'", "+trainer.limit_eval_batches=2").data.root == "/else where"
     assert composed(stored, "++trainer.precision=bf16").trainer.precision == "bf16"
-    assert composed(stored, "~optim.weight_decay").optim.weight_decay == 0
+    deleted = composed(stored, "~optim.weight_decay").optim.weight_decay
+    assert deleted == OptimConfig.model_fields["weight_decay"].default
     other = composed(stored, "data=folder", "data.root=DIR")
     assert (other.data.name, other.data.root, other.optim.lr) == ("folder", "DIR", 0.5)
 

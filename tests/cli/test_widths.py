@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,12 +29,14 @@ from efficient_ft.cli.exits import fail
 from efficient_ft.cli.hydra import jobs
 from efficient_ft.config import check
 from efficient_ft.core.errors import UserError
-from efficient_ft.core.text import display_width
+from efficient_ft.core.text import display_width, plain_line
 from efficient_ft.papers.published import published_table, table_names
 from efficient_ft.planning import Exactness, Examined, Excluded, Option, Plan
 from efficient_ft.planning.counting import Counted
 from efficient_ft.planning.text import plan_text
 from efficient_ft.record.config_file import write_config
+from efficient_ft.training.kinds.base import Prediction, Predictions
+from efficient_ft.training.kinds.classes import Confusions
 from tests.conftest import REPOSITORY
 from tests.record.some import some_results
 from tests.training.runs import plain_config
@@ -225,13 +226,26 @@ def test_plans(fits: Callable[..., str]) -> None:
     fits()
 
 
+class _Found(Predictions):
+    """The same wrong prediction for three samples."""
+
+    total, header = 3, ("path", "class")
+
+    def __init__(self, heading: str, names: list[str]) -> None:
+        self._names, self._heading, self._confusions = names, heading, Confusions(3)
+
+    def __iter__(self) -> Iterator[Prediction]:
+        for _ in range(self.total):
+            self._confusions.add(self._names[0], self._names[-1])
+            yield Prediction(self._heading, [(name, "30 %") for name in reversed(self._names)], {}, [])
+
+    def summary(self) -> list[str]:
+        return self._confusions.lines()
+
+
 def test_predictions(fits: Callable[..., str]) -> None:
-    names = [WIDE, "a name of a class " * 20, "x"]
-    options = argparse.Namespace(top=3, form=None)
-    for kind in ("text", "path"):
-        shown = "a line of text " * 30 if kind == "text" else "some/where.png"
-        found = [(predict.Item(shown, shown, names[0]), [(name, 0.3) for name in reversed(names)])] * 3
-        predict._print_classes(found, 3, names, options, kind)
+    names = [plain_line(name) for name in (WIDE, "a name of a class " * 20, "x")]
+    predict._print(_Found("some/where.png", names), names, None)
     assert "accuracy over 3 images in class folders: 0 %" in fits()
 
 

@@ -340,7 +340,7 @@ def test_a_resized_mask_is_named(tmp_path: Path) -> None:
 
 
 def test_published_sets_have_no_such_settings() -> None:
-    from efficient_ft.config.check import _check_masks
+    from efficient_ft.config.kinds import _check_masks
 
     for settings in ({"values": "ids"}, {"colors": {"a": [0, 0, 0]}}, {"palette": "index"}, {"folder": "masks"}):
         with pytest.raises(SettingError, match=r"data\.masks\.\w+ must be left out, since the data set has its own"):

@@ -546,7 +546,7 @@ def test_an_optimizer_without_the_added_parameters_is_rejected_after_one_step() 
     model = model_of("vit")
     optimizer = sgd(model)
     session = MethodSession(model, LoRA(rank=2)).apply()
-    with pytest.raises(UserError, match="parameters that train are in no optimizer"):
+    with pytest.raises(UserError, match="trainable parameters are in no optimizer"):
         step_without_loss(session, optimizer, 0)
 
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from efficient_ft.config import OptimConfig, check
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.integrations.lightning import MethodCallback
+from efficient_ft.integrations import MethodSession
 from efficient_ft.methods import LISA, ALaST, LoRA, Method, TopLayers, UniformLayers, apply_methods, plain_state_dict
 from efficient_ft.methods.build import build_methods
 from efficient_ft.methods.selection.per_step import LayersPerStep
@@ -130,16 +130,14 @@ def test_a_run_trains_in_each_step_what_the_seed_says_on_every_micro_batch(
 
 def test_a_second_training_begins_its_first_step() -> None:
     """The number of its step is that of the last step before."""
-    from types import SimpleNamespace
-
     model, method = model_of("vit"), UniformLayers(1)
-    method.apply(model)
-    callback = MethodCallback(method)
+    session = MethodSession(model, method).apply()
     for _ in range(2):
-        callback.on_train_batch_start(SimpleNamespace(global_step=0), None, None, 0)
+        session.start()
+        session.begin_step(0)
         trained = {n.split(".")[1] for n, p in model.named_parameters() if n.startswith("blocks.") and p.requires_grad}
         assert len(trained) == 1
-        callback.on_train_batch_end(SimpleNamespace(global_step=1), None, None, None, 0)
+        session.end_step()
         assert all(p.requires_grad for p in model.parameters())
 
 
