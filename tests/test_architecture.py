@@ -42,6 +42,9 @@ ONLY: dict[str, tuple[str, ...]] = {
 LEAVES = ("efficient_ft.config.schema", "efficient_ft.core.errors")
 #: The number of lines that no file exceeds.
 MOST_LINES = 500
+#: Numbers of lines (without the docstring) and parameters that no function exceeds without a reason in the docstring of
+#: the function, its class or its module, which contains the word "parameters" or "lines".
+MOST_BODY, MOST_PARAMETERS = 80, 8
 #: Public definitions without a docstring; to stay empty.
 UNDOCUMENTED: frozenset[str] = frozenset()
 #: Functions that a base class of another library documents.
@@ -301,3 +304,27 @@ def test_every_imported_distribution_is_declared() -> None:
         if not {d.lower().replace("_", "-") for d in distributions.get(name, [name])} & declared
     }
     assert undeclared == {}
+
+
+def _long_functions() -> Iterator[str]:
+    """Yield the functions that exceed `MOST_BODY` lines or `MOST_PARAMETERS` without a reason."""
+    for module, tree in _modules().items():
+        parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            texts, of = [ast.get_docstring(node) or ""], parents.get(node)
+            lines = (node.end_lineno or 0) - node.lineno + 1 - len(texts[0].splitlines())
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            count = len([one for one in arguments if one.arg not in ("self", "cls")])
+            while of is not None:
+                if isinstance(of, ast.ClassDef | ast.Module):
+                    texts.append(ast.get_docstring(of) or "")
+                of = parents.get(of)
+            reason = any(re.search(r"\b(parameters|lines|arguments?|pointer)\b", text) for text in texts)
+            if (lines > MOST_BODY or count > MOST_PARAMETERS) and not reason:
+                yield f"{module}.{node.name}: {lines} lines, {count} parameters"
+
+
+def test_long_functions_have_a_reason() -> None:
+    assert list(_long_functions()) == []

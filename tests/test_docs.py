@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from efficient_ft.cli.commands import COMMANDS
 from efficient_ft.cli.commands.plan import OF_A_PLAN
 from efficient_ft.cli.hydra.compose import configurations
 from efficient_ft.cli.hydra.groups import CONF, register
@@ -27,10 +28,7 @@ PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPO
 CARDS = sorted(page for page in (REPOSITORY / "docs" / "methods").glob("*.md") if page.stem != "index")
 
 #: The first words of the installed command that are no settings.
-SUBCOMMANDS = (
-    "check", "plan", "cache", "predict", "report", "table", "figure", "collect", "dashboard", "study", "bench",
-    "gradient-error", "selftest",
-)  # fmt: skip
+SUBCOMMANDS = tuple(COMMANDS)
 
 SECTIONS = ["What it does", "When to use it", "Settings", "Cost", "What it does not do", "Paper", "Our deviations"]
 

@@ -2,7 +2,8 @@
 
 A method is applied to all linear layers of all blocks, as in training, so that errors accumulate from the last block to
 the first. Precision is fp32, the loss is cross-entropy, and BatchNorm is frozen. Gradients are compared with plain
-back-propagation on the same batch. The cost is the executed FLOPs of the backward pass, including projections.
+back-propagation on the same batch. The cost is the executed FLOPs of the backward pass of
+full fine-tuning, including projections.
 
 * *relative error* ‖g̃ − g‖ / ‖g‖ and *cosine* of the concatenated gradients of a group: mean and range over disjoint
   batches. Groups are ``network`` (weights of all projected layers), each layer type (``qkv``, ``proj``, ...), ``rest``
@@ -103,8 +104,8 @@ def measure(model: nn.Module, compared: Sequence[Candidate], batches: Iterable[B
     """Compute the candidates' scores, batch by batch.
 
     Returns:
-        ``top1``, the accuracy of the plain network, and ``full_rank``, the relative error with all bases. The latter
-        must be zero except for rounding, which shows that only the projection causes errors.
+        ``top1``, the accuracy of the plain network, and ``full_rank``, the relative error with all bases (ortho). The
+        latter must be zero except for rounding, which shows that only the projection causes errors.
     """
     members, blocks = groups(model), view(model).blocks
     accuracies: list[float] = []

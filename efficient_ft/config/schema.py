@@ -330,7 +330,7 @@ class Config(Section):
     verbose: bool = False
     #: The memory allocator of the process (Linux with glibc): see `core.allocator`.
     allocator: Literal["auto", "mimalloc", "tcmalloc", "keep", "system"] = "auto"
-    #: The memory that the run may take, with a unit (4GB, 3.5GiB), see `training.budget`; null: no budget.
+    #: The memory that the run may take, with a unit (4GB, 3.5GiB), see `training.memory.budget`; null: no budget.
     memory: str | int | float | None = None
 
     #: The settings of the options that a command chose (model=, data=, ...); None without a command.

@@ -14,7 +14,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def plain_text(text: str) -> str:
-    r"""Return `text` with control characters, except line feeds and tabs, as escapes: ``\\x1b``."""
+    r"""Return `text` with control characters, except line feeds and tabs, as escapes: ``\x1b``."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 

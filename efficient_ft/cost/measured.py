@@ -120,7 +120,8 @@ def compare(
     """Count and time a step of a run, alternately with a baseline, which is plain full fine-tuning by default.
 
     Steps run on copies with random images; the run's model, methods and random states are not changed. If memory or
-    time is too short, the result has counts without times, and a note. The 13 parameters describe the two recipes.
+    time is too short, the result has counts without times, and a note. There are 13 parameters, because each recipe has
+    a model, methods and an optimizer.
 
     Args:
         model: the run's model.

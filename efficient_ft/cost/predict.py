@@ -110,7 +110,7 @@ class Demand:
         examples_load_bytes: reading all examples.
         inspection_bytes: decoding samples before training.
         pretrained: True if the weights are read from a file.
-        copies: number of copies of the network made by stored features or the cost report.
+        copies: number of copies of the network made by the frozen prefix or the cost report.
         resumed: True if the run continues from a checkpoint.
     """
 

@@ -1,7 +1,7 @@
 """Process memory (RSS) of training steps, for comparison with counted bytes.
 
 Growth is the highest resident memory during a step minus the size before the *first* step: an allocator that keeps
-    freed memory already holds it when a later step begins. Growth contains activations, gradients, temporaries, the
+freed memory already holds it when a later step begins. Growth contains activations, gradients, temporaries, the
 optimizer's state, and memory that the allocator cannot reuse; model and batch exist before. The counted equivalent is
 ``Executed.step_peak_bytes`` plus the optimizer's state.
 """

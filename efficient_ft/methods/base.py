@@ -108,7 +108,7 @@ class Method(ABC):
         conflicts: axes (`Axis`), additions (`Adds`) or names of methods that it cannot be stacked with, each with the
             reason.
         hints: by need, a sentence for the user if the model does not meet it.
-        warmup_steps: number of optimizer steps before the cost of a step settles (the length of a profile).
+        warmup_steps: number of remaining optimizer steps before the cost of a step settles (of a profile).
         cost_steps: number of steps over which the cost is averaged, if steps differ.
         merges: True if `_remove` merges the method's changes into the model's own weights, or if the method does not
             change them. If False, exported weights contain its modules, and it is applied before they are loaded.

@@ -103,7 +103,7 @@ _MEMORY: tuple[tuple[tuple[str, ...], tuple[str, ...], Exactness, float], ...] =
 )
 #: The smallest recipes. A plan always examines them first, to find out if any recipe can fit.
 SMALLEST = (("head",), ("last_stage",))
-#: Index of the memory method for stacks that train a part of the model: by far the smallest near exact one.
+#: Index of the memory method for stacks that train a part or compute less: by far the smallest near exact one.
 _OF_STACKS = (3,)
 #: Indices of memory methods that are also examined with an optimizer that steps inside the backward pass.
 _IN_BACKWARD = (1, 2, 3, 6)
@@ -223,7 +223,7 @@ def split(candidate: Candidate, config: Config) -> Iterator[Candidate]:
 
 
 def _stacks(blocks: int) -> Iterator[Candidate]:
-    """Yield the combinations of selection and backprop. The first one trains all parameters exactly."""
+    """Yield the stacks without a memory method. The first one trains all parameters exactly."""
     part, near = Exactness.PART, Exactness.APPROXIMATE
     upper = f"[{','.join(map(str, range(blocks // 2, blocks)))}]"
     yield Candidate(("full",), (), Exactness.EXACT, evidence=(EVIDENCE["full"],), row="full")

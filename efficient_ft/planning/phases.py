@@ -1,4 +1,4 @@
-"""The phases of a planned run, for the prediction of its memory that the run itself makes (`training.budget`)."""
+"""The phases of a planned run, for the prediction of its memory (`training.memory.budget`)."""
 
 from __future__ import annotations
 

@@ -305,4 +305,4 @@ def _finite(text: str) -> float:
 
 
 def _not_a_number(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a valid JSON number")

@@ -38,7 +38,7 @@ def _result(form: str, held: dict[str, Any] | None) -> str:
     if held is None:
         return f"Last {form} form: not run yet."
     failed, here = len(held["failed"]), held["environment"]
-    outcome = "all hold" if not failed else f"{failed} failed: " + "; ".join(one["name"] for one in held["failed"])
+    outcome = "passed" if not failed else f"{failed} failed: " + "; ".join(one["name"] for one in held["failed"])
     measured = "; ".join(f"{key.replace('_', ' ')} {_shown(key, value)}" for key, value in held["measured"].items())
     where = f"{str(here['date'])[:10]}, {here['device']}, torch {here['torch']}"
     return f"Last {form} form ({where}): {held['trials']} trials, {outcome}; {held['seconds']:.0f} s of work." + (

@@ -36,7 +36,7 @@ def _members(of: Any, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
         kind = isinstance(member, FunctionType | property | classmethod | staticmethod | type)
         ours = str(getattr(member, "__module__", "efficient_ft")).startswith("efficient_ft")
         if isinstance(of, ModuleType):
-            ours = getattr(member, "__module__", "") == of.__name__
+            ours = getattr(member, "__module__", "") == of.__name__ or name in getattr(of, "__all__", ())
         if name in names or (names in ((), ("*",)) and kind and ours and not name.startswith("_")):
             yield name, member
 
@@ -57,6 +57,7 @@ def api(target: str, *members: str, page: Path) -> str:
     if members != ("-",) and not isinstance(of, FunctionType):
         dot = "" if isinstance(of, ModuleType) else "."
         own += [_row(dot + name, member, page) for name, member in _members(of, members)]
+    assert own, f"{target} has no public members"
     return f"{table(['name', 'summary'], own, left=2)}\n\n<!-- api: {' '.join((target, *members))} -->"
 
 

@@ -1,8 +1,8 @@
 """The structure of a network from its attributes: stages, blocks, stem, head, normalizations.
 
 In most timm classifiers, stages are at the top level; in a few, they are one module below (``body.layer1``). In models
-from `transformers` and segmentation-models-pytorch, the stages are inside an encoder (…), followed by a decoder or
-classifier.
+from `transformers` and segmentation-models-pytorch, the stages are inside an encoder
+(``encoder.model.blocks``, ``segformer.stages``, ``bert.encoder.layer``), followed by a decoder or classifier.
 """
 
 from __future__ import annotations

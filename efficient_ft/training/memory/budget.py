@@ -1,7 +1,7 @@
 """The memory budget of a run (the setting ``memory``): a run that is predicted to exceed it is rejected.
 
 The prediction (`cost.predict`) covers the run from start to end: loading, training, evaluation, reading images, and
-the cost report. `training.memory_watch` then stops a run that exceeds its budget nevertheless.
+the cost report. `training.memory.watch` stops a run that still exceeds its budget.
 """
 
 from __future__ import annotations
