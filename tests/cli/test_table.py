@@ -194,7 +194,7 @@ def test_a_report_has_published_and_obtained_side_by_side(
     other = printed(capsys, "alast/7", "--report", "--rows", "deit_t.alast", "--seeds", "0,2", "optim.lr=0.5",
                     "trainer.limit_eval_batches=1", "data.root=DIR")  # fmt: skip
     assert "settings that are not the table's: optim.lr=0.5 trainer.limit_eval_batches=1." in other
-    assert "repeat the settings of --run" in other
+    assert "Repeat the settings that were given to --run" in " ".join(other.split())
     assert "Not on all images" not in other, "there is no such run"
 
 

@@ -379,7 +379,7 @@ def test_a_checkpoint_of_other_methods_is_refused(tmp_path: Path) -> None:
     plain = Trainer(wrapped(), arguments(tmp_path / "plain", save_strategy="epoch"), train_dataset=images_of(1))
     plain.train()
     resume = {"resume_from_checkpoint": f"{tmp_path}/plain/checkpoint-1"}
-    with pytest.raises(UserError, match=r"holds the state of no method"):
+    with pytest.raises(UserError, match=r"contains the state of no method"):
         trainer_of(ALaST(num_layers=2), tmp_path, **save).train(**resume)
     trainer_of(Full(), tmp_path, **save).train(**resume)  # which has no state
 
