@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.errors import SettingError, UserError, first_line
 from efficient_ft.core.in_backward import Wrong
 from efficient_ft.integrations.checks import check_in_backward, names_adding_loss
 from efficient_ft.integrations.network import find_network
@@ -166,7 +166,10 @@ class MethodCallback(TrainerCallback, ExportableState):
             saved = state.stateful_callbacks.get(name, {"attributes": {"methods": {}}})
             if isinstance(saved, list):
                 raise UserError("A Trainer accepts one MethodCallback. Pass all methods in its list.")
-            states = decode(saved["attributes"]["methods"])
+            try:
+                states = decode(saved["attributes"]["methods"])
+            except ValueError as error:
+                raise UserError(f"The methods' state in the checkpoint is malformed: {first_line(error)}.") from error
             self.session.check_state(states)
             self.session.load_state_dict(states)
         state.stateful_callbacks.setdefault(name, self.state())  # The Trainer overwrites it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,12 +13,14 @@ import pytest
 import timm
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from efficient_ft import MethodSession
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.cost import executed
+from efficient_ft.integrations.saving import decode, encode
 from efficient_ft.methods import (
     BSR,
     LBPWHT,
@@ -480,6 +483,74 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
         session.load(broken)
     with pytest.raises(UserError, match="cannot be written"):
         session.save(broken / "part.safetensors")
+
+
+def rewritten(file: Path, metadata: str | Callable[[dict[str, Any]], None]) -> None:
+    """Replace the metadata of a trained part, or change the object that it contains."""
+    with safe_open(file, "pt") as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        about = json.loads(opened.metadata()["efficient_ft_trained_part"])
+    if not isinstance(metadata, str):
+        metadata(about)
+        metadata = json.dumps(about)
+    save_file({n: t + 1 for n, t in tensors.items()}, file, {"efficient_ft_trained_part": metadata})
+
+
+def tensor(values: Any, dtype: Any) -> Callable[[dict[str, Any]], None]:
+    """Add an encoded tensor to the state of the first method."""
+    return lambda about: (
+        about["state"].setdefault(about["methods"][0], {}).update(of={"__tensor__": values, "dtype": dtype})
+    )
+
+
+@pytest.mark.parametrize(
+    ("metadata", "text"),
+    [
+        ("{", "malformed metadata"),
+        ("", "malformed metadata"),
+        ("[1]", "it must be an object, got list"),
+        ("null", "it must be an object, got NoneType"),
+        ("[" * 200_000, "nested too deeply"),
+        ('{"methods": [], "other_weights": "", "state": {"a": {"b": ' + "[" * 3000 + "]" * 3000 + "}}}", "too deeply"),
+        (lambda about: about.pop("methods"), "it lacks methods"),
+        (lambda about: about.pop("state"), "it lacks state"),
+        (lambda about: about.update(methods="top_layers"), "methods must be a list of strings"),
+        (lambda about: about.update(methods=[1]), "methods must be a list of strings"),
+        (lambda about: about.update(state=[]), "state must be an object of objects"),
+        (lambda about: about.update(state=dict.fromkeys(about["methods"], 3)), "state must be an object of objects"),
+        (lambda about: about.update(other_weights=None), "other_weights must be a string"),
+        (tensor([1.0], "load"), "a tensor has the unknown dtype 'load'"),
+        (tensor([1.0], ["float32"]), "a tensor has the unknown dtype"),
+        (tensor([1.0], None), "a tensor has the unknown dtype None"),
+        (tensor(["a"], "float32"), "the values of a tensor cannot be read"),
+        (tensor({}, "float32"), "the values of a tensor cannot be read"),
+        (tensor([[1], [2, 3]], "float32"), "the values of a tensor cannot be read"),
+        (tensor([2**80], "int8"), "the values of a tensor cannot be read"),
+        (lambda about: about["state"][about["methods"][0]].pop("steps"), r"method top_layers \(KeyError: 'steps'"),
+        (lambda about: about["state"][about["methods"][0]].update(steps="2"), "top_layers.steps must be int, got str"),
+        (lambda about: about["state"][about["methods"][0]].update(top=5), "top_layers.top must be list, got int"),
+    ],
+)
+def test_a_file_with_malformed_metadata_changes_nothing(metadata: Any, text: str, tmp_path: Path) -> None:
+    session, file = trained_session("top_layers"), tmp_path / "part.safetensors"
+    session.save(file)
+    rewritten(file, metadata)
+    before, states = copy.deepcopy(session.model.state_dict()), copy.deepcopy(states_of(session.methods))
+    with pytest.raises(UserError, match=text) as raised:
+        session.load(file)
+    assert str(raised.value).startswith(f"{file} has malformed metadata: ")
+    assert all(torch.equal(before[n], t) for n, t in session.model.state_dict().items())
+    assert states_of(session.methods) == states
+
+
+def test_states_are_encoded_and_decoded() -> None:
+    dtypes = (torch.float64, torch.bfloat16, torch.int64, torch.bool)
+    state = {"a": [torch.ones(2, 3, dtype=dtype) for dtype in dtypes], "b": {"c": None, "d": [1, 2.5, "e", True]}}
+    found = decode(json.loads(json.dumps(encode(state))))
+    assert found["b"] == state["b"]
+    for one, other in zip(found["a"], state["a"], strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
 
 
 # ------------------------------------------------------------------------------------------------ misuse
