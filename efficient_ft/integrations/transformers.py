@@ -151,6 +151,7 @@ class MethodCallback(TrainerCallback, ExportableState):
                 "The methods were applied to a different model: model_init builds a new model for each training. Pass"
                 " Trainer(model=...) instead."
             )
+        self.session.apply()
         self.session.check_optimizers([optimizer])
         clip, accumulate = args.max_grad_norm, args.gradient_accumulation_steps
         check_in_backward(
@@ -216,8 +217,8 @@ class MethodCallback(TrainerCallback, ExportableState):
         self._applied().end_step()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Abandon a step that was not completed; the methods stay applied."""
-        self._applied().abandon_step()
+        """Abandon a step that was not completed, and close the session; the methods stay applied."""
+        self._applied().close()
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
