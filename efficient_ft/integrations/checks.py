@@ -17,8 +17,8 @@ from efficient_ft.optim import steps_in_backward
 
 #: Classes that wrap a module or compile it. Methods must be applied before them.
 _WRAPPERS = ("OptimizedModule", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
-#: By model: the session whose ``with`` block is running.
-ENTERED: WeakKeyDictionary[nn.Module, ref[Any]] = WeakKeyDictionary()
+#: By model: the session that is open on it.
+OPENED: WeakKeyDictionary[nn.Module, ref[Any]] = WeakKeyDictionary()
 
 
 def names_adding_loss(methods: Iterable[Method]) -> list[str]:
@@ -42,7 +42,7 @@ def is_first_process() -> bool:
 def refuse_nested(model: nn.Module, session: object) -> None:
     """Raise UserError if another session is open on `model`, on a part of it, or on a module that contains it."""
     modules = set(model.modules())
-    for other, entered in list(ENTERED.items()):
+    for other, entered in list(OPENED.items()):
         if entered() not in (None, session) and (other in modules or model in set(other.modules())):
             raise UserError(
                 f"Another session is open on this {type(other).__name__}: {entered()!r}. Pass all methods to one"

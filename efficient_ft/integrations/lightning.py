@@ -175,13 +175,15 @@ class MethodCallback(Callback):
         self._applied().abandon_step()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Abandon the interrupted step, and restore the module's ``training_step``."""
+        """Abandon the interrupted step, close the session, and restore the module's ``training_step``."""
         if self.session is not None:
-            self.session.abandon_step()
+            self.session.close()
         _TotalLoss.remove(pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Restore the module's ``training_step``; the methods stay applied."""
+        """Close the session and restore the module's ``training_step``; the methods stay applied."""
+        if self.session is not None:
+            self.session.close()
         _TotalLoss.remove(pl_module)
 
     # ------------------------------------------------------------------ state

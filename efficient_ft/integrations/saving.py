@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,14 +15,32 @@ from torch import Tensor, nn
 
 from efficient_ft.core.errors import UserError, first_line
 from efficient_ft.core.files import write_bytes_atomically
+from efficient_ft.core.parsing import parse_json
 from efficient_ft.methods.base import Method, plain_state_dict
 from efficient_ft.models.frozen_batch_norm import frozen_layers
 from efficient_ft.models.marks import added_modules, is_inside
 
-#: The metadata entry of a trained part: JSON with the keys of `_about`.
+#: The metadata entry of a trained part: JSON with the attributes of `About`.
 _KEY = "efficient_ft_trained_part"
 #: The key of a tensor's values in an encoded state.
 _TENSOR = "__tensor__"
+_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+_MALFORMED = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError)
+
+
+@dataclass(frozen=True)
+class About:
+    """The metadata of a trained part.
+
+    Attributes:
+        methods: ``state_key`` of each method.
+        state: the decoded state of the methods that have one, by ``state_key``.
+        other_weights: checksum of the weights that are not in the file.
+    """
+
+    methods: list[str]
+    state: dict[str, dict[str, Any]]
+    other_weights: str
 
 
 @dataclass(frozen=True)
@@ -31,13 +50,12 @@ class Content:
     Attributes:
         path: the file.
         tensors: by name, on the CPU.
-        about: the methods (``state_key`` of each), their encoded state, and the checksum of the other weights; None if
-            the file is not a trained part.
+        about: the metadata; None if the file is not a trained part.
     """
 
     path: Path
     tensors: dict[str, Tensor]
-    about: dict[str, Any] | None
+    about: About | None
 
 
 def names_of_trained_part(model: nn.Module, trains: Iterable[nn.Parameter]) -> list[str]:
@@ -92,7 +110,7 @@ def read(path: Path) -> Content:
     """Read a file.
 
     Raises:
-        UserError: it does not exist or is not a ``.safetensors`` file.
+        UserError: it does not exist, is not a ``.safetensors`` file, or has malformed metadata.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -102,9 +120,33 @@ def read(path: Path) -> Content:
         with safe_open(path, "pt") as opened:
             metadata = opened.metadata() or {}
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        return Content(path, tensors, json.loads(metadata[_KEY]) if _KEY in metadata else None)
-    except (SafetensorError, OSError, json.JSONDecodeError) as error:
+    except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is not a valid .safetensors file ({first_line(error)}).") from error
+    try:
+        return Content(path, tensors, _about(metadata[_KEY]) if _KEY in metadata else None)
+    except ValueError as error:
+        raise UserError(f"{path} has malformed metadata: {first_line(error)}. Save the session again.") from error
+
+
+def _about(text: str) -> About:
+    """Parse and check the metadata of a trained part.
+
+    Raises:
+        ValueError: it is malformed.
+    """
+    found = parse_json(text)
+    if not isinstance(found, dict):
+        raise ValueError(f"it must be an object, got {type(found).__name__}")
+    if missing := [key for key in ("methods", "state", "other_weights") if key not in found]:
+        raise ValueError(f"it lacks {missing[0]}")
+    methods, state, other_weights = found["methods"], found["state"], found["other_weights"]
+    if not isinstance(methods, list) or not all(isinstance(name, str) for name in methods):
+        raise ValueError("methods must be a list of strings")
+    if not isinstance(state, dict) or not all(isinstance(of, dict) and _TENSOR not in of for of in state.values()):
+        raise ValueError("state must be an object of objects")
+    if not isinstance(other_weights, str):
+        raise ValueError("other_weights must be a string")
+    return About(methods, {name: decode(of) for name, of in state.items()}, other_weights)
 
 
 def load_trained(content: Content, model: nn.Module, names: Sequence[str], methods: Sequence[Method]) -> None:
@@ -122,22 +164,53 @@ def load_trained(content: Content, model: nn.Module, names: Sequence[str], metho
     about = content.about
     assert about is not None
     own = [method.state_key for method in methods]
-    if about["methods"] != own:
+    if about.methods != own:
         raise UserError(
-            f"{content.path} was saved with other methods or settings: {', '.join(about['methods']) or 'no method'}."
+            f"{content.path} was saved with other methods or settings: {', '.join(about.methods) or 'no method'}."
             f" This session has {', '.join(own) or 'no method'}. Pass the methods and settings of the file."
         )
     _require_same(content, model, names, "Use the same model, classes and selection of parameters.")
-    if about["other_weights"] != _checksum(model, names):
+    if about.other_weights != _checksum(model, names):
         raise UserError(
             f"{content.path} was saved on a model whose frozen weights differ from this model's. Create the model with"
             " the same pretrained weights and dtype."
         )
+    _load_state(content.path, about.state, methods)
     _copy(content, model)
-    state = decode(about["state"])
-    for method in methods:
-        if method.state_key in state:
+
+
+def _load_state(path: Path, state: Mapping[str, dict[str, Any]], methods: Sequence[Method]) -> None:
+    """Restore the methods' state; if a method cannot read its state, all methods get their previous state back.
+
+    Raises:
+        UserError: a state has other keys or types than the method expects.
+    """
+    stateful = [method for method in methods if method.state_key in state]
+    previous = [copy.deepcopy(method.state_dict()) for method in stateful]
+    for index, method in enumerate(stateful):
+        try:
+            _require_same_types(method.name, state[method.state_key], previous[index])
             method.load_state_dict(state[method.state_key])
+        except _MALFORMED as error:
+            for other, before in zip(stateful[: index + 1], previous, strict=False):
+                other.load_state_dict(before)
+            why = f"{type(error).__name__}: {first_line(error)}"
+            raise UserError(f"{path} has malformed metadata: the state of method {method.name} ({why}).") from error
+
+
+def _require_same_types(name: str, found: Any, own: Any) -> None:
+    """Raise TypeError if values that both states have differ in type; None and numbers of any type are accepted."""
+    if found is None or own is None:
+        return
+    kinds = [(int, float) if isinstance(v, int | float) and not isinstance(v, bool) else type(v) for v in (found, own)]
+    if kinds[0] != kinds[1] and not {list, tuple} >= set(kinds):
+        raise TypeError(f"{name} must be {type(own).__name__}, got {type(found).__name__}")
+    if isinstance(own, dict):
+        for key in own.keys() & found.keys():
+            _require_same_types(f"{name}.{key}", found[key], own[key])
+    elif isinstance(own, list | tuple):
+        for index, (one, other) in enumerate(zip(found, own, strict=False)):
+            _require_same_types(f"{name}[{index}]", one, other)
 
 
 def load_whole(content: Content, model: nn.Module) -> None:
@@ -208,9 +281,32 @@ def encode(state: Any) -> Any:
 
 
 def decode(state: Any) -> Any:
-    """Invert `encode`; tensors are on the CPU."""
+    """Invert `encode`; tensors are on the CPU.
+
+    Raises:
+        ValueError: a tensor is malformed, or the state is nested too deeply.
+    """
+    try:
+        return _decode(state)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _decode(state: Any) -> Any:
     if isinstance(state, dict):
         if _TENSOR in state:
-            return torch.tensor(state[_TENSOR], dtype=getattr(torch, state["dtype"]))
-        return {key: decode(value) for key, value in state.items()}
-    return [decode(value) for value in state] if isinstance(state, list) else state
+            return _tensor(state)
+        return {key: _decode(value) for key, value in state.items()}
+    return [_decode(value) for value in state] if isinstance(state, list) else state
+
+
+def _tensor(encoded: dict[str, Any]) -> Tensor:
+    name = encoded.get("dtype")
+    if not isinstance(name, str) or name not in _DTYPES:
+        raise ValueError(f"a tensor has the unknown dtype {name!r:.60}")
+    try:
+        return torch.tensor(encoded[_TENSOR], dtype=_DTYPES[name])
+    except RecursionError:
+        raise
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ValueError(f"the values of a tensor cannot be read ({first_line(error)})") from error

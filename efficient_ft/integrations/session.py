@@ -28,7 +28,7 @@ from efficient_ft.core.errors import SettingError, UserError, first_line
 from efficient_ft.core.format import format_bytes, format_number
 from efficient_ft.integrations import saving
 from efficient_ft.integrations.checks import (
-    ENTERED,
+    OPENED,
     adds_loss,
     is_first_process,
     names_adding_loss,
@@ -60,13 +60,15 @@ class MethodSession:
 
     - Micro-batches of one optimizer step run inside one ``with session.step(n)`` block, or in several consecutive
       blocks with the same number. `loss` is called once after each forward pass.
+    - Steps are numbered over all epochs of a training: a number is larger than that of the last step that has ended.
     - The step ends when the optimizer has stepped, so that ``zero_grad()`` may be inside or after the block. With
       several optimizers it ends when each parameter that has a gradient has been stepped.
     - ``torch.amp.GradScaler`` may skip the optimizer's step. Methods that compare gradients ignore such a step.
     - Wrap the model in ``DistributedDataParallel`` and compile it after the methods have been applied. Pass
       ``find_unused_parameters=session.find_unused_parameters`` to ``DistributedDataParallel``.
 
-    Loops that consist of hooks call `apply`, `begin_step`, `end_step` and `close` instead of the ``with`` blocks.
+    Loops that consist of hooks call `apply`, `begin_step`, `end_step` and `close` instead of the ``with`` blocks. The
+    session is open until `close`, and another session on the same model is rejected until then.
 
     Args:
         model: an image classifier, as in `Method.apply`: not compiled and not wrapped.
@@ -97,13 +99,14 @@ class MethodSession:
         self.methods = in_order(methods)
         self.frozen_bn, self.classifier = frozen_bn, classifier
         self.reports: list[Applied] = []
-        self._applied = self._open = False
+        self._applied = self._open = self._entered = False
         self._frozen: list[str] = []  # BatchNorm layers that this session has frozen
         #: `requires_grad` by name between two steps, and all parameters; empty before the first step.
         self._between_steps: dict[str, bool] = {}
         self._parameters: list[nn.Parameter] = []
         self._step: int | None = None
-        self._in_block = False
+        self._last: int | None = None  # the last step of this training that has ended
+        self._block: int | None = None  # number of the ``with`` block that is running
         self._losses = 0
         self._stepped: list[Optimizer] = []  # optimizers that have stepped in the current step
         self._updated = False  # parameters were updated inside the backward pass
@@ -112,7 +115,9 @@ class MethodSession:
 
     # ------------------------------------------------------------------ apply and remove
     def apply(self) -> MethodSession:
-        """Apply the methods in their order and freeze the BatchNorm statistics; a second call has no effect.
+        """Apply the methods in their order, freeze the BatchNorm statistics, and open the session.
+
+        If the methods are already applied, it only opens the session.
 
         Returns:
             The session.
@@ -132,6 +137,7 @@ class MethodSession:
                 log.info("%s", report)
                 log.debug("%s", report.details().partition("\n")[2])
         self._applied = self._open = True
+        OPENED[self.model] = ref(self)
         return self
 
     def remove(self) -> None:
@@ -153,16 +159,16 @@ class MethodSession:
     def close(self) -> None:
         """End the training. A step that has not ended is abandoned, and the methods stay applied."""
         self.abandon_step()
-        self._open = False
-        if (entered := ENTERED.get(self.model)) is not None and entered() is self:
-            del ENTERED[self.model]
+        self._open = self._entered = False
+        if (opened := OPENED.get(self.model)) is not None and opened() is self:
+            del OPENED[self.model]
 
     def __enter__(self) -> MethodSession:
-        if (entered := ENTERED.get(self.model)) is not None and entered() is self:
+        if self._entered:
             raise UserError("The session is already open. Enter it once, around the training loop.")
         self.apply()
         self.start()
-        ENTERED[self.model] = ref(self)
+        self._entered = True
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -209,30 +215,31 @@ class MethodSession:
         """Return a context manager for one optimizer step: forward pass, `loss`, backward pass and optimizer.
 
         Args:
-            number: number of the optimizer step, from 0; equal on all processes. A block with the number of a step that
-                has not ended continues it (gradient accumulation).
+            number: number of the optimizer step, from 0 and over all epochs; equal on all processes. A block with the
+                number of a step that has not ended continues it (gradient accumulation).
 
         Raises:
-            UserError: outside of the session; inside another step; at the end, `loss` was not called although a
-                method adds a loss, or an optimizer lacks parameters that train.
+            UserError: outside of the session; inside another step; the number repeats; at the end, `loss` was not
+                called although a method adds a loss, or an optimizer lacks parameters that train.
         """
         if not self._open:
             raise UserError(
                 "session.step() was called outside of the session. Call it inside `with MethodSession(model, methods)"
                 " as session:`."
             )
-        if self._in_block:
+        if self._block is not None:
             raise UserError(
-                f"Step {number} began inside step {self._step}. Leave the `with session.step({self._step}):` block"
+                f"Step {number} began inside step {self._block}. Leave the `with session.step({self._block}):` block"
                 " first; all micro-batches of an optimizer step may share one block."
             )
+        self._check_number(number)
         if self._step is not None and self._step != number:
             self._end_without_update()
         continues = self._step == number
         self.begin_step(number)
         versions = self._versions()
         hook = register_optimizer_step_post_hook(self._after_optimizer)
-        self._in_block, self._losses = True, self._losses if continues else 0
+        self._block, self._losses = number, self._losses if continues else 0
         try:
             yield
             if self._step is not None and (self._stepped or self._updated or self._versions() != versions):
@@ -241,7 +248,7 @@ class MethodSession:
             self.abandon_step()
             raise
         finally:
-            self._in_block = False
+            self._block = None
             hook.remove()
 
     def loss(self, loss: Tensor) -> Tensor:
@@ -253,13 +260,19 @@ class MethodSession:
             loss: the loss of that forward pass, a scalar.
 
         Raises:
-            UserError: it is called outside of a step and a method needs steps or adds a loss; or no forward pass
-                preceded it.
+            UserError: it is called outside of a step or after its end, and a method needs steps or adds a loss; or no
+                forward pass preceded it.
         """
         if self._step is None:
             for method in self.methods:
                 if method.acts_per_step or adds_loss(method):
                     why = "adds a loss" if adds_loss(method) else "acts per step"
+                    if self._block is not None:
+                        raise UserError(
+                            f"session.loss() was called after the end of step {self._block}, and method {method.name}"
+                            f" {why}. The step has already ended, because the optimizer has stepped. Use a"
+                            " `with session.step(number):` block with a new number for each step of the optimizer."
+                        )
                     raise UserError(
                         f"session.loss() was called outside of a step, and method {method.name} {why}. Call it inside"
                         " `with session.step(number):`, after the forward pass."
@@ -277,14 +290,18 @@ class MethodSession:
     def start(self) -> None:
         """Begin a training: the next step is its first one."""
         self.abandon_step()
-        self._between_steps, self._parameters, self._checked = {}, [], False
+        self._between_steps, self._parameters, self._checked, self._last = {}, [], False, None
 
     def begin_step(self, number: int) -> None:
-        """Begin optimizer step `number`; calls for its further micro-batches have no effect."""
+        """Begin optimizer step `number`; calls for its further micro-batches have no effect.
+
+        Raises:
+            UserError: the methods are not applied, or a step with this or a larger number has ended in this training.
+        """
+        self._require_applied("begin_step", in_block=True)
+        self._check_number(number)
         if self._step == number:
             return
-        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-            raise SettingError("step", f"{number!r:.60}", "an integer >= 0")
         if not self._parameters:
             self._between_steps, self._parameters = trainable(self.model), list(self.model.parameters())
         self._step = number
@@ -292,9 +309,20 @@ class MethodSession:
             method.step_begin(number)
 
     def end_step(self) -> None:
-        """End the step, after the optimizer's step and before gradients are set to zero."""
+        """End the step, after the optimizer's step and before gradients are set to zero.
+
+        Raises:
+            UserError: the methods are not applied, or no step has begun.
+        """
+        self._require_applied("end_step", in_block=True)
+        if self._step is None:
+            raise UserError(
+                "session.end_step() was called, and no step has begun. Call session.begin_step(number) before the first"
+                " forward pass of each step."
+            )
         for method in self.methods:
             method.step_end()
+        self._last = self._step
         self._forget_step()
 
     def abandon_step(self) -> None:
@@ -304,6 +332,17 @@ class MethodSession:
             for method in self.methods:
                 _forget_step(method)
         self._forget_step()
+
+    def _check_number(self, number: int) -> None:
+        """Raise an error unless `number` is the running step's number or larger than all numbers of this training."""
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise SettingError("step", f"{number!r:.60}", "an integer >= 0")
+        last = self._last if self._step is None else self._step
+        if last is not None and number <= last and number != self._step:
+            raise UserError(
+                f"Step {number} follows step {last} of the same training: number the steps over all epochs, and give"
+                " each step of the optimizer a new number. session.start() begins a new training."
+            )
 
     def _forget_step(self) -> None:
         self._step, self._stepped, self._updated = None, [], False
@@ -319,6 +358,7 @@ class MethodSession:
                 _forget_step(method)
             else:
                 method.step_end()
+        self._last = self._step
         self._forget_step()
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
@@ -410,8 +450,8 @@ class MethodSession:
         before the session, or inside it if the methods do not rename layers. An optimizer built before still works.
 
         Raises:
-            UserError: the file cannot be read, or was saved with other methods, settings, parameters or pretrained
-                weights. The model is unchanged then.
+            UserError: the file cannot be read, is malformed, or was saved with other methods, settings, parameters or
+                pretrained weights. The model is unchanged then.
         """
         content = saving.read(Path(path))
         if content.about is None:
@@ -473,8 +513,8 @@ class MethodSession:
                 f"session.{call}() was called before the methods were applied. Enter the session (`with session:`) or"
                 " call session.apply() first."
             )
-        if self._in_block and not in_block:
-            raise UserError(f"session.{call}() was called inside step {self._step}. Call it between two steps.")
+        if self._block is not None and not in_block:
+            raise UserError(f"session.{call}() was called inside step {self._block}. Call it between two steps.")
 
 
 def _forget_step(method: Method) -> None:

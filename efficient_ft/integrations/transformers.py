@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.errors import SettingError, UserError, first_line
 from efficient_ft.core.in_backward import Wrong
 from efficient_ft.integrations.checks import check_in_backward, names_adding_loss
 from efficient_ft.integrations.network import find_network
@@ -151,6 +151,7 @@ class MethodCallback(TrainerCallback, ExportableState):
                 "The methods were applied to a different model: model_init builds a new model for each training. Pass"
                 " Trainer(model=...) instead."
             )
+        self.session.apply()
         self.session.check_optimizers([optimizer])
         clip, accumulate = args.max_grad_norm, args.gradient_accumulation_steps
         check_in_backward(
@@ -166,7 +167,10 @@ class MethodCallback(TrainerCallback, ExportableState):
             saved = state.stateful_callbacks.get(name, {"attributes": {"methods": {}}})
             if isinstance(saved, list):
                 raise UserError("A Trainer accepts one MethodCallback. Pass all methods in its list.")
-            states = decode(saved["attributes"]["methods"])
+            try:
+                states = decode(saved["attributes"]["methods"])
+            except ValueError as error:
+                raise UserError(f"The methods' state in the checkpoint is malformed: {first_line(error)}.") from error
             self.session.check_state(states)
             self.session.load_state_dict(states)
         state.stateful_callbacks.setdefault(name, self.state())  # The Trainer overwrites it.
@@ -213,8 +217,8 @@ class MethodCallback(TrainerCallback, ExportableState):
         self._applied().end_step()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Abandon a step that was not completed; the methods stay applied."""
-        self._applied().abandon_step()
+        """Abandon a step that was not completed, and close the session; the methods stay applied."""
+        self._applied().close()
         if self._hook is not None:
             self._hook.remove()
             self._hook = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,12 +13,14 @@ import pytest
 import timm
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from efficient_ft import MethodSession
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.cost import executed
+from efficient_ft.integrations.saving import decode, encode
 from efficient_ft.methods import (
     BSR,
     LBPWHT,
@@ -482,15 +485,176 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
         session.save(broken / "part.safetensors")
 
 
+def rewritten(file: Path, metadata: str | Callable[[dict[str, Any]], None]) -> None:
+    """Replace the metadata of a trained part, or change the object that it contains."""
+    with safe_open(file, "pt") as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        about = json.loads(opened.metadata()["efficient_ft_trained_part"])
+    if not isinstance(metadata, str):
+        metadata(about)
+        metadata = json.dumps(about)
+    save_file({n: t + 1 for n, t in tensors.items()}, file, {"efficient_ft_trained_part": metadata})
+
+
+def tensor(values: Any, dtype: Any) -> Callable[[dict[str, Any]], None]:
+    """Add an encoded tensor to the state of the first method."""
+    return lambda about: (
+        about["state"].setdefault(about["methods"][0], {}).update(of={"__tensor__": values, "dtype": dtype})
+    )
+
+
+@pytest.mark.parametrize(
+    ("metadata", "text"),
+    [
+        ("{", "malformed metadata"),
+        ("", "malformed metadata"),
+        ("[1]", "it must be an object, got list"),
+        ("null", "it must be an object, got NoneType"),
+        ("[" * 200_000, "nested too deeply"),
+        ('{"methods": [], "other_weights": "", "state": {"a": {"b": ' + "[" * 3000 + "]" * 3000 + "}}}", "too deeply"),
+        (lambda about: about.pop("methods"), "it lacks methods"),
+        (lambda about: about.pop("state"), "it lacks state"),
+        (lambda about: about.update(methods="top_layers"), "methods must be a list of strings"),
+        (lambda about: about.update(methods=[1]), "methods must be a list of strings"),
+        (lambda about: about.update(state=[]), "state must be an object of objects"),
+        (lambda about: about.update(state=dict.fromkeys(about["methods"], 3)), "state must be an object of objects"),
+        (lambda about: about.update(other_weights=None), "other_weights must be a string"),
+        (tensor([1.0], "load"), "a tensor has the unknown dtype 'load'"),
+        (tensor([1.0], ["float32"]), "a tensor has the unknown dtype"),
+        (tensor([1.0], None), "a tensor has the unknown dtype None"),
+        (tensor(["a"], "float32"), "the values of a tensor cannot be read"),
+        (tensor({}, "float32"), "the values of a tensor cannot be read"),
+        (tensor([[1], [2, 3]], "float32"), "the values of a tensor cannot be read"),
+        (tensor([2**80], "int8"), "the values of a tensor cannot be read"),
+        (lambda about: about["state"][about["methods"][0]].pop("steps"), r"method top_layers \(KeyError: 'steps'"),
+        (lambda about: about["state"][about["methods"][0]].update(steps="2"), "top_layers.steps must be int, got str"),
+        (lambda about: about["state"][about["methods"][0]].update(top=5), "top_layers.top must be list, got int"),
+    ],
+)
+def test_a_file_with_malformed_metadata_changes_nothing(metadata: Any, text: str, tmp_path: Path) -> None:
+    session, file = trained_session("top_layers"), tmp_path / "part.safetensors"
+    session.save(file)
+    rewritten(file, metadata)
+    before, states = copy.deepcopy(session.model.state_dict()), copy.deepcopy(states_of(session.methods))
+    with pytest.raises(UserError, match=text) as raised:
+        session.load(file)
+    assert str(raised.value).startswith(f"{file} has malformed metadata: ")
+    assert all(torch.equal(before[n], t) for n, t in session.model.state_dict().items())
+    assert states_of(session.methods) == states
+
+
+def test_states_are_encoded_and_decoded() -> None:
+    dtypes = (torch.float64, torch.bfloat16, torch.int64, torch.bool)
+    state = {"a": [torch.ones(2, 3, dtype=dtype) for dtype in dtypes], "b": {"c": None, "d": [1, 2.5, "e", True]}}
+    found = decode(json.loads(json.dumps(encode(state))))
+    assert found["b"] == state["b"]
+    for one, other in zip(found["a"], state["a"], strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
 # ------------------------------------------------------------------------------------------------ misuse
 def test_calls_before_the_methods_are_applied() -> None:
     session = MethodSession(model_of("vit"), LISA(1))
     for call in (session.parameters, session.named_parameters, session.remove, lambda: session.save("x")):
         with pytest.raises(UserError, match=r"was called before the methods were applied\. Enter the session"):
             call()
+    for call in (lambda: session.begin_step(0), session.end_step):
+        with pytest.raises(
+            UserError, match=r"_step\(\) was called before the methods were applied\. Enter the session"
+        ):
+            call()
     with pytest.raises(UserError, match="outside of the session"), session.step(0):
         pass
     assert "not applied" in str(session)
+
+
+def test_a_step_that_has_not_begun_cannot_end() -> None:
+    session = MethodSession(model_of("vit"), LISA(1)).apply()
+    for _ in range(2):
+        with pytest.raises(
+            UserError, match=r"end_step\(\) was called, and no step has begun\. Call session\.begin_step"
+        ):
+            session.end_step()
+        session.begin_step(0)
+        session.end_step()
+        with pytest.raises(UserError, match="no step has begun"):
+            session.end_step()
+        session.start()
+
+
+def test_numbers_of_steps_that_repeat_are_rejected() -> None:
+    model = model_of("vit")
+    (x, y), *_ = batches_of("vit", 1)
+
+    def block(session: MethodSession, optimizer: torch.optim.Optimizer, number: int, updates: bool = True) -> None:
+        with session.step(number):
+            session.loss(F.cross_entropy(model(x), y)).backward()
+            if updates:
+                optimizer.step()
+        if updates:
+            optimizer.zero_grad()
+
+    with MethodSession(model, LISA(1, interval=1)) as session:
+        optimizer = sgd_of(session)
+        for number in (5, 6, 9):  # a resumed training may start at any number
+            block(session, optimizer, number)
+        for number in (0, 8, 9):
+            with pytest.raises(UserError, match=rf"^Step {number} follows step 9 .*number the steps over all epochs"):
+                block(session, optimizer, number)
+            with pytest.raises(UserError, match="number the steps over all epochs"):
+                session.begin_step(number)
+            assert session.current_step is None
+            assert all(p.requires_grad for p in session.parameters())
+        for updates in (False, False, True):  # micro-batches of one step
+            block(session, optimizer, 10, updates)
+        block(session, optimizer, 11, updates=False)
+        with pytest.raises(UserError, match="Step 10 follows step 11"):
+            block(session, optimizer, 10)
+        block(session, optimizer, 12)  # ends step 11 without an update
+        with pytest.raises(UserError, match="Step 11 follows step 12"):
+            block(session, optimizer, 11)
+        session.start()
+        block(session, optimizer, 0)
+    with session:
+        block(session, optimizer, 0)  # a new training
+    session.start()
+    for number in (0, 0, 1):
+        session.begin_step(number)
+        session.begin_step(number)
+        if number:
+            session.end_step()
+    with pytest.raises(UserError, match="Step 1 follows step 1 of the same training"):
+        session.begin_step(1)
+
+
+def test_a_step_that_failed_may_be_repeated() -> None:
+    model = model_of("vit")
+    with MethodSession(model, LISA(1)) as session:
+        optimizer = sgd_of(session)
+        with pytest.raises(ZeroDivisionError), session.step(0):
+            raise ZeroDivisionError
+        step_without_loss(session, optimizer, 0)
+        with pytest.raises(UserError, match="number the steps over all epochs"):
+            step_without_loss(session, optimizer, 0)
+
+
+def test_a_second_step_of_the_optimizer_in_one_block_is_named() -> None:
+    model = model_of("vit")
+    (x, y), *_ = batches_of("vit", 1)
+    with MethodSession(model, LISA(1)) as session:
+        optimizer = sgd_of(session)
+        text = r"after the end of step 3, and method lisa acts per step\. The step has already ended"
+
+        def twice() -> None:
+            with session.step(3):
+                for _ in range(2):
+                    session.loss(F.cross_entropy(model(x), y)).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        with pytest.raises(UserError, match=text):
+            twice()
 
 
 def step_without_loss(session: MethodSession, optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -531,6 +695,34 @@ def test_nested_sessions_are_rejected() -> None:
                 MethodSession(nested, BackRazor()).__enter__()
         with pytest.raises(UserError, match="The session is already open"):
             session.__enter__()
+    with MethodSession(model, BackRazor()) as after:
+        assert len(after.reports) == 1
+
+
+@pytest.mark.parametrize("end", ["close", "remove", "__exit__"])
+def test_a_session_of_hooks_is_open_from_apply_to_close(end: str) -> None:
+    model = model_of("vit")
+    session = MethodSession(model, LastStage()).apply()
+    session.begin_step(0)
+    for nested in (model, nn.Sequential(model), model.blocks):
+        with pytest.raises(UserError, match=r"Another session is open on this VisionTransformer: MethodSession\("):
+            MethodSession(nested, BackRazor()).apply()
+    session.end_step()
+    session.apply()
+    with pytest.raises(UserError, match="Another session is open"), MethodSession(model, BackRazor()):
+        pass
+    if end == "__exit__":
+        with session, pytest.raises(UserError, match="The session is already open"):
+            session.__enter__()
+    else:
+        getattr(session, end)()
+    with MethodSession(model, BackRazor()) as after:
+        assert len(after.reports) == 1
+
+
+def test_a_session_that_is_no_longer_referenced_is_not_open() -> None:
+    model = model_of("vit")
+    MethodSession(model, LastStage()).apply()
     with MethodSession(model, BackRazor()) as after:
         assert len(after.reports) == 1
 
