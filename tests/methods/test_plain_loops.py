@@ -237,8 +237,8 @@ def test_a_single_method_is_applied() -> None:
 @pytest.mark.parametrize(
     ("methods", "text"),
     [
-        ("lora", r"methods must be a Method object or a list of them, got 'lora'\. Make the objects first"),
-        (["lora"], r"got 'lora'\. Make the objects first"),
+        ("lora", r"methods must be a Method object or a list of them, got 'lora'\. Create method objects"),
+        (["lora"], r"got 'lora'\. Create method objects"),
         (LoRA, r"got <class .*LoRA'>\. Make an object of the class: LoRA\(\)\."),
         ([Full(), LoRA], r"Make an object of the class: LoRA\(\)\."),
         (None, r"got None\."),
