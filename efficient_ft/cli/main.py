@@ -34,7 +34,7 @@ from efficient_ft.cli.exits import (
 from efficient_ft.cli.hydra import jobs, slurm
 from efficient_ft.cli.hydra.compose import ComposedJob, check_form, chosen_options, composed_jobs
 from efficient_ft.cli.hydra.flags import check_flags
-from efficient_ft.cli.hydra.groups import CONF, register
+from efficient_ft.cli.hydra.groups import CONF, help_text, register
 from efficient_ft.cli.hydra.output_folder import CommandRecord, leaving_nothing, output_folder_faults
 from efficient_ft.cli.hydra.settings import hydra_faults
 from efficient_ft.cli.hydra.variants import not_as_published
@@ -135,6 +135,10 @@ def main() -> None:
             if arguments.help or arguments.hydra_help:  # help does not depend on settings, which Hydra would compose
                 own = [one for one in arguments.overrides if one.startswith("hydra")]
                 sys.argv[1:] = [one for one in sys.argv[1:] if one in own or one not in arguments.overrides]
+                if sys.argv[1:] == ["--help"]:
+                    with fitted_help():
+                        print(help_text())
+                    return
             elif not (arguments.info or arguments.shell_completion):
                 composed = check_commandline(arguments)
                 if any(one.config.evaluate is not None for one in composed):

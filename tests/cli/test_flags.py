@@ -53,3 +53,10 @@ def test_an_entry_that_the_configuration_lacks(program: Path) -> None:
     done = call(program, "--cfg", "job", "--package", "optmi")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("--package optmi: there is no such entry, or it is null. The groups are")
+
+
+def test_help_equals_the_text_of_hydra(program: Path) -> None:
+    """It is written without composing the configuration, which takes most of the time."""
+    own, of_hydra = (call(program, "--help", *more).stdout for more in ((), ("--config-name", "train")))
+    assert own == of_hydra
+    assert "lbp_wht" in own
