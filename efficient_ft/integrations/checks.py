@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -88,4 +88,22 @@ def refuse_gradient_readers(methods: Iterable[Method]) -> None:
         raise UserError(
             f"method {readers[0]} compares the gradients of all blocks at the end of a step, and an optimizer that"
             " steps inside the backward pass has freed them. Use optim.in_backward=false, or another method."
+        )
+
+
+def refuse_foreign_state(methods: Iterable[Method], state: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise UserError if the state `given` was written with methods or settings different from `methods`.
+
+    Args:
+        methods: the methods of the session.
+        state: their current state.
+        given: the state in a checkpoint.
+    """
+    own = {method.state_key for method in methods}
+    foreign, missing = sorted(given.keys() - own), sorted(state.keys() - given.keys())
+    if foreign or missing:
+        raise UserError(
+            "The checkpoint was written with other methods or settings: it contains the state of"
+            f" {', '.join(foreign or sorted(given)) or 'no method'}, and the session has"
+            f" {', '.join(missing or sorted(own))}. Pass the methods and settings of the interrupted training."
         )

@@ -24,22 +24,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from efficient_ft.core.errors import SettingError, UserError, first_line
-from efficient_ft.core.format import format_bytes, format_number
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.integrations import saving
 from efficient_ft.integrations.checks import (
     OPENED,
     adds_loss,
     is_first_process,
     names_adding_loss,
+    refuse_foreign_state,
     refuse_gradient_readers,
     refuse_nested,
     refuse_wrapped_inside,
 )
+from efficient_ft.integrations.summary import summary
 from efficient_ft.methods.base import Applied, Method, apply_methods, in_order, make_trainable, trainable
 from efficient_ft.methods.declarations import Axis, Needs
 from efficient_ft.methods.optimizer_check import check_optimizer
-from efficient_ft.methods.summary import trained
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm, frozen_layers, unfreeze_batch_norm
 from efficient_ft.models.view import default_image_size
 
@@ -413,14 +413,7 @@ class MethodSession:
         Raises:
             UserError: the checkpoint was written with other methods or settings.
         """
-        own = {method.state_key for method in self.methods}
-        foreign, missing = sorted(state_dict.keys() - own), sorted(self.state_dict().keys() - state_dict.keys())
-        if foreign or missing:
-            raise UserError(
-                "The checkpoint was written with other methods or settings: it contains the state of"
-                f" {', '.join(foreign or sorted(state_dict)) or 'no method'}, and the session has"
-                f" {', '.join(missing or sorted(own))}. Pass the methods and settings of the interrupted training."
-            )
+        refuse_foreign_state(self.methods, self.state_dict(), state_dict)
 
     def save(self, path: str | Path, whole: bool = False) -> None:
         """Write a ``.safetensors`` file: the trained part, or all weights.
@@ -446,8 +439,8 @@ class MethodSession:
     def load(self, path: str | Path) -> None:
         """Load a file of `save` into the model, and restore the methods' state.
 
-        A trained part needs the methods applied (inside the session). All weights need the names that the model has:
-        before the session, or inside it if the methods do not rename layers. An optimizer built before still works.
+        Load a trained part inside the session. Load all weights before the session, or inside it if the methods do not
+        rename layers. An optimizer built before still works.
 
         Raises:
             UserError: the file cannot be read, is malformed, or was saved with other methods, settings, parameters or
@@ -470,10 +463,7 @@ class MethodSession:
         Args:
             batch_size: images in the batch.
             input_size: (H, W) of the images in pixels; None: the model's own.
-            options: as in `efficient_ft.cost.executed` (``precision``, ``task``, ...).
-
-        Raises:
-            UserError: as in `efficient_ft.cost.executed`.
+            options: as in `efficient_ft.cost.executed` (``precision``, ``task``, ...), which raises the same errors.
         """
         from efficient_ft.cost.executed import executed
 
@@ -491,20 +481,7 @@ class MethodSession:
         """Return three lines: trainable parameters, bytes kept for the backward pass, and FLOPs."""
         if not self._applied:
             return f"{self!r}. Enter the session or call apply() to apply the methods."
-        saved, names = self.model.state_dict(), ", ".join(method.name for method in self.methods)
-        part = format_bytes(sum(saved[name].nbytes for name in self._saved_names()))
-        head = f"trainable: {trained(self.model)} ({names}); save() writes {part}"
-        try:
-            cost = self._counted or self.cost()
-        except Exception as error:  # printing must not stop a training
-            why = f"not counted ({first_line(error)}); call session.cost() with the input size and the task"
-            return f"{head}\nmemory: {why}\nFLOPs: {why}"
-        kept, peak = format_bytes(cost.saved_bytes), format_bytes(cost.peak_bytes)
-        forward, backward = format_number(cost.forward_flops), format_number(cost.backward_flops)
-        return (
-            f"{head}\nmemory: {kept} kept per image for the backward pass; peak {peak} with {cost.batch_size} images\n"
-            f"FLOPs: {forward} forward and {backward} backward per image"
-        )
+        return summary(self.model, self.methods, self._saved_names(), lambda: self._counted or self.cost())
 
     def _require_applied(self, call: str, in_block: bool = False) -> None:
         """Raise UserError before `apply`, and inside a step unless `in_block`."""
