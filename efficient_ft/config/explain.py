@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.errors import PydanticInvalidForJsonSchema
 
+from efficient_ft.config.removed import REMOVED
 from efficient_ft.config.schema import Config
 from efficient_ft.core.errors import SettingError, UserError
 
@@ -98,8 +99,9 @@ class UnknownSetting(SettingError):
     """A setting that does not exist; `known` are the names at its level, `elsewhere` full names of other settings."""
 
     def __init__(self, setting: str, value: object, known: Iterable[str], elsewhere: Iterable[str] = ()):
-        self.setting, self.value, self.known = setting, value, sorted(known)
         group = setting.rpartition(".")[0]
+        self.setting, self.value = setting, value
+        self.known = sorted(set(known) - (set() if group else REMOVED.keys()))
         text = f"{setting}={show(value)}: there is no such setting"
         text += f"; {group or 'a run'} has {', '.join(self.known)}." if self.known else f"; {group} has none."
         UserError.__init__(self, text + _nearest(setting, self.known, list(elsewhere)))

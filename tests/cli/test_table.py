@@ -244,7 +244,6 @@ def test_settings_of_the_data_hold_for_every_data_set_of_a_row(capsys: pytest.Ca
     assert all(line.endswith(" data.root=DIR") for line in lines if line not in several)
 
 
-@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bsr/3", "back_razor/2", pytest.param("bsr/5", marks=pytest.mark.slow)])
 def test_costs_are_the_published_ones_by_the_papers_rule_or_say_why(name: str) -> None:

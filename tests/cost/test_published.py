@@ -135,7 +135,7 @@ BSR_CASES = [
 ]
 
 
-@pytest.mark.first(2, "exhaustive")
+@pytest.mark.first(2, "slow")
 @pytest.mark.parametrize(("form", "fuse", "fused"), BSR_CASES)
 def test_bsr_s_rule_by_hand(form, fuse, fused):
     d, heads, depth, classes = 24, 3, 5, 7
@@ -201,7 +201,7 @@ def test_a_method_of_the_memory_axis_and_frozen_statistics_change_nothing():
     assert all(p.device.type == "cpu" and p.grad is None for p in model.parameters())
 
 
-@pytest.mark.first(1, "exhaustive")
+@pytest.mark.first(1, "slow")
 @pytest.mark.parametrize(
     ("name", "arguments", "size"),
     [
@@ -247,7 +247,6 @@ def test_settings_out_of_range_are_refused(call, message):
     assert str(error.value).startswith(message)
 
 
-@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("drop_at", "keep", "gmacs"),

@@ -121,7 +121,7 @@ def test_an_object_that_is_not_applied_yet_is_applied_to_a_copy():
     assert all(p.requires_grad for p in model.parameters())
 
 
-@pytest.mark.first(1, "exhaustive")
+@pytest.mark.first(1, "slow")
 @pytest.mark.parametrize("methods", [[LBPWHT, LoRA, LastStage], [LastStage, LoRA, LBPWHT]])
 def test_the_order_of_the_list_changes_nothing(methods: list[Any]):
     """Adapters are applied before low-rank backward, which serves the layers they adapt."""

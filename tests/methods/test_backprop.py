@@ -53,7 +53,7 @@ def backward_mflops(model: nn.Module, size: int, *methods) -> float:
     return executed(model, 64, (size, size), methods=[LastStage(), *methods]).backward_flops / 1e6
 
 
-@pytest.mark.first(1, "exhaustive")
+@pytest.mark.first(1, "slow")
 @pytest.mark.parametrize(
     ("order", "padding", "expected"),
     [
@@ -75,7 +75,7 @@ def test_the_exact_last_stages_cost_what_was_predicted(pristine):
     assert backward_mflops(pristine("swinv2_small_window8_256"), 256) == pytest.approx(3827, rel=0.01)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_swinv2_small_last_stage_all_nine_linears_reached(pristine):
     model, method = pristine("swinv2_small_window8_256"), LBPWHT(order=4)
     assert backward_mflops(model, 256, method) == pytest.approx(674, rel=0.03)

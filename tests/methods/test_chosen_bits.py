@@ -46,8 +46,6 @@ def found(model: nn.Module, name: str, seed: int = 0) -> Gradients:
     return {n: g for n, g in gradients(model, name, seed=seed).items() if g is not None}
 
 
-@pytest.mark.exhaustive
-@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["vit", "resnet"])
 def test_the_profile_measures_the_change_of_the_whole_gradient(name: str) -> None:

@@ -147,7 +147,7 @@ def test_most_pairs_can_be_stacked() -> None:
     assert len(PAIRS) > 120
 
 
-@pytest.mark.first(4, "exhaustive")
+@pytest.mark.first(4, "slow")
 @pytest.mark.parametrize(("one", "other"), sorted(REFUSED))
 def test_what_one_method_leaves_nothing_of_for_the_other_is_refused(one: str, other: str) -> None:
     assert (one, other) in STACKS

@@ -273,7 +273,7 @@ def test_a_model_that_drops_patches_already_is_refused() -> None:
         PatchDropout().apply(model)
 
 
-@pytest.mark.first(1, "exhaustive")
+@pytest.mark.first(1, "slow")
 @pytest.mark.parametrize(
     ("architecture", "message"),
     [

@@ -113,7 +113,6 @@ def test_drop_path_is_part_of_the_block() -> None:
     assert not torch.equal(first, other)
 
 
-@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "plain_gmacs", "gmacs"),
@@ -388,7 +387,7 @@ def test_two_methods_that_drop_tokens_are_refused() -> None:
         EViT([2]).apply(model)
 
 
-@pytest.mark.first(1, "exhaustive")
+@pytest.mark.first(1, "slow")
 @pytest.mark.parametrize("name", ["beit_base_patch16_224", "eva02_tiny_patch14_224", "cait_xxs24_224", "mvitv2_tiny"])
 def test_blocks_of_another_form_are_refused(name: str) -> None:
     with torch.device("meta"):

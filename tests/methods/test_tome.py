@@ -269,7 +269,6 @@ def forward_macs(channels: int, r: int, depth: int = 12, patches: int = 196) -> 
     return macs
 
 
-@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "channels", "r", "published"),
@@ -462,7 +461,7 @@ def test_r_0_is_said_to_be_nothing() -> None:
     assert ToMe([4, 0, 4, 0]).apply(model_of("vit")).touched == ("blocks.0", "blocks.2")
 
 
-@pytest.mark.first(2, "exhaustive")
+@pytest.mark.first(2, "slow")
 @pytest.mark.parametrize(
     ("name", "message"),
     [

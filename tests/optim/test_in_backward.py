@@ -63,7 +63,7 @@ def test_weights_equal_those_of_an_ordinary_step(name: str) -> None:
         assert_same_weights(plain, inside)
 
 
-@pytest.mark.first(3, "exhaustive")
+@pytest.mark.first(3, "slow")
 @pytest.mark.parametrize("name", METHODS)
 def test_it_stacks_with_methods(name: str) -> None:
     """Layers frozen per step, experts without tokens, packed activations, recomputation: as an ordinary training."""

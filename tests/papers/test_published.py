@@ -60,7 +60,6 @@ def test_files_are_the_tables_of_the_papers(shared_data: Path) -> None:
     assert compared == 27
 
 
-@pytest.mark.first(3, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("table", [table for table in TABLES if not table.reason], ids=lambda table: table.name)
 def test_a_row_of_every_kind_composes(table: Any) -> None:

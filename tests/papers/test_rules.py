@@ -24,10 +24,10 @@ def row_of(table: str, name: str) -> tuple[Row, CountSettings]:
     return row, how
 
 
-def mostly_exhaustive(cases: Iterable[Any], quick: Iterable[Any]) -> list[Any]:
-    """The cases of a test's one argument; all but the `quick` ones are exhaustive, since a count takes seconds."""
+def mostly_slow(cases: Iterable[Any], quick: Iterable[Any]) -> list[Any]:
+    """The cases of a test's one argument; all but the `quick` ones are marked slow, since a count takes seconds."""
     chosen = list(quick)
-    return [case if case in chosen else pytest.param(case, marks=pytest.mark.exhaustive) for case in cases]
+    return [case if case in chosen else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 #: Back Razor, Table 3.
@@ -54,9 +54,8 @@ CNN = {
 }
 
 
-@pytest.mark.first(2, "exhaustive")
 @pytest.mark.first(2, "slow")
-@pytest.mark.parametrize("name", mostly_exhaustive(CNN, [*(n for n in CNN if "razor" in n), "ft_full", "tinytl"]))
+@pytest.mark.parametrize("name", mostly_slow(CNN, [*(n for n in CNN if "razor" in n), "ft_full", "tinytl"]))
 def test_the_cnn_column(name: str) -> None:
     row, how = row_of("back_razor/1", name)
     assert count_cost(how).memory == pytest.approx(CNN[name], abs=0.1)
@@ -74,7 +73,7 @@ def test_selections_on_the_plain_cnn_take_less_than_printed(name: str, method: A
 
 
 @pytest.mark.parametrize(
-    "name", mostly_exhaustive((row.name for row in published_table("back_razor/5").rows), ["0_ft_full", "90"])
+    "name", mostly_slow((row.name for row in published_table("back_razor/5").rows), ["0_ft_full", "90"])
 )
 def test_the_segmentation_column(name: str) -> None:
     """Back Razor, Table 5: our network is a little larger in what is kept (8318 MiB instead of 8280)."""
@@ -124,11 +123,8 @@ NAMED_ALIKE = {
 }
 
 
-@pytest.mark.first(1, "exhaustive")
 @pytest.mark.first(1, "slow")
-@pytest.mark.parametrize(
-    "name", mostly_exhaustive([row.name for row in published_table("bsr/7").rows], ["0_2_5_8", "10_11"])
-)
+@pytest.mark.parametrize("name", mostly_slow([row.name for row in published_table("bsr/7").rows], ["0_2_5_8", "10_11"]))
 def test_bsr_s_ablation_as_published_and_as_listed(name: str) -> None:
     row, how = row_of("bsr/7", name)
     found = count_cost(how)
@@ -167,7 +163,7 @@ def test_the_caption_s_drop_locations_do_not_give_the_column() -> None:
     assert count_cost(how).memory == pytest.approx(1470.5, abs=0.5)
 
 
-@pytest.mark.first(2, "exhaustive")
+@pytest.mark.first(2, "slow")
 @pytest.mark.parametrize(
     ("table", "memory", "gmacs"),
     [

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import yaml
 
+from efficient_ft.training.output import checkpoint
 from tests.promises import attacks
 from tests.promises.children import returned, run_child
 from tests.promises.runs import arguments, configuration, program, reading, write_images
@@ -40,11 +41,13 @@ def _pickled(file: Path, mark: str) -> None:
 
 
 def _saved(file: Path, mark: str) -> None:
-    torch.save({"state_dict": {"head.weight": _Payload(mark)}, "callbacks": {}, "efficient_ft_format": 2}, file)
+    torch.save(
+        {"state_dict": {"head.weight": _Payload(mark)}, "callbacks": {}, "efficient_ft_format": checkpoint.FORMAT}, file
+    )
 
 
 def _saved_before_zip(file: Path, mark: str) -> None:
-    held = {"state_dict": {"head.weight": _Payload(mark)}, "callbacks": {}, "efficient_ft_format": 2}
+    held = {"state_dict": {"head.weight": _Payload(mark)}, "callbacks": {}, "efficient_ft_format": checkpoint.FORMAT}
     torch.save(held, file, _use_new_zipfile_serialization=False)
 
 

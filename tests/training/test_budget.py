@@ -153,7 +153,6 @@ def test_every_phase_can_be_the_largest() -> None:
     assert replace(plain, resumed=True).phases("system").keys() - changes.keys() == {"loading the weights"}
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_run_with_texts_and_one_with_masks_have_budgets(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()

@@ -51,7 +51,9 @@ def _pickled(file: Path, mark: Path) -> None:
 
 
 def _saved(file: Path, mark: Path) -> None:
-    torch.save({"state_dict": {"head.weight": Payload(mark)}, "callbacks": {}, "efficient_ft_format": 2}, file)
+    torch.save(
+        {"state_dict": {"head.weight": Payload(mark)}, "callbacks": {}, "efficient_ft_format": checkpoint.FORMAT}, file
+    )
 
 
 def _array(file: Path, mark: Path) -> None:
@@ -151,7 +153,7 @@ def test_no_file_of_weights_is_unpickled(write: Write, name: str, tmp_path: Path
 
 @pytest.mark.parametrize("weights", [{"head.weight": "a"}, {"head.weight": None}, ["a"], {1: torch.ones(1)}])
 def test_a_checkpoint_without_weights_is_one_message(weights: Any, tmp_path: Path) -> None:
-    torch.save({"state_dict": weights, "efficient_ft_format": 2}, tmp_path / checkpoint.NAME)
+    torch.save({"state_dict": weights, "efficient_ft_format": checkpoint.FORMAT}, tmp_path / checkpoint.NAME)
     with pytest.raises(UserError, match="it is no checkpoint of a run"):
         checkpoint.read(tmp_path / checkpoint.NAME)
 

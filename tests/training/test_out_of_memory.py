@@ -43,7 +43,7 @@ def _limited(plain: dict[str, Any], folder: Path, more: int) -> subprocess.Compl
     return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=REPOSITORY)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process")
 def test_the_batch_size_named_by_a_run_without_memory_fits(tmp_path: Path) -> None:
     plain = plain_config(data__batch_size=1200, model__kwargs={"depth": 4}, trainer__max_steps=1)

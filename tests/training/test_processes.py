@@ -174,7 +174,7 @@ def test_two_processes_train_on_texts_as_one(tmp_path: Path) -> None:
     same_weights_and_scores(tmp_path, one, two)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_a_killed_process_ends_the_other_one_and_the_run_can_be_continued(
     lost: int, tmp_path: Path, configuration: Any

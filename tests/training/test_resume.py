@@ -112,7 +112,6 @@ def test_per_step_choices_continue(name, tmp_path, configuration):
         assert len(state["top"]) == 1
 
 
-@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "optim",

@@ -239,7 +239,7 @@ def test_weights_are_those_of_the_plain_network(trained: tuple[Path, Config, dic
     assert torch.equal(plain.eval()(x), loaded.model(x))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_an_interrupted_run_continues_as_if_it_had_not_stopped(
     segmentation: Callable[..., Config], tmp_path: Path, without_cost: None
 ) -> None:

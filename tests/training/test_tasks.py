@@ -181,7 +181,6 @@ def test_a_method_s_own_loss_is_minimized_and_recorded(tmp_path: Path, folders: 
 
 
 # ---------------------------------------------------------------------------------------------- continuing
-@pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [5, 8, 19])
 def test_interrupted_anywhere_it_continues_bit_for_bit(
@@ -194,7 +193,7 @@ def test_interrupted_anywhere_it_continues_bit_for_bit(
     assert json.loads((tmp_path / "results.json").read_text())["accuracy"] == straight[1]["accuracy"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_killed_and_resumed_equals_straight(workers: int, tmp_path: Path, folders: Path) -> None:
     changes: dict[str, Any] = {

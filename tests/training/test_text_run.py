@@ -175,7 +175,6 @@ def test_the_file_is_one_of_transformers_weights(trained: tuple[Path, Config, di
         factory.create_model(again, 2)  # of another width
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_an_interrupted_run_continues_as_if_it_had_not_stopped(text_run: Callable[..., Config], tmp_path: Path) -> None:
     config = text_run(trainer__epochs=3)
