@@ -63,7 +63,7 @@ class PartsTimer:
         ]
         self.step.forward()
         self.step.backward()
-        self.step.update()  # an optimizer in the backward pass steps after each of them
+        self.step.update()  # an optimizer in the backward pass requires it
         for handle in handles:
             handle.remove()
         first = next((k for k, (_, trains) in enumerate(order) if trains), None)

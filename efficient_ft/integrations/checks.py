@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -13,7 +14,10 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.core.in_backward import Wrong, refuse_in_backward
 from efficient_ft.methods.base import Method
 from efficient_ft.methods.declarations import Adds, Needs
+from efficient_ft.models.frozen_batch_norm import freeze_batch_norm, frozen_layers, layers_without_statistics
 from efficient_ft.optim import steps_in_backward
+
+log = logging.getLogger(__name__)
 
 #: Classes that wrap a module or compile it. Methods must be applied before them.
 _WRAPPERS = ("OptimizedModule", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
@@ -37,6 +41,24 @@ def is_first_process() -> bool:
     """Return True in the first of several processes, and without distributed training."""
     distributed = torch.distributed
     return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
+
+
+def freeze_statistics(model: nn.Module) -> list[str]:
+    """Freeze the BatchNorm statistics of `model`, and warn of statistics that were never computed.
+
+    Returns:
+        Names of the layers that were not frozen before.
+    """
+    before, initial = frozen_layers(model), layers_without_statistics(model)
+    names = [name for name in freeze_batch_norm(model) if name not in before]
+    if wrong := [name for name in names if name in initial]:
+        log.warning(
+            "warning: the BatchNorm statistics of %d layers are frozen at their initial values (mean 0, variance 1):"
+            " %s has not been pretrained. Pass frozen_bn=False (in a run, model.frozen_bn=false) to train it.",
+            len(wrong),
+            type(model).__name__,
+        )
+    return names
 
 
 def refuse_nested(model: nn.Module, session: object) -> None:

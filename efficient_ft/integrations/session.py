@@ -29,6 +29,7 @@ from efficient_ft.integrations import saving
 from efficient_ft.integrations.checks import (
     OPENED,
     adds_loss,
+    freeze_statistics,
     is_first_process,
     names_adding_loss,
     refuse_foreign_state,
@@ -40,7 +41,7 @@ from efficient_ft.integrations.summary import summary
 from efficient_ft.methods.base import Applied, Method, apply_methods, in_order, make_trainable, trainable
 from efficient_ft.methods.declarations import Axis, Needs
 from efficient_ft.methods.optimizer_check import check_optimizer
-from efficient_ft.models.frozen_batch_norm import freeze_batch_norm, frozen_layers, unfreeze_batch_norm
+from efficient_ft.models.frozen_batch_norm import unfreeze_batch_norm
 from efficient_ft.models.view import default_image_size
 
 if TYPE_CHECKING:
@@ -131,8 +132,7 @@ class MethodSession:
         if not self._applied:
             self.reports = apply_methods(self.model, self.methods, self.classifier)
             if self.frozen_bn:
-                before = frozen_layers(self.model)
-                self._frozen = [name for name in freeze_batch_norm(self.model) if name not in before]
+                self._frozen = freeze_statistics(self.model)
             for report in self.reports if is_first_process() else ():
                 log.info("%s", report)
                 log.debug("%s", report.details().partition("\n")[2])

@@ -77,6 +77,20 @@ def frozen_layers(model: nn.Module) -> list[str]:
     ]
 
 
+def layers_without_statistics(model: nn.Module) -> list[str]:
+    """Return the names of the BatchNorm layers of `model` with initial statistics: mean 0 and variance 1."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm)
+        and module.running_mean is not None
+        and module.running_var is not None
+        and not module.running_mean.is_meta
+        and not module.running_mean.any()
+        and bool((module.running_var == 1).all())
+    ]
+
+
 def unfreeze_batch_norm(model: nn.Module, names: Iterable[str]) -> None:
     """Undo `freeze_batch_norm` for the layers `names` of `model`: ``model.train()`` updates their statistics again."""
     classes = {frozen: plain for plain, frozen in FROZEN.items()}

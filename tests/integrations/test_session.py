@@ -307,3 +307,15 @@ def test_nothing_is_left_after_a_session() -> None:
         assert dict(optimizer._global_optimizer_post_hooks) == hooks
     session.remove()
     apply_methods(model, [BSR([1, -1], [1], 0.5), MoE(4, 2, [1])])
+
+
+@pytest.mark.parametrize("pretrained", [False, True])
+def test_statistics_that_were_never_computed_are_not_frozen_in_silence(
+    pretrained: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.LazyLinear(2))
+    model(torch.randn(4, 3, 8, 8))
+    if not pretrained:
+        model[1].reset_running_stats()
+    MethodSession(model, Full()).apply()
+    assert ("frozen at their initial values" in caplog.text) is not pretrained

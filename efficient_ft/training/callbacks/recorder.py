@@ -198,7 +198,7 @@ class Recorder(L.Callback):
             self._leave(stop)
 
     def _so_far(self) -> dict[str, float]:
-        """Images, FLOPs, seconds and joules (where the machine tells them) of the training so far.
+        """Return images, FLOPs, seconds and joules (if the machine measures them) of the training so far.
 
         Every process has to call it.
         """
