@@ -138,7 +138,7 @@ def main() -> None:
                 if sys.argv[1:] == ["--help"]:
                     with fitted_help():
                         print(help_text())
-                    return
+                    raise SystemExit(0)  # as Hydra ends after a help text
             elif not (arguments.info or arguments.shell_completion):
                 composed = check_commandline(arguments)
                 if any(one.config.evaluate is not None for one in composed):
