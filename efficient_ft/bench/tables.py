@@ -6,6 +6,7 @@ All ratios are recipe / baseline ("× the time", "× the FLOPs"), so values belo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from efficient_ft.core.format import (
@@ -29,18 +30,22 @@ RATIOS = "ms: median [quartiles]; ×: recipe / baseline, so 0.50× the time is h
 #: A column: its name, its rank (see `core.sheet.Column`), and its cells.
 _Columns = list[tuple[str, int, list[Cell]]]
 
+#: Formats columns as a table.
+_Format = Callable[[_Columns], str]
 
-def report_text(report: Mapping[str, Any], columns: Sequence[str] = ()) -> str:
+
+def report_text(report: Mapping[str, Any], columns: Sequence[str] = (), form: str = "text") -> str:
     """Return the tables and notes of a report.
 
     Args:
         report: a report of a benchmark, or a file in ``benchmarks``.
         columns: columns of the tables, see `core.sheet.render`; empty: those that fit the terminal.
+        form: one of `core.sheet.FORMS`.
 
     Raises:
         SettingError: a column does not exist.
     """
-    kinds: dict[str, Callable[[Mapping[str, Any], Sequence[str]], str]] = {
+    kinds: dict[str, Callable[[Mapping[str, Any], _Format], str]] = {
         "step": _step,
         "memory": _memory,
         "layer": _layer,
@@ -51,18 +56,19 @@ def report_text(report: Mapping[str, Any], columns: Sequence[str] = ()) -> str:
     timed = report["kind"] != "gradient"
     busy = busy_note(report.get("environment", {})) if timed else None
     notes = [*report.get("notes", ()), *([busy] if busy else [])]
-    return "\n".join([kinds[report["kind"]](report, columns), *(paragraph(f"note: {note}", "  ") for note in notes)])
+    shown = kinds[report["kind"]](report, partial(_table, chosen=columns, form=form))
+    return "\n".join([shown, *(paragraph(f"note: {note}", "  ") for note in notes)])
 
 
-def _table(columns: _Columns, chosen: Sequence[str]) -> str:
+def _table(columns: _Columns, chosen: Sequence[str], form: str) -> str:
     """Format a table with these columns, the most important ones first. The first column names the rows."""
     header = [name for name, _, _ in columns]
     shown = {name: Column(rank, words=number == 0) for number, (name, rank, _) in enumerate(columns)}
     rows = [list(row) for row in zip(*(cells for *_, cells in columns), strict=True)]
-    return render(header, rows, "text", columns=shown, chosen=chosen)
+    return render(header, rows, form, columns=shown, chosen=chosen)
 
 
-def _step(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
+def _step(report: Mapping[str, Any], table_of: _Format) -> str:
     recipes, batch = report["recipes"], report["batch"]
     base = recipes[report["baseline"]]["executed"]
     measured_process = any("process" in record for record in recipes.values())
@@ -103,7 +109,7 @@ def _step(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
     ]
     if measured_process:
         explained.append(f"process: {PROCESS_MEMORY}")
-    return "\n".join([*map(paragraph, explained), "", _table(columns, chosen)])
+    return "\n".join([*map(paragraph, explained), "", table_of(columns)])
 
 
 def _used(record: Mapping[str, Any] | None) -> tuple[str, str]:
@@ -114,7 +120,7 @@ def _used(record: Mapping[str, Any] | None) -> tuple[str, str]:
     return format_bytes(growth), format_ratio(growth / counted) if counted else "–"
 
 
-def _memory(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
+def _memory(report: Mapping[str, Any], table_of: _Format) -> str:
     recipes = report["recipes"]
     measured = {name: record for name, record in recipes.items() if "memory" in record}
     device = any(record["memory"]["device"] for record in measured.values())
@@ -151,10 +157,10 @@ def _memory(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
         f"used by the steps: {where}",
         "interpreter, with model: resident memory of the process; before the steps: with the packing compiler",
     )
-    return "\n".join([*map(paragraph, explained), "", _table(columns, chosen)])
+    return "\n".join([*map(paragraph, explained), "", table_of(columns)])
 
 
-def _layer(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
+def _layer(report: Mapping[str, Any], table_of: _Format) -> str:
     texts = [paragraph(RATIOS)]
     for shape, functions in report["shapes"].items():
         exact = functions["exact"]["backward_flops"]
@@ -170,7 +176,7 @@ def _layer(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
         ]
         settings = ", ".join(str(report[name]) for name in ("dtype", "layout", "projector"))
         title = f"{shape}, batch {report['batch']}, {settings}; baseline: exact"
-        texts.append(f"{paragraph(title)}\n{_table(columns, chosen)}")
+        texts.append(f"{paragraph(title)}\n{table_of(columns)}")
         if all("profile" in of for of in functions.values()):
             texts.append(_layer_profile(report["peak_flops_per_second"], functions))
     return "\n\n".join(texts)
@@ -195,7 +201,7 @@ def _percent(of: Mapping[str, float]) -> str:
     return f"{median} [{low} to {high}]"
 
 
-def _loop(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
+def _loop(report: Mapping[str, Any], table_of: _Format) -> str:
     texts = []
     for job, of in report["jobs"].items():
         model = "".join(f", {of[name]}" for name in ("model", "dtype") if name in of)
@@ -211,7 +217,7 @@ def _loop(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
     return "\n\n".join(texts)
 
 
-def _gradient(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
+def _gradient(report: Mapping[str, Any], table_of: _Format) -> str:
     every = list(report["recipes"].values())
 
     def cosine(of: str) -> list[Cell]:
@@ -230,10 +236,10 @@ def _gradient(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
         f"{report['model']}, {height}×{width}, {report['batches']} batches of {report['batch']}: gradients of the"
         " blocks' trained parameters, compared with the exact ones"
     )
-    return f"{paragraph(title)}\n\n{_table(columns, chosen)}"
+    return f"{paragraph(title)}\n\n{table_of(columns)}"
 
 
-def _optimizer(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
+def _optimizer(report: Mapping[str, Any], table_of: _Format) -> str:
     every = report["optimizers"]
     cases = next(iter(every.values()))["cases"]
     columns: _Columns = [("optimizer", 0, list(every))]
@@ -250,7 +256,7 @@ def _optimizer(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
         f"Largest step / largest step of {report['baseline']} on the same gradients; error: relative, over all steps;"
         " last steps: the norm of the last tenth, relative to the baseline; ms: a parameter of 768×3072"
     )
-    return f"{paragraph(title)}\n\n{_table(columns, chosen)}"
+    return f"{paragraph(title)}\n\n{table_of(columns)}"
 
 
 def _ms(value: Mapping[str, float]) -> str:

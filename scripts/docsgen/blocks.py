@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from docsgen import cards, printed, records
-from docsgen.markdown import duration, table
-from docsgen.registry import BLOCKS, block
+from docsgen.markdown import BLOCKS, block, duration, table
 from efficient_ft.papers.published import COSTS
 
 

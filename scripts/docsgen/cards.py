@@ -16,8 +16,7 @@ from typing import Any
 from docsgen import configuration, records
 from docsgen.columns import COUNTED, MEASURED, cells, counted_rows, headings
 from docsgen.labels import LABELS
-from docsgen.markdown import table
-from docsgen.registry import block
+from docsgen.markdown import block, table
 from efficient_ft.core.packages import method_of, option_settings
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,9 +7,8 @@ from functools import partial
 
 from docsgen import records
 from docsgen.labels import LABELS, command, current
-from docsgen.markdown import cosine, duration, table, times
+from docsgen.markdown import BLOCKS, block, cosine, duration, table, times
 from docsgen.records import MIB, recipe, saved, seconds
-from docsgen.registry import BLOCKS, block
 
 
 def _executed(file: str, name: str, *what: str) -> float:

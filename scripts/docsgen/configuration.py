@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from docsgen.markdown import table
-from docsgen.registry import block
+from docsgen.markdown import block, table
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 

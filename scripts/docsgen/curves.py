@@ -8,8 +8,7 @@ from typing import Any
 
 from docsgen import records
 from docsgen.labels import LABELS
-from docsgen.markdown import table
-from docsgen.registry import block
+from docsgen.markdown import block, table
 
 BASELINE = "full"
 

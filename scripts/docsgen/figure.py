@@ -2,42 +2,119 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import io
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from docsgen import curves, graph, records, studies
 from docsgen.labels import LABELS
-from docsgen.svg import Canvas, Scale, dots
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "figures"
 
+#: Colors in light mode, and the same colors in dark mode. The first is that of text and baselines, the second of grids.
+COLORS = {
+    "#24292f": "#e6edf3",
+    "#d8dee4": "#3d444d",
+    "#8a8f98": "#8b949e",
+    "#0b6e99": "#4fb3e0",
+    "#b3541e": "#f0934f",
+    "#2f7d32": "#6cc070",
+    "#7a3e9d": "#c08ae0",
+    "#b8336a": "#f07aa8",
+    "#9a7b00": "#d9b83f",
+}
+TEXT, GRID, GRAY, BLUE, ORANGE, GREEN, PURPLE, *_ = COLORS
+
+#: Text remains text, and two runs write the same file.
+STYLE = {"svg.fonttype": "none", "svg.hashsalt": "efficient-ft", "font.family": "sans-serif", "font.size": 10,
+         "text.color": TEXT, "axes.edgecolor": GRID, "axes.labelcolor": TEXT, "grid.color": GRID,
+         "xtick.labelcolor": TEXT, "ytick.labelcolor": TEXT, "xtick.color": GRID, "ytick.color": GRID,
+         "axes.grid": True, "axes.axisbelow": True, "axes.titlesize": 10, "axes.titleweight": "bold"}  # fmt: skip
+
 KINDS = {
-    "c0": "baseline",
-    "c1": "compressed activations",
-    "c3": "low-rank backward",
-    "c2": "fewer tokens or layers",
-    "c4": "stacked",
+    "baseline": TEXT,
+    "compressed activations": BLUE,
+    "low-rank backward": GREEN,
+    "fewer tokens or layers": ORANGE,
+    "stacked": PURPLE,
 }
 
 
-def time_memory() -> str:
-    """Draw step time and peak memory of recipes on DeiT-S."""
+class Scale(NamedTuple):
+    """A horizontal axis: its title, and its ticks from end to end."""
+
+    title: str
+    ticks: tuple[float, ...]
+    log: bool = False
+
+    def set_on(self, axes: Axes) -> None:
+        axes.set_xscale("log" if self.log else "linear")
+        axes.set_xlim(self.ticks[0], self.ticks[-1])
+        axes.set_xticks(self.ticks, [f"{tick:g}" for tick in self.ticks])
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.tick_params(which="both", length=0)
+
+
+class Dots(NamedTuple):
+    """Rows of a dot plot: a label, a color, and a value for each scale. Values above a scale are drawn at its end.
+
+    Rows in `emphasized` are bold, with their values.
+    """
+
+    scales: Sequence[Scale]
+    rows: Sequence[tuple[str, str, Sequence[float]]]
+    legend: dict[str, str]
+    emphasized: tuple[str, ...] = ()
+
+    def draw(self) -> Figure:
+        figure = Figure((2.4 * len(self.scales) + 2.4, 0.27 * len(self.rows) + 1), layout="constrained")
+        figure.get_layout_engine().set(wspace=0.06)
+        for number, scale in enumerate(self.scales):
+            axes = figure.add_subplot(1, len(self.scales), number + 1, title=scale.title)
+            scale.set_on(axes)
+            for row, (label, color, values) in enumerate(self.rows):
+                x = min(values[number], scale.ticks[-1])
+                axes.plot(x, row, "o", color=color, clip_on=False)
+                if label in self.emphasized:
+                    offset = {"xytext": (7, 0), "textcoords": "offset points"}
+                    axes.annotate(f"{values[number]:.3g}", (x, row), va="center", weight="bold", **offset)
+            axes.set_yticks(range(len(self.rows)), [label if number == 0 else "" for label, *_ in self.rows])
+            axes.grid(visible=False, axis="y")
+            axes.spines[:].set_visible(False)
+            axes.set_ylim(len(self.rows) - 0.5, -0.5)
+            for text in axes.get_yticklabels():
+                text.set_weight("bold" if text.get_text() in self.emphasized else "normal")
+        if self.legend:
+            points = [axes.plot([], [], "o", color=color)[0] for color in self.legend.values()]
+            figure.legend(points, list(self.legend), loc="outside lower center", ncols=3, frameon=False)
+        return figure
+
+
+def time_memory() -> Dots:
+    """Return step time and peak memory of recipes on DeiT-S."""
     scales = [
         Scale("peak of a step, MiB (log)", (150, 300, 600, 1200), log=True),
         Scale("step time ÷ full fine-tuning", (0, 0.5, 1, 1.5)),
     ]
     rows = []
     for label, where in LABELS["time_memory"].items():
-        file, name, kind = where.split()
-        rows.append((label, kind, (records.peak(file, name), records.time(file, name))))
-    return dots("Peak memory and step time of methods on DeiT-S", scales, rows, KINDS)
+        file, name, kind = where.split(maxsplit=2)
+        rows.append((label, KINDS[kind], (records.peak(file, name), records.time(file, name))))
+    return Dots(scales, rows, KINDS)
 
 
-def first_screen() -> str:
-    """Draw accuracy and cost of the recommended recipes and of the other stacks at 224 px."""
+def first_screen() -> Dots:
+    """Return accuracy and cost of the recommended recipes and of the other stacks at 224 px."""
     study = "deit_tiny_caltech101_224"
     labels = LABELS["first_screen"]
-    of = sorted((studies.point(study, row) for row in labels), key=lambda one: -one["saved"])
     full = studies.point(study, "full")
     scales = [
         Scale("test accuracy, %", (82, 84, 86, 88, 90)),
@@ -45,79 +122,121 @@ def first_screen() -> str:
         Scale("stored activations, % (log)", (0.5, 2, 10, 100), log=True),
     ]
     rows = []
-    for one in of:
+    for one in sorted((studies.point(study, row) for row in labels), key=lambda one: -one["accuracy"]):
         shares = [100 * one[cost] / full[cost] for cost in ("flops", "saved")]
-        kind = {"full": "c0", "blocks6+tome16+mesa": "c1"}.get(one["row"], "c5")
-        rows.append((labels[one["row"]], kind, (one["accuracy"], *shares)))
-    return dots("Accuracy, FLOPs and stored activations of DeiT-Tiny on Caltech-101, by method", scales, rows, {})
+        color = {"full": TEXT, "blocks6+tome16+mesa": BLUE}.get(one["row"], GRAY)
+        rows.append((labels[one["row"]], color, (one["accuracy"], *shares)))
+    return Dots(scales, rows, {}, (labels["blocks6+tome16+mesa"],))
 
 
-def study_front() -> str:
-    """Draw the Pareto fronts of the first study."""
+def study_front() -> Dots:
+    """Return the Pareto fronts of the first study."""
     of = studies.points("deit_tiny_caltech101")
-    fronts = {cost: studies.front(of, cost) for cost in ("flops", "saved")}
-    best = [one for one in of if one["row"] == "full" or any(one in front for front in fronts.values())]
+    fronts = [studies.front(of, cost) for cost in ("flops", "saved")]
+    best = [one for one in of if one["row"] == "full" or any(one in front for front in fronts)]
     scales = [
         Scale("test accuracy, %", (40, 50, 60, 70, 80, 90)),
         Scale("TFLOPs of the run", (0, 2, 4, 6, 8)),
         Scale("stored KiB / image (log)", (30, 100, 1000, 8000), log=True),
     ]
-    rows = []
-    for one in sorted(best, key=lambda one: -one["accuracy"]):
-        kind = "c0" if one["row"] == "full" else "c1"
-        rows.append((one["row"], kind, (one["accuracy"], one["flops"], one["saved"])))
-    legend = {"c0": "full fine-tuning", "c1": "on the Pareto front of one of the two costs"}
-    return dots("The Pareto front of accuracy and cost of DeiT-Tiny on Caltech-101", scales, rows, legend)
+    legend = {"full fine-tuning": TEXT, "on the Pareto front of one of the two costs": BLUE}
+    rows = [
+        (one["row"], TEXT if one["row"] == "full" else BLUE, (one["accuracy"], one["flops"], one["saved"]))
+        for one in sorted(best, key=lambda one: -one["accuracy"])
+    ]
+    return Dots(scales, rows, legend)
 
 
-#: Titles of the networks in the figure of curves.
-NETWORKS = {"deit_tiny": "DeiT-Tiny, 112 px", "efficientnet_lite0": "EfficientNet-Lite0, 128 px"}
+class Curves(NamedTuple):
+    """By network: the target accuracy in percent, and each recipe's curve of seconds and percent."""
+
+    networks: dict[str, tuple[float, dict[str, list[tuple[float, float]]]]]
+
+    def draw(self) -> Figure:
+        figure = Figure((11, 6.6), layout="constrained")
+        styles = [(color, line) for line in ("-", "--") for color in COLORS if color not in (GRID, GRAY)]
+        for number, (network, (goal, of)) in enumerate(self.networks.items(), 1):
+            title = "seconds since training began (log)"
+            axes = figure.add_subplot(1, len(self.networks), number, title=network, xlabel=title)
+            Scale(title, (20, 50, 100, 200, 500, 1000, 2000), log=True).set_on(axes)
+            for (label, curve), (color, line) in zip(of.items(), styles, strict=False):
+                axes.plot(*zip(*curve, strict=True), line, color=color, label=label.replace("`", ""))
+            axes.axhline(goal, color=GRAY, linestyle=":")
+            axes.set_ylim(5 * (goal // 5) - 20, 5 * (goal // 5) + 10)
+            axes.yaxis.set_major_formatter("{x:g} %")
+            axes.legend(loc="upper left", bbox_to_anchor=(0, -0.14), frameon=False)
+        return figure
 
 
-def time_to_accuracy() -> str:
-    """Draw the test accuracy of recipes against the time since training began, by network."""
-    networks = list(records.load("accuracy")["networks"])
-    most = max(len(curves.recipes(network)) for network in networks)
-    left, panel, gap, top, height = 50, 380, 60, 34, 260
-    canvas = Canvas(left + (panel + gap) * len(networks), top + height + 56 + 19 * most, "Accuracy against time")
-    scale = Scale("seconds since training began (log)", (20, 50, 100, 200, 500, 1000, 2000), log=True)
-    for number, network in enumerate(networks):
-        x0, goal = left + number * (panel + gap), 100 * curves.target(network)
-        low, high = 5 * (goal // 5) - 20, 5 * (goal // 5) + 10
-
-        def place(x: float, y: float, x0: float = x0, low: float = low, high: float = high) -> tuple[float, float]:
-            share = min(max((y - low) / (high - low), 0), 1)
-            return x0 + panel * min(max(scale.at(x), 0), 1), top + height * (1 - share)
-
-        canvas.text(x0 + panel / 2, 16, NETWORKS[network], "middle", bold=True)
-        for tick in scale.ticks:
-            canvas.line([place(tick, low), place(tick, high)])
-            canvas.text(place(tick, low)[0], top + height + 18, f"{tick:g}", "middle")
-        for percent in range(int(low), int(high) + 1, 5):
-            canvas.line([place(scale.ticks[0], percent), place(scale.ticks[-1], percent)])
-            canvas.text(x0 - 8, place(1, percent)[1] + 4, f"{percent} %", "end")
-        canvas.line([place(scale.ticks[0], goal), place(scale.ticks[-1], goal)], "c5", dashed=True)
-        canvas.text(x0 + panel / 2, top + height + 38, scale.title, "middle")
+def time_to_accuracy() -> Curves:
+    """Return the test accuracy of recipes against the time since training began, by network."""
+    titles = {"deit_tiny": "DeiT-Tiny, 112 px", "efficientnet_lite0": "EfficientNet-Lite0, 128 px"}
+    found = {}
+    for network in records.load("accuracy")["networks"]:
         of = sorted(curves.recipes(network).items(), key=lambda item: item[0] != curves.BASELINE)
-        for index, (name, recipe) in enumerate(of):
-            kind, dashed, y = f"c{index % 8}", index >= 8, top + height + 62 + 19 * index
-            points = [place(at, 100 * accuracy) for at, accuracy in recipe.curve]
-            canvas.line(points, kind, dashed)
-            canvas.line([(x0, y - 4), (x0 + 26, y - 4)], kind, dashed)
-            canvas.text(x0 + 34, y, LABELS["curves"][name].replace("`", ""))
-    return str(canvas)
+        drawn = {LABELS["curves"][name]: [(at, 100 * accuracy) for at, accuracy in recipe.curve] for name, recipe in of}
+        found[titles[network]] = (100 * curves.target(network), drawn)
+    return Curves(found)
 
 
-FIGURES = {
+class Packages(NamedTuple):
+    """Layers of packages, from the bottom up, and by package those below that it imports directly."""
+
+    layers: list[list[str]]
+    imports: dict[str, list[str]]
+
+    def draw(self) -> Figure:
+        figure = Figure((8, 0.7 * len(self.layers)))
+        axes = figure.add_axes((0, 0, 1, 1))
+        axes.set_axis_off()
+        at = {}
+        for level, names in enumerate(self.layers):
+            at |= {name: ((place + 0.5) / len(names), level) for place, name in enumerate(names)}
+            # Neighboring layers are shifted, so that lines do not cross boxes.
+            at |= {name: (at[name][0] + (level % 2 - 0.5) * 0.06, level) for name in names}
+        for name, others in self.imports.items():
+            for other in others:
+                axes.plot(*zip(at[name], at[other], strict=True), color=GRAY, linewidth=1)
+        for name, (x, y) in at.items():
+            box = {"boxstyle": "round,pad=0.5", "facecolor": GRID, "edgecolor": GRAY}
+            axes.text(x, y, name, ha="center", va="center", bbox=box)
+        axes.set_xlim(0, 1)
+        axes.set_ylim(-0.5, len(self.layers) - 0.5)
+        return figure
+
+
+FIGURES: dict[str, Callable[[], Any]] = {
     "first-screen": first_screen,
     "time-memory": time_memory,
     "study-front": study_front,
     "time-to-accuracy": time_to_accuracy,
-    "architecture": graph.drawn,
+    "architecture": lambda: Packages(graph.layers(), {name: graph.direct(name) for name in graph.imports()}),
 }
 
 
 def wanted() -> Iterator[tuple[Path, str]]:
-    """Yield each figure's file and text."""
-    for name, draw in FIGURES.items():
-        yield FOLDER / f"{name}.svg", draw()
+    """Yield each figure's file and text.
+
+    The first line of a file has the hash of the drawn data. A file with the same hash is kept, because another version
+    of matplotlib draws the same data in other bytes.
+    """
+    for name, data in FIGURES.items():
+        of, file = data(), FOLDER / f"{name}.svg"
+        mark = f"<!-- data: {hashlib.sha256(repr(of).encode()).hexdigest()[:16]} -->"
+        old = file.read_text(encoding="utf-8") if file.is_file() else ""
+        yield file, old if old.startswith(mark) else f"{mark}\n{_svg(of.draw())}"
+
+
+def _svg(figure: Figure) -> str:
+    """Return a figure as SVG whose colors follow the reader's light or dark mode."""
+    stream = io.StringIO()
+    figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = stream.getvalue().partition("<svg")[2]
+    modes = ["".join(f"--{light[1:]}:{color};" for light, color in zip(COLORS, of, strict=True))
+             for of in (COLORS, COLORS.values())]  # fmt: skip
+    style = f"svg{{{modes[0]}}}@media(prefers-color-scheme:dark){{svg{{{modes[1]}}}}}"
+    text = re.sub("|".join(COLORS), lambda match: f"var(--{match[0][1:]})", text)
+    return f"<svg{text.replace('<defs>', f'<defs><style>{style}</style>', 1)}"
+
+
+matplotlib.rcParams.update(STYLE)

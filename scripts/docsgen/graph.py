@@ -1,4 +1,4 @@
-"""The packages of efficient_ft and their imports: a picture, and a table for readers."""
+"""The packages of efficient_ft and their imports: for a picture, and a table."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import ast
 from functools import cache
 from pathlib import Path
 
-from docsgen.markdown import table
-from docsgen.registry import block
-from docsgen.svg import Canvas
+from docsgen.markdown import block, table
 
 PACKAGE = Path(__file__).resolve().parents[2] / "efficient_ft"
 
@@ -46,28 +44,10 @@ def layers() -> list[list[str]]:
     return done
 
 
-def _direct(name: str) -> list[str]:
+def direct(name: str) -> list[str]:
     """Return the imports of a package that do not follow from its other imports."""
     own = imports()[name]
     return sorted(other for other in own if not any(other in imports()[between] for between in own - {other}))
-
-
-def drawn() -> str:
-    """Draw the layers. A line leads from a package down to each package that it imports directly."""
-    rows, width, height, step = layers(), 104, 30, 62
-    across = max(map(len, rows)) * (width + 34)
-    canvas = Canvas(across + 20, step * len(rows) + 10, "The packages of efficient_ft, from the bottom up")
-    at = {}
-    for level, names in enumerate(reversed(rows)):
-        for place, name in enumerate(names):
-            at[name] = (across * (place + 0.5) / len(names) + 10 + (level % 2 * 26 - 13), level * step + 10.0)
-    for name, (x, y) in at.items():
-        for other in _direct(name):
-            canvas.line([(x, y + height), (at[other][0], at[other][1])], "c5")
-    for name, (x, y) in at.items():
-        canvas.box(x - width / 2, y, width, height)
-        canvas.text(x, y + 20, name, "middle")
-    return str(canvas)
 
 
 @block

@@ -1,8 +1,17 @@
-"""Tables and numbers in Markdown."""
+"""Tables and numbers in Markdown, and the functions that markers call."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+#: By name, functions of a block's arguments. Those with a parameter ``page`` get the path of the page as well.
+BLOCKS: dict[str, Callable[..., str]] = {}
+
+
+def block(function: Callable[..., str]) -> Callable[..., str]:
+    """Make a function available in markers under its own name, with - for _."""
+    BLOCKS[function.__name__.replace("_", "-")] = function
+    return function
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, text_last: bool = False) -> str:

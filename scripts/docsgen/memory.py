@@ -6,8 +6,7 @@ import statistics
 
 from docsgen import records
 from docsgen.labels import LABELS
-from docsgen.markdown import table
-from docsgen.registry import block
+from docsgen.markdown import block, table
 
 
 @block

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from docsgen import blocks, cards, curves, figure, graph, memory, promises, reference, studies, values
-from docsgen.registry import BLOCKS
+from docsgen.markdown import BLOCKS
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from docsgen.registry import block
+from docsgen.markdown import block
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,8 +11,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from docsgen import cards
-from docsgen.markdown import table
-from docsgen.registry import block
+from docsgen.markdown import block, table
 
 
 def _row(name: str, of: Any, page: Path) -> list[str]:

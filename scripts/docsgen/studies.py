@@ -11,8 +11,7 @@ from typing import Any
 
 import yaml
 
-from docsgen.markdown import table
-from docsgen.registry import block
+from docsgen.markdown import block, table
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
