@@ -98,10 +98,5 @@ def time_to_accuracy(network: str) -> str:
 @block
 def time_to_accuracy_conditions(network: str) -> str:
     """State the conditions of the runs."""
-    data = records.load("accuracy")
-    environment, settings = data["environment"], data["networks"][network]["settings"]
-    torch = environment["torch"].partition("+")[0]
-    return (
-        f"Settings: `{' '.join(settings)}`. Measured on {environment['device']}, {environment['threads']} threads,"
-        f" torch {torch}, one run at a time, until {environment['date'][:10]}. Record: `{records.path('accuracy')}`."
-    )
+    settings = records.load("accuracy")["networks"][network]["settings"]
+    return f"Settings: `{' '.join(settings)}`. {records.conditions('accuracy', 'one run at a time')}"

@@ -7,6 +7,7 @@ import statistics
 from docsgen import records
 from docsgen.labels import LABELS
 from docsgen.markdown import block, table
+from efficient_ft.bench.tables import report_text
 
 
 @block
@@ -27,35 +28,23 @@ def optimizer_states() -> str:
     """Show low-bit AdamW: largest steps, errors and bytes, relative to AdamW in 32 bits."""
     data = records.load("optimizer_states")
     cases = list(next(iter(data["optimizers"].values()))["cases"])
-    shown = (cases[0], cases[-2], cases[-1])
-    rows = []
-    for name, record in data["optimizers"].items():
-        largest = [
-            f"{size:.2f}×" if (size := record["cases"][case]["largest"]) < 100 else f"{size:,.0f}×" for case in cases
-        ]
-        errors = [f"{record['cases'][case]['error']:.2g}" for case in shown]
-        rows.append([name, *largest, *errors, f"{record['cases'][cases[-1]]['size']:.2f}×"])
-        rows[-1].append(f"{record['bytes_per_value']:.3f}")
-    head = ["optimizer", *(f"largest step, {case}" for case in cases), *(f"error, {case}" for case in shown)]
-    head.append(f"last steps, {cases[-1]}")
-    return f"{table([*head, 'bytes per value'], rows)}\n\n{records.conditions('optimizer_states')}"
+    columns = [*cases, *(f"error, {case}" for case in (cases[0], *cases[-2:])), "last steps", "bytes", "ms"]
+    shown = report_text(data, columns, form="markdown")
+    return f"{shown}\n\n{records.conditions('optimizer_states')}"
 
 
 @block
 def allocators_conditions() -> str:
     """State the conditions of the measurement of allocators, and their step times."""
-    data = records.load("allocators")
-    environment = data["environment"]
-    recipes = data["models"]["deit_small"]["recipes"].values()
+    recipes = records.load("allocators")["models"]["deit_small"]["recipes"].values()
     ratios = [
         f"{statistics.median(min(r[name]['seconds']) / min(r['keep']['seconds']) for r in recipes):.2f}× with `{name}`"
         for name in ("mimalloc", "tcmalloc")
     ]
+    conditions = records.conditions("allocators", "AdamW, each recipe and allocator in a separate process")
     return (
-        f"Measured on {environment['device']}, {environment['threads']} threads, torch"
-        f" {environment['torch'].partition('+')[0]}, {data['dtype']}, AdamW, {environment['date'][:10]}, each recipe"
-        " and allocator in a separate process. The shortest step of DeiT-S took, relative to the one with `keep`, the"
-        f" median over the recipes: {', '.join(ratios)}. Record: `{records.path('allocators')}`."
+        f"{conditions} The shortest step of DeiT-S took, relative to the one with `keep`, the median over the recipes:"
+        f" {', '.join(ratios)}."
     )
 
 

@@ -10,13 +10,10 @@ from typing import Any
 
 from docsgen import markdown
 from docsgen.labels import LABELS
-from efficient_ft.record.environment import BUSY_LOAD
+from efficient_ft.record.environment import BUSY_LOAD as BUSY
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
-
-#: One-minute load average above which `efficient-ft bench` says that the machine is busy.
-BUSY = BUSY_LOAD
 
 #: Files by their short names.
 FILES = LABELS["files"]
@@ -98,27 +95,22 @@ def faster(file: str, name: str, part: str = "step") -> float:
     return recipe(file, name)["measured"][part]["times_faster"]["median"]
 
 
-def conditions(file: str) -> str:
-    """Return the conditions of a measurement as sentences."""
+def conditions(file: str, how: str = "") -> str:
+    """Return the conditions of a measurement as sentences. `how` replaces the number of rounds."""
     data = load(file)
     environment = data["environment"]
-    device, threads, torch = environment["device"], environment["threads"], environment["torch"].partition("+")[0]
-    what = f"{device}, {threads} threads" if "NVIDIA" not in device else device
-    facts = [what, f"torch {torch}"]
-    if "dtype" in data:
-        facts.append(data["dtype"])
-    if "batch" in data:
-        facts.append(f"batch {data['batch']}")
-    facts.append(f"medians of {rounds(file)} rounds, in turn")
-    text = f"Measured on {', '.join(facts)}, {environment['date'][:10]}"
-    allocator = environment["allocator"]
+    device, torch = environment["device"], environment["torch"].partition("+")[0]
+    facts = [device if "NVIDIA" in device else f"{device}, {environment['threads']} threads", f"torch {torch}"]
+    facts += [data["dtype"]] if "dtype" in data else []
+    facts += [f"batch {data['batch']}"] if "batch" in data else []
+    facts += [how or f"medians of {rounds(file)} rounds, in turn", environment["date"][:10]]
+    allocator = environment.get("allocator", "system")
     if "NVIDIA" not in device and allocator != "system":
-        text += ", glibc keeping freed memory" if allocator.startswith("keeping") else f", {allocator}"
-    text += "."
-    load_average = environment.get("load")
-    if load_average is not None and load_average > BUSY:
+        facts.append("glibc keeping freed memory" if allocator.startswith("keeping") else allocator)
+    text = f"Measured on {', '.join(facts)}."
+    if not how and environment.get("load", 0) > BUSY:
         text += (
-            f" The machine's load average was {load_average:.2f} at the start, above the {BUSY} at which"
+            f" The machine's load average was {environment['load']:.2f} at the start, above the {BUSY} at which"
             " `efficient-ft bench` calls a machine busy: times are less certain than their ratios."
         )
     return f"{text} Record: `{path(file)}`."
