@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 
-from docsgen import cards, printed, records
+from docsgen import cards, records
 from docsgen.markdown import BLOCKS, block, duration, table
-from efficient_ft.papers.published import COSTS
+from efficient_ft.cli.commands import table as table_command
+from efficient_ft.papers.published import COSTS, published_table
 
 
 @block
@@ -74,6 +77,10 @@ def projectors_layers() -> str:
 @block
 def low_rank_layer() -> str:
     """Show the backward pass of one linear layer, with the paper's speedups."""
+    speedups = {
+        (row.columns["c_x"], row.columns["c_y"], f"order {row.columns['order']}"): row.costs.get("speedup_cpu", "")
+        for row in published_table("lbp_wht/5").rows
+    }
     rows = []
     for shape, orders in records.load("layer")["shapes"].items():
         exact = orders["exact"]["measured"]["backward"]
@@ -81,7 +88,7 @@ def low_rank_layer() -> str:
         for order in ("order 2", "order 4", "order 6"):
             measured = orders[order]["measured"]["backward"]
             faster = f"{measured['times_faster']['median']:.1f}"
-            cells += [duration(measured["median"]), faster, printed.layer_speedup(shape, order)]
+            cells += [duration(measured["median"]), faster, speedups[(*shape.split(",")[:2], order)]]
         rows.append(cells)
     parts = [f"LP-{order}{what}" for order in (2, 4, 6) for what in ("", ", times faster", ", paper's times faster")]
     return table(["layer (channels, grid)", "exact", *parts], rows)
@@ -130,9 +137,12 @@ def table_costs() -> str:
 
 @block
 def printed_accuracies(name: str, group: str = "") -> str:
-    """Show a table of accuracies as a paper reports it: ``printed-accuracies lbp_wht/2 efficientformer_l1``."""
-    columns, rows = printed.accuracies(name, group)
-    return f"{table(['', *columns], rows)}\n\n*{printed.source(name, group)} Reported by the paper, not measured here.*"
+    """Show a table of reported accuracies, as ``efficient-ft table`` prints it."""
+    rows = ",".join(row.name for row in published_table(name).rows if row.name.startswith(group))
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        table_command.main([name, "--rows", rows, "--form", "markdown", "--columns", "accuracy"])
+    shown = out.getvalue().replace("\n", "; ", 1).replace(":\n- ", ":\n\n- ")
+    return f"{shown}\nReported by the paper, not measured here: `efficient-ft table {name}`."
 
 
 # ---------------------------------------------------------------------------------------------- methods

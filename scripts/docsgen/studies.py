@@ -135,45 +135,46 @@ def compared(name: str, *rows: str) -> str:
     return table(["row", "test accuracy, %", "seeds", "times fewer FLOPs", "times fewer bytes"], lines)
 
 
-def _runs_table(name: str, rows: Iterable[str], columns: dict[str, Callable[[str], dict[str, Any] | None]]) -> str:
+def _runs_table(rows: Iterable[str], columns: dict[str, Callable[[str], dict[str, Any] | None]]) -> str:
     """Return the accuracies of single runs: a row for each row of a study, a column for each kind of run."""
-    found = {row: [find(row) for find in columns.values()] for row in rows}
-    cells = [
-        [f"`{row}`", *("–" if one is None else f"{test_accuracy(one):.1f}" for one in of)] for row, of in found.items()
-    ]
-    return table(["row", *columns], cells)
+    runs = {row: [find(row) for find in columns.values()] for row in rows}
+    shown = {row: ["–" if one is None else f"{test_accuracy(one):.1f}" for one in of] for row, of in runs.items()}
+    return table(["row", *columns], [[f"`{row}`", *cells] for row, cells in shown.items()])
 
 
 @block
 def by_seed(name: str, *rows: str) -> str:
     """Show the test accuracy of each seed."""
     of = records(name)
-    columns = {
-        f"seed {seed}, %": lambda row, seed=seed: next((r for r in of.finished(row) if r["seed"] == seed), None)
-        for seed in of.study.seeds
-    }
-    return _runs_table(name, rows, columns)
+    runs = {(row, run["seed"]): run for row in rows for run in of.finished(row)}
+    return _runs_table(rows, {f"seed {s}, %": lambda row, s=s: runs.get((row, s)) for s in of.study.seeds})
 
 
 @block
 def at_rate(name: str, value: str, *rows: str) -> str:
     """Show the test accuracy of one run of the search, at one learning rate."""
+    tune = records(name).study.tune
+    heading = f"test accuracy at `{tune.setting}={value}`, %"
+    return _runs_table(rows, {heading: lambda row: _at(name, row, float(value))})
+
+
+def _at(name: str, row: str, value: float) -> dict[str, Any] | None:
+    """Return the run of the search with one value of the tuned setting."""
     of = records(name)
-    run = lambda row: of.of_the_search(of.run(row, float(value), of.study.tune.seed))  # noqa: E731
-    return _runs_table(name, rows, {f"test accuracy at `{of.study.tune.setting}={value}`, %": run})
+    return of.of_the_search(of.run(row, value, of.study.tune.seed))
 
 
 @block
 def by_precision(name: str, *rows: str) -> str:
     """Show the test accuracy of the same run in fp32 and in bf16."""
     of = records(name)
-
-    def bf16(row: str) -> dict[str, Any] | None:
-        value, seed, setting = of.best_value(row), of.study.tune.seed, "trainer.precision=bf16"
-        same = (one for one in of.runs if (one["row"], one["value"], one["seed"]) == (row, value, seed))
-        return next((one for one in same if setting in one["settings"] and "accuracy" in one), None)
-
-    return _runs_table(name, rows, {"fp32, %": lambda row: of.finished(row)[0], "bf16, %": bf16})
+    runs = {
+        (run["row"], run["value"], run["seed"]): run
+        for run in of.runs
+        if "trainer.precision=bf16" in run["settings"] and "accuracy" in run
+    }
+    bf16 = lambda row: runs.get((row, of.best_value(row), of.study.tune.seed))  # noqa: E731
+    return _runs_table(rows, {"fp32, %": lambda row: of.finished(row)[0], "bf16, %": bf16})
 
 
 #: Rows of deit_tiny_flowers102 that ALaST's Table 7 has, and the learning rate that the paper gives them.
@@ -189,22 +190,15 @@ def alast_7_compared(name: str) -> str:
     full = reported["deit_t.ft_full"]
     lines = []
     for row, (theirs, rate) in _ALAST_7.items():
-        at_rate = of.of_the_search(of.run(row, rate, of.study.tune.seed))
         published, runs = reported[f"deit_t.{theirs}"], of.finished(row)
         gaps = [f"{100 * (published - full):+.0f}", f"{_mean(runs) - _mean(of.finished('full')):+.1f}"]
         above = [gap.replace("-", "−") if row != "full" else "" for gap in gaps]
+        at_rate = _at(name, row, rate)
         measured = "" if at_rate is None else f"{test_accuracy(at_rate):.1f}"
         spread = studies.spread([test_accuracy(one) for one in runs])
         lines.append([f"`{row}`", f"{100 * published:.0f}", above[0], measured, spread, above[1]])
-    head = [
-        "row",
-        "reported",
-        "above full",
-        "here, at the paper's learning rate",
-        "here, at its best learning rate",
-        "above full",
-    ]
-    return table(head, lines)
+    here = ["here, at the paper's learning rate", "here, at its best learning rate"]
+    return table(["row", "reported", "above full", *here, "above full"], lines)
 
 
 # ------------------------------------------------------------------------------------------------ recommendations

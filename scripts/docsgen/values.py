@@ -5,9 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable
 
-from docsgen import curves, printed, records, studies
+from docsgen import curves, records, studies
 from docsgen.blocks import error, projector
 from docsgen.markdown import duration, span, times
+from efficient_ft.papers.published import published_table
 
 
 def _signed(*numbers: float, form: str = ".1f") -> list[str]:
@@ -59,7 +60,7 @@ def _rule(table: str, row: str, column: str = "memory", form: str = ".0f") -> st
 
 
 def _printed_loss(table: str, baseline: str, row: str) -> str:
-    rows = {one.name: one.cells for one in printed.rows(table)}
+    rows = {one.name: one.cells for one in published_table(table).rows}
     lost = sorted(float(rows[baseline][name].printed) - float(rows[row][name].printed) for name in rows[baseline])
     return " to ".join(_signed(lost[0], lost[-1]))
 
