@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from docsgen import records
-from docsgen.labels import LABELS, command, current
+from docsgen.labels import LABELS, command
 from docsgen.markdown import BLOCKS, block, cosine, duration, table, times
 from docsgen.records import MIB, recipe, saved, seconds
 
@@ -20,11 +20,10 @@ def _counted(file: str, name: str) -> float:
 
 
 def _trained_cosine(file: str, name: str) -> str:
-    gradient = LABELS["gradients_trained"].get(name)
-    return records.cosine("gradient_bits", gradient) if gradient else "1"
-
-
-def _trained_cosine(file: str, name: str) -> str:
+    """Return the cosine on the trained network. Recipes of `memory_process` that are not measured there are exact."""
+    if file == "memory_process":
+        gradient = LABELS["gradients_trained"].get(name)
+        return records.cosine("gradient_bits", gradient) if gradient else "1"
     return records.cosine("gradient", LABELS["gradients"][name]) if name in LABELS["gradients"] else "–"
 
 
@@ -77,6 +76,7 @@ TABLES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "memory": ("memory", "saved peak step time cosine cosine-trained", ("memory",)),
     "memory-process": ("memory_process", "saved counted growth growth-ratio time cosine-trained", ("memory_process",)),
     "gigabyte": ("gigabyte", "parameters saved-1 optimizer above time", ()),
+    "gradient": ("gradient", "saved error cosine-mean cosine-range", ()),
     "low-rank-step": (
         "low_rank",
         "backward-mflop backward-step backward-exact step step-exact saved-batch",
@@ -107,9 +107,7 @@ def chosen(file: str, columns: str, *names: str) -> str:
 @block
 def gradients() -> str:
     """Show the gradient error and cosine of every recipe measured on the trained network."""
-    columns = "saved error cosine-mean cosine-range"
-    names = [name for name in records.load("gradient")["recipes"] if name != "full"]
-    return table(["recipe", *headings(columns)], [[current(n), *cells("gradient", n, columns)] for n in names])
+    return recipes("gradient", "gradient")
 
 
 @block
