@@ -9,6 +9,7 @@ from pathlib import Path
 from docsgen import cards, records
 from docsgen.markdown import BLOCKS, block, duration, table
 from efficient_ft.cli.commands import table as table_command
+from efficient_ft.methods import METHODS
 from efficient_ft.papers.published import COSTS, published_table
 
 
@@ -162,4 +163,4 @@ def header(method: str) -> str:
     """State the axis, options and class of a method."""
     of = cards.card(method)
     options = ", ".join(f"`method={option}`" for option in of.options)
-    return f"Axis: {of.axes}. Options: {options}. Class: `efficient_ft.methods.{cards.classes()[method].__name__}`."
+    return f"Axis: {of.axes}. Options: {options}. Class: `efficient_ft.methods.{METHODS[method].__name__}`."

@@ -18,6 +18,7 @@ from docsgen.columns import COUNTED, MEASURED, cells, counted_rows, headings
 from docsgen.labels import LABELS
 from docsgen.markdown import block, table
 from efficient_ft.core.packages import method_of, option_settings
+from efficient_ft.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[2]
 CARDS = ROOT / "docs" / "methods"
@@ -75,10 +76,8 @@ def card(name: str) -> Card:
         raise ValueError(f"docs/methods/{name}.md is missing: every method of conf/method has a card")
     first = re.match(r"# ([^\n]+)\n\n(.+?)\n\n", file.read_text(encoding="utf-8"), re.DOTALL)
     if first is None:
-        raise ValueError(
-            f"docs/methods/{name}.md: a card begins with a title and a paragraph that describes the method"
-        )
-    axes = ", ".join((classes()[name].axis, *classes()[name].other_axes))
+        raise ValueError(f"docs/methods/{name}.md must begin with a title and a paragraph that describes the method")
+    axes = ", ".join((METHODS[name].axis, *METHODS[name].other_axes))
     return Card(name, options_of()[name], axes, first[1], " ".join(first[2].split()))
 
 
@@ -103,14 +102,6 @@ def link(of: Card, page: Path) -> str:
     return Path(os.path.relpath(of.file, page.parent)).as_posix()
 
 
-@cache
-def classes() -> dict[str, Any]:
-    """Return the classes of the methods by name."""
-    from efficient_ft.methods import METHODS
-
-    return dict(METHODS)
-
-
 # ---------------------------------------------------------------------------------------------- settings
 @block
 def settings(name: str) -> str:
@@ -120,9 +111,9 @@ def settings(name: str) -> str:
     keys = list(dict.fromkeys(key for given in values.values() for key in given))
     if not keys:
         return "None."
-    parameters = inspect.signature(classes()[name]).parameters
-    hints = typing.get_type_hints(classes()[name].__init__)
-    meanings = _meanings(classes()[name])
+    parameters = inspect.signature(METHODS[name]).parameters
+    hints = typing.get_type_hints(METHODS[name].__init__)
+    meanings = _meanings(METHODS[name])
     rows = []
     for key in keys:
         if key in parameters:
@@ -167,7 +158,7 @@ def _meanings(of: Any) -> dict[str, str]:
             if reference is None:
                 found[key] = meaning
             elif key not in found:
-                (other,) = (one for one in classes().values() if one.__name__ == reference[1])
+                (other,) = (one for one in METHODS.values() if one.__name__ == reference[1])
                 found[key] = _meanings(other)[key]
     return found
 
@@ -227,7 +218,7 @@ def _counted(name: str) -> list[list[str]]:
 def _measured(name: str) -> list[list[str]]:
     """Return the rows of measurements about the method; selections only where they stand alone."""
     rows = []
-    own = f"{classes()[name].__name__}("
+    own = f"{METHODS[name].__name__}("
     for file, labels in MEASUREMENTS.items():
         data, shown = records.load(file), LABELS[labels]
         if file == "memory_process":

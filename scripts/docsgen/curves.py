@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 from docsgen import records
 from docsgen.labels import LABELS
@@ -12,86 +12,60 @@ from docsgen.markdown import block, table
 
 BASELINE = "full"
 
-
-@dataclass(frozen=True)
-class Recipe:
-    """The runs of a recipe, one per seed.
-
-    Attributes:
-        name: in the record.
-        runs: seconds since the training began and test accuracy, after each epoch.
-    """
-
-    name: str
-    runs: tuple[tuple[tuple[float, float], ...], ...]
-
-    @property
-    def last(self) -> list[float]:
-        """Return the accuracy of each run after its last epoch."""
-        return [run[-1][1] for run in self.runs]
-
-    @property
-    def seconds(self) -> float:
-        """Return the seconds of all epochs, the mean of the runs."""
-        return statistics.mean(run[-1][0] for run in self.runs)
-
-    def until(self, accuracy: float) -> float | None:
-        """Return the mean seconds until an accuracy is reached at the end of an epoch, or None if a run missed it."""
-        reached = [next((at for at, found in run if found >= accuracy), None) for run in self.runs]
-        found = [at for at in reached if at is not None]
-        return statistics.mean(found) if len(found) == len(reached) else None
-
-    @property
-    def curve(self) -> list[tuple[float, float]]:
-        """Return seconds and accuracy after each epoch, the means of the runs."""
-        return [
-            (statistics.mean(at for at, _ in epoch), statistics.mean(accuracy for _, accuracy in epoch))
-            for epoch in zip(*self.runs, strict=True)
-        ]
+#: Seconds since the training began and test accuracy, after each epoch.
+Curve = list[tuple[float, float]]
 
 
-def recipes(network: str) -> dict[str, Recipe]:
-    """Return the recipes that were run, by name."""
-    return recorded(records.load("accuracy")["networks"][network]["recipes"])
+def recipes(network: str, seeds_of: Sequence[str] = ()) -> dict[str, list[Curve]]:
+    """Return the runs of each recipe; with `seeds_of`, those with the seeds that all of these recipes have."""
+    of = {name: recipe["runs"] for name, recipe in records.load("accuracy")["networks"][network]["recipes"].items()}
+    seeds = [{run["seed"] for run in of[name]} for name in seeds_of]
+    common = set.intersection(*seeds) if seeds else {run["seed"] for runs in of.values() for run in runs}
+    found = {name: [run["curve"] for run in runs if run["seed"] in common] for name, runs in of.items()}
+    return {name: runs for name, runs in found.items() if runs}
 
 
-def recorded(of: dict[str, Any], seeds: set[int] | None = None) -> dict[str, Recipe]:
-    """Return the recipes of a record that have runs, by name; with `seeds` their runs with these seeds."""
-    runs = {
-        name: tuple(tuple(map(tuple, run["curve"])) for run in recipe["runs"] if seeds is None or run["seed"] in seeds)
-        for name, recipe in of.items()
-    }
-    return {name: Recipe(name, own) for name, own in runs.items() if own}
+def last(runs: list[Curve]) -> list[float]:
+    """Return the accuracy of each run after its last epoch."""
+    return [run[-1][1] for run in runs]
 
 
-def pair(network: str, recipe: str, other: str) -> tuple[Recipe, Recipe]:
-    """Return two recipes, each with the runs of the seeds that both have."""
-    of = records.load("accuracy")["networks"][network]["recipes"]
-    found = recorded(of, {run["seed"] for run in of[recipe]["runs"]} & {run["seed"] for run in of[other]["runs"]})
-    return found[recipe], found[other]
+def seconds(runs: list[Curve]) -> float:
+    """Return the seconds of all epochs, the mean of the runs."""
+    return statistics.mean(run[-1][0] for run in runs)
+
+
+def until(runs: list[Curve], accuracy: float) -> float:
+    """Return the mean seconds until an accuracy is reached at the end of an epoch; infinite if a run misses it."""
+    return statistics.mean(next((at for at, found in run if found >= accuracy), math.inf) for run in runs)
+
+
+def mean(runs: list[Curve]) -> Curve:
+    """Return the mean curve of the runs."""
+    return [tuple(map(statistics.mean, zip(*epoch, strict=True))) for epoch in zip(*runs, strict=True)]
 
 
 def target(network: str) -> float:
     """Return the target accuracy: the record's share of full fine-tuning's last one."""
     share: float = records.load("accuracy")["share"]
-    return share * statistics.mean(recipes(network)[BASELINE].last)
+    return share * statistics.mean(last(recipes(network)[BASELINE]))
 
 
 @block
 def time_to_accuracy(network: str) -> str:
     """Show the recipes by the seconds that they need."""
     goal, of = target(network), recipes(network)
-    base = of[BASELINE].until(goal)
-    assert base is not None, f"{network}: a run of {BASELINE} did not reach {goal:.1%}"
+    base = until(of[BASELINE], goal)
+    assert base < math.inf, f"{network}: a run of {BASELINE} did not reach {goal:.1%}"
     rows = []
-    for recipe in sorted(of.values(), key=lambda r: r.until(goal) or float("inf")):
-        until = recipe.until(goal)
-        accuracy = f"{statistics.mean(recipe.last):.1%}".replace("%", " %")
-        if len(recipe.last) > 1:
-            accuracy += f" [{100 * min(recipe.last):.1f}…{100 * max(recipe.last):.1f}]"
-        reached = ["not reached", "–"] if until is None else [f"{until:.0f}", f"{base / until:.1f}"]
-        rows.append([LABELS["curves"][recipe.name], *reached, f"{recipe.seconds:.0f}", accuracy, str(len(recipe.runs))])
-    head = ["recipe", f"seconds to {goal:.1%}".replace("%", " %"), "times faster", "seconds, all epochs"]
+    for name, runs in sorted(of.items(), key=lambda item: until(item[1], goal)):
+        needed, accuracies = until(runs, goal), last(runs)
+        accuracy = f"{100 * statistics.mean(accuracies):.1f} %"
+        if len(runs) > 1:
+            accuracy += f" [{100 * min(accuracies):.1f}…{100 * max(accuracies):.1f}]"
+        reached = [f"{needed:.0f}", f"{base / needed:.1f}"] if needed < math.inf else ["not reached", "–"]
+        rows.append([LABELS["curves"][name], *reached, f"{seconds(runs):.0f}", accuracy, str(len(runs))])
+    head = ["recipe", f"seconds to {100 * goal:.1f} %", "times faster", "seconds, all epochs"]
     return table([*head, "accuracy after the last", "seeds"], rows)
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import NullFormatter, PercentFormatter
 
 from docsgen import curves, graph, records, studies
 from docsgen.labels import LABELS
@@ -148,7 +148,7 @@ def study_front() -> Dots:
 
 
 class Curves(NamedTuple):
-    """By network: the target accuracy in percent, and each recipe's curve of seconds and percent."""
+    """By network: the target accuracy, and each recipe's mean curve."""
 
     networks: dict[str, tuple[float, dict[str, list[tuple[float, float]]]]]
 
@@ -162,8 +162,8 @@ class Curves(NamedTuple):
             for (label, curve), (color, line) in zip(of.items(), styles, strict=False):
                 axes.plot(*zip(*curve, strict=True), line, color=color, label=label.replace("`", ""))
             axes.axhline(goal, color=GRAY, linestyle=":")
-            axes.set_ylim(5 * (goal // 5) - 20, 5 * (goal // 5) + 10)
-            axes.yaxis.set_major_formatter("{x:g} %")
+            axes.set_ylim(0.05 * (goal // 0.05) - 0.2, 0.05 * (goal // 0.05) + 0.1)
+            axes.yaxis.set_major_formatter(PercentFormatter(1, 0, " %"))
             axes.legend(loc="upper left", bbox_to_anchor=(0, -0.14), frameon=False)
         return figure
 
@@ -174,8 +174,8 @@ def time_to_accuracy() -> Curves:
     found = {}
     for network in records.load("accuracy")["networks"]:
         of = sorted(curves.recipes(network).items(), key=lambda item: item[0] != curves.BASELINE)
-        drawn = {LABELS["curves"][name]: [(at, 100 * accuracy) for at, accuracy in recipe.curve] for name, recipe in of}
-        found[titles[network]] = (100 * curves.target(network), drawn)
+        means = {LABELS["curves"][name]: curves.mean(runs) for name, runs in of}
+        found[titles[network]] = (curves.target(network), means)
     return Curves(found)
 
 

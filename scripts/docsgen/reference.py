@@ -12,6 +12,7 @@ from typing import Any
 
 from docsgen import cards
 from docsgen.markdown import block, table
+from efficient_ft.methods import METHODS
 
 
 def _row(name: str, of: Any, page: Path) -> list[str]:
@@ -65,7 +66,7 @@ def reference(page: Path) -> str:
     """Show the classes of all methods by axis."""
     parts = []
     for heading, of in cards.by_axis().items():
-        classes = [cards.classes()[one.name] for one in of]
+        classes = [METHODS[one.name] for one in of]
         rows = [_row(one.__name__, one, page) for one in classes]
         comments = [f"<!-- api: {one.__module__}.{one.__name__} -->" for one in classes]
         parts.append("\n\n".join([f"## {heading}", table(["name", "summary"], rows, left=2), *comments]))

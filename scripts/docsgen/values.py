@@ -66,8 +66,10 @@ def _printed_loss(table: str, baseline: str, row: str) -> str:
 
 
 def _curve(network: str, recipe: str, other: str) -> tuple[float, float]:
-    one, two = curves.pair(network, recipe, other)
-    return two.seconds / one.seconds, 100 * (statistics.mean(one.last) - statistics.mean(two.last))
+    of = curves.recipes(network, (recipe, other))
+    one, two = of[recipe], of[other]
+    gained = 100 * (statistics.mean(curves.last(one)) - statistics.mean(curves.last(two)))
+    return curves.seconds(two) / curves.seconds(one), gained
 
 
 def _default_job() -> str:
