@@ -1,6 +1,6 @@
-"""Count the cost of a training step with several methods, without running it and without data, weights or a GPU.
+"""Count the cost of a training step with several methods, without running the step.
 
-Executed FLOPs and bytes kept for the backward pass are equal on all machines.
+The example requires no data, weights or GPU. The counted FLOPs and stored bytes are the same on every machine.
 
     python examples/count_cost.py
 """
@@ -15,7 +15,7 @@ from efficient_ft.methods.base import Method
 
 
 def main(batch_size: int = 16) -> dict[str, Executed]:
-    """Count a step of DeiT-S with 37 classes under four recipes and print them against full fine-tuning."""
+    """Count a step of DeiT-S with 37 classes for four recipes, and print the counts relative to full fine-tuning."""
     recipes: dict[str, list[Method]] = {
         "full": [Full()],
         "last stage": [LastStage()],

@@ -1,8 +1,8 @@
-"""Methods in Hugging Face's `Trainer`: one callback, with any timm model in transformers' `TimmWrapper`.
+"""Apply methods in Hugging Face's `Trainer` with a callback, to any timm model in a `TimmWrapper` from transformers.
 
-BSR trains two blocks of a ResNet, and Back Razor prunes their saved activations. The model has random weights, so that
-the example works without internet access.
-`TimmWrapperForImageClassification.from_pretrained("timm/resnet50.a1_in1k", num_labels=10)` loads pretrained ones.
+BSR trains two blocks of a ResNet, and Back Razor prunes their saved activations. The model has random weights, so the
+example works without internet access.
+`TimmWrapperForImageClassification.from_pretrained("timm/resnet50.a1_in1k", num_labels=10)` loads pretrained weights.
 
     pip install 'efficient-ft[transformers]'
     python examples/huggingface_trainer.py

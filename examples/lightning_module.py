@@ -1,4 +1,4 @@
-"""Methods in your own LightningModule: one callback, and no change of the module.
+"""Apply methods to your own LightningModule with a callback, without changing the module.
 
 LISA trains two blocks in each step, and a mixture of experts replaces the MLP of the last block. The callback adds the
 experts' balance loss to the result of `training_step`, freezes BatchNorm statistics, rejects strategies that are not
@@ -24,7 +24,7 @@ from efficient_ft.methods import LISA, MoE
 
 
 class Classifier(L.LightningModule):
-    """A plain classifier; its network is called `net`."""
+    """Plain classifier whose network is the attribute `net`."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -32,16 +32,16 @@ class Classifier(L.LightningModule):
         self.losses: list[float] = []
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """The cross-entropy of a batch."""
+        """Return the cross-entropy loss of a batch."""
         images, labels = batch
         return F.cross_entropy(self.net(images), labels)
 
     def on_total_loss(self, loss: Tensor) -> None:
-        """Optional: receive the total loss, including the balance loss."""
+        """Record the total loss, including the balance loss. This hook is optional."""
         self.losses.append(float(loss.detach()))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Build AdamW over the trainable parameters; the callback has already applied the methods."""
+        """Build AdamW for the trainable parameters. The callback has already applied the methods."""
         return torch.optim.AdamW([p for p in self.net.parameters() if p.requires_grad], lr=1e-3)
 
 
@@ -63,7 +63,7 @@ def main(epochs: int = 2, devices: int = 1) -> list[float]:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=devices,
-        # In each step, LISA's other blocks get no gradient. The callback rejects DDP without this option.
+        # In each step, the blocks that LISA freezes receive no gradients. The callback rejects DDP without this option.
         strategy="ddp_find_unused_parameters_true" if devices > 1 else "auto",
         max_epochs=epochs,
         accumulate_grad_batches=2,

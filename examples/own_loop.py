@@ -1,6 +1,6 @@
-"""Methods in a plain PyTorch training loop, with a session.
+"""Apply methods in a plain PyTorch training loop with a session.
 
-ALaST selects in each step the blocks that train and the number of tokens that are passed on. LBP-WHT computes the
+In each step, ALaST selects the trained blocks and the number of tokens that are passed on. LBP-WHT computes the
 gradients of the trained layers in a low-rank space. A small vision transformer learns handwritten digits from scratch.
 
     python examples/own_loop.py
@@ -20,7 +20,7 @@ from efficient_ft.methods import LBPWHT, ALaST
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """Return the images of the digits, (1797, 3, 32, 32) in -1 to 1, and their labels, in random order."""
+    """Return the digit images, (1797, 3, 32, 32) with values from -1 to 1, and their labels, in random order."""
     images, labels = load_digits()
     images = torch.tensor(images, dtype=torch.float32)[:, None] / 8 - 1
     order = torch.randperm(len(images))
@@ -35,13 +35,13 @@ def main(steps: int = 60, batch_size: int = 32, file: str | None = None) -> floa
 
     alast = ALaST(num_layers=3, budget_init=0.9)
     model.train()
-    # The network is not pretrained: its BatchNorm layers have no statistics yet that could be frozen.
+    # The network is not pretrained, so its BatchNorm layers do not have statistics to freeze.
     with MethodSession(model, [alast, LBPWHT(bases="l1", order=6)], frozen_bn=False) as session:
         for report in session.reports:
             print(report)
         optimizer = torch.optim.AdamW(session.parameters(), lr=2e-3)
         for step in range(steps):
-            batch = torch.randint(len(images) - 256, (batch_size,))  # the last 256 images are for the test
+            batch = torch.randint(len(images) - 256, (batch_size,))  # the last 256 images are test images
             with session.step(step):
                 loss = session.loss(F.cross_entropy(model(images[batch]), labels[batch]))
                 loss.backward()

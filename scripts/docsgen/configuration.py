@@ -35,6 +35,6 @@ def recipes() -> str:
         about = comment(file)
         # After the name of the data set; the test split is the same for all.
         about = about[about.index(" with " if " with " in about else " as ") + 1 :]
-        found.setdefault((file.parent.name, about.split(" All training images train")[0]), []).append(file.stem)
+        found.setdefault((file.parent.name, about.split(" All training images are used")[0]), []).append(file.stem)
     rows = [[f"`{folder}`", ", ".join(f"`{name}`" for name in data), text] for (folder, text), data in found.items()]
     return table(["folder", "data sets", "settings"], rows, left=3)

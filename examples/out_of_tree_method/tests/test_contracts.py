@@ -1,4 +1,4 @@
-"""Both methods through every contract of efficient-ft."""
+"""Check every contract of efficient-ft for both methods."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from efficient_ft.testing import Instead, MethodContracts, Row
 
 
 def sampled(method: Any, model: nn.Module, parameters: dict[str, Tensor], images: Tensor) -> Tensor:
-    """Compute the plain network, with weight gradients of some tokens and rows in the layers touched."""
+    """Compute the plain network, with weight gradients for some tokens and rows of the changed layers."""
 
     def add(layer: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
         (x,), rows = arguments, math.ceil(method.rows * layer.out_features)

@@ -1,4 +1,4 @@
-"""EveryNth's own behavior: which blocks train, its place in a stack, its mistakes."""
+"""Test EveryNth: the trained blocks, its order in a stack, and its errors."""
 
 from __future__ import annotations
 

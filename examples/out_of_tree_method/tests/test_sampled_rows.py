@@ -1,4 +1,4 @@
-"""SampledRows: its counts, its choice of layers, its axes, its mistakes."""
+"""Test SampledRows: its counts, its choice of layers, its axes, and its errors."""
 
 from __future__ import annotations
 

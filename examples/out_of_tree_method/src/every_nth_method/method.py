@@ -1,4 +1,4 @@
-"""Every n-th block and the head train."""
+"""Method that trains every n-th block and the head."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class EveryNth(Selection):
     """Train every n-th block and the head.
 
     Args:
-        n: 1 trains all blocks.
+        n: distance between two trained blocks; 1 trains all blocks.
 
     Raises:
-        SettingError: `n` is not an integer >= 1.
-        UserError: when applied: the model has no recognized blocks or no classifier.
+        SettingError: If `n` is not an integer >= 1.
+        UserError: If the model has no recognized blocks or no classifier, when the method is applied.
     """
 
     name = "every_nth"

@@ -1,4 +1,4 @@
-"""Weight gradients from every n-th token, for a part of the rows of each weight."""
+"""Method that computes weight gradients from every n-th token, for a part of the rows of each weight."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from efficient_ft.ops.autocast import autocast_disabled, to_autocast_dtype
 
 
 class _SampledLinear(torch.autograd.Function):
-    """`linear` whose weight gradient has `rows` nonzero rows and uses every `stride`-th token."""
+    """Linear operation whose weight gradient has `rows` nonzero rows and uses every `stride`-th token."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, stride: int) -> Tensor:
-        # The meter counts only tensors that are saved here. Every size follows from shapes, so fake tensors work.
+        # The meter counts only tensors that are saved here. All sizes are derived from shapes, so fake tensors work.
         sampled = x[:, ::stride].contiguous() if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(sampled, weight if ctx.needs_input_grad[0] else None)
         ctx.rows, ctx.stride = rows, stride
@@ -46,7 +46,7 @@ class _SampledLinear(torch.autograd.Function):
 
 
 class SampledLinear(nn.Linear):
-    """`nn.Linear` with `_SampledLinear` in training. Only the class of a layer changes, so copies and saving work."""
+    """`nn.Linear` that uses `_SampledLinear` in training. A layer whose class is changed can be copied and saved."""
 
     sampled: tuple[int, int]
 
@@ -61,13 +61,13 @@ class SampledRows(Method):
     """Compute weight gradients from every n-th token, for the first rows of each linear layer.
 
     Args:
-        rows: fraction of the rows of each weight that get a gradient, in (0, 1].
-        stride: 1 uses all tokens; n stores every n-th token.
-        skip: parts of the names of layers that stay exact.
+        rows: fraction of the rows of each weight that receive a gradient, in (0, 1].
+        stride: distance between two stored tokens; 1 stores all tokens.
+        skip: parts of the names of layers that remain exact.
 
     Raises:
-        SettingError: a value is outside these ranges.
-        UserError: when applied: the model has no linear layer of tokens.
+        SettingError: If a value is outside of these ranges.
+        UserError: If the model has no linear layer on tokens, when the method is applied.
     """
 
     name = "sampled_rows"
@@ -87,7 +87,7 @@ class SampledRows(Method):
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
         chosen: dict[str, nn.Linear] = {}
         skipped: dict[str, Skipped] = {}
-        for layer in view.layers:  # decide about every layer first, then change the model
+        for layer in view.layers:  # first decide about every layer, then change the model
             if layer.tokens is None:
                 assert layer.why_not is not None
                 skipped[layer.name] = layer.why_not
