@@ -1,4 +1,4 @@
-"""Find the classes of masks from class lists (classes.txt and similar files) and from settings."""
+"""Read the classes of masks from class lists (classes.txt and similar files) and from settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from efficient_ft.data.text_files import MARKS
 
 #: Class list files in order of preference. The first existing file is read; colors may be read from a later file.
 FILES = ("classes.txt", "label_colors.txt", "class_dict.csv", "labelmap.txt", "labels.txt", "class_names.txt")
-#: Names that mark ids or colors without a class.
+#: Names that denote ids or colors of unlabeled pixels.
 NO_CLASS = frozenset(
     ["void", "unlabeled", "unlabelled", "ignore", "ignored", "ignore_label", "no label", "no_label", "unlabeled_pixels"]
 )
@@ -33,21 +33,21 @@ _HEX = re.compile(r"#[0-9a-fA-F]{6}")
 
 @dataclass(frozen=True)
 class Entry:
-    """A class, or an entry for pixels without a label (`NO_CLASS`)."""
+    """A class, or an entry for unlabeled pixels (see `NO_CLASS`)."""
 
     name: str  # class name
     id: int  # value of the pixels in masks of ids
-    color: Color | None = None  # color of the pixels in color masks; None if unknown
+    color: Color | None = None  # color of the pixels in color masks; None if it is unknown
 
     @property
     def is_class(self) -> bool:
-        """False if the pixels have no label."""
+        """False for an entry for unlabeled pixels."""
         return is_class(self.name)
 
 
 @dataclass(frozen=True)
 class ClassList:
-    """The entries of a class list, and their source."""
+    """The entries of a class list and their source."""
 
     entries: tuple[Entry, ...]  # entries, sorted by id
     source: str  # name of the file or the setting
@@ -55,7 +55,7 @@ class ClassList:
 
 
 def is_class(name: str) -> bool:
-    """Return True unless the name marks pixels without a label."""
+    """Return True unless the name denotes unlabeled pixels."""
     return name.strip().casefold() not in NO_CLASS
 
 
@@ -63,7 +63,7 @@ def read_class_list(root: Path) -> ClassList | None:
     """Read the class list in a folder; None if the folder has no list.
 
     Raises:
-        UserError: a list is unreadable or ambiguous.
+        UserError: If a list is unreadable or ambiguous.
     """
     present = [name for name in FILES if (root / name).is_file()]
     if not present:
@@ -82,10 +82,10 @@ def read_class_list(root: Path) -> ClassList | None:
 
 
 def listed_names(names: Sequence[str], source: str) -> ClassList:
-    """Return a class list of the names with the ids 0, 1, …
+    """Create a class list of the names with the ids 0, 1, …
 
     Raises:
-        UserError: two names are equal, or differ only in case.
+        UserError: If two names are equal, or differ only in case.
     """
     found = ClassList(tuple(Entry(_clean(name), number) for number, name in enumerate(names)), source)
     _refuse_equal(found.entries, source)
@@ -96,11 +96,11 @@ def parse_class_list(file: Path) -> ClassList:
     """Read one class list.
 
     Each line contains a name, an id and a name (``3: cell``), a name and a color (``sky 128 128 128``, ``128 128 128
-    sky``, ``sky,#808080``), or all three. If the list has no ids, the lines are numbered 0, 1, … Lines that begin with
-    ``#`` and a space are comments.
+    sky``, ``sky,#808080``), or all three. If the list contains no ids, its lines are numbered 0, 1, … Lines that begin
+    with ``#`` and a space are comments.
 
     Raises:
-        UserError: see `read_class_list`.
+        UserError: If the list is unreadable or ambiguous.
     """
     place = printable(file)
     lines = _lines(file)
@@ -113,7 +113,7 @@ def parse_class_list(file: Path) -> ClassList:
         empty = [number for number, text in lines if not text and number < parsed[-1][0]]
         if empty:
             raise UserError(
-                f"{place}, line {empty[0]} is empty, so the ids of the classes below it are ambiguous."
+                f"{place}, line {empty[0]} is empty, so the ids of the classes after this line are ambiguous."
                 " Remove the line, write 'void' for an id without a class, or begin each line with its id ('0 NAME')."
             )
     _refuse_equal(entries, place)
@@ -136,11 +136,13 @@ def _lines(file: Path) -> list[tuple[int, str]]:
             encoding = "utf-16-be" if raw[:1] == b"\0" else "utf-16-le"
         text = raw[len(mark) :].decode(encoding)
     except UnicodeDecodeError as error:
-        raise UserError(f"{printable(file)} is not UTF-8 ({error.reason}). Save it as UTF-8 or UTF-16.") from error
+        raise UserError(
+            f"{printable(file)} is not UTF-8 ({error.reason}). Save the list as UTF-8 or UTF-16."
+        ) from error
     except OSError as error:
         raise unreadable(file, error) from error
     if "\0" in text:
-        raise UserError(f"{printable(file)} is not a text file. Save it as UTF-8 or UTF-16.")
+        raise UserError(f"{printable(file)} is not a text file. Save the list as UTF-8 or UTF-16.")
     found: list[tuple[int, str]] = []
     for number, line in enumerate(text.replace("\r\n", "\n").replace("\r", "\n").split("\n"), 1):
         stripped = re.sub(r"\s#\s.*$", "", unicodedata.normalize("NFC", line)).strip()
@@ -155,7 +157,7 @@ def _lines(file: Path) -> list[tuple[int, str]]:
 
 #: The kind, name, id and color of a line.
 _Line = tuple[str, str, int | None, Color | None]
-#: Kinds of lines, and descriptions for messages. The id precedes the name, except in "name id".
+#: Descriptions of the kinds of lines, for messages. The id precedes the name, except in "name id".
 _KINDS = {"name": "a name", "id": "an id and a name", "name id": "a name and a number", "number": "a number",
           "color": "a name and a color", "id color": "an id, a name and a color"}  # fmt: skip
 
@@ -177,8 +179,7 @@ def _parse(text: str, place: str) -> _Line:
         raise UserError(f"{place}: colors must be integers from 0 to 255, got {plain_line(whole)}.")
     name = _clean(rest[: tail.start()] if tail else rest)
     if not name:
-        # A number can be a name if all names equal their ids.
-        return ("number", text.strip(), first[0] if len(first) == 1 else None, color)
+        return ("number", text.strip(), first[0] if len(first) == 1 else None, color)  # a name if it equals its id
     counts = (len(first), len(last))
     if color is None and counts in ((3, 0), (4, 0), (0, 3), (1, 3), (3, 1)):
         red, green, blue = first[-3:] if len(first) >= 3 else last[:3]
@@ -273,16 +274,16 @@ ADVICE = (
 
 
 class NoClassListError(UserError):
-    """A folder has no class list."""
+    """The error for a folder without a class list."""
 
 
 def folder_classes(root: Path, settings: MaskConfig) -> tuple[Classes, list[str]]:
-    """Return the classes of the masks in a folder, and notes.
+    """Return the classes of a folder's masks, and notes.
 
     Raises:
-        NoClassListError: there is no class list.
-        UserError: the list cannot be read, or it has fewer than two classes.
-        SettingError: settings do not fit the list.
+        NoClassListError: If there is no class list.
+        UserError: If the list cannot be read, or contains fewer than two classes.
+        SettingError: If a setting does not fit the list.
     """
     found = _listed(root, settings)
     entries = list(found.entries)
@@ -307,10 +308,10 @@ def folder_classes(root: Path, settings: MaskConfig) -> tuple[Classes, list[str]
     if len(names) < 2:
         hint = " List the background as well." if len(names) == 1 and is_class(names[0]) else ""
         raise UserError(
-            f"{place} has {counted(len(names), 'class')} ({found.source}). Segmentation needs at least two.{hint}"
+            f"{place} has {counted(len(names), 'class')} ({found.source}). Segmentation requires at least two classes.{hint}"
         )
     if len(names) > UNKNOWN:
-        raise UserError(f"{place} has {len(names)} classes; at most 254 are possible.")
+        raise UserError(f"{place} has {len(names)} classes, but at most 254 are supported.")
     return _with_colors(classes, entries, settings), list(found.notes)
 
 

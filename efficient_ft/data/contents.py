@@ -1,6 +1,6 @@
 """Hash the contents of a data set, so that a resumed run detects changed data.
 
-Hashes do not depend on file names, locations and dates, so that a copy of a data set has equal hashes.
+Hashes do not depend on file names, locations or dates, so a copy of a data set has the same hashes.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from efficient_ft.data.listing import label_bytes, splits_of
 FILES = 2048
 #: Maximum size of a file that is hashed completely. Larger files are hashed by evenly spread pieces of this size.
 _COMPLETE, _PIECES, _PIECE = 1 << 20, 8, 1 << 15
-#: Number of blocks of samples in memory (texts, pixels), which have one hash each.
+#: Maximum number of blocks into which samples in memory are divided. Each block has one hash.
 _BLOCKS = 256
-#: Hexadecimal digits of a hash.
+#: Number of hexadecimal digits of a hash.
 _DIGITS = 8
 
 
 @dataclass(frozen=True)
 class Contents:
-    """Hashes of the parts of a data set or of weights."""
+    """Hashes of the parts of a data set, or of weights."""
 
     counts: Mapping[str, int]  # number of samples by part, such as a split
     names: Mapping[str, Sequence[str]]  # names of the hashed entries by part, for messages
     hashes: Mapping[str, str]  # concatenated hashes of these entries by part
 
     def record(self) -> dict[str, Any]:
-        """Return counts and hashes in plain containers."""
+        """Return the counts and hashes as plain containers."""
         return {part: {"count": self.counts[part], "hashes": self.hashes[part]} for part in self.counts}
 
     def changes(self, before: Mapping[str, Any]) -> list[str]:
-        """Return descriptions of the parts that differ from an earlier result of `record`."""
+        """Describe the parts that differ from an earlier result of `record`."""
         found = []
         for part in dict.fromkeys([*before, *self.counts]):
             then, count = before.get(part, {"count": 0, "hashes": ""}), self.counts.get(part, 0)
@@ -59,7 +59,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class Looked:
-    """Entries of a data set to hash."""
+    """The entries of a data set that are hashed."""
 
     counts: dict[str, int]  # see `Contents`
     names: dict[str, list[str]]  # see `Contents`
@@ -73,14 +73,13 @@ class Looked:
 
 
 def looked_at(listing: Any, root: str | os.PathLike[str] = "") -> Looked:
-    """Select the entries of a listing to hash. File names are relative to `root`."""
-    looked = Looked({}, {}, {}, {})
+    """Select the entries of a listing that are hashed. Their names are file paths relative to `root`."""
     classes = getattr(listing, "classes", None) or listing.class_names
     names = list(getattr(classes, "names", classes))
     ids, colors = (getattr(classes, key, None) or [None] * len(names) for key in ("ids", "colors"))
-    looked.counts["classes"], looked.names["classes"] = len(names), names
     each = zip(names, ids, colors, strict=True)
-    looked.known["classes"] = "".join(_hash(repr(one).encode(errors="surrogateescape")) for one in each)
+    hashes = "".join(_hash(repr(one).encode(errors="surrogateescape")) for one in each)
+    looked = Looked({"classes": len(names)}, {"classes": names}, {"classes": hashes}, {})
     for split, part in splits_of(listing).items():
         if hasattr(part, "masks"):
             chosen = spread(len(part), FILES)
@@ -103,7 +102,7 @@ def files_contents(part: str, paths: Sequence[Path]) -> Contents:
 
 
 def joined(parts: Mapping[str, Contents]) -> Contents:
-    """Combine several contents, and prefix the names of their parts with the keys of `parts`."""
+    """Combine several `Contents`, and prefix the names of their parts with the keys of `parts`."""
     every = {f"{prefix}{name}": (one, name) for prefix, one in parts.items() for name in one.counts}
     return Contents(
         {key: one.counts[name] for key, (one, name) in every.items()},
@@ -125,7 +124,7 @@ def _add_files(
 
 
 def _add_blocks(looked: Looked, part: str, samples: Any, labels: np.ndarray) -> None:
-    """Add pixels or texts in memory, with their labels."""
+    """Add samples in memory, which are pixels or texts, with their labels."""
     size = max(1, -(-len(samples) // _BLOCKS))
     starts = range(0, len(samples), size)
     looked.counts[part] = len(samples)
@@ -145,7 +144,7 @@ def _hash(data: bytes) -> str:
 
 
 def _of_file(path: str, complete: bool = False) -> str:
-    """Return the hash of a file, of pieces of a large file, or of no bytes if the file cannot be read."""
+    """Hash a file, or evenly spread pieces of a large file. An unreadable file has the hash of no bytes."""
     found = hashlib.blake2b(digest_size=_DIGITS // 2)
     try:
         with open(path, "rb", buffering=0) as file:
@@ -158,6 +157,6 @@ def _of_file(path: str, complete: bool = False) -> str:
                 for number in range(_PIECES):
                     file.seek((size - _PIECE) * number // (_PIECES - 1))
                     found.update(file.read(_PIECE))
-    except OSError:  # reported or skipped when the file is read
+    except OSError:  # the error is reported when the file is read for training
         pass
     return found.hexdigest()

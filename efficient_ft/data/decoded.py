@@ -1,4 +1,4 @@
-"""Store decoded and resized images on disk, so that each file is decoded only once, by the first run that reads it."""
+"""Store decoded and resized images on disk, so that only the first run decodes each file."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _FORMAT = 1
 
 
 class DecodedImages:
-    """A store of the resized images of a split, uint8.
+    """A store of the resized uint8 images of a split.
 
-    All runs that resize the same files to the same size share a store. Changed files and other versions of the decoder
-    use a different store.
+    All runs that resize the same files to the same size share a store. Changed files and different decoder versions use
+    a different store.
 
     Args:
         root: folder of all stores.
@@ -64,7 +64,7 @@ class DecodedImages:
         return RowStore(self.folder, self._about, self._count, math.prod(self._shape))
 
     def read(self, index: int) -> Image.Image | None:
-        """Return a resized image; None if it has not been stored or is damaged."""
+        """Return a resized image, or None if it has not been stored or is damaged."""
         found = self._store.read([index])
         return None if found is None else Image.fromarray(found.numpy().reshape(self._shape))
 

@@ -21,7 +21,7 @@ def visible_entries(folder: str | Path) -> Iterator[os.DirEntry[str]]:
     """Yield the entries of a folder that are not hidden.
 
     Raises:
-        UserError: the folder cannot be read.
+        UserError: If the folder cannot be read.
     """
     try:
         with os.scandir(folder) as entries:
@@ -36,13 +36,13 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 class FileList:
-    """List the files below folders of a data set, and record the files that are ignored.
+    """List the files below the folders of a data set, and record ignored files.
 
     Args:
         root: folder of the data set.
-        listed: folders whose files are listed. A link to a file in one of them is ignored, because the file would count
-            twice or belong to two classes.
-        follow_links: use the targets of links that lead out of `root`.
+        listed: folders whose files are listed. A link to a file in one of these folders is ignored, because the file
+            would be counted twice or belong to two classes.
+        follow_links: True to use the targets of links that lead out of `root`.
 
     Attributes:
         links: links to folders. They are ignored, because they may form a cycle or lead to another class.
@@ -64,8 +64,8 @@ class FileList:
         """Return the sorted paths of the visible files at any depth in a folder, which may be a link.
 
         Raises:
-            UserError: a folder cannot be read, a link leads out of the data set, or `strict` is True and the folder
-                contains entries that are ignored.
+            UserError: If a folder cannot be read, a link leads out of the data set, or `strict` is True and the folder
+                contains ignored entries.
         """
         files: list[str] = []
         waiting = [os.fspath(folder)]
@@ -107,31 +107,24 @@ class FileList:
         return not again
 
     def notes(self, folder: Path) -> list[str]:
-        """Return a sentence for each kind of ignored entry, and for followed links."""
-        inside, root = printable(folder), printable(self._root)
-        return [
-            f"{text}: {some(paths, 1)}{advice}."
-            for text, paths, advice in (
-                (f"Links to folders in {inside} are not followed", self.links, ". Replace them with the folders"),
-                (
-                    f"Entries in {inside} that are neither files nor folders are ignored",
-                    self.special,
-                    " (a pipe, a device or a broken link)",
-                ),
-                ("Links to files that are already part of the data set are not counted", self.again, ""),
-                (f"Links to files outside of {root} are followed", self.outside, ""),
-            )
-            if paths
-        ]
+        """Return one sentence for each kind of ignored entry, and one for followed links."""
+        inside = printable(folder)
+        notes = (
+            (self.links, f"Links to folders in {inside} are not followed", ". Replace the links with the folders"),
+            (self.special, f"Pipes, sockets, devices and broken links in {inside} are ignored", ""),
+            (self.again, "Links to files that are already part of the data set are not counted", ""),
+            (self.outside, f"Links to files outside of {printable(self._root)} are followed", ""),
+        )
+        return [f"{text}: {some(paths, 1)}{advice}." for paths, text, advice in notes if paths]
 
 
 def refuse_elsewhere(listed: Iterable[str], root: Path, follow_links: bool) -> None:
-    """Reject listed files that exist outside of the data set's folder.
+    """Reject listed files that are outside of the data set's folder.
 
     Links that lead out of `root` are accepted if `follow_links` is True. Other paths outside of `root` are rejected.
 
     Raises:
-        UserError: a file is outside of the folder.
+        UserError: If a file is outside of the folder.
     """
     top, written = os.path.realpath(root), os.path.normpath(root)
     links: dict[str, set[str]] = {}
@@ -140,8 +133,8 @@ def refuse_elsewhere(listed: Iterable[str], root: Path, follow_links: bool) -> N
         if folder not in links:
             if not _within(os.path.normpath(folder), written):
                 raise UserError(
-                    f"The lists in {printable(root)} name {printable(path)}, a file outside of this folder. Remove such"
-                    " lines, or put a complete copy of the data set there."
+                    f"The lists in {printable(root)} contain {printable(path)}, which is outside of this folder. Remove"
+                    " such lines, or copy the complete data set to this folder."
                 )
             if not follow_links and not _within(os.path.realpath(folder), top):
                 raise _outside(folder, root)
@@ -159,8 +152,8 @@ def links_in(places: Iterable[Path], root: Path, follow_links: bool) -> list[str
     """Return a sentence for each of the given paths that is a link out of the data set.
 
     Raises:
-        UserError: a link leads out of `root` and `follow_links` is False, or a link leads to a folder inside or above
-            `root`, whose files would belong to two classes or splits.
+        UserError: If a link leads out of `root` and `follow_links` is False, or if it leads to a folder inside or above
+            `root`, whose files would then belong to two classes or splits.
     """
     notes = []
     top = Path(os.path.realpath(root))
@@ -171,8 +164,8 @@ def links_in(places: Iterable[Path], root: Path, follow_links: bool) -> list[str
         if target == top or top in target.parents or target in top.parents:
             if target.is_dir():
                 raise UserError(
-                    f"{printable(place)} is a link to {printable(target)}, a folder of the same data set or above it:"
-                    " its files would have two classes, or be in two splits. Remove the link."
+                    f"{printable(place)} is a link to {printable(target)}, which is inside or above the data set. Its"
+                    " files would belong to two classes or splits. Remove the link."
                 )
         elif follow_links:
             notes.append(f"The link {printable(place)} is followed to {printable(target)}.")

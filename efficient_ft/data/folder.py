@@ -43,9 +43,10 @@ def missing_folder(root: Path) -> str | None:
 
 
 def folder_classes(root: Path, splits: Chosen | None = None, follow_links: bool = False) -> int | None:
-    """Count the training class folders without opening an image; None if there are none or the layout is ambiguous.
+    """Count the class folders of the training split without opening an image. See `read_folder` for the arguments.
 
-    See `read_folder` for the arguments.
+    Returns:
+        int or None: Number of classes; None if there are no classes or the layout is ambiguous.
     """
     if not root.is_dir():
         return None
@@ -59,19 +60,18 @@ def folder_classes(root: Path, splits: Chosen | None = None, follow_links: bool 
 def read_folder(root: Path, follow_links: bool = False, splits: Chosen | None = None) -> Listing:
     """List the images below `root`.
 
-    Two layouts are supported: ``train/CLASS`` with ``val/CLASS``, ``test/CLASS`` or both (in any common spelling, or as
-        set by ``data.splits``), and ``CLASS`` without splits. If there is neither ``val/`` nor ``test/``, one fifth of
-        every
-    class is held out for testing, the same images for every seed. Class folders may contain images at any depth.
-    Hidden files are ignored. Other unused files are counted in `Listing.left_out`.
+    Two layouts are supported: ``train/CLASS`` with ``val/CLASS``, ``test/CLASS`` or both, and ``CLASS`` without splits.
+    The names of splits may have any common spelling, or are set by ``data.splits``. If there is neither a validation
+    nor a test split, one fifth of every class is held out for testing, the same images for every seed. Class folders
+    may contain images at any depth. Hidden files are ignored. Other unused files are counted in `Listing.left_out`.
 
     Args:
         root: the folder, which may be a link.
-        follow_links: use the targets of links that lead out of `root`, and list them in the notes.
-        splits: folders of each split, as in ``data.splits``; None to recognize them by name.
+        follow_links: True to use the targets of links that lead out of `root`, and to list these links in the notes.
+        splits: folders of each split, as in ``data.splits``; None to recognize the splits by name.
 
     Raises:
-        UserError: the folder does not exist, the layout is ambiguous, there are fewer than two classes, a class has
+        UserError: If the folder does not exist, the layout is ambiguous, there are fewer than two classes, a class has
             fewer than two training images, or a link leads out of `root` and `follow_links` is False.
     """
     problem = missing_folder(root)
@@ -191,7 +191,7 @@ def _scan_eval(
     files: FileList,
     others: Counter[str],
 ) -> Samples | None:
-    """Return the validation or test images; None if the split does not exist."""
+    """Return the validation or test images, or None if the split does not exist."""
     if split not in splits:
         return None
     where = some([str(place.absolute()) for place in splits[split]])

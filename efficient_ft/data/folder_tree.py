@@ -38,7 +38,7 @@ class Folder:
 
     @property
     def shown(self) -> str:
-        """The name for messages: shortened, with a trailing slash."""
+        """The name for messages, which is shortened and ends with a slash."""
         name = printable(self.name)
         short = name if len(name) <= _LETTERS else f"{name[:_LETTERS]}…"
         return f"{short}/" if name else printable(self.path)
@@ -50,19 +50,20 @@ class Folder:
 
 
 def same_class(name: str) -> str:
-    """Normalize a class name, so that names that differ only in case, spaces or Unicode form become equal."""
+    """Normalize a class name. Names that differ only in case, spaces or Unicode form become equal."""
     return unicodedata.normalize("NFC", " ".join(name.split())).casefold()
 
 
 def scan(root: Path, follow_links: bool) -> tuple[Folder, list[tuple[Path, str | None]]]:
-    """Count the images of all folders below `root`.
+    """Count the images of all folders below `root`. No image is opened.
 
-    Links to folders are followed only in the upper levels, above the classes, and only if they lead out of `root` and
-    `follow_links` is True. Each other link in these levels is recorded as a folder with one image; `links_in` rejects
-    it if it is used.
+    Links to folders are followed only above the classes, and only if they lead out of `root` and `follow_links` is
+    True. Each other link above the classes is recorded as a folder with one image. `links_in` rejects such a link if it
+    is used.
 
     Returns:
-        The folder, and the upper folders that were not scanned, with an error message each (None for links).
+        The folder, and the folders above the classes that were not scanned, each with an error message (None for
+        links).
     """
     top = Folder(root)
     real = Path(os.path.realpath(root))

@@ -37,11 +37,11 @@ class ImageData(OpenedData[Samples, SplitDataset]):
 
     Attributes:
         decoding: options for decoding image files.
-        transform_eval: transform of evaluation, from a PIL image or a path to float32 (C, H, W).
+        transform_eval: evaluation transform, from a PIL image or a path to float32 (C, H, W).
 
     Raises:
-        SettingError: a setting does not fit the data set.
-        UserError: the data set cannot be split, or too few readable images remain.
+        SettingError: If a setting does not fit the data set.
+        UserError: If the data set cannot be split, or too few readable images remain.
     """
 
     task, noun = "classification", "image"
@@ -65,14 +65,13 @@ class ImageData(OpenedData[Samples, SplitDataset]):
             )
 
     def _split(self, listing: Listing) -> dict[str, Samples]:
-        """Return the samples of each split."""
         train, val = listing.train, listing.val
         if self.best_split == "test" and self._config.train_on_val and listing.recipe_trains_on_val and val is not None:
             train, val = train.join(val), None  # the best epoch is not selected on validation images
         return self._choose_splits(train, val, listing.test, stratified_split)
 
     def _without_corrupt(self, listing: Listing) -> Listing:
-        """Return `listing` without unreadable files, and record these files as skipped."""
+        """Return `listing` without unreadable files, which are recorded as skipped."""
         parts: dict[str, Samples] = splits_of(listing)
         for name, part in parts.items():
             if isinstance(part.images, Paths):
@@ -129,12 +128,13 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         return SplitDataset(self._parts[split], transform, self._seed, self._decoded.get(split))
 
     def keep_decoded(self, epochs: int) -> None:
-        """Keep decoded images on disk for a run of `epochs` epochs, if `data.keep_decoded` and the free space allow it.
+        """Keep decoded images on disk for a run of `epochs` epochs, if `data.keep_decoded` and the free disk space
+        permit.
 
         The training images and the images on which the best epoch is selected are kept. A note reports the result.
 
         Raises:
-            SettingError: ``data.keep_decoded=on``, and the images have different sizes or there is not enough space.
+            SettingError: If ``data.keep_decoded=on``, and the images have different sizes or there is not enough space.
         """
         config, on = self._config, self._config.keep_decoded == "on"
         transforms = {"train": self._train_transform, self.best_split: self.transform_eval}

@@ -67,8 +67,8 @@ class Decoding:
     """Options for decoding image files to RGB.
 
     Attributes:
-        value_range: (low, high), the values of gray images with more than 8 bits that map to black and white. Values
-            outside are clipped. None for the full 16-bit range.
+        value_range: (low, high), the gray values that map to black and white in images with more than 8 bits. Values
+            outside of this range are clipped. None to use the full 16-bit range.
         max_pixels: maximum number of pixels; larger images are rejected.
     """
 
@@ -91,7 +91,7 @@ def read_image(
         decoding: value range and size limit; None for the default.
 
     Raises:
-        UserError: the file is missing, unreadable, truncated, too large or not an image. The message begins with the
+        UserError: If the file is missing, unreadable, truncated, too large or not an image. The message begins with the
             path.
     """
     with opened(path, decoding) as image:
@@ -108,10 +108,10 @@ def reduce_resolution(image: Image.Image, target_size: tuple[int, int] | None) -
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str], decoding: Decoding | None = None) -> Iterator[Image.Image]:
-    """Open an image of a supported format, and read only its header.
+    """Open an image of a supported format and read only its header.
 
     Raises:
-        UserError: see `read_image`. Errors inside of the context are converted to `UserError` as well.
+        UserError: See `read_image`. Errors inside the context are also converted to `UserError`.
     """
     limit = (decoding or Decoding()).max_pixels
     try:
@@ -138,7 +138,7 @@ def to_rgb(image: Image.Image, decoding: Decoding) -> Image.Image:
     """Decode an opened image as upright RGB.
 
     Raises:
-        ValueError: the pixels cannot be converted to RGB.
+        ValueError: If the pixels cannot be converted to RGB.
     """
     # Pillow drops the bands of a TIFF image that it cannot represent.
     bands = int(image.tag_v2.get(277, 1)) if image.format == "TIFF" else 1  # type: ignore[attr-defined]
@@ -178,9 +178,9 @@ def has_16_bits(image: Image.Image) -> bool:
 
 
 def _eight_bits(image: Image.Image, value_range: tuple[float, float] | None, levels: float) -> Image.Image:
-    """Scale gray values to 8 bits.
+    """Scale gray values to 8 bits, such that `value_range` maps to 0 and 255.
 
-    The values of `value_range` map to 0 and 255. The factor `levels` converts Pillow's values to the stored values.
+    The factor `levels` converts Pillow's values to the stored values.
     """
     values = np.asarray(image).astype(np.float64) * levels
     if not np.isfinite(values).all():
@@ -199,7 +199,7 @@ def _eight_bits(image: Image.Image, value_range: tuple[float, float] | None, lev
 
 
 def _stored_levels(image: Image.Image) -> float:
-    """Return the factor from Pillow's 16-bit values to the stored values of an image that has not been loaded."""
+    """Return the factor that converts Pillow's 16-bit values of an unloaded image to the stored values."""
     if image.format == "PPM" and image.mode == "I" and isinstance(args := _arguments(image), tuple):
         return float(args[-1]) / 65535
     if image.format == "JPEG2000" and image.mode.startswith("I"):
@@ -220,7 +220,7 @@ def _too_many(bands: int) -> str:
 
 
 def _identified(file: IO[bytes], path: str) -> Image.Image:
-    """Open an image of a supported format without Pillow's size limit; raise `ValueError` for other formats."""
+    """Open an image of a supported format without Pillow's size limit. Raise `ValueError` for other formats."""
     start = file.read(512)
     if not start:
         raise ValueError("the file is empty")
@@ -272,7 +272,7 @@ def _why_not(file: IO[bytes], name: str, error: Exception) -> str:
 
 
 def file_kind(start: bytes) -> str | None:
-    """Return the kind of a file, such as ``HEIC`` or ``HTML or XML``, by its first bytes; None if it is unknown."""
+    """Return the kind of a file by its first bytes, such as ``HEIC`` or ``HTML or XML``, or None if it is unknown."""
     if start[4:8] == b"ftyp":
         brand = start[8:12]
         if brand in (b"avif", b"avis"):
@@ -287,7 +287,7 @@ def file_kind(start: bytes) -> str | None:
 
 
 def reading_hint(extension: str) -> str | None:
-    """Return instructions for images with an unsupported extension, such as ``.heic``; None for other files."""
+    """Return instructions for images with an unsupported extension, such as ``.heic``, or None for other files."""
     for extensions, _, how in _FURTHER.values():
         if extension in extensions:
             return how
@@ -300,5 +300,5 @@ def class_name(folder: str) -> str:
 
 
 def is_image(path: str | os.PathLike[str]) -> bool:
-    """Return True if the extension is that of a supported image format."""
+    """Return True if the extension denotes a supported image format."""
     return os.path.splitext(path)[1].lower() in EXTENSIONS

@@ -1,4 +1,4 @@
-"""Inspect image data sets: sizes, modes, values and frames; a thorough inspection also finds duplicates."""
+"""Inspect image data sets: sizes, modes, values and frames. A thorough inspection also finds duplicates."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _BLOCK = 512
 
 @dataclass
 class _Seen:
-    """An image and its properties. The fields after `decoded` describe the pixels of decoded images."""
+    """An image and its properties. Only decoded images have the properties after `decoded`."""
 
     split: str
     index: int
@@ -85,10 +85,10 @@ def inspect_images(
     Args:
         parts: samples by split.
         class_names: class names by label.
-        input: input of the network, whose size is compared with the sizes of the images.
+        input: input of the network, whose size is compared with the image sizes.
         decoding: options for decoding files; None for the default.
-        thorough: decode every image, and search for unreadable files and duplicates; otherwise inspect an evenly
-            spread sample.
+        thorough: True to decode every image and to search for unreadable files and duplicates; False to inspect an
+            evenly spread sample.
     """
     decoding, found = decoding or Decoding(), Inspection()
     total = sum(len(part) for part in parts.values())
@@ -140,7 +140,7 @@ def _images(parts: Mapping[str, Samples], chosen: np.ndarray) -> list[_Seen]:
 
 
 def _to_decode(images: Sequence[_Seen]) -> list[_Seen]:
-    """Return evenly spread images to decode, with a limited number of pixels."""
+    """Select evenly spread images to decode, with at most `PIXELS` pixels in total but at least `_FIRST` images."""
     readable = [image for image in images if image.error is None and not image.decoded]
     chosen: list[_Seen] = []
     pixels = 0
@@ -197,7 +197,7 @@ def _digest(pixels: np.ndarray) -> bytes:
 
 
 def _report_sizes(found: Inspection, images: Sequence[_Seen], total: int, input: InputSpec) -> None:
-    """Report sizes, modes, values, and the number of inspected images."""
+    """Report sizes, modes and values, and the number of inspected images."""
     sizes = sorted((image.size for image in images), key=lambda size: (size[0] * size[1], size))
     low, middle, high = sizes[0], sizes[len(sizes) // 2], sizes[-1]
     modes = Counter(image.mode for image in images)
@@ -234,7 +234,7 @@ def _by(size: tuple[int, int]) -> str:
 
 
 def _report_values(found: Inspection, decoded: Sequence[_Seen], decoding: Decoding) -> None:
-    """Report values that use a small part of the range, clipped values, and images of a single color."""
+    """Report images that use a small part of the value range, clipped values, and images of a single color."""
     if not decoded:
         return
     number = counted(len(decoded), "decoded image")
@@ -286,7 +286,7 @@ def _report_values(found: Inspection, decoded: Sequence[_Seen], decoding: Decodi
 
 
 def _report_masks(found: Inspection, images: Sequence[_Seen]) -> None:
-    """Report images that are named like the mask of another image in their folder."""
+    """Report images whose names look like the mask of another image in their folder."""
     masks = []
     for image in images:
         stem, extension = os.path.splitext(image.path)
@@ -303,7 +303,7 @@ def _report_masks(found: Inspection, images: Sequence[_Seen]) -> None:
 
 
 def _report_files(found: Inspection, images: Sequence[_Seen]) -> None:
-    """Report formats, extensions that do not match them, and files with several frames."""
+    """Report formats, extensions that do not match the format, and files with several frames."""
     formats = Counter(image.format for image in images if image.format)
     if not formats:
         return
@@ -401,14 +401,13 @@ def _report_near_duplicates(found: Inspection, images: Sequence[_Seen], class_na
 
 
 def _thumbnail(image: Image.Image) -> np.ndarray:
-    """Return a thumbnail of an RGB image for comparisons: uint8 (9 * 9 * 3,)."""
+    """Return a thumbnail of an RGB image for comparisons: uint8 (243,)."""
     return np.asarray(image.resize((_SIDE, _SIDE), Image.Resampling.BILINEAR, reducing_gap=2.0)).ravel()
 
 
 def _near_pairs(thumbnails: Sequence[np.ndarray], sizes: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the indices of pairs of almost equal images, given their thumbnails and (width, height).
-
-    Images with low contrast are skipped.
+    """Yield the indices of almost equal images, given their thumbnails and (width, height). Skip images with low
+    contrast.
     """
     pixels = np.asarray(thumbnails, dtype=np.float32).reshape(len(thumbnails), -1 if thumbnails else 1)
     contrast = pixels.std(axis=1)

@@ -52,7 +52,8 @@ def inspect_masks(
         classes: classes of the data set.
         settings: mask settings.
         decoding: options for decoding images.
-        thorough: decode every file, and compare images across splits; otherwise read headers and decode some masks.
+        thorough: True to decode every file and compare images across splits; False to read headers and decode some
+            masks.
     """
     found = survey(parts, classes, thorough)
     result = Inspection()
@@ -161,7 +162,7 @@ def _warnings(result: Inspection, found: Survey, classes: Classes, settings: Mas
 
 
 def _odd(result: Inspection, found: Survey, classes: Classes) -> None:
-    """Warn if all masks are equal, if each contains a single class, or if some may be inverted."""
+    """Warn if all masks are equal, if each mask contains a single class, or if some masks may be inverted."""
     rows = [row for row in found.masks if not row[1].error]
     shares = np.asarray([one.shares for _, one in rows]).reshape(len(rows), -1)[:, :UNKNOWN]
     present = (shares > 0).sum(axis=1)
@@ -182,10 +183,10 @@ def _odd(result: Inspection, found: Survey, classes: Classes) -> None:
 
 
 def _inverted(result: Inspection, paths: Sequence[str], pixels: np.ndarray, classes: Classes) -> None:
-    """Warn if some masks of two classes may be inverted relative to the others, given their pixel counts, int64 (N, 2).
+    """Warn if some masks of two classes may be inverted, given their pixel counts, int64 (N, 2).
 
-    Inverted masks are assumed if no foreground share is near one half, and if one class covers about the same share in
-    the first group of masks as the other class covers in the second group.
+    Inverted masks are assumed if no foreground share is near one half, and one class covers about the same share in
+    some masks as the other class covers in the remaining masks.
     """
     mixed = np.flatnonzero(pixels.all(axis=1))  # a mask with a single class gives no evidence
     share = pixels[mixed, 1] / np.maximum(pixels[mixed].sum(axis=1), 1)
@@ -206,7 +207,7 @@ def _inverted(result: Inspection, paths: Sequence[str], pixels: np.ndarray, clas
 
 
 def _sizes_that_differ(found: Survey, settings: MaskConfig) -> list[tuple[str, str, str]]:
-    """Return the paths of images and masks whose upright sizes differ, with both sizes as text."""
+    """Return the paths of images and masks whose upright sizes differ, and both sizes as text."""
     different = []
     for pair in found.pairs:
         if pair.header is None or pair.stored is None:
@@ -222,7 +223,7 @@ def _sizes_that_differ(found: Survey, settings: MaskConfig) -> list[tuple[str, s
 
 
 def _problems_of_headers(result: Inspection, found: Survey, settings: MaskConfig) -> None:
-    """Record the problems visible in headers and in the decoded masks."""
+    """Record problems found in headers and decoded masks."""
     for split, rows in found.counted.items():
         for path, one in rows:
             if one.error and one.error != "colors":
@@ -242,7 +243,7 @@ def _problems(
     settings: MaskConfig,
     decoding: Decoding | None,
 ) -> None:
-    """Read every pair in the same way as training, and record the failures."""
+    """Read every pair in the same way as training, and record failures."""
     unreadable: set[str] = set()
 
     def read(job: tuple[str, str, bool]) -> None:

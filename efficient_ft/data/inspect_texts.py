@@ -1,4 +1,4 @@
-"""Inspect texts: lengths in tokens, unknown tokens, duplicates, and suspicious content."""
+"""Inspect texts: token counts, unknown tokens, duplicates, and suspicious content."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def inspect_texts(
         class_names: class names by label.
         tokenizer: tokenizer of the network.
         max_length: ``model.max_length``, in tokens.
-        thorough: examine all texts, and ignore case and spaces in comparisons; otherwise examine at most 1,000 training
-            texts, and compare the first 100,000 texts exactly.
+        thorough: True to examine all texts, and to ignore case and spaces in comparisons; False to examine at most
+            1,000 training texts, and to compare the first 100,000 texts exactly.
     """
     found = Inspection()
     texts = parts["train"].texts
@@ -68,7 +68,7 @@ def inspect_texts(
 
 
 def _within(texts: Sequence[tuple[str, ...]], characters: int) -> list[tuple[str, ...]]:
-    """Return a random subset of the texts with at most `characters` characters in total, or a single text."""
+    """Return a random subset of the texts with at most `characters` characters in total, but at least one text."""
     kept: list[int] = []
     for index in np.random.default_rng(0).permutation(len(texts)).tolist():
         size = sum(map(len, texts[index]))
@@ -172,7 +172,7 @@ def _keys(texts: Sequence[tuple[str, ...]], *, thorough: bool) -> Iterator[tuple
 
 
 def _names(found: Inspection, class_names: Sequence[str], parts: Mapping[str, Texts]) -> None:
-    """Report class names that may mean missing labels, numbers, or combinations of labels."""
+    """Report class names that may be missing labels, numbers, or combinations of labels."""
     markers = [name for name in class_names if name.casefold() in _MARKERS]
     if set(class_names) == {"-1", "1"}:
         markers = []

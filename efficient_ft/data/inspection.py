@@ -36,7 +36,7 @@ def spread(size: int, count: int) -> np.ndarray:
 def decoding_threads(pixels: int, limit: int) -> int:
     """Return the number of images to decode in parallel.
 
-    The largest image has `pixels` pixels, and all images together have at most `limit` pixels.
+    The images decoded at the same time have at most `limit` pixels in total if the largest image has `pixels` pixels.
     """
     return max(1, min(8, os.cpu_count() or 1, limit // max(pixels, 1)))
 
@@ -50,7 +50,7 @@ def in_threads(
 ) -> Iterable[_Result]:
     """Apply a function to all items in threads, and yield the results in order. Pillow decodes without the GIL.
 
-    The default number of threads is one per processor, at most 8.
+    By default, there is one thread per processor, but at most 8.
     """
     with ThreadPoolExecutor(max_workers=threads or min(8, os.cpu_count() or 1)) as pool:
         yield from pool.map(function, items)
@@ -67,7 +67,7 @@ def find_failures(
 ) -> dict[_Item, str]:
     """Call a function for all items in threads, and return the messages of its user errors by item.
 
-    The items are iterated twice. The total number of items and the description are shown in a progress bar.
+    The items are iterated twice. A progress bar shows the description and the total number of items.
     """
 
     def message(item: _Item) -> str | None:

@@ -1,7 +1,7 @@
-"""Find the splits and the class folders in a user's image folder.
+"""Find the splits and the class folders in a user's image folder, without opening an image.
 
-`find_layout` decides by the names of folders and the number of images in each. No image is opened. If a layout is
-ambiguous, the error message lists the folders and the settings that resolve the ambiguity.
+`find_layout` decides by folder names and by the number of images in each folder. If a layout is ambiguous, the error
+message lists the folders and the settings that resolve the ambiguity.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Layout:
 
 
 def find_layout(root: Path, chosen: Chosen | None = None, follow_links: bool = False) -> Layout:
-    """Find the folders of splits and classes; see `read_folder` for the arguments.
+    """Find the folders of splits and classes. See `read_folder` for the arguments.
 
     Raises:
-        UserError: the layout is ambiguous or not supported.
+        UserError: If the layout is ambiguous or not supported.
     """
     top, blocked = scan(root, follow_links)
     try:
@@ -145,7 +145,7 @@ def _recognized(top: Folder) -> Layout:
 
 
 def _entered(folder: Folder) -> Folder:
-    """Return the folder that contains the classes of a split, which may be one or two levels deeper."""
+    """Return the folder that contains the classes of a split. It may be one or two levels deeper."""
     for _ in range(2):
         inner = list(folder.filled.values())
         base = os.path.basename(folder.name)
@@ -184,7 +184,7 @@ def _is_unlabeled(name: str) -> bool:
 
 
 def _without_train(top: Folder, named: Mapping[str, Split], by_split: Mapping[Split, Sequence[str]]) -> Layout:
-    """Return the layout of a folder without a recognized training split, whose top folders are the classes."""
+    """Return the layout of a folder without a recognized training split. Its direct subfolders are the classes."""
     folders = top.filled
     if not folders:
         if top.images and not top.folders:
@@ -224,7 +224,7 @@ def _without_classes(top: Folder, flat: Sequence[Folder]) -> str:
 
 
 def labels_hint(folders: Sequence[Path]) -> str:
-    """Return a sentence that names files in the folders that may contain labels; empty if there are none."""
+    """Return a sentence that names files in the folders that may contain labels, or an empty string if there are none."""
     places = [folder for folder in folders if folder.is_dir()]
     names = [e.name for place in places for e in os.scandir(place) if e.name.lower().endswith(_TABLES)]
     return f" The labels may be in {some(sorted(names), 3)}: sort the images into class folders." if names else ""
@@ -235,7 +235,7 @@ def _listed(folders: Sequence[Folder]) -> str:
 
 
 def _refuse_wrapper(top: Folder) -> None:
-    """Reject a folder that contains the data set in a subfolder."""
+    """Reject a folder whose data set is in a subfolder."""
     folders = list(top.filled.values())
     inner = folders[0]
     if len(folders) == 1 and not inner.images:
@@ -270,9 +270,9 @@ def _require_clear(
     by_split: Mapping[Split, Sequence[str]] | None = None,
     evaluated: Sequence[Folder] = (),
 ) -> None:
-    """Reject folders that may not be the classes, and note classes whose images are in subfolders.
+    """Reject folders that may not be the classes, and add a note on classes with images in subfolders.
 
-    The classes are the direct subfolders of `place`, and `now` is the layout as a value of ``data.splits``.
+    The classes are the direct subfolders of `place`. `now` is the layout as a value of ``data.splits``.
     """
     classes = list(place.filled.values())
     depths: Counter[int] = Counter()

@@ -1,4 +1,4 @@
-"""Lists of the samples of a data set, with labels, class names and splits. No file is decoded here."""
+"""Lists of the samples of a data set, with labels, class names and splits. No file is decoded."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ class Samples:
         return Samples(images, self.labels[indices])
 
     def content_digest(self) -> str:
-        """Return a digest (16 hex digits) of labels and pixels, or of labels, paths, sizes and dates of files."""
+        """Return a digest (16 hex digits) of the labels, and of pixels in memory or the paths, sizes and dates of
+        files.
+        """
         hasher = hashlib.blake2b(label_bytes(self.labels), digest_size=8)
         if not isinstance(self.images, np.ndarray):
             return hash_files(hasher, self.images)
@@ -80,7 +82,7 @@ class Samples:
 
 @dataclass
 class Listing:
-    """The lists of an image data set, with the splits of its publisher or of the user's folders."""
+    """The samples of an image data set by split (official or user-defined splits)."""
 
     class_names: list[str]  # class names by label
     train: Samples  # training split
@@ -94,7 +96,7 @@ class Listing:
     def digest(self) -> str:
         """Return a digest (8 hex digits) of class names, labels, and sizes or pixels of up to 256 images of each split.
 
-        Paths and file dates do not matter. A file that is replaced by a file of equal size is not detected.
+        Paths and file dates do not matter. Replacing a file with a file of equal size is not detected.
         """
         hasher = hashlib.blake2b("\n".join(self.class_names).encode(), digest_size=4)
         for name, part in splits_of(self).items():
@@ -125,16 +127,16 @@ _Samples = TypeVar("_Samples", bound=Labeled)
 def stratified_split(samples: _Samples, fraction: float, seed: int) -> tuple[_Samples, _Samples]:
     """Hold out a fraction of every class.
 
-    At least one sample is held out of each class with two or more samples, and at least one is kept. The choice within
+    At least one sample of each class with two or more samples is held out, and at least one is kept. The choice within
     a class depends only on the seed and on the samples of this class.
 
     Args:
         samples: samples to split.
-        fraction: fraction to hold out of each class, between 0 and 1.
+        fraction: fraction of each class to hold out, between 0 and 1.
         seed: seed of the random choice.
 
     Returns:
-        The kept and the held out samples, each in the order of `samples`.
+        The kept samples and the held-out samples, both in the order of `samples`.
     """
     held_out = np.zeros(len(samples), dtype=bool)
     by_class = np.argsort(samples.labels, kind="stable")
@@ -151,7 +153,7 @@ def stratified_split(samples: _Samples, fraction: float, seed: int) -> tuple[_Sa
 
 
 def label_bytes(labels: np.ndarray) -> memoryview:
-    """Return labels, integers or numbers, as bytes that are the same on every machine; on most machines no copy."""
+    """Return labels, integers or floating-point numbers, as little-endian bytes, usually without a copy."""
     return np.ascontiguousarray(labels, dtype="<f8" if labels.dtype.kind == "f" else "<i8").data
 
 
@@ -163,5 +165,5 @@ def _size(path: str) -> bytes:
 
 
 def hold_out_test(samples: _Samples) -> tuple[_Samples, _Samples]:
-    """Hold out one fifth of every class for testing, the same samples in all runs, and return (train, test)."""
+    """Hold out one fifth of every class for testing, the same samples in all runs. Return (train, test)."""
     return stratified_split(samples, _TEST_FRACTION, _TEST_SEED)

@@ -1,4 +1,4 @@
-"""Load the images of a split, augmented by (seed, epoch, index), and combine them into batches."""
+"""Load the images of a split, augmented by (seed, epoch, index), and collate the images into batches."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class LoadFailure:
 class SplitDataset(Dataset[tuple[Tensor, int]]):
     """A dataset of augmented images, float32 (C, H, W), with labels. Its keys are (epoch, index).
 
-    Augmentation depends only on (seed, epoch, index). The number of worker processes, the order of access and the state
-    of global random generators do not matter. Small images in memory are resized once and cached.
+    Augmentation depends only on (seed, epoch, index). The number of worker processes, the access order and the state of
+    global random generators do not matter. Small images in memory are resized once and cached.
 
     Args:
         samples: samples of the split.
@@ -90,7 +90,7 @@ class SplitDataset(Dataset[tuple[Tensor, int]]):
         """Load one image.
 
         Raises:
-            UserError: the file cannot be read.
+            UserError: If the file cannot be read.
         """
         image = self._transform.normalize(self._augmented([key]))[0]
         return image, int(self._labels[key[1]])
@@ -105,9 +105,10 @@ class SplitDataset(Dataset[tuple[Tensor, int]]):
 
 
 def load_seeded(seed: int, keys: Sequence[tuple[int, int]], load: Callable[[int], _Sample]) -> list[_Sample]:
-    """Load samples, each with torch's CPU generator seeded by (seed, epoch, index), and restore the generator's state.
+    """Load samples, each with torch's CPU generator seeded by (seed, epoch, index). Restore the generator's state
+    afterwards.
 
-    The keys are (epoch, index) pairs. The function `load` loads and augments the sample with a given index.
+    The keys are (epoch, index) pairs. The function `load` loads and augments the sample with the given index.
     """
     # fork_rng and torch.manual_seed would also seed the generator of a GPU.
     state = torch.default_generator.get_state()
@@ -138,7 +139,7 @@ class Loader(DataLoader[tuple[Tensor, int]]):
         """Iterate over the batches.
 
         Raises:
-            UserError: an image cannot be read, or a worker process was killed.
+            UserError: If an image cannot be read, or a worker process was killed.
         """
         batches = super().__iter__()
         try:
@@ -155,11 +156,11 @@ class Loader(DataLoader[tuple[Tensor, int]]):
 
 
 def refuse_killed_worker(error: BaseException) -> None:
-    """Raise a user error if a worker process was killed. PyTorch reports this at any time, from a signal handler.
+    """Raise a user error if a worker process was killed. PyTorch reports this from a signal handler, at any time.
 
     Raises:
-        KeyboardInterrupt, TerminatedRun: this process has received a signal to stop.
-        UserError: `error` reports that a worker process was killed.
+        KeyboardInterrupt, TerminatedRun: If this process has received a signal to stop.
+        UserError: If `error` reports that a worker process was killed.
     """
     text = str(error)
     if "DataLoader worker" not in text or not ("killed by signal" in text or "exited unexpectedly" in text):

@@ -29,7 +29,7 @@ _DECODED = 16
 
 
 def missing_mask_folder(root: Path) -> str | None:
-    """Return the error message if a folder does not exist, otherwise None."""
+    """Return the error message if `root` is not a folder, otherwise None."""
     return None if root.is_dir() else f"data.root={printable(root)}: no such folder. {LAYOUT}"
 
 
@@ -46,12 +46,12 @@ def read_mask_folder(
     Args:
         root: the folder, which may be a link.
         settings: mask settings.
-        chosen: folders with images and masks, or folders of images, as in ``data.splits``; None to recognize them.
-        follow_links: use the targets of links that lead out of `root`, and list them in the notes.
+        chosen: folders of each split, as in ``data.splits``; None to recognize the splits by name.
+        follow_links: True to use the targets of links that lead out of `root`, and to list these links in the notes.
 
     Raises:
-        UserError: the folder does not exist, there are no classes, the layout is ambiguous, an image has no mask, or a
-            link leads out of `root` and `follow_links` is False.
+        UserError: If the folder does not exist, there are no classes, the layout is ambiguous, an image has no mask, or
+            a link leads out of `root` and `follow_links` is False.
     """
     problem = missing_mask_folder(root)
     if problem is not None:
@@ -92,7 +92,7 @@ def read_mask_folder(
 
 
 def _values_found(places: Places) -> str:
-    """Return a sentence with the values of some training masks; empty if no mask can be read."""
+    """Return a sentence with the values of some training masks, or an empty string if no mask can be read."""
     masks = [mask.path for _, mask in places.get("train", ()) if mask is not None]
     paths = sorted(str(one) for folder in masks for one in folder.rglob("*") if one.suffix.lower() in MASK_EXTENSIONS)
     images: Counter[int] = Counter()
@@ -188,7 +188,7 @@ class _Pairs:
             self.notes.append(f"Not used: {some(listed)}.")
 
     def _files(self, folder: Path, extensions: Sequence[str]) -> tuple[dict[str, str], Counter[str]]:
-        """Return files with these extensions by relative path without extension, and the number of other files."""
+        """Return files with the given extensions by relative path without extension, and the number of other files."""
         other = Counter[str]()
         found: dict[str, str] = {}
         inner = tuple(os.fspath(area) + os.sep for area in self._areas if folder in area.parents)

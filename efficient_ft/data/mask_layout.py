@@ -1,4 +1,4 @@
-"""Find the folders of images and masks of each split, by name or by settings."""
+"""Find each split's folders of images and masks, by name or by settings."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Tree:
 
 
 def shown(path: Path, root: Path) -> str:
-    """Return a folder as text, relative to the root: ``train/images/``."""
+    """Return a folder's path relative to the root as text: ``train/images/``."""
     return "./" if path == root else printable(path.relative_to(root).as_posix()) + "/"
 
 
@@ -191,7 +191,7 @@ def _repeated(root: Path, split: Split, here: list[Area], images: list[Area]) ->
 
 
 def _split_folder(area: Area, root: Path) -> str:
-    """Return the folder to name in ``data.splits``, which is the parent of images and masks if there is one."""
+    """Return the folder to name in ``data.splits``: the parent of the images and masks if there is one."""
     folder = area.path
     while read_name(folder.name).kind == "images" and not read_name(folder.name).rest and folder.parent != root:
         folder = folder.parent
@@ -217,7 +217,7 @@ def _counts(areas: Sequence[Area], root: Path) -> str:
 
 
 def _refuse_prefixes(root: Path, areas: list[Area]) -> None:
-    """Reject data sets that are in one or several subfolders of the root."""
+    """Reject data sets in one or several subfolders of the root."""
     counts = Counter[str]()
     for area in areas:
         counts[area.prefix] += area.count
@@ -280,7 +280,7 @@ def named_places(root: Path, tree: Tree, chosen: Chosen) -> Places:
     """Return the folders of each split that the setting ``data.splits`` names.
 
     Raises:
-        UserError: a folder does not exist, or has no images or no matching masks.
+        UserError: If a folder does not exist, contains no images, or has no matching masks.
     """
     places: Places = {}
     for split, paths in chosen_places(root, chosen).items():

@@ -1,4 +1,4 @@
-"""Parse and match names of folders and files of images and masks."""
+"""Parse and match folder and file names of images and masks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _JOINED = re.compile(
 
 @dataclass(frozen=True)
 class FolderName:
-    """The kind of files that a folder name denotes, or None, and the other words, which may denote a split."""
+    """The kind of files that a folder name denotes (or None), and its other words, which may denote a split."""
 
     kind: Kind | None
     rest: str
@@ -63,9 +63,9 @@ class Matches:
 
 
 def match_names(images: Sequence[str], masks: Sequence[str]) -> Matches:
-    """Match images and masks with equal names, or names that differ by a constant prefix or suffix.
+    """Match images and masks with equal names, or with names that differ by a constant prefix or suffix.
 
-    Images and masks may have different prefixes or suffixes. Names are relative paths without extension.
+    Images and masks may have different prefixes or suffixes. Names are relative paths without extensions.
     """
     best = _matched(images, masks, {_plain(name): name for name in masks}, _plain, "")
     if best.images or best.masks:
@@ -96,9 +96,9 @@ def match_names(images: Sequence[str], masks: Sequence[str]) -> Matches:
 
 
 def _common(names: Sequence[str], others: Sequence[str]) -> tuple[str, str]:
-    """Return the common prefix and suffix of all names, which end at the boundary of a word or number.
+    """Return the common prefix and suffix of all names. They end at a word or number boundary.
 
-    For a single name and a single other name, return the suffix in which they differ unless it is a number.
+    For a single name and a single other name, return the suffix by which the first name differs, unless it is a number.
     """
     stems = [_plain(name).rpartition("/")[2] for name in names]
     if len(stems) == len(others) == 1:
@@ -153,7 +153,7 @@ def _content(name: str) -> str:
 
 
 def _affixes(images: Sequence[str], masks: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the (prefix, suffix) pairs by which masks extend the names of images, the most frequent first."""
+    """Return the (prefix, suffix) pairs that extend image names to mask names, with the most frequent pair first."""
     found = Counter[tuple[str, str]]()
     by_folder: dict[str, list[str]] = {}
     for mask in masks:
@@ -177,7 +177,7 @@ def _is_another_number(before: str, stem: str, after: str) -> bool:
 def _several(images: Sequence[str], found: Matches, end: str) -> tuple[tuple[str, str], tuple[str, ...]] | None:
     """Return two masks of one image, and the suffixes of masks that most images have; None if no image has two masks.
 
-    Images may have the suffix `end`, which their masks lack.
+    Images may have the suffix `end`, which is absent from their masks.
     """
     chosen = sorted(images)[:: max(len(images) // 64, 1)]
     first: tuple[str, str] | None = None

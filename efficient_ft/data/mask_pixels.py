@@ -1,4 +1,4 @@
-"""Read the ids or colors of mask files without mapping them to classes."""
+"""Read the ids or colors of mask files, without converting the values to classes."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class _UnusableMaskError(Exception):
 
 
 def read_pixels(path: str, orientation: int = 1) -> Pixels:
-    """Read the pixels of a mask, and apply the EXIF orientation of its image.
+    """Read the pixels of a mask and apply the EXIF orientation of its image.
 
     Raises:
-        UserError: the file cannot be read, its format is lossy, or it has several pages.
+        UserError: If the file cannot be read, its format is lossy, or it has several pages.
     """
     try:
         with Image.open(path, formats=FORMATS) as image:
@@ -86,7 +86,7 @@ def read_header(path: str) -> Header:
     """Read the mode, the size and the palette of a mask.
 
     Raises:
-        UserError: the file cannot be read.
+        UserError: If the file cannot be read.
     """
     try:
         with Image.open(path, formats=FORMATS) as image:
@@ -105,9 +105,9 @@ def read_header(path: str) -> Header:
 
 
 def stored_size(path: str) -> tuple[tuple[int, int], int] | None:
-    """Return the (width, height) of the stored pixels of an image, and its EXIF orientation (1 by default).
+    """Return the (width, height) of an image's stored pixels, and its EXIF orientation (1 by default).
 
-    The result is None if the file cannot be read, which is reported when the image is read.
+    Return None if the file cannot be read. The error is reported when the image is read.
     """
     try:
         with open(path, "rb") as file:

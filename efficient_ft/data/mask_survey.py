@@ -1,4 +1,4 @@
-"""Survey masks before training: read their headers, and decode a sample, to reject ambiguous data."""
+"""Survey masks before training: read headers and decode a sample of the masks, to reject ambiguous data."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Counted:
 
 @dataclass(frozen=True)
 class Pair:
-    """The headers of an image and its mask; None for files that cannot be read."""
+    """The headers of an image and its mask. A header is None if the file cannot be read."""
 
     image: str
     mask: str
@@ -60,7 +60,7 @@ class Pair:
 
 @dataclass
 class Survey:
-    """Headers and counted pixels of the masks of a data set, by split."""
+    """The headers and pixel counts of a data set's masks, by split."""
 
     headers: dict[str, list[Pair]] = field(default_factory=dict)  # headers of images and masks
     counted: dict[str, list[tuple[str, Counted]]] = field(default_factory=dict)  # decoded masks
@@ -77,7 +77,7 @@ class Survey:
         return [row for rows in self.counted.values() for row in rows]
 
     def shares(self, *splits: str) -> np.ndarray:
-        """Return the number of pixels by class index, int64 (256,), over the given splits, or over all splits."""
+        """Return the number of pixels by class index, int64 (256,), in the given splits, or in all splits by default."""
         found = [one.shares for split in splits or self.counted for _, one in self.counted.get(split, ())]
         return np.sum(found, axis=0) if found else np.zeros(256, dtype=np.int64)
 
@@ -90,12 +90,12 @@ class Survey:
         return found
 
     def orientations(self) -> dict[str, int]:
-        """Count the images by `Pair.orientation`, if they have an EXIF orientation."""
+        """Count the images with an EXIF orientation by `Pair.orientation`."""
         return dict(Counter(kind for pair in self.pairs if (kind := pair.orientation) is not None))
 
 
 def survey(parts: Mapping[str, MaskSamples], classes: Classes, thorough: bool = False) -> Survey:
-    """Read headers and decode masks. A large data set is sampled evenly unless `thorough` is True."""
+    """Read headers and decode masks. Sample a large data set evenly unless `thorough` is True."""
     found = Survey(totals={split: len(part) for split, part in parts.items()})
     total = sum(found.totals.values())
     for split, part in parts.items():
@@ -165,7 +165,7 @@ def mask_orientation(image: str, mask: str, exif: str) -> int:
     """Return the EXIF orientation to apply to a mask, given ``data.masks.exif``; 1 if the mask is already upright.
 
     Raises:
-        UserError: the sizes do not show whether the mask belongs to the upright image or to its stored pixels.
+        UserError: If the sizes do not show whether the mask belongs to the upright image or to the stored pixels.
     """
     stored = stored_size(image)
     if stored is None or stored[1] == 1 or exif == "upright":
@@ -188,7 +188,7 @@ _EXIF = (
 
 
 def _orientation_by_size(stored: Stored, mask: tuple[int, int]) -> str | None:
-    """Return ``raw`` or ``upright`` for an image with an orientation; None if the sizes do not decide."""
+    """Return ``raw`` or ``upright`` for an image with an orientation, or None if the sizes do not decide."""
     (width, height), orientation = stored
     if orientation < 5 or width == height:
         return None if mask == (width, height) else "upright"  # a different size is reported when the mask is read
@@ -196,10 +196,10 @@ def _orientation_by_size(stored: Stored, mask: tuple[int, int]) -> str | None:
 
 
 def refuse_unclear_masks(parts: Mapping[str, MaskSamples], classes: Classes, settings: MaskConfig, own: bool) -> None:
-    """Reject ambiguous masks. Values are checked only for a user's own folder (`own`).
+    """Reject ambiguous masks. Values are checked only in a user's own folder (`own`).
 
     Raises:
-        UserError: masks are ambiguous; the message lists the settings that resolve the ambiguity.
+        UserError: If masks are ambiguous. The message lists the settings that resolve the ambiguity.
     """
     found = survey(parts, classes)
     _refuse_palettes(found, classes)
@@ -288,7 +288,7 @@ def _refuse_orientations(found: Survey) -> None:
 
 
 def _refuse_values(found: Survey, classes: Classes, split: str, own: bool) -> None:
-    """Reject masks without labels, and ids that may have a different meaning."""
+    """Reject masks without labels, and ambiguous ids."""
     shares, rows = found.shares(split), found.counted[split]
     broken = [path for path, one in rows if one.error or one.shares[UNKNOWN]]
     if shares[IGNORED] and not shares[:UNKNOWN].any() and not broken:
@@ -363,7 +363,7 @@ def _refuse_ids(found: Survey, classes: Classes, split: str) -> None:
 
 
 def _refuse_mixed(rows: Sequence[Counted], classes: Classes, split: str) -> None:
-    """Reject masks of two classes if some contain 0 and 1, and others contain 0 and 255."""
+    """Reject masks of two classes if some masks contain 0 and 1, and others contain 0 and 255."""
     values = [set(one.values.tolist()) for one in rows]
     ones, whites = sum(1 in one for one in values), values.count({0, IGNORED})
     if classes.chosen or classes.ids != (0, 1) or not ones or not whites or set().union(*values) != {0, 1, IGNORED}:
@@ -387,7 +387,7 @@ def _shown(values: Mapping[int, int]) -> str:
 
 
 def _values(values: Mapping[int, int], classes: Classes) -> str:
-    """Return the setting that maps the values to the classes, in order."""
+    """Return the setting that maps the sorted values to the classes, in order."""
     order = sorted(values)
     if len(order) > max(len(classes.names), 2) or len(order) > 8:
         return "data.masks.values={VALUE: NAME, …}"

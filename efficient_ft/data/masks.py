@@ -1,4 +1,4 @@
-"""Lists of images with masks, and the classes of mask pixels. No image is decoded here.
+"""Lists of images with masks, and the classes of mask pixels. No image is decoded.
 
 A mask is an image file whose pixel values are class ids (8 or 16 bits, or palette indices) or class colors.
 """
@@ -42,7 +42,7 @@ class Classes:
 
     @cached_property
     def table(self) -> np.ndarray:
-        """The class index of each value, `IGNORED` or `UNKNOWN`: uint8 (65537,), where the last entry is unknown."""
+        """The class index, `IGNORED` or `UNKNOWN` of each value: uint8 (65537,). The last entry is `UNKNOWN`."""
         table = np.full((1 << 16) + 1, UNKNOWN, dtype=np.uint8)
         table[sorted(self.ignored)] = IGNORED
         table[list(self.ids)] = np.arange(len(self.ids))
@@ -52,7 +52,7 @@ class Classes:
 
     @cached_property
     def color_table(self) -> np.ndarray:
-        """The class index of each color (red · 65536 + green · 256 + blue), like `table`: uint8 (2**24,)."""
+        """The class index, `IGNORED` or `UNKNOWN` of each color (red · 65536 + green · 256 + blue): uint8 (2**24,)."""
         table = np.full(1 << 24, UNKNOWN, dtype=np.uint8)
         table[[r << 16 | g << 8 | b for r, g, b in self.ignored_colors]] = IGNORED
         table[[r << 16 | g << 8 | b for r, g, b in self.colors]] = np.arange(len(self.colors))
@@ -60,14 +60,14 @@ class Classes:
 
     @cached_property
     def gray(self) -> bool:
-        """True if all colors are gray, so that masks with one channel are read by color."""
+        """True if all colors are gray. Masks with one channel are then read by color."""
         return bool(self.colors) and all(len(set(color)) == 1 for color in (*self.colors, *self.ignored_colors))
 
     def values(self, pixels: Pixels) -> tuple[np.ndarray, bool]:
         """Return the pixel values that determine the classes, int64 (H, W), and True if they are colors.
 
         Raises:
-            ValueError: the mask has colors, but the classes have none.
+            ValueError: If the mask has colors, but the classes have none.
         """
         if self.colors and pixels.colors is not None and not (pixels.mode == "P" and self.palette == "index"):
             return pixels.colors, True
@@ -81,7 +81,7 @@ class Classes:
         return ids, False
 
     def indices(self, values: np.ndarray, by_color: bool) -> np.ndarray:
-        """Return the class index of each value, `IGNORED` or `UNKNOWN`: uint8 (H, W)."""
+        """Return the class index, `IGNORED` or `UNKNOWN` of each value: uint8 (H, W)."""
         if by_color:
             return self.color_table[values]
         outside = (values < 0) | (values >= 1 << 16)
@@ -90,7 +90,7 @@ class Classes:
 
 @dataclass(frozen=True)
 class MaskSamples:
-    """Paths of images, and of their masks in the same order."""
+    """The paths of images and their masks, in the same order."""
 
     images: list[str]
     masks: list[str]
@@ -109,7 +109,7 @@ class MaskSamples:
 
 @dataclass
 class MaskListing:
-    """Samples of a segmentation data set, with the splits of its publisher or of the user; see `listing.Listing`."""
+    """The samples of a segmentation data set by split (official or user-defined splits); see `listing.Listing`."""
 
     classes: Classes
     train: MaskSamples
@@ -120,7 +120,7 @@ class MaskListing:
     left_out: dict[str, int] = field(default_factory=dict)
 
     def digest(self) -> str:
-        """Return a digest (8 hex digits) of the classes, and of names and sizes of up to 256 files of each split."""
+        """Return a digest (8 hex digits) of the classes, and of the names and sizes of up to 256 files of each split."""
         classes = self.classes
         about: tuple[object, ...] = (classes.names, classes.ids)
         if classes.further or classes.colors:
@@ -137,7 +137,7 @@ class MaskListing:
 
 
 def hold_out(samples: MaskSamples, fraction: float, seed: int) -> tuple[MaskSamples, MaskSamples]:
-    """Hold out at least one image, and return the kept and the held out samples, each in the order of `samples`."""
+    """Hold out at least one image. Return the kept and the held-out samples, both in the order of `samples`."""
     count = min(max(round(len(samples) * fraction), 1), len(samples) - 1)
     chosen = set(np.random.default_rng([seed, len(samples)]).permutation(len(samples))[:count].tolist())
     kept = [i for i in range(len(samples)) if i not in chosen]
@@ -154,13 +154,13 @@ def read_mask(
         classes: classes of the data set.
         size: (width, height) of the image; None to accept any size.
         orientation: EXIF orientation to apply to the mask; 1 for none.
-        labeled: reject a mask without labeled pixels.
+        labeled: True to reject a mask without labeled pixels.
 
     Returns:
-        uint8 (H, W): class indices, `IGNORED` where there is no label.
+        Class indices, uint8 (H, W), with `IGNORED` for unlabeled pixels.
 
     Raises:
-        UserError: the file cannot be read, or has colors instead of ids, a size different from its image, values
+        UserError: If the file cannot be read, or has colors instead of ids, a size different from its image, values
             without a class, or no labeled pixels.
     """
     pixels = read_pixels(path, orientation)
@@ -221,7 +221,7 @@ def _ranges(numbers: Sequence[int]) -> list[str]:
 
 
 def shown_values(values: np.ndarray, by_color: bool) -> str:
-    """Return the five most frequent values as text, with their numbers of pixels."""
+    """Return the five most frequent values and their pixel counts as text."""
     numbers, counts = np.unique(values, return_counts=True)
     order = np.argsort(-counts, kind="stable")[:5]
     names = [f"{n >> 16} {n >> 8 & 255} {n & 255}" if by_color else str(n) for n in map(int, numbers[order])]

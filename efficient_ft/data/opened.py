@@ -1,4 +1,4 @@
-"""The base class of data sets ready for training: splits, loaders and summaries."""
+"""The base class of data sets that are ready for training: splits, loaders and summaries."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class AnyListing(Protocol):
     left_out: dict[str, int]
 
     def digest(self) -> str:
-        """Return a digest of the lists in hexadecimal."""
+        """Return a hexadecimal digest of the lists."""
 
 
 class Part(Protocol):
@@ -47,7 +47,7 @@ class Part(Protocol):
     def __len__(self) -> int: ...
 
     def content_digest(self) -> str:
-        """Return a digest of the samples in hexadecimal."""
+        """Return a hexadecimal digest of the samples."""
 
 
 _Part = TypeVar("_Part", bound=Part)
@@ -92,18 +92,11 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         test: _Part | None,
         hold_out: Callable[[_Part, float, int], tuple[_Part, _Part]],
     ) -> dict[str, _Part]:
-        """Return the samples by split, and hold out validation samples if necessary.
+        """Return the samples by split.
 
-        Args:
-            train: training samples.
-            val: validation samples; if None, `data.val_fraction` of the training samples is held out, unless the best
-                epoch is selected on the test samples.
-            test: test samples; None if there are none.
-            hold_out: function that returns the kept and the held out samples, given samples, a fraction and a seed.
-
-        Raises:
-            SettingError: `data.select_best_on` or `data.val_fraction` does not fit the data set.
-            UserError: there are too few training samples to hold out one.
+        If `val` is None, `hold_out` splits off `data.val_fraction` of the training samples, unless the best epoch is
+        selected on the test samples. `hold_out` returns the kept and the held-out samples, given samples, a fraction
+        and a seed.
         """
         noun = self.noun
         if self.best_split == "test":
@@ -127,7 +120,6 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         return {name: part for name, part in parts.items() if part is not None}
 
     def _note_skipped(self, kind: str) -> None:
-        """Add a note on the skipped samples, if there are any."""
         count = len(self._skipped)
         if count:
             samples = counted(count, f"{kind} {self.noun}")
@@ -135,26 +127,29 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
 
     @abstractmethod
     def _dataset(self, split: str, *, training: bool) -> _Dataset:
-        """Return the samples of a split, augmented if `training` is True."""
+        """Return the samples of a split, which are augmented if `training` is True."""
 
     @abstractmethod
     def inspect(self, *, thorough: bool = False) -> Inspection:
         """Inspect the samples.
 
         Args:
-            thorough: read every sample; otherwise read headers and some samples, which takes about half a second.
+            thorough: True to read every sample; False to read headers and some samples, which takes about half a
+                second.
         """
 
     @abstractmethod
     def reading(self, *, training: bool) -> Reading:
-        """Estimate the memory of reading batches of training samples, or of all evaluated splits."""
+        """Estimate the memory of reading batches of training samples, or of all evaluated splits if `training` is
+        False.
+        """
 
     def inspection_bytes(self) -> int:
         """Estimate the memory of `inspect` without ``thorough``."""
         return 0
 
     def _labels(self, part: _Part) -> np.ndarray | None:
-        """Return the label of each sample of a split, int64 (N,); None if samples have no label."""
+        """Return the labels of a split, int64 (N,), or None if samples have no labels."""
         return None
 
     def contents(self) -> Contents:
@@ -187,7 +182,7 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         )
 
     def training_batch(self, count: int) -> tuple[Any, list[int]]:
-        """Load up to `count` training samples, transformed as in the first epoch, from as many classes as possible.
+        """Load up to `count` training samples from as many classes as possible, transformed as in the first epoch.
 
         Unreadable samples are skipped.
 
@@ -195,7 +190,7 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
             A batch of the training loader, and the indices of its samples.
 
         Raises:
-            UserError: no sample can be read.
+            UserError: If no sample can be read.
         """
         part = self._parts["train"]
         labels = self._labels(part)
@@ -221,31 +216,31 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         return dataset.__getitems__([(0, index) for index in chosen]), chosen
 
     def shown(self, inputs: Any, input: InputSpec) -> list[Any]:
-        """Return the inputs of a batch for a person: pictures, or texts.
+        """Convert the inputs of a batch to pictures or texts for display.
 
         Args:
-            inputs: the inputs of a batch, as a loader returns them.
-            input: the network's input.
+            inputs: inputs of a batch, as returned by a loader.
+            input: input of the network.
         """
         return to_pictures(inputs, input)
 
     def labeled(self, inputs: Any, targets: Tensor, input: InputSpec) -> list[tuple[Image.Image | str, str]]:
-        """Return each sample of a batch for a person, with its label as text.
+        """Convert each sample of a batch to a picture or text for display, and its label to text.
 
         Args:
-            inputs, targets: a batch, as a loader returns it.
-            input: the network's input.
+            inputs, targets: a batch, as returned by a loader.
+            input: input of the network.
         """
         names = [plain_line(name) for name in self.class_names]
         return [(one, names[int(label)]) for one, label in zip(self.shown(inputs, input), targets, strict=True)]
 
     def legend(self) -> list[tuple[str, tuple[int, int, int]]]:
-        """Return the names and RGB colors of classes that `labeled` draws; empty if it draws none."""
+        """Return the names and RGB colors of classes that `labeled` draws; empty if it draws no classes."""
         return []
 
     @property
     def parts(self) -> Mapping[str, OpenedData[Any, Any]]:
-        """The data sets by the name of their task; a single data set has the key ""."""
+        """The data sets by task name. A single data set has the key ``""``."""
         return {"": self}
 
     @property
@@ -268,7 +263,7 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         Args:
             rank: rank of the process.
             world: number of processes.
-            wrap: function that converts the dataset before it is loaded; None to load it unchanged.
+            wrap: function that converts the dataset before it is loaded; None to load the dataset unchanged.
         """
         size = self._config.batch_size
         sampler = CounterSampler(len(self._parts["train"]), self._seed, rank, world, batch_size=size)
@@ -283,7 +278,7 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         Each process loads different samples. See `train_loader` for the arguments.
 
         Raises:
-            UserError: the data set does not have this split.
+            UserError: If the data set does not have this split.
         """
         if split not in self._parts:
             have = [name for name in self._parts if name != "train"]
@@ -294,14 +289,14 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         return make_loader(wrap(dataset) if wrap else dataset, sampler, self._config.num_workers, batch_size)
 
     def eval_loaders(self, split: Split, rank: int = 0, world: int = 1, **wrap: Any) -> list[Loader]:
-        """Return the evaluation loader of each data set: here of one; see `eval_loader`."""
+        """Return the evaluation loader of each data set. A single data set has one loader; see `eval_loader`."""
         return [self.eval_loader(split, rank, world, **wrap)]
 
     def keep_decoded(self, epochs: int) -> None:
         """Keep decoded images on disk for a run of `epochs` epochs, if the data set supports this.
 
         Raises:
-            SettingError: ``data.keep_decoded=on`` is not supported.
+            SettingError: If ``data.keep_decoded=on`` is not supported.
         """
         if self._config.keep_decoded == "on":
             raise SettingError("data.keep_decoded", "on", "auto or off with this data set")

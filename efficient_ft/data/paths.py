@@ -22,7 +22,7 @@ def is_hidden(name: str) -> bool:
 class Paths:
     """An immutable sequence of file paths, stored in a few arrays.
 
-    One million paths take about 30 MB, one fifth of the memory of a list. Worker processes share the arrays. A list
+    One million paths occupy about 30 MB, one fifth of the memory of a list. Worker processes share the arrays. A list
     would be copied, because reading a Python object changes its reference count.
 
     Args:
@@ -57,7 +57,7 @@ class Paths:
         return map(self.__getitem__, range(len(self)))
 
     def take(self, indices: np.ndarray) -> Paths:
-        """Return the paths at `indices`, in that order; the bytes of the names are shared."""
+        """Return the paths at `indices`, in that order. The bytes of the names are shared."""
         taken = Paths()
         taken._folders, taken._names = self._folders, self._names
         taken._folder, taken._length = self._folder[indices], self._length[indices]

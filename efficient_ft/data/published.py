@@ -1,6 +1,6 @@
-"""Published data sets of labeled images: their files, downloads and lists.
+"""Published data sets: their files, downloads and lists.
 
-Most lists are read by torchvision, so that splits and labels are the usual ones.
+torchvision reads most image lists, so the splits and labels are the usual ones.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class PublishedSet:
         classes: number of classes.
         folder: subfolder that contains all files; `data.root` may also be this folder.
         archives: files of the data set.
-        read: function that lists the samples, given the root (and `data.text` for texts); it may raise any exception if
-            lists are damaged.
-        intact: function that compares the unpacked files with checksums; None if the publisher gives none.
-        by_hand: reason why the data set cannot be downloaded; None if it can.
+        read: function that lists the samples, given the root (and `data.text` for texts). It may raise any exception if
+            the lists are damaged.
+        intact: function that compares the unpacked files with checksums; None if the publisher provides no checksums.
+        by_hand: reason why the data set cannot be downloaded; None if it can be downloaded.
         alternatives: sentence about other data, for messages.
     """
 
@@ -67,7 +67,7 @@ class PublishedSet:
         return [archive for archive in self.archives if archive.state(root) != "ready"]
 
     def missing(self, name: str, root: Path, download: bool) -> str | None:
-        """Look for the files below `root`, and ask the server for missing files.
+        """Check for the files below `root`, and check whether the server provides missing files.
 
         Args:
             name: value of `data.name`, for the message.
@@ -76,7 +76,8 @@ class PublishedSet:
 
         Returns:
             None if all files exist or can be downloaded, otherwise a message that lists the missing files, their
-            expected locations and alternatives.
+            expected
+            locations and alternatives.
         """
         absent = [archive for archive in self.archives if archive.state(root) in ("absent", "partial", "broken")]
         for archive in absent:
@@ -111,15 +112,15 @@ class PublishedSet:
 
 
 def read_published(name: str, root: Path, follow_links: bool = False) -> Listing:
-    """List the published data set `name`, all of whose archives are ``ready`` below `root`.
+    """List the published image data set `name`, whose archives are all ``ready`` below `root`.
 
     Args:
         name: name of the data set.
-        root: folder that contains the folder of the data set.
-        follow_links: use the targets of links that lead out of that folder.
+        root: folder that contains the data set's folder.
+        follow_links: True to use the targets of links that lead out of the data set's folder.
 
     Raises:
-        UserError: a list is damaged, or listed images do not exist or are outside of the data set.
+        UserError: If a list is damaged, or listed images do not exist or are outside of the data set.
     """
     source = PUBLISHED[name]
     where = (root / source.folder).absolute()
@@ -146,7 +147,7 @@ def read_published(name: str, root: Path, follow_links: bool = False) -> Listing
 
 
 def _nonexistent(parts: Sequence[Paths]) -> list[str]:
-    """Return the listed files that do not exist. Each folder is read once, which is faster than checking each file."""
+    """Return the listed files that do not exist. Reading each folder once is faster than checking each file."""
     folders: dict[str, set[str]] = {}
     gone = []
     for path in (path for paths in parts for path in paths):
@@ -159,7 +160,7 @@ def _nonexistent(parts: Sequence[Paths]) -> list[str]:
 
 
 def _samples(dataset: Any) -> Samples:
-    """Return the paths and labels of a torchvision data set; its classes store them under different names."""
+    """Return the paths and labels of a torchvision data set. The attribute names differ between its classes."""
     if hasattr(dataset, "_samples"):
         paths, labels = zip(*dataset._samples, strict=True)
     else:
@@ -169,7 +170,7 @@ def _samples(dataset: Any) -> Samples:
 
 
 def _reader(kind: Any, *splits: str) -> Callable[[Path], Listing]:
-    """Return the reader of a torchvision data set with the official splits (train, test) or (train, val, test)."""
+    """Create a reader of a torchvision data set with the official splits (train, test) or (train, val, test)."""
 
     def read(root: Path) -> Listing:
         parts = [kind(root, split) for split in splits]

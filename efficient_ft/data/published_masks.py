@@ -43,12 +43,12 @@ class MaskSet:
     source: str  # origin of the files, for messages
 
     def root(self, root: Path) -> Path:
-        """Return the folder of the data set, which is `root` or a folder below it."""
+        """Return the folder of the data set, which is `root` or a folder below `root`."""
         inside = root / self.folder
         return inside if inside.is_dir() else root
 
     def missing(self, name: str, root: Path) -> str | None:
-        """Return a message about missing files and their expected location; None if all files exist."""
+        """Return a message about missing files and their expected location, or None if all files exist."""
         folder = self.root(root)
         absent = [entry for entry in self.contents if not (folder / entry).exists()]
         if not absent:

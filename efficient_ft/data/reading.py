@@ -1,4 +1,4 @@
-"""Estimate the memory of reading a batch from the headers of image files."""
+"""Estimate the memory of reading a batch, from the headers of image files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Reading:
     own_size: bool = False  # True if `size` is the size of the files instead of the network's input
 
     def load_bytes(self, samples: int) -> int:
-        """Return the bytes required to read a batch of `samples` samples, in addition to the batch itself."""
+        """Return the bytes required to read a batch of `samples` samples, excluding the batch itself."""
         reading = self.kept_bytes * (samples - 1) + self.decode_bytes
         return max(reading, (self.kept_bytes + self.stack_bytes) * samples)
 
@@ -57,7 +57,7 @@ class Header:
 def headers(
     paths: Sequence[str] | Paths, decoding: Decoding | None = None, target_size: tuple[int, int] | None = None
 ) -> list[Header]:
-    """Read the headers of image files. For large splits, evenly spread files and the longest files are read.
+    """Read the headers of image files. In large splits, only evenly spread files and the longest files are read.
 
     Args:
         paths: image files; unreadable files are skipped.
@@ -92,5 +92,5 @@ def _header(path: str, decoding: Decoding | None, target_size: tuple[int, int] |
 
 
 def largest_file(found: Sequence[Header]) -> tuple[int, int] | None:
-    """Return the size of the largest image; None if there are no images."""
+    """Return the size of the largest image, or None if there are no images."""
     return max((one.size for one in found), key=lambda size: size[0] * size[1], default=None)

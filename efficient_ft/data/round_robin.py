@@ -1,8 +1,8 @@
 """Load several data sets in round robin, with one optimizer step of each task in turn.
 
-Optimizer step k uses task k mod T of T tasks. The number of rounds of an epoch is determined by the largest data set.
-Smaller data sets are repeated in a new order, even within an epoch. All orders depend only on counters, so that a
-resumed run continues with the next batch.
+Optimizer step k uses task k mod T of T tasks. The largest data set determines the number of rounds in an epoch. Smaller
+data sets are repeated in a new order, even within an epoch. All orders depend only on counters, so a resumed run
+continues with the next batch.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class RoundRobinData:
     def train_loader(self, rank: int = 0, world: int = 1) -> Loader:
         """Return a loader of batches (images, labels, task), whose sampler is a `RoundRobinSampler`.
 
-        All tasks share the worker processes. Their number is the maximum of `num_workers` over all tasks.
+        All tasks share the worker processes. The number of processes is the maximum of `num_workers` over all tasks.
 
         Raises:
-            UserError: the training images of a task yield no batch.
+            UserError: If the training images of a task yield no batch.
         """
         loaders = {task: part.train_loader(rank, world) for task, part in self.parts.items()}
         for task, loader in loaders.items():
@@ -69,15 +69,15 @@ class RoundRobinData:
         )
 
     def eval_loaders(self, split: Split, rank: int = 0, world: int = 1) -> list[Loader]:
-        """Return the evaluation loader of each task, in their order.
+        """Return the evaluation loaders of all tasks, in order.
 
         Raises:
-            UserError: a data set does not have this split.
+            UserError: If a data set does not have this split.
         """
         return [part.eval_loader(split, rank, world) for part in self.parts.values()]
 
     def report(self) -> dict[str, Any]:
-        """Return the reports of all tasks, and all notes with the names of their tasks."""
+        """Return the reports of all tasks, and all notes with task names as prefixes."""
         reports = {task: part.report() for task, part in self.parts.items()}
         notes = [f"{task}: {note}" for task, report in reports.items() for note in report["notes"]]
         return {"tasks": reports, "notes": notes}
@@ -92,8 +92,8 @@ class RoundRobinSampler(Sampler[tuple[str, list[Any]]]):
 
     Attributes:
         epoch: epoch of the next iteration.
-        start: number of batches that the next iteration skips because an interrupted run has used them. It is reset
-            afterwards, and does not change `len`.
+        start: number of batches that the next iteration skips, because an interrupted run has used these batches. It is
+            reset afterwards and does not change `len`.
     """
 
     def __init__(self, batches: Mapping[str, BatchSampler], grad_accum_steps: int) -> None:

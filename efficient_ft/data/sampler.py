@@ -11,9 +11,9 @@ from torch.utils.data import Sampler
 class CounterSampler(Sampler[tuple[int, int]]):
     """Yield (epoch, index) pairs of one process in an order that depends only on (seed, epoch).
 
-    Each image occurs at most once over all processes, whose numbers of images differ by at most one. If `batch_size` is
-    given, a few images at the end of the order are skipped so that all processes have the same number of batches, and
-    no batch contains a single image, for which BatchNorm fails.
+    Each image occurs at most once in all processes. The numbers of images per process differ by at most one. If
+    `batch_size` is given, a few images at the end of the order are skipped, so that all processes have the same number
+    of batches, and no batch contains a single image, for which BatchNorm fails.
 
     Args:
         size: number of images.
@@ -24,10 +24,10 @@ class CounterSampler(Sampler[tuple[int, int]]):
         batch_size: training batch size of each process; None to use all images.
 
     Attributes:
-        used: number of images of an epoch, over all processes.
+        used: number of images per epoch in all processes.
         epoch: epoch of the next iteration.
-        start: number of samples that the next iteration skips because an interrupted run has used them. It is reset
-            afterwards, and does not change `len`.
+        start: number of samples that the next iteration skips, because an interrupted run has used these samples. It is
+            reset afterwards and does not change `len`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Segmentation data sets ready for training, with transforms of images and masks."""
+"""Segmentation data sets that are ready for training, with joint transforms of images and masks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OPACITY = 0.5
 
 
 class MaskTransform:
-    """Transform images and masks together.
+    """Transform images and masks jointly.
 
     In training, an image is resized by a random factor, padded without labels if it is smaller than the input size, and
     randomly cropped to that size. Half of the images are mirrored. In evaluation, the entire image is used.
@@ -110,7 +110,7 @@ class MaskDataset(Dataset[tuple[Tensor, Tensor]]):
         """Read an image and its mask.
 
         Raises:
-            UserError: one of the files cannot be used.
+            UserError: If one of the files cannot be used.
         """
         path, mask = self.samples.images[index], self.samples.masks[index]
         image = read_image(path, decoding=self.decoding)
@@ -140,8 +140,8 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
         masks: mask settings.
 
     Raises:
-        SettingError: a setting does not fit the data set.
-        UserError: the data set cannot be split, or too few readable images remain.
+        SettingError: If a setting does not fit the data set.
+        UserError: If the data set cannot be split, or too few readable images remain.
     """
 
     task, noun = "segmentation", "image"
@@ -162,7 +162,6 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
             self._note_skipped("unusable")
 
     def inspect(self, *, thorough: bool = False) -> Inspection:
-        """Inspect the images and masks; see `inspect_masks`."""
         return inspect_masks(self._parts, self.classes, self.masks, self.decoding, thorough=thorough)
 
     def reading(self, *, training: bool) -> Reading:
@@ -186,7 +185,7 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
         return Reading((height, width), decode, 4 * pixels, 12 * height * width, largest, own_size=True)
 
     def labeled(self, inputs: Any, targets: Tensor, input: InputSpec) -> list[tuple[Image.Image | str, str]]:
-        """Return each image with the colors of its classes, and the names of its three largest classes."""
+        """Return each image with an overlay of its class colors, and the names of its three largest classes."""
         names, colors = [plain_line(name) for name in self.class_names], class_colors(self.num_classes)
         found: list[tuple[Image.Image | str, str]] = []
         for picture, target in zip(self.shown(inputs, input), targets, strict=True):
@@ -208,7 +207,7 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
         return MaskDataset(part, self.classes, transform, self._seed, exif, labeled, self.decoding)
 
     def _readable(self, name: str, part: MaskSamples) -> MaskSamples:
-        """Return the samples whose files can be used, and record the other samples as skipped."""
+        """Return the samples with usable files, and record all other samples as skipped."""
         images = self._samples(part, False, name == "train")
         failures = find_failures(images.read, range(len(part)), len(part), f"reading {name}")
         self._skipped.update({part.images[i]: why for i, why in failures.items()})
@@ -218,18 +217,20 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
         return part.take(left)
 
     def examples(self, count: int) -> list[tuple[Image.Image, np.ndarray]]:
-        """Return `count` evenly spread images and masks of the test split, or else of the validation split."""
+        """Return `count` evenly spread images and masks of the test split, or of the validation split if there is no
+        test split.
+        """
         split = "test" if "test" in self._parts else self.best_split
         images, size = self._dataset(split, training=False), len(self._parts[split])
         return [images.read(i) for i in sorted({round(k * (size - 1) / max(count - 1, 1)) for k in range(count)})]
 
 
 def overlaid(picture: Image.Image, mask: np.ndarray, colors: np.ndarray) -> Image.Image:
-    """Mix a picture with the colors of its classes; pixels without a label stay as they are.
+    """Blend a picture with the class colors of its mask. Unlabeled pixels are unchanged.
 
     Args:
-        picture: RGB.
-        mask: uint8 (H, W), indices of classes, or `IGNORED`.
+        picture: RGB image.
+        mask: class indices or `IGNORED`, uint8 (H, W).
         colors: uint8 (classes, 3).
     """
     labeled = mask != IGNORED

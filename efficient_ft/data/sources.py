@@ -28,16 +28,16 @@ _MISSING = {"folder": missing_folder, "mask_folder": missing_mask_folder, "text_
 
 
 class DataSource(Protocol):
-    """A data set that a kind of task of another package adds."""
+    """A data set that a task kind in another package adds."""
 
     def missing(self, config: DataConfig) -> str | None:
         """Return a message if files are missing; see `missing_data`."""
 
     def class_count(self, config: DataConfig) -> int | None:
-        """Return the number of outputs of a network for the data; None if the files do not exist."""
+        """Return the number of network outputs for the data, or None if the files do not exist."""
 
     def read(self, config: DataConfig) -> Any:
-        """Return the lists of the data set, which have the attributes of `listing.Listing`."""
+        """Return the lists of the data set. They must have the attributes of `listing.Listing`."""
 
 
 #: The data sets of other packages by name; `training.kinds.registry.register` adds them.
@@ -45,7 +45,8 @@ SOURCES: dict[str, DataSource] = {}
 
 
 def missing_data(config: DataConfig) -> str | None:
-    """Check that the files of a data set exist or can be downloaded, within about `core.network.PROBE_SECONDS`.
+    """Check that the files of a data set exist or can be downloaded. This takes at most about
+    `core.network.PROBE_SECONDS`.
 
     Returns:
         None if the data exist or can be downloaded now, otherwise a message about the missing files, their expected
@@ -65,7 +66,7 @@ def missing_data(config: DataConfig) -> str | None:
 
 
 def class_count(config: DataConfig) -> int | None:
-    """Count the classes without opening an image; None for a folder that cannot be read."""
+    """Count the classes without opening an image. Return None for a folder that cannot be read."""
     if config.name == "digits":
         return 10
     if config.name in SOURCES:
@@ -85,10 +86,10 @@ def class_count(config: DataConfig) -> int | None:
 
 
 def read_data(config: DataConfig) -> Listing | MaskListing | TextListing:
-    """Download the files if necessary, and read the lists.
+    """Download missing files, and read the lists.
 
     Raises:
-        UserError: the data are missing or damaged.
+        UserError: If the data are missing or damaged.
     """
     if config.name == "digits":
         return read_digits()
@@ -104,7 +105,7 @@ def read_data(config: DataConfig) -> Listing | MaskListing | TextListing:
 
 
 def open_data(config: DataConfig, input: InputSpec, seed: int) -> ImageData | SegmentationData:
-    """Open an image data set: download the files if necessary, read the lists, and split the samples.
+    """Open an image data set: download missing files, read the lists, and split the samples.
 
     Args:
         config: the `data` section of the configuration.
@@ -112,7 +113,7 @@ def open_data(config: DataConfig, input: InputSpec, seed: int) -> ImageData | Se
         seed: seed of the run, which determines the validation split, the order and the augmentation.
 
     Raises:
-        UserError: the data are missing, damaged, or cannot be split as configured.
+        UserError: If the data are missing, damaged, or cannot be split as configured.
     """
     listing = read_data(config)
     if isinstance(listing, MaskListing):
@@ -123,22 +124,22 @@ def open_data(config: DataConfig, input: InputSpec, seed: int) -> ImageData | Se
 
 
 def open_texts(config: DataConfig, tokenizer: Tokenizer, max_length: int, seed: int) -> TextData:
-    """Open a text data set; see `open_data` for `config` and `seed`.
+    """Open a text data set.
 
     Args:
         config: the `data` section of the configuration.
         tokenizer: tokenizer of the network.
         max_length: maximum number of tokens of a sample.
-        seed: seed of the run.
+        seed: seed of the run, which determines the validation split and the order.
 
     Raises:
-        UserError: the data are missing, damaged, or cannot be split as configured.
+        UserError: If the data are missing, damaged, or cannot be split as configured.
     """
     return TextData(_read_texts(config), config, tokenizer, max_length, seed)
 
 
 def _fetched(config: DataConfig, source: PublishedSet) -> Path:
-    """Download and unpack the files of a published data set if necessary, and return its root folder."""
+    """Download and unpack missing files of a published data set, and return its root folder."""
     root = source.root(config.root)
     problem = source.missing(config.name, root, config.download)
     if problem is not None:

@@ -1,6 +1,6 @@
 """Recognize splits by the names of folders and files of images, masks and texts.
 
-A name denotes a split if it contains one of the words in `_WORDS`, possibly with neutral affixes: ``train_set``,
+A name denotes a split if it contains one of the words in `_WORDS`, with or without neutral affixes: ``train_set``,
 ``Validation-images``, ``seg_test``, ``train2017``. Several names with the same other words also denote splits:
 ``birds_train`` and ``birds_test``.
 """
@@ -55,13 +55,13 @@ _JOINED = re.compile(rf"({'|'.join(sorted(_WORDS, key=len, reverse=True))})(data
 
 
 def split_of(name: str) -> Split | None:
-    """Return the split that a folder name or file stem denotes; None if it denotes none or several."""
+    """Return the split that a folder name or file stem denotes, or None if it denotes no split or several splits."""
     split, rest = _read(name)
     return split if not rest else None
 
 
 def name_splits(names: Iterable[str]) -> dict[str, Split]:
-    """Return the split of each name that denotes one, alone or together with another name.
+    """Return the split of each name that denotes a split, either alone or together with another name.
 
     Args:
         names: subfolder names or file stems in one folder.
@@ -93,10 +93,10 @@ def part_names(names: Iterable[str]) -> list[str]:
 
 
 def chosen_places(root: Path, chosen: Chosen) -> dict[Split, list[Path]]:
-    """Return the folders or files that the setting ``data.splits`` names, by split; ``.`` is `root` itself.
+    """Return the folders or files named by the setting ``data.splits``, by split. The name ``.`` denotes `root` itself.
 
     Raises:
-        SettingError: there is no training data, or a path does not exist, is outside of `root`, or occurs twice.
+        SettingError: If there is no training data, or a path does not exist, is outside of `root`, or occurs twice.
     """
     if not chosen.get("train"):
         raise SettingError("data.splits", show(chosen), "a mapping that names the training data", "Add train: FOLDER.")
@@ -128,7 +128,7 @@ def chosen_places(root: Path, chosen: Chosen) -> dict[Split, list[Path]]:
 
 
 def ambiguous(root: Path, found: str, readings: Sequence[tuple[str, Chosen]]) -> UserError:
-    """Return the error for an ambiguous layout.
+    """Create the error for an ambiguous layout.
 
     Args:
         root: ``data.root``.
@@ -140,7 +140,9 @@ def ambiguous(root: Path, found: str, readings: Sequence[tuple[str, Chosen]]) ->
 
 
 def repeated(root: Path, split: Split, places: Sequence[Path], others: Mapping[Split, Sequence[Path]]) -> UserError:
-    """Return the error for several folders or files of one split (`places`), given those of all splits (`others`)."""
+    """Create the error for several folders or files of one split (`places`), given the folders of all splits
+    (`others`).
+    """
     rest: Chosen = {one: [place.name for place in of] for one, of in others.items() if one != split}
     names = [place.name for place in places]
     readings: list[tuple[str, Chosen]] = [(f"{names[0]} alone is the {split} split", {**rest, split: names[0]})]
@@ -151,7 +153,7 @@ def repeated(root: Path, split: Split, places: Sequence[Path], others: Mapping[S
 
 
 def show(chosen: Chosen) -> str:
-    """Format a value of ``data.splits`` for the command line; a list with a single name becomes that name."""
+    """Format a value of ``data.splits`` for the command line. A list with a single name becomes that name."""
     parts = []
     for split in SPLITS:
         value = chosen.get(split)
@@ -163,13 +165,13 @@ def show(chosen: Chosen) -> str:
 
 
 def _quoted(name: str) -> str:
-    """Return a name in Hydra's grammar: quoted unless it is a plain word."""
+    """Return a name in Hydra's grammar, in quotes unless it is a plain word."""
     plain = re.fullmatch(r"[A-Za-z_][\w.\-/]*", name, re.ASCII) and name.lower() not in _READ_AS_VALUES
     return name if plain or name == "." else '"{}"'.format(name.replace('"', '\\"'))
 
 
 def _read(name: str) -> tuple[Split | None, tuple[str, ...]]:
-    """Return the only split in a name (otherwise None), and the other words."""
+    """Return the only split that a name contains (otherwise None), and the other words."""
     words = _words(name)
     at = [i for i, word in enumerate(words) if word in _WORDS]
     if len(at) != 1:
@@ -185,7 +187,7 @@ def name_words(name: str) -> list[str]:
 
 
 def _words(name: str) -> list[str]:
-    """Return the words and numbers in a name; words such as ``trainset`` are split."""
+    """Return the words and numbers in a name. Words such as ``trainset`` are split."""
     words: list[str] = []
     for word in name_words(name):
         joined = _JOINED.fullmatch(word)

@@ -43,7 +43,7 @@ class Summary:
     notes: Sequence[str] = ()  # further facts that a user should know, one sentence each
 
     def lines(self) -> list[str]:
-        """Return short lines for the terminal, which are shown before training."""
+        """Return short lines for the terminal, which are printed before training."""
         found = [f"data: {self.name}, {self.task}, {len(self.class_names)} classes: {abridged(self.class_names)}"]
         for split, one in self.splits.items():
             parts = [counted(one.samples, self.noun)]
@@ -78,7 +78,7 @@ class Summary:
         return found
 
     def record(self) -> dict[str, Any]:
-        """Return the summary in plain containers."""
+        """Return the summary as plain containers."""
         splits: dict[str, dict[str, Any]] = {}
         for split, one in self.splits.items():
             splits[split] = {"samples": one.samples, "origin": one.origin}

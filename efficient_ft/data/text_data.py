@@ -1,4 +1,4 @@
-"""Text data sets ready for training; loaders tokenize each batch."""
+"""Text data sets that are ready for training. Loaders tokenize each batch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TextDataset(Dataset[tuple[dict[str, Tensor], Tensor]]):
         return len(self._samples)
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> tuple[dict[str, Tensor], Tensor]:
-        """Load a batch: the inputs of the network, int64 (B, L) each, and the labels, int64 (B,)."""
+        """Load a batch: the network inputs, int64 (B, L) each, and the labels, int64 (B,)."""
         numbers = [index for _, index in keys]
         texts = [self._samples.texts[index] for index in numbers]
         return self._tokenizer.batch(texts, self._max_length), self._labels[numbers]
@@ -52,8 +52,8 @@ class TextData(OpenedData[Texts, TextDataset]):
         tokenizer: tokenizer of the network.
 
     Raises:
-        SettingError: a setting does not fit the data set.
-        UserError: the data set cannot be split, or some rows cannot be used.
+        SettingError: If a setting does not fit the data set.
+        UserError: If the data set cannot be split, or some rows cannot be used.
     """
 
     task, noun = "text", "text"
@@ -78,7 +78,6 @@ class TextData(OpenedData[Texts, TextDataset]):
         return len(self._parts["train"].texts[0])
 
     def inspect(self, *, thorough: bool = False) -> Inspection:
-        """Inspect the texts; see `inspect_texts`."""
         return inspect_texts(self._parts, self.class_names, self.tokenizer, self._max_length, thorough=thorough)
 
     def reading(self, *, training: bool) -> Reading:

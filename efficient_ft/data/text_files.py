@@ -36,17 +36,17 @@ _OTHERS = (
 
 
 def read_text(path: Path, encoding: str | None) -> tuple[str, str | None]:
-    """Read a text file, which may be gzip-compressed.
+    """Read a text file, which may be compressed with gzip.
 
     Args:
         path: path of the file.
         encoding: ``data.text.encoding``; None for UTF-8. A byte order mark takes precedence.
 
     Returns:
-        The text without a byte order mark, and a sentence about its encoding unless it is plain UTF-8.
+        The text without a byte order mark, and a sentence about its encoding (None for plain UTF-8).
 
     Raises:
-        UserError: the file cannot be read, is not text, or has a different encoding, which the message suggests.
+        UserError: If the file cannot be read, is not text, or has a different encoding, which the message suggests.
     """
     raw = _bytes(path)
     name = printable(path)
@@ -100,7 +100,7 @@ def _is_utf8(raw: bytes) -> bool:
 
 
 def _undecodable(name: str, raw: bytes, error: UnicodeDecodeError, chosen: str) -> UserError:
-    """Return the error for bytes that are invalid in the encoding, with a likely encoding."""
+    """Create the error for bytes that are invalid in the encoding. The message suggests a likely encoding."""
     line = raw.count(b"\n", 0, error.start) + 1
     where = f"{name}, line {line}: invalid {'UTF-8' if chosen == 'utf-8' else chosen} (byte {raw[error.start]:#04x})."
     if chosen != "utf-8":

@@ -29,7 +29,7 @@ _NOTES = 8
 
 @dataclass
 class SplitRows:
-    """The rows of a data set by split, and facts found while reading them."""
+    """The rows of a data set by split, and facts found while reading the rows."""
 
     rows: dict[Split, list[Row]] = field(default_factory=dict)  # rows by split
     files: dict[Split, list[str]] = field(default_factory=dict)  # paths relative to the root, by split
@@ -39,7 +39,7 @@ class SplitRows:
     columns: list[str] = field(default_factory=list)  # columns of the training files; empty for class folders
 
     def without(self, split: str) -> str:
-        """Return a sentence with the setting that excludes a split; empty if there is none."""
+        """Return a sentence with the setting that excludes a split, or an empty string if there is no such setting."""
         rest: Chosen = {one: names for one, names in self.files.items() if one != split}
         return f" To leave the split out: 'data.splits={show(rest)}'." if rest.get("train") else ""
 
@@ -55,7 +55,7 @@ class ClassFolders:
     places: Mapping[Split, Sequence[Path]]  # folders and files of all splits
 
     def read(self, split: Split, folder: Path) -> list[Row]:
-        """Return the texts at any depth in the class folders of a folder."""
+        """Return the texts at any depth in the class folders of `folder`."""
         if len(self.settings.columns) > 1:
             known = f"a single column, because {printable(folder)} contains one file per text"
             raise SettingError("data.text.columns", self.settings.columns, known)
@@ -160,7 +160,7 @@ class ClassFolders:
         )
 
     def _wrapped(self, folder: Path, only: Path, inside: Sequence[str]) -> UserError:
-        """Return the error for a folder whose class folders are one level deeper."""
+        """Create the error for a folder whose class folders are one level deeper."""
         chosen: Chosen = {
             split: [os.path.relpath(_only_folder(place) or place, self.root) for place in places]
             for split, places in self.places.items()
@@ -173,7 +173,7 @@ class ClassFolders:
 
 
 def visible(folder: Path) -> list[Path]:
-    """Return the files and folders in a folder that are not hidden, sorted by name."""
+    """Return the visible files and folders in a folder, sorted by name."""
     return sorted(Path(entry.path) for entry in visible_entries(folder))
 
 
@@ -199,6 +199,6 @@ def _is_text(path: Path, *, without_extension: bool) -> bool:
 
 
 def has_texts(folder: Path, *, without_extension: bool = False) -> bool:
-    """Return True if there is a text file at any depth in a folder."""
+    """Return True if a folder contains a text file at any depth."""
     names = (name for _, _, files in os.walk(folder) for name in files if not name.startswith("."))
     return any(_is_text(Path(name), without_extension=without_extension) for name in names)

@@ -37,17 +37,15 @@ def in_order(name: str) -> tuple[int, float, str]:
 
 
 def spellings(counts: Mapping[str, int], ignore_case: bool | None) -> tuple[dict[str, str], list[str]]:
-    """Return the class of each label, and notes on merged labels.
-
-    Labels that are equal numbers form one class.
+    """Return the class of each label, and notes on merged labels. Labels that are equal numbers form one class.
 
     Args:
         counts: number of texts by label, over all splits.
-        ignore_case: True to merge labels that differ only in case, quotes or compatible characters; False to keep them
-            separate; None to reject them (``data.text.ignore_case``).
+        ignore_case: True to merge labels that differ only in case, quotes or compatible characters; False to keep such
+            labels separate; None to reject such labels (``data.text.ignore_case``).
 
     Raises:
-        UserError: labels differ only in case, and `ignore_case` is None.
+        UserError: If labels differ only in case, and `ignore_case` is None.
     """
     same, notes = {name: name for name in counts}, []
     numbers: dict[Decimal, list[str]] = defaultdict(list)
@@ -86,7 +84,7 @@ def require_classes(labels: Sequence[str], source: str, column: str | None, colu
     Args:
         labels: labels of all training texts.
         source: file or folder of the texts, for messages.
-        column: column of the labels; None if labels are names of folders, which are not checked.
+        column: column of the labels; None if the labels are folder names, which are not checked.
         columns: all columns of the file, for messages.
     """
     if column is None:
@@ -111,7 +109,7 @@ def require_classes(labels: Sequence[str], source: str, column: str | None, colu
 
 
 def require_texts(counts: Mapping[str, int], source: str, places: Mapping[str, str]) -> None:
-    """Raise `UserError` if there is a single class, or a class with a single training text."""
+    """Raise `UserError` if there is only one class, or a class with a single training text."""
     if len(counts) < 2:
         name, count = next(iter(counts.items()))
         raise UserError(
@@ -133,7 +131,7 @@ def refuse_unknown(
     """Raise `UserError` if a class of a split has no training texts.
 
     Args:
-        counts: number of texts of the split by class.
+        counts: number of texts in the split by class.
         places: location of one text by class, for messages.
         train: classes of the training texts.
         split: name of the split.

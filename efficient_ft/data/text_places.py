@@ -1,4 +1,4 @@
-"""Find and read a user's texts: the files and class folders of each split."""
+"""Find and read a user's texts, in the files and class folders of each split."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Reader:
     Args:
         root: ``data.root``, a folder.
         settings: ``data.text``.
-        follow_links: use the targets of links that lead out of `root`.
+        follow_links: True to use the targets of links that lead out of `root`.
     """
 
     def __init__(self, root: Path, settings: TextConfig, follow_links: bool) -> None:
@@ -48,8 +48,8 @@ class Reader:
         """Return the rows of all splits. If `chosen` (``data.splits``) is None, splits are recognized by name.
 
         Raises:
-            UserError: there are no training texts, the folder is ambiguous, or a file cannot be read.
-            SettingError: ``data.splits`` does not fit the folder.
+            UserError: If there are no training texts, the folder is ambiguous, or a file cannot be read.
+            SettingError: If ``data.splits`` does not fit the folder.
         """
         places = self._recognized() if chosen is None else chosen_places(self.root, chosen)
         used = [path for of in places.values() for path in of if path != self.root]
@@ -137,7 +137,7 @@ class Reader:
                 )
 
     def note_siblings(self, file: Path) -> None:
-        """Add a note on files of other splits next to the only file that is read."""
+        """Add a note on files of other splits that are stored next to the only file that is read."""
         bases = {path: _base(path) for path in _row_files(file.parent)}
         splits = name_splits(dict.fromkeys(bases.values()))
         others = [path.name for path in bases if splits.get(bases[path], "train") != "train"]
@@ -181,7 +181,7 @@ class Reader:
         raise self._several(files)
 
     def _several(self, files: Sequence[Path]) -> UserError:
-        """Return the error for files whose names denote no split."""
+        """Create the error for files whose names denote no split."""
         rows: dict[str, int | None] = {}
         for file in files[:6]:
             try:
@@ -220,7 +220,7 @@ class Reader:
             )
 
     def _shards(self, places: Sequence[Path]) -> list[Path] | None:
-        """Return the shards of one file in order; None if the files are not shards."""
+        """Return the shards of one file in order, or None if the files are not shards."""
         if len(places) == 1 and not _SHARD.fullmatch(_stem(places[0])):
             return list(places)
         numbered = {path: _SHARD.fullmatch(_stem(path)) for path in places if path.is_file()}

@@ -36,7 +36,7 @@ csv.field_size_limit(1 << 30)
 
 
 class NoColumnError(UserError):
-    """A file lacks a required column."""
+    """The error for a file without a required column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class RowFile:
 
 @dataclass
 class _Record:
-    """The cells of a row by column, its first and last line, and the number of cells if it is wrong."""
+    """The cells of a row by column, its first and last line, and its number of cells if that is wrong."""
 
     cells: dict[str, Any]
     first: int
@@ -82,16 +82,16 @@ def extension_of(path: Path) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def clean_name(name: str) -> str:
-    """Normalize a class name: NFC, without repeated, leading or trailing spaces and zero-width characters."""
+    """Normalize a class name to NFC, without repeated, leading or trailing spaces and without zero-width characters."""
     return " ".join(re.sub("[\ufeff\u200b\u2060]", "", unicodedata.normalize("NFC", name)).split())
 
 
 def read_rows(path: Path, settings: TextConfig) -> RowFile:
-    """Read the rows of a .csv, .tsv or .jsonl file, which may be gzip-compressed.
+    """Read the rows of a .csv, .tsv or .jsonl file, which may be compressed with gzip.
 
     Raises:
-        UserError: the file type or encoding is not supported, a column is missing, or the rows are malformed.
-        SettingError: a setting does not fit the file.
+        UserError: If the file type or encoding is not supported, a column is missing, or the rows are malformed.
+        SettingError: If a setting does not fit the file.
     """
     kind, name = extension_of(path), printable(path)
     if kind not in EXTENSIONS:
@@ -142,7 +142,7 @@ def _require_columns(name: str, line: int, columns: Sequence[str], settings: Tex
 
 
 def _names_of(cells: Sequence[str], settings: TextConfig) -> str:
-    """Suggest ``data.text.names`` for a file without a header. The longest cell of its first row is the text."""
+    """Suggest ``data.text.names`` for a file without a header, on the assumption that the longest cell is the text."""
     if not 2 <= len(cells) <= 8 or len(settings.columns) != 1:
         return "data.text.names=[label,text]"
     order = sorted(range(len(cells)), key=lambda index: len(cells[index]))
@@ -153,7 +153,7 @@ def _names_of(cells: Sequence[str], settings: TextConfig) -> str:
 def _row(
     name: str, record: _Record, settings: TextConfig, missing: Container[str], numbers: Counter[str], width: int
 ) -> Row:
-    """Convert a record to a row, and count values that are not text by column in `numbers`."""
+    """Convert a record to a row. `numbers` counts values that are not text, by column."""
     for column in (*settings.columns, settings.label):
         value = record.cells.get(column)
         if isinstance(value, list | dict):
@@ -257,7 +257,7 @@ class _Table:
             return []
 
     def _likely(self, default: str) -> str:
-        """Return the delimiter that yields the required columns, or else the delimiter that yields the most cells."""
+        """Return the delimiter that yields the required columns, or otherwise the delimiter that yields the most cells."""
         settings = self._settings
 
         def fits(delimiter: str) -> bool:
@@ -273,8 +273,8 @@ class _Table:
         """Return the rows.
 
         Raises:
-            UserError: quotes are unbalanced, or enclose entire rows.
-            SettingError: ``data.text.names`` does not fit the first line.
+            UserError: If quotes are unbalanced, or enclose entire rows.
+            SettingError: If ``data.text.names`` does not fit the first line.
         """
         quotes = self._quotes(self._delimiter)
         reader = self._cells(self._lines[self._start :], self._delimiter, quotes=quotes)
@@ -337,7 +337,7 @@ class _Table:
         )
 
     def _look_at_long_cells(self, records: Sequence[_Record]) -> None:
-        """Add a note on rows that span several lines, and reject them if their lines look like rows."""
+        """Add a note on rows that span several lines. Reject such rows if their lines look like separate rows."""
         long = [record for record in records if record.last > record.first]
         if not long:
             return

@@ -59,7 +59,7 @@ class Texts:
 
 @dataclass
 class TextListing:
-    """The lists of a text data set, with the splits of its publisher or of the user's files; see `listing.Listing`.
+    """The samples of a text data set by split (official or user-defined splits); see `listing.Listing`.
 
     Attributes:
         class_names: class names by label.
@@ -77,7 +77,7 @@ class TextListing:
 
     @property
     def size(self) -> int:
-        """Number of all texts, including unusable texts."""
+        """Number of texts, including unusable texts."""
         return len(self.skipped) + sum(map(len, splits_of(self).values()))
 
     def digest(self) -> str:
@@ -96,15 +96,15 @@ def missing_text_folder(root: Path) -> str | None:
 def read_texts(
     root: Path, settings: TextConfig, follow_links: bool = False, splits: Chosen | None = None
 ) -> TextListing:
-    """List the texts of a file or a folder.
+    """List the texts of a file or a folder. See `read_folder` for the arguments.
 
     If there is neither a validation nor a test split, one fifth of every class is held out for testing, the same texts
-    for every seed. See `read_folder` for the arguments.
+    for every seed.
 
     Raises:
-        UserError: a file or column does not exist, a file cannot be read, the labels are not classes, the folder is
+        UserError: If a file or column does not exist, a file cannot be read, the labels are not classes, the folder is
             ambiguous, or a link leads out of `root` and `follow_links` is False.
-        SettingError: a setting does not fit the files.
+        SettingError: If a setting does not fit the files.
     """
     problem = missing_text_folder(root)
     if problem is not None:
@@ -126,10 +126,10 @@ def read_texts(
 def listing_of(found: SplitRows, root: Path, settings: TextConfig) -> TextListing:
     """Map labels to classes, and hold out test texts if there is neither a validation nor a test split.
 
-    The rows of the training split must come first. The file or folder `root` is named in messages.
+    The rows of the training split must come first. Messages name the file or folder `root`.
 
     Raises:
-        UserError: a split has no usable texts, or the labels are not classes.
+        UserError: If a split has no usable texts, or the labels are not classes.
     """
     top = printable(root.absolute())
     usable: dict[str, list[Row]] = {}
