@@ -155,7 +155,7 @@ def _lines(file: Path) -> list[tuple[int, str]]:
     return found
 
 
-#: The kind, name, id and color of a line.
+#: A line's kind, name, id and color.
 _Line = tuple[str, str, int | None, Color | None]
 #: Descriptions of the kinds of lines, for messages. The id precedes the name, except in "name id".
 _KINDS = {"name": "a name", "id": "an id and a name", "name id": "a name and a number", "number": "a number",
@@ -192,7 +192,7 @@ def _parse(text: str, place: str) -> _Line:
         return ("name" if color is None else "color", name, None, color)
     if counts == (1, 0):
         return ("id" if color is None else "id color", name, first[0], color)
-    if counts == (1, 1) and color is None:  # '1 class 1'
+    if counts == (1, 1) and color is None:  # such as '1 class 1'
         return ("id", _clean(rest), first[0], None)
     if counts == (0, 1):
         plain = color is None and re.search(r"[,;:=|\t]\s*\d+$", text) is None  # 'class 1' may be a name
@@ -216,10 +216,10 @@ def _entries(parsed: Sequence[tuple[int, _Line]], kinds: set[str], place: str) -
     elif kinds <= {"name", "name id", "number"}:
         stems, ids = {name.casefold() for _, name, _, _ in rows}, {number for _, _, number, _ in rows}
         if kinds == {"name id"} and len(stems) == len(ids) == len(rows) > 1:
-            kinds = {"id"}  # 'sky 0', 'road 1'; but 'class 1', 'class 2' are names
+            kinds = {"id"}  # in 'sky 0', but not in 'class 1'
         else:
             names = [f"{name} {number}" if kind == "name id" else name for kind, name, number, _ in rows]
-    elif kinds == {"id", "name"} and rows[0][0] == "name":  # '4 wheeler' in a list of names
+    elif kinds == {"id", "name"} and rows[0][0] == "name":  # such as '4 wheeler' in a list of names
         names = [name if kind == "name" else f"{number} {name}" for kind, name, number, _ in rows]
     if names is not None:
         return [Entry(name, number) for number, name in enumerate(names)], []
@@ -308,7 +308,8 @@ def folder_classes(root: Path, settings: MaskConfig) -> tuple[Classes, list[str]
     if len(names) < 2:
         hint = " List the background as well." if len(names) == 1 and is_class(names[0]) else ""
         raise UserError(
-            f"{place} has {counted(len(names), 'class')} ({found.source}). Segmentation requires at least two classes.{hint}"
+            f"{place} has {counted(len(names), 'class')} ({found.source}). Segmentation requires at least two"
+            f" classes.{hint}"
         )
     if len(names) > UNKNOWN:
         raise UserError(f"{place} has {len(names)} classes, but at most 254 are supported.")

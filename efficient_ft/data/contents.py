@@ -20,7 +20,7 @@ from efficient_ft.data.listing import label_bytes, splits_of
 
 #: Number of evenly spread files of a split that are hashed, in addition to the first file of each class.
 FILES = 2048
-#: Maximum size of a file that is hashed completely. Larger files are hashed by evenly spread pieces of this size.
+#: Maximum size in bytes of a completely hashed file, and number and size of the hashed pieces of larger files.
 _COMPLETE, _PIECES, _PIECE = 1 << 20, 8, 1 << 15
 #: Maximum number of blocks into which samples in memory are divided. Each block has one hash.
 _BLOCKS = 256

@@ -21,7 +21,7 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.core.format import format_bytes
 from efficient_ft.core.network import open_url, reason_of
 
-STALL_SECONDS = 30.0  # timeout of a download that receives no data
+STALL_SECONDS = 30.0  # a download that receives no data for this time fails
 
 State = Literal["ready", "packed", "partial", "absent", "broken"]
 
@@ -31,9 +31,9 @@ class Archive:
     """A file of a data set."""
 
     path: str  # path of the file, relative to the root folder
-    unpacks: str | None = None  # folder that unpacking creates, relative to the root; None for other files
+    unpacks: str | None = None  # unpacked folder, relative to the root; None if the file is not an archive
     url: str | None = None  # URL of the file; None if it cannot be downloaded
-    md5: str | None = None  # checksum of the file; None if the publisher gives none
+    md5: str | None = None  # checksum of the file; None if the publisher provides no checksum
     size: int | None = None  # size in bytes; a shorter file is an interrupted download
     contents: tuple[str, ...] = ()  # paths that the unpacked folder must contain, relative to it
 
@@ -42,9 +42,8 @@ class Archive:
 
         Returns:
             ``ready`` if the files can be read; ``packed`` if the archive must be unpacked; ``partial`` if the file is
-            too short
-            or its checksum differs; ``absent`` if the file does not exist; ``broken`` if the unpacked folder lacks
-            contents.
+            too short or its checksum differs; ``absent`` if the file does not exist; ``broken`` if the unpacked folder
+            lacks contents.
         """
         if self.unpacks is not None and _has_entries(root / self.unpacks):
             return "broken" if self.lacks(root) else "ready"
@@ -144,7 +143,7 @@ def _unpack(archive: Archive, root: Path) -> None:
     # Unpack into a temporary folder and rename it, so that interrupted unpacking leaves no incomplete data set.
     with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=target.parent) as scratch:
         try:
-            # The filter rejects links and names in a .tar file that lead out of the folder. A .zip file has no filter.
+            # The filter rejects links and names in a .tar file that lead out of the folder. shutil skips them in a .zip.
             shutil.unpack_archive(packed, scratch, filter=None if packed.suffix == ".zip" else "data")
         except (EOFError, tarfile.TarError, zipfile.BadZipFile, shutil.ReadError, zlib.error) as error:
             raise UserError(

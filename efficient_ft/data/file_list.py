@@ -73,7 +73,7 @@ class FileList:
             for entry in visible_entries(waiting.pop()):
                 try:
                     is_file = entry.is_file()
-                except OSError:  # a link to itself
+                except OSError:  # raised for a link to itself
                     self.special.append(entry.path)
                     continue
                 if is_file:

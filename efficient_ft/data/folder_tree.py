@@ -22,9 +22,9 @@ class Folder:
     """A folder of a data set."""
 
     path: Path  # path on disk
-    name: str = ""  # path relative to the folder of the data set, with slashes; empty for that folder
+    name: str = ""  # path relative to the data set's folder, with slashes; empty for that folder
     images: int = 0  # number of files with an image extension directly in the folder
-    total: int = 0  # number of these files at any depth
+    total: int = 0  # number of files with an image extension at any depth
     folders: dict[str, Folder] = field(default_factory=dict)  # visible subfolders by name
     link: bool = False  # True for a link that is not followed; it counts as one image
 
@@ -86,7 +86,7 @@ def scan(root: Path, follow_links: bool) -> tuple[Folder, list[tuple[Path, str |
             elif entry.is_symlink() and os.path.isdir(entry.path):
                 links.append(entry)
             elif is_image(entry.name):
-                with contextlib.suppress(OSError):  # a link to itself
+                with contextlib.suppress(OSError):  # raised for a link to itself
                     folder.images += entry.is_file()
         if depth > 2 or (depth > 0 and folder.images):
             continue  # links in class folders are not followed

@@ -19,13 +19,13 @@ from PIL import Image, ImageCms, ImageOps, TiffImagePlugin, features
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.text import printable
 
-#: Formats, by Pillow's names, that every build of Pillow reads. Other formats are not opened, because Pillow runs
-#: external programs for some of them, such as Ghostscript for PostScript.
+#: Formats that every build of Pillow reads, by Pillow's names. Other formats are not opened, because Pillow runs
+#: external programs to read some of them, such as Ghostscript for PostScript.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 for _format in FORMATS:
     importlib.import_module(f"PIL.{_format.title().replace('Webp', 'WebP')}ImagePlugin")
 
-#: Formats that require a certain build of Pillow or a package: extensions, Pillow's name, and how to install it.
+#: Formats that require a certain build of Pillow or a package: extensions, Pillow's name, and installation advice.
 _FURTHER = {
     "AVIF": ((".avif",), "AVIF", "pip install 'pillow>=11.3'"),
     "JPEG 2000": ((".jp2", ".j2k", ".j2c", ".jpf", ".jpx"), "JPEG2000", "install a Pillow with OpenJPEG"),
@@ -125,7 +125,7 @@ def opened(path: str | os.PathLike[str], decoding: Decoding | None = None) -> It
                     " image."
                 )
             if Image.MAX_IMAGE_PIXELS is not None and limit > Image.MAX_IMAGE_PIXELS:
-                Image.MAX_IMAGE_PIXELS = limit  # Pillow also checks crops of the image
+                Image.MAX_IMAGE_PIXELS = limit  # Pillow also applies its limit to crops
             yield image
     except (MemoryError, UserError):
         raise
@@ -194,7 +194,7 @@ def _eight_bits(image: Image.Image, value_range: tuple[float, float] | None, lev
     low, high = value_range or (0, 65535)
     scaled = ((values - low) / ((high - low) / 255)).round().clip(0, 255).astype(np.uint8)
     if image.format == "TIFF" and image.tag_v2.get(262) == 0:  # type: ignore[attr-defined]
-        scaled = 255 - scaled  # zero is white; Pillow inverts only 8-bit images
+        scaled = 255 - scaled  # the value 0 is white; Pillow inverts only 8-bit images
     return Image.fromarray(scaled)
 
 

@@ -27,21 +27,21 @@ from efficient_ft.data.listing import Samples
 PIXELS, _FIRST = 16_000_000, 4
 #: Factor of enlargement above which a warning is issued.
 _ENLARGED = 4.0
-#: Suggested upper ends of the range, if all stored values are in its lowest quarter.
+#: Suggested upper limits of ``data.value_range``, if all stored values are in the lowest quarter of the 16-bit range.
 _DEPTHS = (255, 1023, 4095, 16383)
-#: Maximum number of recorded groups of duplicates, of paths in each group, and of images compared for near-duplicates.
+#: Maximum number of recorded duplicate groups, paths per group, and images compared for near-duplicates.
 _GROUPS, _PATHS, _COMPARED = 100, 5, 50_000
 _GRAY = ("1", "L", "LA", "La", "F")
 _FORMATS = {"jpg": "JPEG", "jpeg": "JPEG", "jfif": "JPEG", "tif": "TIFF", "pgm": "PPM", "jp2": "JPEG2000",
             "j2k": "JPEG2000", "j2c": "JPEG2000", "jpf": "JPEG2000", "jpx": "JPEG2000", "heic": "HEIF",
             "hif": "HEIF"}  # fmt: skip
-#: Names of masks in the folder of their images.
+#: Names of masks that are stored in the folder of their images.
 _MASK = re.compile(r"(.+)[ _-](?:mask|masks|seg|segmentation|gt|label|labels|annotation)(?:[ _-]?\d+)?", re.IGNORECASE)
 #: Side of a thumbnail in pixels.
 _SIDE = 9
 #: Maximum root mean square difference of two thumbnails, in gray levels and relative to the smaller contrast. These
-#: limits detect 92 % to 100 % of the copies of photographs with 128 and 224 pixels that are saved as JPEG of quality 30
-#: to 60, or at half or 1.5 times the size, and no different photographs. They miss JPEG copies of tiny images.
+#: limits detect at least 92 % of the copies of photographs with 128 and 224 pixels that are saved as JPEG of quality 30
+#: to 60 or resized by factors of 0.5 and 1.5. They match no different photographs, and miss JPEG copies of tiny images.
 _LEVELS, _RELATIVE = 4.0, 0.08
 #: Minimum contrast (standard deviation of a thumbnail), and maximum ratio of two aspect ratios.
 _CONTRAST, _ASPECT = 6.0, 1.05

@@ -20,9 +20,9 @@ from efficient_ft.data.mask_pixels import read_pixels
 from efficient_ft.data.mask_survey import Survey, examined, mask_orientation, survey
 from efficient_ft.data.masks import UNKNOWN, Classes, MaskSamples, read_mask
 
-#: Share of pixels without a label above which a warning is issued.
+#: Share of unlabeled pixels above which a warning is issued.
 _MOSTLY_UNLABELED = 0.9
-#: Minimum number of masks that are compared with each other.
+#: Minimum number of masks that are compared.
 _FEW = 3
 #: Minimum distance of the foreground shares from one half if some masks are inverted.
 _GAP = 0.15
@@ -188,7 +188,7 @@ def _inverted(result: Inspection, paths: Sequence[str], pixels: np.ndarray, clas
     Inverted masks are assumed if no foreground share is near one half, and one class covers about the same share in
     some masks as the other class covers in the remaining masks.
     """
-    mixed = np.flatnonzero(pixels.all(axis=1))  # a mask with a single class gives no evidence
+    mixed = np.flatnonzero(pixels.all(axis=1))  # masks with a single class are ignored
     share = pixels[mixed, 1] / np.maximum(pixels[mixed].sum(axis=1), 1)
     high = share > 0.5
     groups = high.sum(), (~high).sum()

@@ -22,14 +22,14 @@ _TOKENIZED, _CHARACTERS, _COMPARED = 1000, 150_000, 100_000
 _NUMBERS = 20
 #: Fractions above which a warning is issued.
 _UNKNOWN, _CUT, _REPEATED, _ODD = 0.05, 0.25, 0.5, 0.01
-#: Texts that common programs write for a missing value.
+#: Texts that common programs write for missing values.
 _NOTHING = frozenset(
     ["nan", "none", "null", "n/a", "na", "#n/a", "#ref!", "#value!", "#name?", "<na>", "[deleted]", "[removed]"]
 )
 #: UTF-8 that was decoded with a wrong encoding (Ã©, â€™), and replacement characters.
 _GARBLED = re.compile("Ã[\x80-\xbf]|â€|\ufffd|Ð[\x80-\xbf]Ð|ï»¿")
 _MARKUP = re.compile(r"<(br|p|div|span|a|b|i)\b[^>]*>", re.IGNORECASE)
-#: Class names that often mean a missing label.
+#: Class names that often denote a missing label.
 _MARKERS = frozenset(
     ["-1", "none", "n/a", "na", "null", "?", "-", ".", "unknown", "unlabeled", "unlabelled", "unsup", "undefined",
      "todo"]

@@ -21,11 +21,11 @@ HEADERS, DECODED = 1024, 48
 class Inspection:
     """The result of inspecting the samples of a data set."""
 
-    facts: dict[str, Any] = field(default_factory=dict)  # plain containers for results.json
+    facts: dict[str, Any] = field(default_factory=dict)  # facts for results.json, in plain containers
     lines: list[str] = field(default_factory=list)  # the same facts for the terminal, one short line each
     #: Properties of the data that are likely to harm training, one sentence each, with the setting to change.
     warnings: list[str] = field(default_factory=list)
-    problems: dict[str, str] = field(default_factory=dict)  # reason by path, for samples that training would reject
+    problems: dict[str, str] = field(default_factory=dict)  # reasons by path, for samples that training would reject
 
 
 def spread(size: int, count: int) -> np.ndarray:

@@ -30,7 +30,7 @@ from efficient_ft.data.splits import (
     show,
 )  # fmt: skip
 
-#: Parts of the names of folders whose images have no class.
+#: Name parts of folders with unlabeled images.
 _UNLABELED = ("unlabel", "unlabl", "pred", "unsup", "unknown")
 #: Names of the two folders of a segmentation data set.
 _PICTURES = frozenset({"image", "images", "img", "imgs", "jpegimages", "photos", "pictures"})
@@ -65,7 +65,7 @@ def find_layout(root: Path, chosen: Chosen | None = None, follow_links: bool = F
     except SettingError:
         raise
     except UserError:
-        for place, reason in blocked:  # report a folder that could not be scanned instead
+        for place, reason in blocked:  # the cause may be a folder that could not be scanned
             if reason is not None:
                 raise UserError(f"{printable(place)} cannot be read ({reason}). Check its permissions.") from None
             links_in([place], root, follow_links)
@@ -128,7 +128,7 @@ def _recognized(top: Folder) -> Layout:
                 f" without a class. Put them into {printable(name)}/CLASS/, or leave them out:"
                 f" 'data.splits={show(rest)}'."
             )
-        places[split] = [folder]  # an empty folder is reported when files are listed
+        places[split] = [folder]  # reported as empty when files are listed
     now: dict[Split, str] = {split: of[0].name for split, of in places.items()}
     used = {name.split("/")[0] for name in now.values()}
     others = [folder for name, folder in top.folders.items() if name not in used]
@@ -191,7 +191,7 @@ def _without_train(top: Folder, named: Mapping[str, Split], by_split: Mapping[Sp
             raise UserError(_without_classes(top, [top]))
         trains = [name for name, split in name_splits(top.folders).items() if split == "train"]
         holder = [top.folders[name] for name in trains if top.folders[name].folders]
-        return Layout({"train": holder[:1] or [top]})  # an empty folder is reported when files are listed
+        return Layout({"train": holder[:1] or [top]})  # reported as empty when files are listed
     rest = [name for name in folders if name not in named and not _is_unlabeled(name)]
     nested = {name for names in by_split.values() for name in names}
     flat = sorted((name for name in named if name not in nested), key=lambda name: (SPLITS.index(named[name]), name))
@@ -224,7 +224,7 @@ def _without_classes(top: Folder, flat: Sequence[Folder]) -> str:
 
 
 def labels_hint(folders: Sequence[Path]) -> str:
-    """Return a sentence that names files in the folders that may contain labels, or an empty string if there are none."""
+    """Return a sentence that names files which may contain labels, or an empty string if there are none."""
     places = [folder for folder in folders if folder.is_dir()]
     names = [e.name for place in places for e in os.scandir(place) if e.name.lower().endswith(_TABLES)]
     return f" The labels may be in {some(sorted(names), 3)}: sort the images into class folders." if names else ""
@@ -276,7 +276,7 @@ def _require_clear(
     """
     classes = list(place.filled.values())
     depths: Counter[int] = Counter()
-    levels: list[dict[str, list[Folder]]] = []  # folders by normalized name, for each depth below the classes
+    levels: list[dict[str, list[Folder]]] = []  # for each depth below the classes: folders by normalized name
     examples: dict[int, Folder] = {}
     waiting = [(one, 0) for one in reversed(classes)]
     while waiting:

@@ -14,10 +14,10 @@ from efficient_ft.data.inspection import spread
 from efficient_ft.data.paths import Paths
 from efficient_ft.data.splits import SPLITS
 
-_TEST_SEED = 0  # independent of the seed of the run, so that all runs on a data set test on the same images
+_TEST_SEED = 0  # independent of the run's seed, so that all runs on a data set test on the same images
 _TEST_FRACTION = 0.2
 
-#: Number of files of a split whose sizes are read for a digest; it is small, because file systems may be remote.
+#: Number of files per split whose sizes are read for a digest. It is small, because file systems may be remote.
 DIGEST_FILES = 256
 
 
@@ -143,7 +143,7 @@ def stratified_split(samples: _Samples, fraction: float, seed: int) -> tuple[_Sa
     ordered = samples.labels[by_class]
     starts = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
     labels = ordered[np.concatenate([[0], starts])] if len(ordered) else ordered
-    del ordered  # tens of MB for a million images
+    del ordered  # occupies tens of MB for a million images
     for label, positions in zip(labels.tolist(), np.split(by_class, starts) if len(labels) else [], strict=True):
         n = len(positions)
         count = min(max(int(n * fraction + 0.5), 1), n - 1)

@@ -21,7 +21,7 @@ from efficient_ft.data.listing import Samples
 from efficient_ft.data.paths import Paths
 from efficient_ft.data.transforms import Transform
 
-_CACHE_BYTES = 64 << 20  # resized images are cached in memory up to this size
+_CACHE_BYTES = 64 << 20  # maximum size of resized images that are cached in memory
 _Sample = TypeVar("_Sample")
 
 
@@ -148,7 +148,7 @@ class Loader(DataLoader[tuple[Tensor, int]]):
                     raise UserError(batch.message)
                 yield batch
         except (UserError, RuntimeError) as error:
-            # End the workers now. The garbage collector may free their queues first and wait five seconds for each.
+            # End the workers here. The garbage collector could free their queues first and wait five seconds for each.
             self._iterator = None
             del batches
             refuse_killed_worker(error)

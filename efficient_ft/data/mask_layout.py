@@ -33,7 +33,7 @@ class Area:
     path: Path  # path of the folder
     kind: Kind | None  # kind of its files; None if no folder name denotes it
     split: Split | None  # split that the folder names denote; None if they denote none
-    prefix: str  # path, relative to the root, above the first folder whose name denotes a kind or a split
+    prefix: str  # relative path above the first folder whose name denotes a kind or a split
     key: tuple[str, ...]  # folder names without the words that denote images or masks
     count: int = 0  # number of image files
 
@@ -42,9 +42,11 @@ class Area:
 class Tree:
     """The folders of a data set."""
 
-    areas: list[Area] = field(default_factory=list)  # folders with image files whose names denote a kind or a split
+    areas: list[Area] = field(default_factory=list)  # folders with images whose names denote a kind or a split
     plain: dict[str, int] = field(default_factory=dict)  # number of image files in each of the other folders
-    inside: dict[str, int] = field(default_factory=dict)  # image files in other folders inside areas of unknown kind
+    inside: dict[str, int] = field(
+        default_factory=dict
+    )  # number of images in other folders in areas of unknown kind
     empty: list[Area] = field(default_factory=list)  # areas without image files and subfolders
 
 
@@ -126,7 +128,7 @@ def _images_below(folder: Path) -> int:
     return count + sum(_images_below(inner) for inner in folders.values() if not inner.is_symlink())
 
 
-#: Pairs of a folder of images and its folder of masks by split; None if there are no masks.
+#: Pairs of an image folder and its mask folder (None if there are no masks), by split.
 Places = dict[Split, list[tuple[Area, Area | None]]]
 
 
@@ -303,7 +305,7 @@ def _named(root: Path, tree: Tree, split: Split, path: Path) -> tuple[Area, Area
             raise SettingError(f"data.splits.{split}", path.relative_to(root).as_posix(), "a folder with images")
         images = [Area(path, "images", split, "", _key(path, root), count)]
     every = [area for area in tree.areas if area.kind == "masks"]
-    if not masks:  # a corresponding folder: images/a and masks/a, or a and a_masks
+    if not masks:  # find the corresponding folder: images/a and masks/a, or a and a_masks
         masks = [area for area in every if area.key == _key(path, root)]
         tails = [path.relative_to(area.path) for area in above if area.kind != "masks"]
         other = [replace(area, path=area.path / tail, split=split) for area in every for tail in tails]

@@ -59,7 +59,7 @@ class Matches:
     rule: str = ""  # description of how the names correspond; empty if they are equal
     image_affix: tuple[str, str] = ("", "")  # (prefix, suffix) of images that masks lack
     several: tuple[str, str] | None = None  # two masks of one image; None if there is no such image
-    suffixes: tuple[str, ...] = ()  # suffixes of several masks of an image, beginning with the most likely class ids
+    suffixes: tuple[str, ...] = ()  # suffixes of an image's masks; the first most likely denotes class ids
 
 
 def match_names(images: Sequence[str], masks: Sequence[str]) -> Matches:

@@ -14,14 +14,14 @@ from efficient_ft.core.text import printable
 from efficient_ft.data.images import FORMATS
 
 Color = tuple[int, int, int]
-#: Extensions of mask files: lossless formats.
+#: Extensions of mask files, whose formats are lossless.
 MASK_EXTENSIONS = (".png", ".bmp", ".tif", ".tiff", ".gif")
 _EXACT = ("BMP", "GIF", "PNG", "TIFF")
-#: Pillow scales gray values of 2 and 4 bits to 8 bits, by these factors.
+#: Factors by which Pillow scales gray values of 2 and 4 bits to 8 bits.
 _FACTORS = {"L;2": 85, "L;2I": 85, "L;4": 17, "L;4I": 17}
 _INVERTED = 262  # TIFF tag PhotometricInterpretation; if it is 0, the value 0 is white
 _ORIENTATION = 274
-#: Operations that turn an image upright, by EXIF orientation.
+#: Operations that rotate an image upright, by EXIF orientation.
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -123,7 +123,7 @@ def stored_size(path: str) -> tuple[tuple[int, int], int] | None:
 
 
 def _orientation(image: Image.Image) -> int:
-    with contextlib.suppress(Exception):  # a broken EXIF block has no orientation
+    with contextlib.suppress(Exception):  # an image with a broken EXIF block has no orientation
         number = image.getexif().get(_ORIENTATION, 1)
         return number if number in _TURNS else 1
     return 1

@@ -21,7 +21,7 @@ from efficient_ft.data.inspection import DECODED, HEADERS, in_threads, progress,
 from efficient_ft.data.mask_pixels import Header, read_header, read_pixels, stored_size
 from efficient_ft.data.masks import UNKNOWN, Classes, MaskSamples, read_mask
 
-#: Maximum number of pixels that a quick survey decodes: fewer masks are decoded if they are large.
+#: Maximum number of pixels that a quick survey decodes. Fewer masks are decoded if they are large.
 _PIXELS = 30_000_000
 #: Maximum number of masks decoded to find a second class.
 _SEARCHED = 512
@@ -77,7 +77,7 @@ class Survey:
         return [row for rows in self.counted.values() for row in rows]
 
     def shares(self, *splits: str) -> np.ndarray:
-        """Return the number of pixels by class index, int64 (256,), in the given splits, or in all splits by default."""
+        """Return the number of pixels by class index, int64 (256,), in the given splits (by default in all splits)."""
         found = [one.shares for split in splits or self.counted for _, one in self.counted.get(split, ())]
         return np.sum(found, axis=0) if found else np.zeros(256, dtype=np.int64)
 
@@ -132,7 +132,7 @@ def _stored(path: str, _stamp: int) -> Stored | None:
 def _header(path: str, _stamp: int) -> Header | None:
     try:
         return read_header(path)
-    except UserError:  # reported when the mask is read
+    except UserError:  # the error is reported when the mask is read
         return None
 
 
@@ -191,7 +191,7 @@ def _orientation_by_size(stored: Stored, mask: tuple[int, int]) -> str | None:
     """Return ``raw`` or ``upright`` for an image with an orientation, or None if the sizes do not decide."""
     (width, height), orientation = stored
     if orientation < 5 or width == height:
-        return None if mask == (width, height) else "upright"  # a different size is reported when the mask is read
+        return None if mask == (width, height) else "upright"  # read_mask reports a different size
     return "raw" if mask == (width, height) else "upright"
 
 
@@ -369,7 +369,7 @@ def _refuse_mixed(rows: Sequence[Counted], classes: Classes, split: str) -> None
     if classes.chosen or classes.ids != (0, 1) or not ones or not whites or set().union(*values) != {0, 1, IGNORED}:
         return
     if any({1, IGNORED} <= one for one in values):
-        return  # borders without a label
+        return  # masks with unlabeled borders
     first, second = map(_quoted, classes.names)
     raise UserError(
         f"{ones} of {len(rows)} examined {split} masks {verb(ones, 'contains', 'contain')} the value 1, {whites}"

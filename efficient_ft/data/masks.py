@@ -22,7 +22,7 @@ from efficient_ft.data.inspection import spread
 from efficient_ft.data.listing import DIGEST_FILES, hash_files, splits_of
 from efficient_ft.data.mask_pixels import Color, Pixels, read_pixels
 
-#: Table entry of a value without a class.
+#: Table entry for values without a class.
 UNKNOWN = 254
 
 
@@ -36,7 +36,7 @@ class Classes:
     further: tuple[tuple[int, int], ...] = ()  # (value, class index) of additional values
     colors: tuple[Color, ...] = ()  # class colors in color masks; empty if masks contain only ids
     ignored_colors: frozenset[Color] = frozenset()  # colors of pixels without a label
-    #: Read masks with a palette by index or by color; auto reads by color if the classes have colors.
+    #: How masks with a palette are read: by index, by color, or (auto) by color if the classes have colors.
     palette: Literal["auto", "index", "color"] = "auto"
     chosen: bool = False  # True if the user has specified the meaning of the values
 
@@ -73,7 +73,7 @@ class Classes:
             return pixels.colors, True
         ids = pixels.ids
         if pixels.mode == "1" and (self.gray or (self.table[1] == UNKNOWN and IGNORED in self.ids)):
-            ids = ids * 255  # white
+            ids = ids * 255  # Pillow's value of white
         if self.gray and pixels.colors is None and ids.max(initial=0) < 256:
             return ids * 0x010101, True
         if pixels.mode in ("RGB", "RGBA") and (ids < 0).any():
@@ -120,7 +120,7 @@ class MaskListing:
     left_out: dict[str, int] = field(default_factory=dict)
 
     def digest(self) -> str:
-        """Return a digest (8 hex digits) of the classes, and of the names and sizes of up to 256 files of each split."""
+        """Return a digest (8 hex digits) of the classes, and of the names and sizes of up to 256 files per split."""
         classes = self.classes
         about: tuple[object, ...] = (classes.names, classes.ids)
         if classes.further or classes.colors:

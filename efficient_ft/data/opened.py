@@ -196,7 +196,7 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         labels = self._labels(part)
         if labels is None:
             order = spread(len(part), count)
-        else:  # the first sample of each class, then the second, …
+        else:  # order: first samples of all classes, then second samples, …
             order = np.argsort(labels, kind="stable")
             turns = np.arange(len(order)) - np.searchsorted(labels[order], labels[order], side="left")
             order = order[np.lexsort((labels[order], turns))]

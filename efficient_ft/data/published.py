@@ -76,8 +76,7 @@ class PublishedSet:
 
         Returns:
             None if all files exist or can be downloaded, otherwise a message that lists the missing files, their
-            expected
-            locations and alternatives.
+            expected locations and alternatives.
         """
         absent = [archive for archive in self.archives if archive.state(root) in ("absent", "partial", "broken")]
         for archive in absent:
@@ -127,7 +126,7 @@ def read_published(name: str, root: Path, follow_links: bool = False) -> Listing
     again = f"Remove {where} and run again (its archives are kept), or put a complete copy there."
     try:
         listing: Listing = source.read(root)
-    except Exception as error:  # the readers raise exceptions of many types on damaged lists
+    except Exception as error:  # readers raise exceptions of many types on damaged lists
         raise UserError(f"data={name}: the lists in {where} cannot be read ({error}). {again}") from error
     splits: dict[str, Samples] = splits_of(listing)
     listing.origins = dict.fromkeys(splits, "official")
@@ -226,7 +225,7 @@ _OXFORD = "https://www.robots.ox.ac.uk/~vgg/data"
 _FLOWERS = f"{_OXFORD}/flowers/102"
 _PETS = f"{_OXFORD}/pets/data"
 
-#: Data sets by name. URLs and checksums are equal to those of torchvision; sizes are those of the publishers.
+#: Data sets by name. URLs and checksums are taken from torchvision, sizes from the publishers.
 # fmt: off
 PUBLISHED: dict[str, PublishedSet] = {
     "cifar10": _cifar(datasets.CIFAR10, "CIFAR-10", 10, 170498071),

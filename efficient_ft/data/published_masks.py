@@ -14,7 +14,7 @@ from efficient_ft.data.file_list import refuse_elsewhere
 from efficient_ft.data.mask_folder import read_mask_folder
 from efficient_ft.data.masks import Classes, MaskListing, MaskSamples
 
-#: The eleven evaluated classes (Brostow, Fauqueur, Cipolla, "Semantic object classes in video", 2009).
+#: The eleven evaluated classes of CamVid (Brostow, Fauqueur, Cipolla, "Semantic object classes in video", 2009).
 _CAMVID = (
     "sky", "building", "pole", "road", "pavement", "tree", "sign_symbol", "fence", "car", "pedestrian", "bicyclist",
 )  # fmt: skip
@@ -22,7 +22,7 @@ _VOC = (
     "background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow", "diningtable",
     "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor",
 )  # fmt: skip
-#: The 19 evaluated classes by their ids in ``*_gtFine_labelIds.png``.
+#: The 19 evaluated classes of Cityscapes, by id in ``*_gtFine_labelIds.png``.
 _CITYSCAPES = {
     7: "road", 8: "sidewalk", 11: "building", 12: "wall", 13: "fence", 17: "pole", 19: "traffic light",
     20: "traffic sign", 21: "vegetation", 22: "terrain", 23: "sky", 24: "person", 25: "rider", 26: "car", 27: "truck",
@@ -39,7 +39,9 @@ class MaskSet:
     folder: str  # default folder below `data.root`
     classes: Classes  # classes of the masks
     contents: tuple[str, ...]  # paths that the folder must contain, relative to it
-    read: Callable[[Path, bool], MaskListing]  # lists the splits, given the folder and ``data.follow_links``
+    read: Callable[
+        [Path, bool], MaskListing
+    ]  # lists the splits, given the folder and ``data.follow_links``
     source: str  # origin of the files, for messages
 
     def root(self, root: Path) -> Path:

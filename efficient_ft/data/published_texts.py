@@ -16,7 +16,7 @@ from efficient_ft.data.text_places import origin
 from efficient_ft.data.text_rows import read_rows
 from efficient_ft.data.texts import TextListing, listing_of
 
-#: Files of RTE by split, and their numbers of rows.
+#: File name and number of rows of each split of RTE.
 _RTE: dict[Split, tuple[str, int]] = {"train": ("train.tsv", 2490), "test": ("dev.tsv", 277)}
 
 

@@ -14,10 +14,10 @@ from efficient_ft.data.images import Decoding, opened, reduce_resolution
 from efficient_ft.data.inspection import HEADERS, in_threads, spread
 from efficient_ft.data.paths import Paths
 
-#: Number of the longest files of a large split whose headers are read, and number of files whose sizes are compared.
+#: Number of the longest files in a large split whose headers are read, and number of files whose sizes are compared.
 _LONGEST, _STATED = 256, 50_000
-#: Bytes per pixel for decoding as RGB by Pillow's mode, measured with 9-megapixel files. Other modes are composited
-#: over white. Rotating an image creates a copy.
+#: Bytes per pixel for decoding an image as RGB, by Pillow's mode, measured with 9-megapixel files. Other modes are
+#: composited over white. Rotating an image creates a copy.
 _BYTES = {"RGB": 4, "L": 5, "1": 5, "P": 5, "CMYK": 8, "YCbCr": 8}
 _COMPOSITED, _DEEP, _WEBP, _TURNED = 20, 28, 14, 4
 _ORIENTATION = 274
@@ -30,7 +30,7 @@ class Reading:
     size: tuple[int, ...]  # (H, W) of the largest inputs, or (L,) for texts
     decode_bytes: int = 0  # temporary memory of reading the largest sample
     kept_bytes: int = 0  # memory of each sample until the batch is complete
-    stack_bytes: int = 0  # additional memory of each sample while the batch is stacked, without the batch itself
+    stack_bytes: int = 0  # additional memory of each sample while the batch is stacked, excluding the batch
     file_size: tuple[int, int] | None = None  # (width, height) of the largest image file; None if there are no files
     own_size: bool = False  # True if `size` is the size of the files instead of the network's input
 

@@ -58,17 +58,16 @@ class CounterSampler(Sampler[tuple[int, int]]):
         if self.shuffle:
             order = np.random.default_rng([self.seed, epoch]).permutation(self.size)
         else:
-            # The fixed order is random, because data sets are sorted by class and a limited evaluation uses the first
-            # batches.
+            # A random order, because data sets are sorted by class and a limited evaluation uses the first batches.
             order = np.random.default_rng(0).permutation(self.size)
-        for index in order[: self.used][self.rank :: self.world][start:]:  # a list would need five times the memory
+        for index in order[: self.used][self.rank :: self.world][start:]:  # a list would use five times the memory
             yield epoch, int(index)
 
 
 def _used(size: int, world: int, batch_size: int) -> int:
     """Return the number of images that form equally many batches in all processes, and no batch of one image."""
     each, more = divmod(size, world)
-    if each < batch_size:  # one batch for each process, so that no image is skipped
+    if each < batch_size:  # each process loads one batch, so no image is skipped
         return size if each else 0
     last = each % batch_size
     if last == 1:

@@ -35,7 +35,7 @@ STRIDE = 32
 #: Bytes per pixel, measured with 4-megapixel files. The first number is the memory of reading a mask, in addition to
 #: decoding its image. The second number is the memory of resizing both in training, per resized pixel.
 _READ, _ZOOMED = 22, 6
-#: Opacity of the colors of classes over an image.
+#: Opacity of class colors over an image.
 OPACITY = 0.5
 
 
@@ -100,7 +100,7 @@ class MaskDataset(Dataset[tuple[Tensor, Tensor]]):
     transform: MaskTransform
     seed: int  # seed of the run
     exif: str  # the setting ``data.masks.exif``
-    labeled: bool  # reject masks without labeled pixels, which do not contribute to training
+    labeled: bool  # True to reject masks without labeled pixels, which do not contribute to training
     decoding: Decoding | None = None
 
     def __len__(self) -> int:
@@ -152,7 +152,7 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
         super().__init__(config, seed, listing.classes.names, listing)
         self.classes, self.masks = listing.classes, config.masks
         self.decoding = Decoding(config.value_range, config.max_pixels)
-        if Image.MAX_IMAGE_PIXELS is not None:  # masks may be as large as their images
+        if Image.MAX_IMAGE_PIXELS is not None:  # also limits masks, which may be as large as their images
             Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, config.max_pixels)
         self._transforms = {training: MaskTransform(input, config.masks, training) for training in (True, False)}
         self._parts = self._choose_splits(listing.train, listing.val, listing.test, hold_out)

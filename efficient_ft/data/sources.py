@@ -23,7 +23,7 @@ from efficient_ft.data.segmentation_data import SegmentationData
 from efficient_ft.data.text_data import TextData
 from efficient_ft.data.texts import TextListing, missing_text_folder, read_texts
 
-#: Functions that return the error message for a missing folder, by data set.
+#: Functions that return the error message for a missing folder, by data set name.
 _MISSING = {"folder": missing_folder, "mask_folder": missing_mask_folder, "text_folder": missing_text_folder}
 
 
@@ -40,7 +40,7 @@ class DataSource(Protocol):
         """Return the lists of the data set. They must have the attributes of `listing.Listing`."""
 
 
-#: The data sets of other packages by name; `training.kinds.registry.register` adds them.
+#: Data sets of other packages by name, added by `training.kinds.registry.register`.
 SOURCES: dict[str, DataSource] = {}
 
 

@@ -40,7 +40,7 @@ _WORDS: dict[str, Split] = {
     ),
     **dict.fromkeys(("prueba", "pruebas", "teste", "тест", "测试", "测试集", "テスト"), "test"),
 }  # type: ignore[dict-item]  # fmt: skip
-#: Words that may accompany the word of a split.
+#: Words that may accompany a word that denotes a split.
 _AFFIXES = frozenset(
     ["data", "dataset", "datasets", "set", "sets", "split", "splits", "subset", "part", "folder", "folders", "file",
      "files", "image", "images", "img", "imgs", "pic", "pics", "picture", "pictures", "photo", "photos", "sample",

@@ -12,7 +12,7 @@ from efficient_ft.core.text import plain_line, printable
 from efficient_ft.data.counts import counted, shortened, some, verb
 from efficient_ft.data.inspection import Inspection
 
-#: Maximum number of class names in the output, and maximum number of their characters.
+#: Maximum number of class names in the output, and maximum number of characters in these names.
 _NAMES, _LETTERS = 8, 60
 #: Maximum number of recorded skipped samples.
 _RECORDED = 100
@@ -40,7 +40,7 @@ class Summary:
     inspection: Inspection  # result of inspecting the samples
     left_out: Mapping[str, int] = field(default_factory=dict)  # number of unused files by reason
     skipped: Mapping[str, str] = field(default_factory=dict)  # reason by path, for skipped samples
-    notes: Sequence[str] = ()  # further facts that a user should know, one sentence each
+    notes: Sequence[str] = ()  # facts that a user should know, one sentence each
 
     def lines(self) -> list[str]:
         """Return short lines for the terminal, which are printed before training."""

@@ -13,7 +13,7 @@ from efficient_ft.core.text import printable
 from efficient_ft.data.counts import counted, verb
 from efficient_ft.data.file_list import unreadable
 
-#: Byte order marks. UTF-32 precedes UTF-16, because its mark begins with the mark of UTF-16.
+#: Byte order marks. UTF-32 precedes UTF-16, because the mark of UTF-32 begins with the mark of UTF-16.
 MARKS = (
     (codecs.BOM_UTF8, "utf-8"),
     (codecs.BOM_UTF32_LE, "utf-32-le"),

@@ -21,7 +21,7 @@ LAYOUT = (
     "Expected: a file of rows (.csv, .tsv or .jsonl); a folder with such files named train, val and test; or a folder"
     " with CLASS/*.txt or {train,val,test}/CLASS/*.txt."
 )
-#: Names of folders of texts without a class, next to class folders.
+#: Names of folders with unlabeled texts next to class folders.
 _UNLABELED = frozenset(["unsup", "unsupervised", "unlabeled", "unlabelled"])
 #: Maximum number of notes about encodings.
 _NOTES = 8
@@ -50,7 +50,7 @@ class ClassFolders:
 
     root: Path  # ``data.root``, a folder
     settings: TextConfig
-    follow_links: bool  # use the targets of links that lead out of the root
+    follow_links: bool  # True to use the targets of links that lead out of the root
     found: SplitRows  # collects notes and unused files
     places: Mapping[Split, Sequence[Path]]  # folders and files of all splits
 

@@ -15,7 +15,7 @@ from efficient_ft.core.text import plain_line
 from efficient_ft.data.counts import and_more, counted, shortened, some, verb
 
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
-#: Number of distinct decimal numbers above which labels are considered a quantity; ratings in half stars have ten.
+#: Number of distinct decimal numbers above which labels are considered a quantity. Ratings in half stars have ten.
 _DECIMALS = 20
 #: Minimum number of distinct labels that may be considered free text.
 _FREE = 10

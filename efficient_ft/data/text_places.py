@@ -27,7 +27,7 @@ from efficient_ft.data.splits import (
 from efficient_ft.data.text_folders import LAYOUT, ClassFolders, SplitRows, folders_in, has_texts, texts_in, visible
 from efficient_ft.data.text_rows import EXTENSIONS, NoColumnError, Row, RowFile, extension_of, read_rows
 
-#: The name of a shard, as Hugging Face datasets writes it: train-00000-of-00002.
+#: The name of a shard as written by Hugging Face datasets: train-00000-of-00002.
 _SHARD = re.compile(r"(.+?)[-_.](\d+)[-_]of[-_](\d+)")
 
 

@@ -24,7 +24,7 @@ from efficient_ft.data.text_files import read_text
 _TABLES, _JSON = (".csv", ".tsv"), (".jsonl", ".ndjson")
 EXTENSIONS = (*_TABLES, *_JSON)
 _DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|"}
-#: Missing labels as written by common programs, in addition to ``data.text.missing``.
+#: Missing labels as written by common programs. ``data.text.missing`` adds further values.
 _MISSING = frozenset(
     ["", "nan", "NaN", "NAN", "-nan", "<NA>", "NaT", r"\N", "#N/A", "#REF!", "#VALUE!", "#NAME?", "#DIV/0!", "#NUM!",
      "#NULL!"]
@@ -44,7 +44,7 @@ class Row:
     """A text or a pair of texts, with its label and location."""
 
     text: tuple[str, ...]  # one or two texts
-    label: str  # class name; empty if missing
+    label: str  # class name; empty if the label is missing
     file: str  # name of the file, for messages
     line: int | None = None  # line number; None if the file contains a single text
     problem: str | None = None  # reason why the row cannot be used, in a few words; None if it can be used
@@ -100,7 +100,7 @@ def read_rows(path: Path, settings: TextConfig) -> RowFile:
     text, note = read_text(path, settings.encoding)
     if re.match(r"\s*<(!doctype html|html)", text, re.IGNORECASE):
         raise UserError(f"{name} is a web page, not a file of rows. Download the file itself.")
-    lines = io.StringIO(text, newline="").readlines()  # unlike splitlines, keeps other Unicode line separators
+    lines = io.StringIO(text, newline="").readlines()  # does not split at Unicode line separators
     found = RowFile(lines=len(lines), notes=[note] if note else [])
     if kind in _JSON:
         records = list(_json_records(name, lines))
@@ -231,7 +231,7 @@ class _Table:
         self._start = next((number for number, line in enumerate(lines) if line.strip()), 0)
         default = _DELIMITERS[settings.delimiter] if settings.delimiter else "\t" if kind == ".tsv" else ","
         sep = re.fullmatch(r'"?sep=(.)"?\s*', lines[self._start]) if lines else None
-        if sep and settings.delimiter is None:  # written by spreadsheet programs
+        if sep and settings.delimiter is None:  # spreadsheet programs write this line
             self._start, default = self._start + 1, sep[1]
         self._delimiter = default if settings.delimiter or sep else self._likely(default)
         if self._delimiter != default:
@@ -257,7 +257,7 @@ class _Table:
             return []
 
     def _likely(self, default: str) -> str:
-        """Return the delimiter that yields the required columns, or otherwise the delimiter that yields the most cells."""
+        """Return the delimiter that yields the required columns, or otherwise the most cells."""
         settings = self._settings
 
         def fits(delimiter: str) -> bool:
