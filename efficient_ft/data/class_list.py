@@ -106,7 +106,7 @@ def parse_class_list(file: Path) -> ClassList:
     lines = _lines(file)
     parsed = [(number, _parse(text, f"{place}, line {number}")) for number, text in lines if text]
     if not parsed:
-        raise UserError(f"{place} lists no class. Write one class name per line, in the order of the ids 0, 1, …")
+        raise UserError(f"{place} contains no class. Write one class name per line, in the order of the ids 0, 1, …")
     kinds = {found[0] for _, found in parsed}
     entries, notes = _entries(parsed, kinds, place)
     if "id" not in kinds and "id color" not in kinds:
@@ -249,7 +249,8 @@ def _refuse_equal(entries: Sequence[Entry], place: str) -> None:
         same = ids.setdefault(entry.id, entry)
         if same is not entry:
             raise UserError(
-                f"{place} assigns the id {entry.id} to both {same.name} and {entry.name}. Each id must have one class."
+                f"{place} assigns the id {entry.id} to both {same.name} and {entry.name}. Each id must denote one"
+                " class."
             )
         if entry.id >= 1 << 16:
             raise UserError(f"{place}: ids must be below 65536, got {entry.id} for {plain_line(entry.name)}.")
@@ -269,7 +270,8 @@ def _clean(name: str) -> str:
 
 #: Advice for a folder without a class list.
 ADVICE = (
-    "Create it, or set data.masks.classes=[NAME,…]; for other ids, map each value: data.masks.values={VALUE: NAME, …}."
+    "Create this file, or set data.masks.classes=[NAME,…]. For other ids, map each value: data.masks.values={VALUE:"
+    " NAME, …}."
 )
 
 

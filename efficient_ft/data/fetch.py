@@ -143,7 +143,7 @@ def _unpack(archive: Archive, root: Path) -> None:
     # Unpack into a temporary folder and rename it, so that interrupted unpacking leaves no incomplete data set.
     with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=target.parent) as scratch:
         try:
-            # The filter rejects links and names in a .tar file that lead out of the folder. shutil skips them in a .zip.
+            # The filter rejects links and names in a .tar file that lead out of the folder. A .zip file has no filter.
             shutil.unpack_archive(packed, scratch, filter=None if packed.suffix == ".zip" else "data")
         except (EOFError, tarfile.TarError, zipfile.BadZipFile, shutil.ReadError, zlib.error) as error:
             raise UserError(

@@ -23,7 +23,7 @@ from efficient_ft.data.splits import Chosen, Split, show
 _EXTENSIONS = f"Supported extensions: {' '.join(EXTENSIONS)}."
 #: Advice for folders in YOLO's layout.
 _YOLO = (
-    "images/ with labels/ is an export for object detection: export the data for classification instead, with a folder"
+    "images/ with labels/ is an export for object detection. Export the data for classification, with one folder"
     " per class. "
 )
 
@@ -144,24 +144,24 @@ def _scan_train(
         )
     empty = [name for name, paths in found.items() if not paths]
     if empty:
+        yolo = _YOLO if {name.casefold() for name in found} == {"images", "labels"} else ""
         raise UserError(
-            f"{where} has class folders without images: {_first_names(empty)}. Add images or remove the folders. "
-            f"{_YOLO if {name.casefold() for name in found} == {'images', 'labels'} else ''}"
+            f"{where} has class folders without images: {_first_names(empty)}. Add images or remove the folders. {yolo}"
             f"{_EXTENSIONS}{_other_files(ignored)}"
         )
     names = list(found)
     if len(names) == 1:
         raise UserError(
             f"{where} has a single class, {names[0]!r}, with {counted(len(found[names[0]]), 'image')}. Classification"
-            " needs at least two classes, each in its own folder."
+            " requires at least two classes, each in its own folder."
             f"{labels_hint([*places, *(place / names[0] for place in places)])}"
         )
     single = [name for name in names if len(found[name]) == 1]
     if single:
         raise UserError(
             f"{_first_names(single)} of the {len(names)} classes in {where} {verb(len(single))} a single training image"
-            f" ({sum(map(len, found.values())):,} images in all). Each class needs at least two. Add images, remove the"
-            f" {verb(len(single), 'folder', 'folders')} from all splits, or move the images to another class."
+            f" ({sum(map(len, found.values())):,} images in total). Each class needs at least two. Add images, remove"
+            f" the {verb(len(single), 'folder', 'folders')} from all splits, or move the images to another class."
         )
     others.update(ignored)
     alike: dict[str, list[str]] = defaultdict(list)
@@ -206,9 +206,9 @@ def _scan_eval(
             other: [os.path.relpath(place, root) for place in of] for other, of in splits.items() if other != split
         }
         raise UserError(
-            f"{where} has classes that the training split lacks: {_first_names(list(unknown))} "
+            f"{where} contains classes that are not in the training split: {_first_names(list(unknown))} "
             f"({counted(sum(unknown.values()), 'image')}).{near} All splits must have the same class folders. To"
-            f" leave this split out: 'data.splits={show(rest)}'."
+            f" exclude this split: 'data.splits={show(rest)}'."
         )
     found = {name: paths for name, paths in found.items() if paths}
     if not found:

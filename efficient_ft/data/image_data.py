@@ -84,10 +84,10 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         gone = [repr(name) for label, name in enumerate(listing.class_names) if label not in labels]
         skip = "(data.on_corrupt=skip). Replace its files."
         if gone:
-            raise UserError(f"No readable training image is left of the class {gone[0]} {skip}")
+            raise UserError(f"The class {gone[0]} has no readable training image {skip}")
         for name, part in parts.items():
             if not len(part):
-                raise UserError(f"No readable image is left in the {name} split {skip}")
+                raise UserError(f"The {name} split has no readable image {skip}")
         self._note_skipped("unreadable")
         return replace(listing, train=parts["train"], val=parts.get("val"), test=parts.get("test"))
 

@@ -215,7 +215,7 @@ def _stored_levels(image: Image.Image) -> float:
 def _too_many(bands: int) -> str:
     return (
         f"it has {bands} bands, but only gray, RGB, RGBA and CMYK images are supported."
-        " Save three of its bands as RGB; model.kwargs.in_chans does not read more bands from files"
+        " Save three of its bands as RGB; model.kwargs.in_chans does not apply to image files"
     )
 
 
@@ -239,7 +239,7 @@ def _identified(file: IO[bytes], path: str) -> Image.Image:
     if kind is None:
         raise ValueError("cannot identify image file: the format is unknown")
     if kind == "Git LFS pointer":
-        raise ValueError("it is a Git LFS pointer, not the file: run git lfs pull")
+        raise ValueError("it is a Git LFS pointer instead of the file: run git lfs pull")
     raise ValueError(f"its content is {kind}, not a supported image; convert it, or download it again")
 
 

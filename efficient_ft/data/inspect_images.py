@@ -298,7 +298,7 @@ def _report_masks(found: Inspection, images: Sequence[_Seen]) -> None:
         found.warnings.append(
             f"{len(masks):,} of {counted(len(images), 'image')} {verb(len(masks), 'is', 'are')} named like the mask of"
             f" another image, such as {printable(masks[0])}. They are used as images of their class. If they are masks,"
-            " move them away."
+            " move them to a different folder."
         )
 
 
@@ -316,7 +316,7 @@ def _report_files(found: Inspection, images: Sequence[_Seen]) -> None:
     found.facts["extension_differs"] = len(differs)
     if differs:
         number = f"{counted(len(differs), 'file')} {verb(len(differs))}"
-        found.lines.append(f"{number} an extension of another format: {some(differs, 1)}")
+        found.lines.append(f"{number} the extension of a different format: {some(differs, 1)}")
     several = [image.path for image in images if image.frames]
     found.facts["several_frames"] = len(several)
     if several:

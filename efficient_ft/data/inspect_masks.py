@@ -150,7 +150,7 @@ def _warnings(result: Inspection, found: Survey, classes: Classes, settings: Mas
         empty = sum(1 for _, one in found.counted[split] if 0 < one.shares[IGNORED] == one.shares.sum())
         if empty and split != "train":
             masks = f"{counted(empty, f'{split} mask')} {verb(empty)}"
-            result.warnings.append(f"{masks} no labeled pixels, and no effect on the scores.")
+            result.warnings.append(f"{masks} no labeled pixels. Such masks do not affect the scores.")
     different = _sizes_that_differ(found, settings)
     if different:
         image, mask, _ = different[0]
@@ -277,7 +277,7 @@ def _duplicates(result: Inspection, parts: Mapping[str, MaskSamples]) -> None:
         result.warnings.append(
             f"{counted(len(shared), 'image')} {verb(len(shared), 'is', 'are')} in several splits, such as"
             f" {printable(one)} ({first}) and {printable(two)}"
-            f" ({second}). Scores on them are too high. Remove the duplicates."
+            f" ({second}). Scores on duplicates are too high. Remove the duplicates."
         )
 
 

@@ -102,13 +102,13 @@ def _lengths(
         )
     if share > _UNKNOWN:
         found.warnings.append(
-            f"{format_percent(share)} of the tokens are unknown to the tokenizer, which may be for a different"
+            f"{format_percent(share)} of the tokens are unknown to the tokenizer, which may be intended for a different"
             " language or script. Choose a different model.name or model.weights."
         )
     if empty:
         found.warnings.append(
-            f"{empty:,} of {counted(len(examined), 'text')} {verb(empty, 'contains', 'contain')} only special tokens:"
-            " nothing can be learned from them."
+            f"{empty:,} of {counted(len(examined), 'text')} {verb(empty, 'contains', 'contain')} only special tokens,"
+            " from which nothing can be learned."
         )
 
 
@@ -143,8 +143,8 @@ def _repeated(found: Inspection, parts: Mapping[str, Texts], class_names: Sequen
     shared = [f"{count:,} of {len(hashes[name]):,} {name} texts" for name, count in counts.items() if count]
     if shared:
         found.warnings.append(
-            f"The training texts include {' and '.join(shared)}{compared}: the accuracy on these measures memorization."
-            " Remove the duplicates."
+            f"The training texts include {' and '.join(shared)}{compared}. The accuracy on these texts measures"
+            " memorization. Remove the duplicates."
         )
     labels: dict[int, set[int]] = defaultdict(set)
     for name, part in parts.items():
@@ -181,7 +181,7 @@ def _names(found: Inspection, class_names: Sequence[str], parts: Mapping[str, Te
         number = counts[class_names.index(name)]
         found.warnings.append(
             f"{counted(number, 'training text')} {verb(number)} the label {name!r}, which is"
-            " trained as a class. If it marks texts without a label, remove them, or skip these rows of a file:"
+            " trained as a class. If it denotes a missing label, remove these texts, or skip their rows:"
             f' "data.text.missing=[{name!r}]" data.on_corrupt=skip.'
         )
     single = [name for label, name in enumerate(class_names) if counts[label] == 1]
@@ -194,7 +194,7 @@ def _names(found: Inspection, class_names: Sequence[str], parts: Mapping[str, Te
     if len(numbers) == len(class_names) > _NUMBERS and {*map(float, numbers)} not in consecutive:
         found.warnings.append(
             f"The {len(numbers)} classes are numbers from {numbers[0]} to {numbers[-1]}. If they are a quantity, map"
-            " ranges of it to classes."
+            " ranges of values to classes."
         )
     known = set(class_names)
     shared = Counter(part for name in class_names for part in set(_parts(name, "|;")))

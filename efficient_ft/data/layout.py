@@ -169,10 +169,10 @@ def _refuse_rivals(top: Folder, train: Folder, now: Mapping[Split, str], others:
             name = printable(other.name)
             readings: list[tuple[str, Chosen]] = [
                 *((f"{name} is the {split} split", {**now, split: other.name}) for split in free[:1]),
-                (f"{name} is training data, too", {**now, "train": [now["train"], other.name]}),
+                (f"{name} also contains training data", {**now, "train": [now["train"], other.name]}),
                 (f"{name} is not used", now),
             ]
-            raise ambiguous(top.path, f"{other} contains folders with names of classes: {some(shared)}.", readings)
+            raise ambiguous(top.path, f"{other} contains folders with class names: {some(shared)}.", readings)
     flat = [one for one in others if one.images and not _is_unlabeled(one.name)]
     if len(now) == 1 and len(flat) > 1:
         found = f"{train} contains folders; {_listed(flat)} contain images directly."

@@ -81,7 +81,9 @@ def read_mask_folder(
     if val is None and test is None:
         total = len(train)
         if total < 2:
-            raise UserError(f"{printable(root.absolute())} has a single image, so none can be held out for testing.")
+            raise UserError(
+                f"{printable(root.absolute())} has a single image, so no image can be held out for testing."
+            )
         train, test = hold_out(train, 0.2, seed=0)
         origins["test"] = f"held out of {origins['train']}"
         notes.append(
@@ -151,7 +153,7 @@ class _Pairs:
             if not named:
                 known = f"a suffix of the mask names in {printable(masks)}, without the extension"
                 raise SettingError("data.masks.suffix", self._suffix, known, f"Found: {some(sorted(mask_files), 3)}.")
-            self.left_out["masks with another suffix"] += len(mask_files) - len(named)
+            self.left_out["masks with a different suffix"] += len(mask_files) - len(named)
             mask_files = named
         found = match_names(list(image_files), list(mask_files))
         if found.several:
@@ -213,7 +215,7 @@ def _several(masks: Path, found: Matches, mask_files: Mapping[str, str], images:
     if found.suffixes:
         likely, *others = found.suffixes
         advice = (
-            f"Choose one by the end of its name: data.masks.suffix={likely} (other suffixes: {some(others)}). The"
+            f"Choose one by its suffix: data.masks.suffix={likely} (other suffixes: {some(others)}). The"
             " masks must contain the ids of classes, not of objects."
         )
         if any("gtFine" in suffix for suffix in found.suffixes):

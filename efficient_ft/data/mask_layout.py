@@ -44,9 +44,7 @@ class Tree:
 
     areas: list[Area] = field(default_factory=list)  # folders with images whose names denote a kind or a split
     plain: dict[str, int] = field(default_factory=dict)  # number of image files in each of the other folders
-    inside: dict[str, int] = field(
-        default_factory=dict
-    )  # number of images in other folders in areas of unknown kind
+    inside: dict[str, int] = field(default_factory=dict)  # number of images in other folders in areas of unknown kind
     empty: list[Area] = field(default_factory=list)  # areas without image files and subfolders
 
 
@@ -210,7 +208,7 @@ def _one(root: Path, areas: list[Area], setting: str) -> Area:
     choices = " or ".join(f"data.masks.{setting}={name}" for name in named[:3])
     raise UserError(
         f"{printable(root.absolute())} has several folders of {noun}: {_counts(areas, root)}. Choose one: {choices}, or"
-        " move the other folders away."
+        " move the other folders out of the data set."
     )
 
 

@@ -82,27 +82,31 @@ class PublishedSet:
         for archive in absent:
             if archive.state(root) == "broken" and self.by_hand is None:
                 return (
-                    f"data={name}: {(root / str(archive.unpacks)).absolute()} is incomplete, it lacks "
-                    f"{', '.join(archive.lacks(root))}. Delete that folder and run again. {self.alternatives}"
+                    f"data={name}: {(root / str(archive.unpacks)).absolute()} is incomplete and lacks"
+                    f" {', '.join(archive.lacks(root))}. Delete this folder and run the command again."
+                    f" {self.alternatives}"
                 )
         if not absent:
             if self.intact is None or self.pending(root) or self.intact(root):
                 return None
             return (
                 f"data={name}: files in {(root / self.folder).absolute()} are damaged (their checksums differ). "
-                f"Delete that folder and run again. {self.alternatives}"
+                f"Delete this folder and run the command again. {self.alternatives}"
             )
         if self.by_hand is not None:
             why = self.by_hand
         elif not download:
-            why = "data.download=false forbids fetching them."
+            why = "data.download=false disables the download."
         else:
             assert absent[0].url is not None
             reason = unreachable(absent[0].url, absent[0].size)
             if reason is None:
                 return None
-            why = f"They cannot be fetched: {reason}."
-        lines = [f"data={name}: {self.title} is not complete in {root.absolute()}. {why}", "Put these files there:"]
+            why = f"They cannot be downloaded: {reason}."
+        lines = [
+            f"data={name}: {self.title} is not complete in {root.absolute()}. {why}",
+            "Copy these files to the following locations:",
+        ]
         for archive in absent:
             lines.append(f"  {archive.describe(root)}")
             if archive.url is not None:
@@ -123,7 +127,7 @@ def read_published(name: str, root: Path, follow_links: bool = False) -> Listing
     """
     source = PUBLISHED[name]
     where = (root / source.folder).absolute()
-    again = f"Remove {where} and run again (its archives are kept), or put a complete copy there."
+    again = f"Remove {where} and run the command again (its archives are kept), or replace it with a complete copy."
     try:
         listing: Listing = source.read(root)
     except Exception as error:  # readers raise exceptions of many types on damaged lists
@@ -192,7 +196,7 @@ def _read_cub(root: Path) -> Listing:
     images, classes = table("images.txt"), table("classes.txt")
     labels, training = table("image_class_labels.txt"), table("train_test_split.txt")
     if not images.keys() == labels.keys() == training.keys():
-        raise ValueError("images.txt, image_class_labels.txt and train_test_split.txt name different images")
+        raise ValueError("images.txt, image_class_labels.txt and train_test_split.txt list different images")
     order = {number: position for position, number in enumerate(sorted(classes))}
 
     def part(flag: str) -> Samples:

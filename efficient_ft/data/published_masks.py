@@ -39,9 +39,7 @@ class MaskSet:
     folder: str  # default folder below `data.root`
     classes: Classes  # classes of the masks
     contents: tuple[str, ...]  # paths that the folder must contain, relative to it
-    read: Callable[
-        [Path, bool], MaskListing
-    ]  # lists the splits, given the folder and ``data.follow_links``
+    read: Callable[[Path, bool], MaskListing]  # lists the splits, given the folder and ``data.follow_links``
     source: str  # origin of the files, for messages
 
     def root(self, root: Path) -> Path:
@@ -57,7 +55,7 @@ class MaskSet:
             return None
         return (
             f"data={name} ({self.title}): {printable(folder.absolute())} has no {', '.join(absent)}.\n"
-            f"Get it from {self.source} and set data.root to the folder with {', '.join(self.contents)}. For other"
+            f"Download it from {self.source} and set data.root to the folder with {', '.join(self.contents)}. For other"
             " layouts, use data=mask_folder."
         )
 

@@ -28,7 +28,7 @@ def _read_rte(root: Path, settings: TextConfig) -> TextListing:
         if len(read.rows) != count:
             raise UserError(
                 f"{printable((folder / name).absolute())} has {counted(len(read.rows), 'row')} instead of {count:,}."
-                " Remove the folder and run again to fetch it."
+                " Remove the folder and run the command again to download it."
             )
         found.rows[split], found.origins[split], found.columns = read.rows, f"{name} ({origin(read)})", read.columns
         found.notes += read.notes

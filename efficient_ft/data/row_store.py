@@ -157,7 +157,7 @@ def require_room(settings: str, limit: str | int | float, stores: Mapping[Path, 
     taken = sum(file.stat().st_blocks * 512 for folder in stores for file in folder.glob("*"))
     free = shutil.disk_usage(there).free
     if size - taken > free:
-        known = f"on a disk with {format_bytes(size - taken)} left for these {what} ({format_bytes(free)} are free)"
+        known = f"on a disk with {format_bytes(size - taken)} free for these {what} ({format_bytes(free)} are free)"
         raise SettingError(f"{settings}_folder", parent, known, how)
 
 

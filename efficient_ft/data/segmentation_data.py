@@ -213,7 +213,7 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
         self._skipped.update({part.images[i]: why for i, why in failures.items()})
         left = [i for i in range(len(part)) if i not in failures]
         if not left:
-            raise UserError(f"No usable image is left in the {name} split (data.on_corrupt=skip). Replace its files.")
+            raise UserError(f"The {name} split has no usable image (data.on_corrupt=skip). Replace its files.")
         return part.take(left)
 
     def examples(self, count: int) -> list[tuple[Image.Image, np.ndarray]]:

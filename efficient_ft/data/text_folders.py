@@ -41,7 +41,7 @@ class SplitRows:
     def without(self, split: str) -> str:
         """Return a sentence with the setting that excludes a split, or an empty string if there is no such setting."""
         rest: Chosen = {one: names for one, names in self.files.items() if one != split}
-        return f" To leave the split out: 'data.splits={show(rest)}'." if rest.get("train") else ""
+        return f" To exclude the split: 'data.splits={show(rest)}'." if rest.get("train") else ""
 
 
 @dataclass

@@ -97,7 +97,7 @@ def require_classes(labels: Sequence[str], source: str, column: str | None, colu
             raise UserError(
                 f"{source}: the labels in column {column!r} are decimal numbers with {len(counts)} values in"
                 f" {len(labels)} rows, such as {next(name for name in counts if Decimal(name) % 1)}. They look like"
-                f" a quantity, not classes. Map ranges of it to classes. {choose}"
+                f" a quantity, not classes. Map ranges of values to classes. {choose}"
             )
     single = sum(count == 1 for count in counts.values())
     if len(counts) >= _FREE and single > len(labels) / 2:
@@ -113,8 +113,8 @@ def require_texts(counts: Mapping[str, int], source: str, places: Mapping[str, s
     if len(counts) < 2:
         name, count = next(iter(counts.items()))
         raise UserError(
-            f"{source} has the single class {plain_line(name)!r} ({counted(count, 'text')}). Classification needs at"
-            " least two classes."
+            f"{source} contains only one class, {plain_line(name)!r} ({counted(count, 'text')}). Classification needs"
+            " at least two classes."
         )
     single = [name for name, count in counts.items() if count == 1]
     if single:

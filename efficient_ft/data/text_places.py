@@ -112,7 +112,7 @@ class Reader:
             train = here["train"][0]
             if train.is_dir() and not self._files_of(train) and not folders_in(train) and texts_in(train):
                 raise UserError(
-                    f"{printable(train)} has {counted(texts_in(train), '.txt file')} and no class folders. {LAYOUT} If"
+                    f"{printable(train)} has {counted(texts_in(train), '.txt file')} but no class folders. {LAYOUT} If"
                     f" the folders of {printable(self.root)} are classes: 'data.splits={{train: .}}'."
                 )
             self._refuse_half_named(here, rest)

@@ -135,7 +135,7 @@ def _require_columns(name: str, line: int, columns: Sequence[str], settings: Tex
         elif table and settings.names is None:
             advice += (
                 " The first line is read as the names of the columns. Set data.text.columns=[NAME] and"
-                " data.text.label=NAME. If the line is a row, name all columns in order:"
+                " data.text.label=NAME. If the first line contains data, list all columns in order:"
                 f" {_names_of(columns, settings)}."
             )
         raise NoColumnError(f"{place}: no column {column!r} (data.text.{setting}). Columns: {shown}.{advice}")
@@ -236,7 +236,7 @@ class _Table:
         self._delimiter = default if settings.delimiter or sep else self._likely(default)
         if self._delimiter != default:
             names = {character: word for word, character in _DELIMITERS.items()}
-            self._note(f"the delimiter is read as {names[self._delimiter]} (data.text.delimiter)")
+            self._note(f"the delimiter is detected as {names[self._delimiter]} (data.text.delimiter)")
 
     def _note(self, text: str) -> None:
         self._found.notes.append(f"{self._name}: {text}.")

@@ -122,7 +122,7 @@ def test_gray_and_color_extensions_frames(opened: tuple[Path, Open]) -> None:
     picture(55).save(root / "train/b/one.gif")
     found = make().inspect()
     assert warned(found, "3 of 33 images are gray")
-    assert any(line.startswith("1 file has an extension of another format: ") for line in found.lines)
+    assert any(line.startswith("1 file has the extension of a different format: ") for line in found.lines)
     assert warned(found, "2 files have several frames or pages; only the first is used", "x.gif")
     assert found.facts["several_frames"] == 2
 

@@ -60,9 +60,9 @@ def test_quotes_of_a_tsv_are_noted_and_can_enclose(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "note"),
     [
-        ("a.csv", table(12, ";"), "the delimiter is read as semicolon (data.text.delimiter)"),
-        ("a.csv", table(12, "\t"), "the delimiter is read as tab (data.text.delimiter)"),
-        ("a.csv", table(12, "|"), "the delimiter is read as pipe (data.text.delimiter)"),
+        ("a.csv", table(12, ";"), "the delimiter is detected as semicolon (data.text.delimiter)"),
+        ("a.csv", table(12, "\t"), "the delimiter is detected as tab (data.text.delimiter)"),
+        ("a.csv", table(12, "|"), "the delimiter is detected as pipe (data.text.delimiter)"),
         ("a.csv", "sep=;\n" + table(12, ";"), ""),
         ("a.tsv", table([(f'"{text}, {text}"', label) for text, label in sentences(12)]), "delimiter is read as comma"),
         ("a.csv", table([(f'"{text}, x"', f' "{label}"') for text, label in sentences(12)]), ""),
