@@ -13,8 +13,7 @@ from efficient_ft.core.text import plain_line
 from efficient_ft.core.tokenizer import Tokenizer
 from efficient_ft.data.counts import counted, shortened, some, verb
 from efficient_ft.data.inspection import Inspection, spread
-from efficient_ft.data.text_labels import is_number
-from efficient_ft.data.texts import Texts
+from efficient_ft.data.texts import Texts, is_number
 
 #: Limits of a quick inspection: tokenized texts, their total number of characters, and compared texts.
 _TOKENIZED, _CHARACTERS, _COMPARED = 1000, 150_000, 100_000

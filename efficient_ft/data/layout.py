@@ -6,7 +6,9 @@ message lists the folders and the settings that resolve the ambiguity.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,18 +19,102 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.text import printable
 from efficient_ft.data.counts import counted, some, verb
 from efficient_ft.data.file_list import links_in
-from efficient_ft.data.folder_tree import Folder, same_class, scan
-from efficient_ft.data.splits import (
-    SPLITS,
-    Chosen,
-    Split,
-    ambiguous,
-    chosen_places,
-    name_splits,
-    part_names,
-    repeated,
-    show,
-)  # fmt: skip
+from efficient_ft.data.images import is_image
+from efficient_ft.data.paths import is_hidden
+from efficient_ft.data.splits import SPLITS, Chosen, Split, ambiguous, part_names, places_of, repeated, show, splits_in
+
+#: Maximum length of a folder's name in messages.
+_LETTERS = 60
+
+
+@dataclass
+class Folder:
+    """A folder of a data set."""
+
+    path: Path  # path on disk
+    name: str = ""  # path relative to the data set's folder, with slashes; empty for that folder
+    images: int = 0  # number of files with an image extension directly in the folder
+    total: int = 0  # number of files with an image extension at any depth
+    folders: dict[str, Folder] = field(default_factory=dict)  # visible subfolders by name
+    link: bool = False  # True for a link that is not followed; it counts as one image
+
+    @property
+    def filled(self) -> dict[str, Folder]:
+        """The subfolders that contain images at any depth."""
+        return {name: folder for name, folder in self.folders.items() if folder.total}
+
+    def __str__(self) -> str:
+        return f"{self.shown} ({counted(self.total, 'image')})"
+
+    @property
+    def shown(self) -> str:
+        """The name for messages, which is shortened and ends with a slash."""
+        name = printable(self.name)
+        short = name if len(name) <= _LETTERS else f"{name[:_LETTERS]}…"
+        return f"{short}/" if name else printable(self.path)
+
+    def enter(self, entry: os.DirEntry[str]) -> Folder:
+        """Add a subfolder."""
+        inner = self.folders[entry.name] = Folder(Path(entry.path), f"{self.name}/{entry.name}".lstrip("/"))
+        return inner
+
+
+def same_class(name: str) -> str:
+    """Normalize a class name. Names that differ only in case, spaces or Unicode form become equal."""
+    return unicodedata.normalize("NFC", " ".join(name.split())).casefold()
+
+
+def scan(root: Path, follow_links: bool) -> tuple[Folder, list[tuple[Path, str | None]]]:
+    """Count the images of all folders below `root`. No image is opened.
+
+    Links to folders are followed only above the classes, and only if they lead out of `root` and `follow_links` is
+    True. Each other link above the classes is recorded as a folder with one image. `links_in` rejects such a link if it
+    is used.
+
+    Returns:
+        The folder, and the folders above the classes that were not scanned, each with an error message (None for
+        links).
+    """
+    top = Folder(root)
+    real = Path(os.path.realpath(root))
+    waiting, order, blocked = [(top, 0)], [], list[tuple[Path, str | None]]()
+    while waiting:
+        folder, depth = waiting.pop()
+        order.append(folder)
+        try:
+            entries = list(os.scandir(folder.path))
+        except OSError as error:
+            if depth <= 2:
+                blocked.append((folder.path, error.strerror or "an error"))
+            continue
+        links = []
+        for entry in entries:
+            if is_hidden(entry.name):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                waiting.append((folder.enter(entry), depth + 1))
+            elif entry.is_symlink() and os.path.isdir(entry.path):
+                links.append(entry)
+            elif is_image(entry.name):
+                with contextlib.suppress(OSError):  # raised for a link to itself
+                    folder.images += entry.is_file()
+        if depth > 2 or (depth > 0 and folder.images):
+            continue  # links in class folders are not followed
+        for entry in links:
+            inner = folder.enter(entry)
+            target = Path(os.path.realpath(entry.path))
+            inside = target == real or real in target.parents or target in real.parents
+            if inside or not follow_links:
+                inner.images, inner.link = 1, True
+                blocked.append((inner.path, None))
+                order.append(inner)
+            else:
+                waiting.append((inner, depth + 1))
+    for folder in reversed(order):
+        folder.folders = dict(sorted(folder.folders.items()))
+        folder.total = folder.images + sum(inner.total for inner in folder.folders.values())
+    return top, blocked
+
 
 #: Name parts of folders with unlabeled images.
 _UNLABELED = ("unlabel", "unlabl", "pred", "unsup", "unknown")
@@ -74,7 +160,7 @@ def find_layout(root: Path, chosen: Chosen | None = None, follow_links: bool = F
 
 def _explicit(top: Folder, chosen: Chosen) -> Layout:
     places: dict[Split, list[Folder]] = {}
-    for split, paths in chosen_places(top.path, chosen).items():
+    for split, paths in places_of(top.path, chosen).items():
         for path in paths:
             if not path.is_dir():
                 raise SettingError(f"data.splits.{split}", printable(path.name), "a folder of class folders")
@@ -104,7 +190,7 @@ def _unnamed(folder: Folder, used: set[str]) -> Iterator[Folder]:
 
 
 def _recognized(top: Folder) -> Layout:
-    named = {name: split for name, split in name_splits(top.folders).items() if top.folders[name].total}
+    named = {name: split for name, split in splits_in(top.folders).items() if top.folders[name].total}
     entered = {name: _entered(top.folders[name]) for name in named}
     by_split: dict[Split, list[str]] = defaultdict(list)
     for name in sorted(named):
@@ -117,7 +203,7 @@ def _recognized(top: Folder) -> Layout:
         if len(paths[split]) > 1:
             raise repeated(top.path, split, paths[split], paths)
     places: dict[Split, list[Folder]] = {split: [entered[by_split[split][0]]] for split in SPLITS if split in by_split}
-    for name, split in name_splits(top.folders).items():
+    for name, split in splits_in(top.folders).items():
         if split in by_split:
             continue
         folder = top.folders[name]
@@ -152,7 +238,7 @@ def _entered(folder: Folder) -> Folder:
         if len(inner) != 1 or folder.images or not inner[0].filled:
             break
         other = os.path.basename(inner[0].name)
-        both = name_splits([base, other]) if base != other else {}
+        both = splits_in([base, other]) if base != other else {}
         if base != other and both.get(base) != both.get(other, "none"):
             break
         folder = inner[0]
@@ -189,7 +275,7 @@ def _without_train(top: Folder, named: Mapping[str, Split], by_split: Mapping[Sp
     if not folders:
         if top.images and not top.folders:
             raise UserError(_without_classes(top, [top]))
-        trains = [name for name, split in name_splits(top.folders).items() if split == "train"]
+        trains = [name for name, split in splits_in(top.folders).items() if split == "train"]
         holder = [top.folders[name] for name in trains if top.folders[name].folders]
         return Layout({"train": holder[:1] or [top]})  # reported as empty when files are listed
     rest = [name for name in folders if name not in named and not _is_unlabeled(name)]
@@ -246,7 +332,7 @@ def _refuse_wrapper(top: Folder) -> None:
                 f"{printable(top.path.absolute())} contains a single folder with images, {printable(inner.name)}, which"
                 f" contains {some(list(inner.filled))}. Pass data.root={printable(top.path / inner.name)}."
             )
-    trains = [(one, one.folders[n]) for one in folders for n, s in name_splits(one.filled).items() if s == "train"]
+    trains = [(one, one.folders[n]) for one in folders for n, s in splits_in(one.filled).items() if s == "train"]
     sets = {one.name: one for one, train in trains if train.filled}
     if len(sets) == 1:
         (only,) = sets.values()
@@ -331,8 +417,8 @@ def _same_folders(
     names = sorted({os.path.basename(folder.name) for folders in shared.values() for folder in folders})
     found = f"{_listed(holders)} contain folders with the same names: {some(names)}."
     classes = ("the top folders are the classes, with all images below them", now)
-    if "train" in name_splits(names).values():
-        inner = [(split, one.folders[name].name) for one in holders for name, split in name_splits(one.filled).items()]
+    if "train" in splits_in(names).values():
+        inner = [(split, one.folders[name].name) for one in holders for name, split in splits_in(one.filled).items()]
         if any(folder.images for folders in shared.values() for folder in folders) or len(inner) > _MOST_PLACES:
             found += " To keep their splits, move the images to train/CLASS and test/CLASS."
             return ambiguous(top.path, found, [classes])

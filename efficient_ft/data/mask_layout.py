@@ -16,7 +16,7 @@ from efficient_ft.data.file_list import is_folder, visible_entries
 from efficient_ft.data.images import EXTENSIONS
 from efficient_ft.data.mask_names import Kind, read_name
 from efficient_ft.data.mask_pixels import MASK_EXTENSIONS
-from efficient_ft.data.splits import SPLITS, Chosen, Split, ambiguous, chosen_places, name_splits
+from efficient_ft.data.splits import SPLITS, Chosen, Split, ambiguous, places_of, splits_in
 
 LAYOUT = (
     "Expected layout: {train,val,test}/images/NAME.jpg with {train,val,test}/masks/NAME.png, or"
@@ -72,7 +72,7 @@ def mask_tree(root: Path, settings: MaskConfig) -> Tree:
         elif count:
             tree.plain[folder.relative_to(root).as_posix()] = count
         names = {name: read_name(name) for name in folders} if depth < _DEPTH else {}
-        splits = name_splits({read.rest for read in names.values()})
+        splits = splits_in({read.rest for read in names.values()})
         for name, path in sorted(folders.items()):
             read = names.get(name)
             kind, sticky = _kind(name, read.kind if read else None, settings)
@@ -283,7 +283,7 @@ def named_places(root: Path, tree: Tree, chosen: Chosen) -> Places:
         UserError: If a folder does not exist, contains no images, or has no matching masks.
     """
     places: Places = {}
-    for split, paths in chosen_places(root, chosen).items():
+    for split, paths in places_of(root, chosen).items():
         for path in paths:
             if not path.is_dir():
                 raise SettingError(f"data.splits.{split}", path.name, "a folder of images with masks")

@@ -15,6 +15,7 @@ import numpy as np
 from torchvision import datasets
 from torchvision.datasets.utils import check_integrity
 
+from efficient_ft.config.schema import TextConfig
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.network import unreachable
 from efficient_ft.core.text import printable
@@ -23,6 +24,10 @@ from efficient_ft.data.fetch import Archive
 from efficient_ft.data.file_list import refuse_elsewhere
 from efficient_ft.data.listing import Listing, Samples, splits_of
 from efficient_ft.data.paths import Paths
+from efficient_ft.data.splits import Split
+from efficient_ft.data.text_places import SplitRows, origin
+from efficient_ft.data.text_rows import read_rows
+from efficient_ft.data.texts import TextListing, listing_of
 
 _ALTERNATIVES = (
     "Or use data=folder data.root=DIR (your own images, DIR/train/CLASS/*.jpg and DIR/test/CLASS/*.jpg, "
@@ -295,3 +300,41 @@ PUBLISHED: dict[str, PublishedSet] = {
     ),
 }
 # fmt: on
+
+
+#: File name and number of rows of each split of RTE.
+_RTE: dict[Split, tuple[str, int]] = {"train": ("train.tsv", 2490), "test": ("dev.tsv", 277)}
+
+
+def _read_rte(root: Path, settings: TextConfig) -> TextListing:
+    """List RTE (Wang et al., "GLUE", ICLR 2019): does the first sentence entail the second?"""
+    folder, found = root / "RTE", SplitRows()
+    for split, (name, count) in _RTE.items():
+        read = read_rows(folder / name, settings)
+        if len(read.rows) != count:
+            raise UserError(
+                f"{printable((folder / name).absolute())} has {counted(len(read.rows), 'row')} instead of {count:,}."
+                " Remove the folder and run the command again to download it."
+            )
+        found.rows[split], found.origins[split], found.columns = read.rows, f"{name} ({origin(read)})", read.columns
+        found.notes += read.notes
+    listing = listing_of(found, folder, settings)
+    listing.notes.append(
+        "The RTE test labels are not public. As in the papers, the validation texts are used for testing."
+    )
+    return listing
+
+
+_ARCHIVE = Archive(
+    "RTE.zip", "RTE", "https://dl.fbaipublicfiles.com/glue/data/RTE.zip", contents=("train.tsv", "dev.tsv")
+)
+TEXT_SETS: dict[str, PublishedSet] = {
+    "rte": PublishedSet(
+        "RTE (GLUE)",
+        2,
+        "RTE",
+        (_ARCHIVE,),
+        _read_rte,
+        alternatives="Or use data=text_folder data.root=FILE (your own texts, .csv, .tsv or .jsonl).",
+    ),
+}

@@ -157,7 +157,8 @@ def require_room(settings: str, limit: str | int | float, stores: Mapping[Path, 
     taken = sum(file.stat().st_blocks * 512 for folder in stores for file in folder.glob("*"))
     free = shutil.disk_usage(there).free
     if size - taken > free:
-        known = f"on a disk with {format_bytes(size - taken)} free for these {what} ({format_bytes(free)} are free)"
+        needed = f"at least {format_bytes(size - taken)} free for these {what}"
+        known = f"on a disk with {needed} ({format_bytes(free)} are available)"
         raise SettingError(f"{settings}_folder", parent, known, how)
 
 

@@ -60,7 +60,7 @@ def split_of(name: str) -> Split | None:
     return split if not rest else None
 
 
-def name_splits(names: Iterable[str]) -> dict[str, Split]:
+def splits_in(names: Iterable[str]) -> dict[str, Split]:
     """Return the split of each name that denotes a split, either alone or together with another name.
 
     Args:
@@ -92,7 +92,7 @@ def part_names(names: Iterable[str]) -> list[str]:
     return [name for name in names if is_part(name)]
 
 
-def chosen_places(root: Path, chosen: Chosen) -> dict[Split, list[Path]]:
+def places_of(root: Path, chosen: Chosen) -> dict[Split, list[Path]]:
     """Return the folders or files named by the setting ``data.splits``, by split. The name ``.`` denotes `root` itself.
 
     Raises:

@@ -13,7 +13,7 @@ from efficient_ft.config.schema import DataConfig, TextConfig
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.tokenizer import Tokenizer
 from efficient_ft.data import TextData, class_count, missing_data, open_texts, read_data
-from efficient_ft.data.published_texts import TEXT_SETS
+from efficient_ft.data.published import TEXT_SETS
 from efficient_ft.data.texts import TextListing, read_texts
 from tests.models.text_models import tokenizer, write_texts
 
