@@ -60,11 +60,7 @@ def is_class(name: str) -> bool:
 
 
 def read_class_list(root: Path) -> ClassList | None:
-    """Read the class list in a folder; None if the folder has no list.
-
-    Raises:
-        UserError: If a list is unreadable or ambiguous.
-    """
+    """Read the class list in a folder, or return None. Raise `UserError` if a list is unreadable or ambiguous."""
     present = [name for name in FILES if (root / name).is_file()]
     if not present:
         return None
@@ -82,11 +78,7 @@ def read_class_list(root: Path) -> ClassList | None:
 
 
 def listed_names(names: Sequence[str], source: str) -> ClassList:
-    """Create a class list of the names with the ids 0, 1, …
-
-    Raises:
-        UserError: If two names are equal, or differ only in case.
-    """
+    """Create a class list with the ids 0, 1, … Raise `UserError` if two names are equal or differ only in case."""
     found = ClassList(tuple(Entry(_clean(name), number) for number, name in enumerate(names)), source)
     _refuse_equal(found.entries, source)
     return found
@@ -136,13 +128,11 @@ def _lines(file: Path) -> list[tuple[int, str]]:
             encoding = "utf-16-be" if raw[:1] == b"\0" else "utf-16-le"
         text = raw[len(mark) :].decode(encoding)
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"{printable(file)} is not UTF-8 ({error.reason}). Save the list as UTF-8 or UTF-16."
-        ) from error
+        raise UserError(f"{printable(file)} is not UTF-8 ({error.reason}). Save it as UTF-8 or UTF-16.") from error
     except OSError as error:
         raise unreadable(file, error) from error
     if "\0" in text:
-        raise UserError(f"{printable(file)} is not a text file. Save the list as UTF-8 or UTF-16.")
+        raise UserError(f"{printable(file)} is not a text file. Save it as UTF-8 or UTF-16.")
     found: list[tuple[int, str]] = []
     for number, line in enumerate(text.replace("\r\n", "\n").replace("\r", "\n").split("\n"), 1):
         stripped = re.sub(r"\s#\s.*$", "", unicodedata.normalize("NFC", line)).strip()
@@ -280,10 +270,9 @@ class NoClassListError(UserError):
 
 
 def folder_classes(root: Path, settings: MaskConfig) -> tuple[Classes, list[str]]:
-    """Return the classes of a folder's masks, and notes.
+    """Return the classes of a folder's masks, and notes. Raise `NoClassListError` if there is no class list.
 
     Raises:
-        NoClassListError: If there is no class list.
         UserError: If the list cannot be read, or contains fewer than two classes.
         SettingError: If a setting does not fit the list.
     """

@@ -111,9 +111,7 @@ def joined(parts: Mapping[str, Contents]) -> Contents:
     )
 
 
-def _add_files(
-    looked: Looked, part: str, paths: Any, chosen: np.ndarray, root: Any, labels: np.ndarray | None = None
-) -> None:
+def _add_files(looked: Looked, part: str, paths: Any, chosen: Any, root: Any, labels: Any = None) -> None:
     taken = [paths[int(i)] for i in chosen]
     looked.counts[part], looked.files[part] = len(paths), taken
     looked.names[part] = [os.path.relpath(path, root) if root else path for path in taken]
@@ -124,7 +122,6 @@ def _add_files(
 
 
 def _add_blocks(looked: Looked, part: str, samples: Any, labels: np.ndarray) -> None:
-    """Add samples in memory, which are pixels or texts, with their labels."""
     size = max(1, -(-len(samples) // _BLOCKS))
     starts = range(0, len(samples), size)
     looked.counts[part] = len(samples)
@@ -144,7 +141,6 @@ def _hash(data: bytes) -> str:
 
 
 def _of_file(path: str, complete: bool = False) -> str:
-    """Hash a file, or evenly spread pieces of a large file. An unreadable file has the hash of no bytes."""
     found = hashlib.blake2b(digest_size=_DIGITS // 2)
     try:
         with open(path, "rb", buffering=0) as file:

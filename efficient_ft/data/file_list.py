@@ -18,11 +18,7 @@ def unreadable(path: str | Path, error: OSError) -> UserError:
 
 
 def visible_entries(folder: str | Path) -> Iterator[os.DirEntry[str]]:
-    """Yield the entries of a folder that are not hidden.
-
-    Raises:
-        UserError: If the folder cannot be read.
-    """
+    """Yield the entries of a folder that are not hidden. Raise `UserError` if the folder cannot be read."""
     try:
         with os.scandir(folder) as entries:
             yield from (entry for entry in entries if not is_hidden(entry.name))
@@ -119,12 +115,9 @@ class FileList:
 
 
 def refuse_elsewhere(listed: Iterable[str], root: Path, follow_links: bool) -> None:
-    """Reject listed files that are outside of the data set's folder.
+    """Raise `UserError` if listed files are outside of the data set's folder.
 
     Links that lead out of `root` are accepted if `follow_links` is True. Other paths outside of `root` are rejected.
-
-    Raises:
-        UserError: If a file is outside of the folder.
     """
     top, written = os.path.realpath(root), os.path.normpath(root)
     links: dict[str, set[str]] = {}

@@ -190,7 +190,6 @@ def _scan_eval(
     files: FileList,
     others: Counter[str],
 ) -> Samples | None:
-    """Return the validation or test images, or None if the split does not exist."""
     if split not in splits:
         return None
     where = some([str(place.absolute()) for place in splits[split]])
@@ -201,9 +200,7 @@ def _scan_eval(
         first = next(iter(unknown))
         near = next((f" It differs from {one!r} only in case or spaces." for one in names
                      if same_class(one) == same_class(first)), did_you_mean(first, names))  # fmt: skip
-        rest: Chosen = {
-            other: [os.path.relpath(place, root) for place in of] for other, of in splits.items() if other != split
-        }
+        rest: Chosen = {s: [os.path.relpath(place, root) for place in of] for s, of in splits.items() if s != split}
         raise UserError(
             f"{where} contains classes that are not in the training split: {_first_names(list(unknown))} "
             f"({counted(sum(unknown.values()), 'image')}).{near} All splits must have the same class folders. To"

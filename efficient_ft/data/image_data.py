@@ -59,9 +59,8 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         self._parts = self._split(listing)
         count = len(self._parts["train"])
         if count < config.batch_size:
-            self._notes.append(
-                f"Each batch contains all {count} training images, fewer than data.batch_size={config.batch_size}."
-            )
+            limit = f"fewer than data.batch_size={config.batch_size}"
+            self._notes.append(f"Each batch contains all {count} training images, {limit}.")
 
     def _split(self, listing: Listing) -> dict[str, Samples]:
         train, val = listing.train, listing.val
@@ -70,7 +69,6 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         return self._choose_splits(train, val, listing.test, stratified_split)
 
     def _without_corrupt(self, listing: Listing) -> Listing:
-        """Return `listing` without unreadable files, which are recorded as skipped."""
         parts: dict[str, Samples] = splits_of(listing)
         for name, part in parts.items():
             if isinstance(part.images, Paths):
@@ -127,8 +125,7 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         return SplitDataset(self._parts[split], transform, self._seed, self._decoded.get(split))
 
     def keep_decoded(self, epochs: int) -> None:
-        """Keep decoded images on disk for a run of `epochs` epochs, if `data.keep_decoded` and the free disk space
-        permit.
+        """Keep decoded images on disk for a run of `epochs` epochs, if `data.keep_decoded` and the disk space allow.
 
         The training images and the images on which the best epoch is selected are kept. A note reports the result.
 

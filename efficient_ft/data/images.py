@@ -108,11 +108,7 @@ def reduce_resolution(image: Image.Image, target_size: tuple[int, int] | None) -
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str], decoding: Decoding | None = None) -> Iterator[Image.Image]:
-    """Open an image of a supported format and read only its header.
-
-    Raises:
-        UserError: See `read_image`. Errors inside the context are also converted to `UserError`.
-    """
+    """Open an image of a supported format and read its header. Convert errors inside the context to `UserError`."""
     limit = (decoding or Decoding()).max_pixels
     try:
         with open(path, "rb") as file:
@@ -135,11 +131,7 @@ def opened(path: str | os.PathLike[str], decoding: Decoding | None = None) -> It
 
 
 def to_rgb(image: Image.Image, decoding: Decoding) -> Image.Image:
-    """Decode an opened image as upright RGB.
-
-    Raises:
-        ValueError: If the pixels cannot be converted to RGB.
-    """
+    """Decode an opened image as upright RGB. Raise `ValueError` if the pixels cannot be converted to RGB."""
     # Pillow drops the bands of a TIFF image that it cannot represent.
     bands = int(image.tag_v2.get(277, 1)) if image.format == "TIFF" else 1  # type: ignore[attr-defined]
     if bands > len(image.getbands()) or image.mode == "RGBX":
@@ -167,7 +159,6 @@ def to_rgb(image: Image.Image, decoding: Decoding) -> Image.Image:
 
 
 def _arguments(image: Image.Image) -> Any:
-    """Return the decoder arguments of an image that has not been loaded."""
     tiles = getattr(image, "tile", None)
     return tiles[0][3] if tiles else None
 
@@ -178,10 +169,7 @@ def has_16_bits(image: Image.Image) -> bool:
 
 
 def _eight_bits(image: Image.Image, value_range: tuple[float, float] | None, levels: float) -> Image.Image:
-    """Scale gray values to 8 bits, such that `value_range` maps to 0 and 255.
-
-    The factor `levels` converts Pillow's values to the stored values.
-    """
+    """Scale gray values to 8 bits. The factor `levels` converts Pillow's values to the stored values."""
     values = np.asarray(image).astype(np.float64) * levels
     if not np.isfinite(values).all():
         raise ValueError("some of its pixels are not finite")

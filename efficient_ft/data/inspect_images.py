@@ -80,15 +80,10 @@ def inspect_images(
     *,
     thorough: bool = False,
 ) -> Inspection:
-    """Inspect the images of a data set.
+    """Inspect the images of a data set, given its splits.
 
-    Args:
-        parts: samples by split.
-        class_names: class names by label.
-        input: input of the network, whose size is compared with the image sizes.
-        decoding: options for decoding files; None for the default.
-        thorough: True to decode every image and to search for unreadable files and duplicates; False to inspect an
-            evenly spread sample.
+    By default, an evenly spread sample is inspected, and its sizes are compared with `input`. If `thorough` is True,
+    every image is decoded, and unreadable files and duplicates are reported.
     """
     decoding, found = decoding or Decoding(), Inspection()
     total = sum(len(part) for part in parts.values())
@@ -129,7 +124,6 @@ def inspect_images(
 
 
 def _images(parts: Mapping[str, Samples], chosen: np.ndarray) -> list[_Seen]:
-    """Return the images at the given indices into the concatenated splits."""
     images, start = [], 0
     for split, part in parts.items():
         for index in (chosen[(chosen >= start) & (chosen < start + len(part))] - start).tolist():
@@ -197,7 +191,6 @@ def _digest(pixels: np.ndarray) -> bytes:
 
 
 def _report_sizes(found: Inspection, images: Sequence[_Seen], total: int, input: InputSpec) -> None:
-    """Report sizes, modes and values, and the number of inspected images."""
     sizes = sorted((image.size for image in images), key=lambda size: (size[0] * size[1], size))
     low, middle, high = sizes[0], sizes[len(sizes) // 2], sizes[-1]
     modes = Counter(image.mode for image in images)
@@ -303,7 +296,6 @@ def _report_masks(found: Inspection, images: Sequence[_Seen]) -> None:
 
 
 def _report_files(found: Inspection, images: Sequence[_Seen]) -> None:
-    """Report formats, extensions that do not match the format, and files with several frames."""
     formats = Counter(image.format for image in images if image.format)
     if not formats:
         return
@@ -406,9 +398,7 @@ def _thumbnail(image: Image.Image) -> np.ndarray:
 
 
 def _near_pairs(thumbnails: Sequence[np.ndarray], sizes: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the indices of almost equal images, given their thumbnails and (width, height). Skip images with low
-    contrast.
-    """
+    """Yield the indices of almost equal images with enough contrast, given their thumbnails and (width, height)."""
     pixels = np.asarray(thumbnails, dtype=np.float32).reshape(len(thumbnails), -1 if thumbnails else 1)
     contrast = pixels.std(axis=1)
     order = np.flatnonzero(contrast >= _CONTRAST)

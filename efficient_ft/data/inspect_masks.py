@@ -45,15 +45,10 @@ def inspect_masks(
     *,
     thorough: bool = False,
 ) -> Inspection:
-    """Inspect the images and masks of a data set.
+    """Inspect the images and masks of a data set, given its splits.
 
-    Args:
-        parts: images and masks by split.
-        classes: classes of the data set.
-        settings: mask settings.
-        decoding: options for decoding images.
-        thorough: True to decode every file and compare images across splits; False to read headers and decode some
-            masks.
+    By default, headers are read and some masks are decoded. If `thorough` is True, every file is decoded, and images
+    are compared across splits.
     """
     found = survey(parts, classes, thorough)
     result = Inspection()
@@ -162,7 +157,6 @@ def _warnings(result: Inspection, found: Survey, classes: Classes, settings: Mas
 
 
 def _odd(result: Inspection, found: Survey, classes: Classes) -> None:
-    """Warn if all masks are equal, if each mask contains a single class, or if some masks may be inverted."""
     rows = [row for row in found.masks if not row[1].error]
     shares = np.asarray([one.shares for _, one in rows]).reshape(len(rows), -1)[:, :UNKNOWN]
     present = (shares > 0).sum(axis=1)
@@ -183,11 +177,7 @@ def _odd(result: Inspection, found: Survey, classes: Classes) -> None:
 
 
 def _inverted(result: Inspection, paths: Sequence[str], pixels: np.ndarray, classes: Classes) -> None:
-    """Warn if some masks of two classes may be inverted, given their pixel counts, int64 (N, 2).
-
-    Inverted masks are assumed if no foreground share is near one half, and one class covers about the same share in
-    some masks as the other class covers in the remaining masks.
-    """
+    """Warn if some masks of two classes may be inverted, given their pixel counts, int64 (N, 2)."""
     mixed = np.flatnonzero(pixels.all(axis=1))  # masks with a single class are ignored
     share = pixels[mixed, 1] / np.maximum(pixels[mixed].sum(axis=1), 1)
     high = share > 0.5
@@ -223,7 +213,6 @@ def _sizes_that_differ(found: Survey, settings: MaskConfig) -> list[tuple[str, s
 
 
 def _problems_of_headers(result: Inspection, found: Survey, settings: MaskConfig) -> None:
-    """Record problems found in headers and decoded masks."""
     for split, rows in found.counted.items():
         for path, one in rows:
             if one.error and one.error != "colors":

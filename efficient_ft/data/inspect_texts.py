@@ -43,15 +43,10 @@ def inspect_texts(
     *,
     thorough: bool = False,
 ) -> Inspection:
-    """Inspect the texts of a data set.
+    """Inspect the texts of a data set, given its splits. `max_length` is ``model.max_length``, in tokens.
 
-    Args:
-        parts: texts by split; must contain ``train``.
-        class_names: class names by label.
-        tokenizer: tokenizer of the network.
-        max_length: ``model.max_length``, in tokens.
-        thorough: True to examine all texts, and to ignore case and spaces in comparisons; False to examine at most
-            1,000 training texts, and to compare the first 100,000 texts exactly.
+    By default, at most 1,000 training texts are examined, and the first 100,000 texts are compared exactly. If
+    `thorough` is True, all texts are examined, and comparisons ignore case and spaces.
     """
     found = Inspection()
     texts = parts["train"].texts
@@ -80,7 +75,6 @@ def _within(texts: Sequence[tuple[str, ...]], characters: int) -> list[tuple[str
 def _lengths(
     found: Inspection, examined: Sequence[tuple[str, ...]], whole: int, tokenizer: Tokenizer, max_length: int
 ) -> None:
-    """Report the number of tokens and characters, and the share of unknown tokens."""
     lengths, unknown = map(np.asarray, tokenizer.measure(examined))
     characters = np.asarray([sum(map(len, text)) for text in examined])
     cut = float((lengths > max_length).mean())
@@ -119,9 +113,8 @@ def _odd(found: Inspection, examined: Sequence[tuple[str, ...]]) -> None:
         (_ODD, "may contain HTML tags", [text for text in single if _MARKUP.search(text)]),
     ):
         if len(example) > share * len(single):
-            found.warnings.append(
-                f"{len(example):,} of {counted(len(single), 'text')} {reason}, such as {_short(example[0])}."
-            )
+            number = f"{len(example):,} of {counted(len(single), 'text')}"
+            found.warnings.append(f"{number} {reason}, such as {_short(example[0])}.")
 
 
 def _repeated(found: Inspection, parts: Mapping[str, Texts], class_names: Sequence[str], *, thorough: bool) -> None:
@@ -171,7 +164,6 @@ def _keys(texts: Sequence[tuple[str, ...]], *, thorough: bool) -> Iterator[tuple
 
 
 def _names(found: Inspection, class_names: Sequence[str], parts: Mapping[str, Texts]) -> None:
-    """Report class names that may be missing labels, numbers, or combinations of labels."""
     markers = [name for name in class_names if name.casefold() in _MARKERS]
     if set(class_names) == {"-1", "1"}:
         markers = []
@@ -185,9 +177,8 @@ def _names(found: Inspection, class_names: Sequence[str], parts: Mapping[str, Te
         )
     single = [name for label, name in enumerate(class_names) if counts[label] == 1]
     if single:
-        found.warnings.append(
-            f"{counted(len(single), 'class')} with a single training text: {some(list(map(_short, single)), 5)}."
-        )
+        names = some(list(map(_short, single)), 5)
+        found.warnings.append(f"{counted(len(single), 'class')} with a single training text: {names}.")
     numbers = [name for name in class_names if is_number(name)]
     consecutive = set(range(len(numbers))), set(range(1, len(numbers) + 1))
     if len(numbers) == len(class_names) > _NUMBERS and {*map(float, numbers)} not in consecutive:
@@ -216,10 +207,7 @@ def _parts(name: str, separators: str) -> list[str]:
 
 
 def _is_joined(name: str, known: set[str], shared: Mapping[str, int]) -> bool:
-    """Return True if a class name may combine several labels.
-
-    Such a name is written as a list, joins known class names, or shares a part between | or ; with another class.
-    """
+    """Return True if a class name is a list, joins known classes, or shares a part between | or ; with a class."""
     if re.fullmatch(r"[\[({].*,.*[\])}]", name):
         return True
     parts, listed = _parts(name, "|;,/+&"), _parts(name, "|;")

@@ -34,10 +34,7 @@ def spread(size: int, count: int) -> np.ndarray:
 
 
 def decoding_threads(pixels: int, limit: int) -> int:
-    """Return the number of images to decode in parallel.
-
-    The images decoded at the same time have at most `limit` pixels in total if the largest image has `pixels` pixels.
-    """
+    """Return the number of images with `pixels` pixels to decode in parallel, with at most `limit` pixels in total."""
     return max(1, min(8, os.cpu_count() or 1, limit // max(pixels, 1)))
 
 
@@ -48,9 +45,9 @@ _Result = TypeVar("_Result")
 def in_threads(
     function: Callable[[_Item], _Result], items: Sequence[_Item] | Iterable[_Item], threads: int | None = None
 ) -> Iterable[_Result]:
-    """Apply a function to all items in threads, and yield the results in order. Pillow decodes without the GIL.
+    """Yield the results of a function in order. By default, there is one thread per processor, but at most 8.
 
-    By default, there is one thread per processor, but at most 8.
+    Pillow decodes without the GIL.
     """
     with ThreadPoolExecutor(max_workers=threads or min(8, os.cpu_count() or 1)) as pool:
         yield from pool.map(function, items)

@@ -140,11 +140,7 @@ class Layout:
 
 
 def find_layout(root: Path, chosen: Chosen | None = None, follow_links: bool = False) -> Layout:
-    """Find the folders of splits and classes. See `read_folder` for the arguments.
-
-    Raises:
-        UserError: If the layout is ambiguous or not supported.
-    """
+    """Find the folders of splits and classes, or raise `UserError` if the layout is ambiguous; see `read_folder`."""
     top, blocked = scan(root, follow_links)
     try:
         return _explicit(top, chosen) if chosen is not None else _recognized(top)
@@ -321,7 +317,6 @@ def _listed(folders: Sequence[Folder]) -> str:
 
 
 def _refuse_wrapper(top: Folder) -> None:
-    """Reject a folder whose data set is in a subfolder."""
     folders = list(top.filled.values())
     inner = folders[0]
     if len(folders) == 1 and not inner.images:
@@ -356,10 +351,7 @@ def _require_clear(
     by_split: Mapping[Split, Sequence[str]] | None = None,
     evaluated: Sequence[Folder] = (),
 ) -> None:
-    """Reject folders that may not be the classes, and add a note on classes with images in subfolders.
-
-    The classes are the direct subfolders of `place`. `now` is the layout as a value of ``data.splits``.
-    """
+    """Reject folders that may not be the classes of `place`, and note images in subfolders of the classes."""
     classes = list(place.filled.values())
     depths: Counter[int] = Counter()
     levels: list[dict[str, list[Folder]]] = []  # for each depth below the classes: folders by normalized name

@@ -64,9 +64,7 @@ class Samples:
         return Samples(images, self.labels[indices])
 
     def content_digest(self) -> str:
-        """Return a digest (16 hex digits) of the labels, and of pixels in memory or the paths, sizes and dates of
-        files.
-        """
+        """Return a digest (16 hex digits) of the labels, and of pixels or the paths, sizes and dates of files."""
         hasher = hashlib.blake2b(label_bytes(self.labels), digest_size=8)
         if not isinstance(self.images, np.ndarray):
             return hash_files(hasher, self.images)
@@ -125,18 +123,10 @@ _Samples = TypeVar("_Samples", bound=Labeled)
 
 
 def stratified_split(samples: _Samples, fraction: float, seed: int) -> tuple[_Samples, _Samples]:
-    """Hold out a fraction of every class.
+    """Hold out a fraction of every class, and return the kept and the held-out samples in the order of `samples`.
 
     At least one sample of each class with two or more samples is held out, and at least one is kept. The choice within
     a class depends only on the seed and on the samples of this class.
-
-    Args:
-        samples: samples to split.
-        fraction: fraction of each class to hold out, between 0 and 1.
-        seed: seed of the random choice.
-
-    Returns:
-        The kept samples and the held-out samples, both in the order of `samples`.
     """
     held_out = np.zeros(len(samples), dtype=bool)
     by_class = np.argsort(samples.labels, kind="stable")

@@ -173,10 +173,10 @@ class SplitDataset(Dataset[tuple[Tensor, int]]):
 
 
 def load_seeded(seed: int, keys: Sequence[tuple[int, int]], load: Callable[[int], _Sample]) -> list[_Sample]:
-    """Load samples, each with torch's CPU generator seeded by (seed, epoch, index). Restore the generator's state
-    afterwards.
+    """Load the samples of (epoch, index) keys, each with torch's CPU generator seeded by (seed, epoch, index).
 
-    The keys are (epoch, index) pairs. The function `load` loads and augments the sample with the given index.
+    The function `load` loads and augments the sample with the given index. The generator's state is restored
+    afterwards.
     """
     # fork_rng and torch.manual_seed would also seed the generator of a GPU.
     state = torch.default_generator.get_state()

@@ -81,9 +81,7 @@ def read_mask_folder(
     if val is None and test is None:
         total = len(train)
         if total < 2:
-            raise UserError(
-                f"{printable(root.absolute())} has a single image, so no image can be held out for testing."
-            )
+            raise UserError(f"{printable(root.absolute())} has only one image, so none can be held out for testing.")
         train, test = hold_out(train, 0.2, seed=0)
         origins["test"] = f"held out of {origins['train']}"
         notes.append(
@@ -113,10 +111,7 @@ def _values_found(places: Places) -> str:
 
 
 class _Pairs:
-    """Collect the images and masks of folders, and count unused files.
-
-    A file belongs only to the innermost folder of `areas`. The setting ``data.masks.suffix`` selects the masks.
-    """
+    """Collect the images and masks of folders, and count unused files. A file belongs to the innermost of `areas`."""
 
     def __init__(self, root: Path, areas: set[Path], files: FileList, suffix: str | None) -> None:
         self._root, self._areas, self._file_list, self._suffix = root, areas, files, suffix
@@ -125,7 +120,6 @@ class _Pairs:
         self._unused: dict[Path, dict[str, str]] = {}
 
     def samples(self, split: Split, pairs: Sequence[tuple[Area, Area | None]]) -> MaskSamples:
-        """Return the images and masks of a split."""
         found = MaskSamples([], [])
         for images, masks in pairs:
             if masks is None:
@@ -134,9 +128,7 @@ class _Pairs:
                     place = printable(images.path.absolute())
                     raise UserError(f"{place} has {number}, but no matching folder of masks. {LAYOUT}")
                 self.left_out[f"images without masks ({name})"] += images.count
-                self.notes.append(
-                    f"{name} has {number} without masks, which {verb(images.count, 'is', 'are')} not used."
-                )
+                self.notes.append(f"{name} has {number} without masks, which {verb(images.count, 'is', 'are')} unused.")
                 continue
             part = self._matched(images.path, masks.path)
             found.images.extend(part.images)
@@ -171,7 +163,6 @@ class _Pairs:
         return MaskSamples([image_files[a] for a, _ in found.pairs], [mask_files[b] for _, b in found.pairs])
 
     def leave_out(self, tree: Tree, unused: set[Path]) -> None:
-        """Record masks without images and unused folders."""
         for folder, rest in self._unused.items():
             if rest:
                 self.left_out["masks without an image"] += len(rest)

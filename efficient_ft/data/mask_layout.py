@@ -199,7 +199,6 @@ def _split_folder(area: Area, root: Path) -> str:
 
 
 def _one(root: Path, areas: list[Area], setting: str) -> Area:
-    """Return the only folder, or raise an error that lists the choices."""
     if len(areas) == 1:
         return areas[0]
     noun = "masks" if setting == "folder" else "images"
@@ -217,7 +216,6 @@ def _counts(areas: Sequence[Area], root: Path) -> str:
 
 
 def _refuse_prefixes(root: Path, areas: list[Area]) -> None:
-    """Reject data sets in one or several subfolders of the root."""
     counts = Counter[str]()
     for area in areas:
         counts[area.prefix] += area.count
@@ -277,11 +275,7 @@ def _named_masks(folder: Path) -> bool:
 
 
 def named_places(root: Path, tree: Tree, chosen: Chosen) -> Places:
-    """Return the folders of each split that the setting ``data.splits`` names.
-
-    Raises:
-        UserError: If a folder does not exist, contains no images, or has no matching masks.
-    """
+    """Return the folders of each split that ``data.splits`` names. Raise `UserError` if images or masks are missing."""
     places: Places = {}
     for split, paths in places_of(root, chosen).items():
         for path in paths:

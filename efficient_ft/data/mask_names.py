@@ -116,7 +116,6 @@ def _common(names: Sequence[str], others: Sequence[str]) -> tuple[str, str]:
 
 
 def _distinct(own: tuple[str, str], others: tuple[str, str]) -> tuple[tuple[str, str], tuple[str, str]]:
-    """Return two (prefix, suffix) pairs without their common parts."""
     at = _last_border(_start([own[1], others[1]]))
     prefixes = ("", "") if own[0] == others[0] else (own[0], others[0])
     return (prefixes[0], own[1][at:]), (prefixes[1], others[1][at:])
@@ -175,10 +174,7 @@ def _is_another_number(before: str, stem: str, after: str) -> bool:
 
 
 def _several(images: Sequence[str], found: Matches, end: str) -> tuple[tuple[str, str], tuple[str, ...]] | None:
-    """Return two masks of one image, and the suffixes of masks that most images have; None if no image has two masks.
-
-    Images may have the suffix `end`, which is absent from their masks.
-    """
+    """Return two masks of one image, and the suffixes of most images' masks; None if no image has two masks."""
     chosen = sorted(images)[:: max(len(images) // 64, 1)]
     first: tuple[str, str] | None = None
     counts, matched = Counter[str](), dict(found.pairs)

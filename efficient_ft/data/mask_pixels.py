@@ -83,11 +83,7 @@ def read_pixels(path: str, orientation: int = 1) -> Pixels:
 
 
 def read_header(path: str) -> Header:
-    """Read the mode, the size and the palette of a mask.
-
-    Raises:
-        UserError: If the file cannot be read.
-    """
+    """Read the mode, the size and the palette of a mask. Raise `UserError` if the file cannot be read."""
     try:
         with Image.open(path, formats=FORMATS) as image:
             palette = image.palette
@@ -155,7 +151,6 @@ def _raw_mode(image: Image.Image) -> str:
 
 
 def _require_exact(image: Image.Image) -> None:
-    """Reject lossy formats, files with several pages, and masks with an orientation."""
     compression = str(image.info.get("compression", ""))
     if image.format not in _EXACT or "jpeg" in compression or "webp" in compression:
         kind = image.format if image.format not in _EXACT else f"{image.format} with {compression} compression"

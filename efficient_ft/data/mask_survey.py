@@ -164,8 +164,7 @@ def _counted(path: str, _stamp: int, classes: Classes) -> Counted:
 def mask_orientation(image: str, mask: str, exif: str) -> int:
     """Return the EXIF orientation to apply to a mask, given ``data.masks.exif``; 1 if the mask is already upright.
 
-    Raises:
-        UserError: If the sizes do not show whether the mask belongs to the upright image or to the stored pixels.
+    Raise `UserError` if the sizes do not show whether the mask belongs to the upright image or to the stored pixels.
     """
     stored = stored_size(image)
     if stored is None or stored[1] == 1 or exif == "upright":
@@ -196,11 +195,7 @@ def _orientation_by_size(stored: Stored, mask: tuple[int, int]) -> str | None:
 
 
 def refuse_unclear_masks(parts: Mapping[str, MaskSamples], classes: Classes, settings: MaskConfig, own: bool) -> None:
-    """Reject ambiguous masks. Values are checked only in a user's own folder (`own`).
-
-    Raises:
-        UserError: If masks are ambiguous. The message lists the settings that resolve the ambiguity.
-    """
+    """Raise `UserError` if masks are ambiguous. Values are checked only in a user's own folder (`own`)."""
     found = survey(parts, classes)
     _refuse_palettes(found, classes)
     _refuse_gray_palettes(found, classes)
@@ -288,7 +283,6 @@ def _refuse_orientations(found: Survey) -> None:
 
 
 def _refuse_values(found: Survey, classes: Classes, split: str, own: bool) -> None:
-    """Reject masks without labels, and ambiguous ids."""
     shares, rows = found.shares(split), found.counted[split]
     broken = [path for path, one in rows if one.error or one.shares[UNKNOWN]]
     if shares[IGNORED] and not shares[:UNKNOWN].any() and not broken:
@@ -309,7 +303,6 @@ def _refuse_values(found: Survey, classes: Classes, split: str, own: bool) -> No
 
 
 def _refuse_ids(found: Survey, classes: Classes, split: str) -> None:
-    """Reject masks with values without a class, and values that leave classes without pixels."""
     rows = [one for _, one in found.counted[split] if not one.error and len(one.values)]
     if not rows:
         return
@@ -353,7 +346,7 @@ def _refuse_ids(found: Survey, classes: Classes, split: str) -> None:
     name = classes.names[int(present[0])]
     if single:
         raise UserError(
-            f"{seen}: every pixel is {name}, and {lacking}. Check the masks. To train on them unchanged, set {keep}."
+            f"{seen}: every pixel is {name}, and {lacking}. Check the masks. If they are right, set {keep}."
         )
     two = ", ".join(map(_quoted, classes.names[:2]))
     raise UserError(
@@ -387,7 +380,6 @@ def _shown(values: Mapping[int, int]) -> str:
 
 
 def _values(values: Mapping[int, int], classes: Classes) -> str:
-    """Return the setting that maps the sorted values to the classes, in order."""
     order = sorted(values)
     if len(order) > max(len(classes.names), 2) or len(order) > 8:
         return "data.masks.values={VALUE: NAME, …}"

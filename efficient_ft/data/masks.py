@@ -66,8 +66,7 @@ class Classes:
     def values(self, pixels: Pixels) -> tuple[np.ndarray, bool]:
         """Return the pixel values that determine the classes, int64 (H, W), and True if they are colors.
 
-        Raises:
-            ValueError: If the mask has colors, but the classes have none.
+        Raise `ValueError` if the mask has colors, but the classes have none.
         """
         if self.colors and pixels.colors is not None and not (pixels.mode == "P" and self.palette == "index"):
             return pixels.colors, True

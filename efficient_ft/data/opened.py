@@ -140,9 +140,7 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
 
     @abstractmethod
     def reading(self, *, training: bool) -> Reading:
-        """Estimate the memory of reading batches of training samples, or of all evaluated splits if `training` is
-        False.
-        """
+        """Estimate the memory of reading batches of training samples (`training`) or of all evaluated splits."""
 
     def inspection_bytes(self) -> int:
         """Estimate the memory of `inspect` without ``thorough``."""

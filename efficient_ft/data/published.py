@@ -72,16 +72,10 @@ class PublishedSet:
         return [archive for archive in self.archives if archive.state(root) != "ready"]
 
     def missing(self, name: str, root: Path, download: bool) -> str | None:
-        """Check for the files below `root`, and check whether the server provides missing files.
+        """Return a message about missing files if they do not exist and cannot be downloaded, otherwise None.
 
-        Args:
-            name: value of `data.name`, for the message.
-            root: the folder that contains `folder`.
-            download: True if missing files may be downloaded.
-
-        Returns:
-            None if all files exist or can be downloaded, otherwise a message that lists the missing files, their
-            expected locations and alternatives.
+        The message contains `name`, the value of `data.name`, and lists the missing files, their expected locations
+        below `root`, and alternatives. If `download` is True, the server is queried for missing files.
         """
         absent = [archive for archive in self.archives if archive.state(root) in ("absent", "partial", "broken")]
         for archive in absent:
@@ -122,13 +116,9 @@ class PublishedSet:
 def read_published(name: str, root: Path, follow_links: bool = False) -> Listing:
     """List the published image data set `name`, whose archives are all ``ready`` below `root`.
 
-    Args:
-        name: name of the data set.
-        root: folder that contains the data set's folder.
-        follow_links: True to use the targets of links that lead out of the data set's folder.
-
     Raises:
-        UserError: If a list is damaged, or listed images do not exist or are outside of the data set.
+        UserError: If a list is damaged, or listed images do not exist or are outside of the data set. Links that lead
+            out of the data set are accepted if `follow_links` is True.
     """
     source = PUBLISHED[name]
     where = (root / source.folder).absolute()
@@ -319,9 +309,7 @@ def _read_rte(root: Path, settings: TextConfig) -> TextListing:
         found.rows[split], found.origins[split], found.columns = read.rows, f"{name} ({origin(read)})", read.columns
         found.notes += read.notes
     listing = listing_of(found, folder, settings)
-    listing.notes.append(
-        "The RTE test labels are not public. As in the papers, the validation texts are used for testing."
-    )
+    listing.notes.append("The RTE test labels are not public. As in the papers, validation texts are used for testing.")
     return listing
 
 

@@ -57,12 +57,9 @@ class Header:
 def headers(
     paths: Sequence[str] | Paths, decoding: Decoding | None = None, target_size: tuple[int, int] | None = None
 ) -> list[Header]:
-    """Read the headers of image files. In large splits, only evenly spread files and the longest files are read.
+    """Read the headers of image files, and skip unreadable files. `target_size` is described in `images.read_image`.
 
-    Args:
-        paths: image files; unreadable files are skipped.
-        decoding: size limit.
-        target_size: see `images.read_image`.
+    In large splits, only evenly spread files and the longest files are read.
     """
     chosen = list(paths)
     if len(chosen) > HEADERS:

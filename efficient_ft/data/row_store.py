@@ -110,11 +110,7 @@ class RowStore:
         return torch.from_numpy(found)
 
     def write(self, rows: Sequence[int], values: Tensor) -> None:
-        """Write rows, uint8 (B, `row_bytes`).
-
-        Raises:
-            StoreFullError: If the disk is full.
-        """
+        """Write rows, uint8 (B, `row_bytes`). Raise `StoreFullError` if the disk is full."""
         self._open()
         data = values.numpy()
         assert data.shape == (len(rows), self.row_bytes)

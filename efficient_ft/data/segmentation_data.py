@@ -40,15 +40,10 @@ OPACITY = 0.5
 
 
 class MaskTransform:
-    """Transform images and masks jointly.
+    """Transform images and masks jointly, for `training` or for evaluation.
 
     In training, an image is resized by a random factor, padded without labels if it is smaller than the input size, and
     randomly cropped to that size. Half of the images are mirrored. In evaluation, the entire image is used.
-
-    Args:
-        input: input size in training, and normalization of the network.
-        masks: mask settings.
-        training: True for training, False for evaluation.
     """
 
     def __init__(self, input: InputSpec, masks: MaskConfig, training: bool) -> None:
@@ -107,11 +102,7 @@ class MaskDataset(Dataset[tuple[Tensor, Tensor]]):
         return len(self.samples)
 
     def read(self, index: int) -> tuple[Image.Image, np.ndarray]:
-        """Read an image and its mask.
-
-        Raises:
-            UserError: If one of the files cannot be used.
-        """
+        """Read an image and its mask. Raise `UserError` if one of the files cannot be used."""
         path, mask = self.samples.images[index], self.samples.masks[index]
         image = read_image(path, decoding=self.decoding)
         orientation = mask_orientation(path, mask, self.exif)
@@ -217,22 +208,14 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
         return part.take(left)
 
     def examples(self, count: int) -> list[tuple[Image.Image, np.ndarray]]:
-        """Return `count` evenly spread images and masks of the test split, or of the validation split if there is no
-        test split.
-        """
+        """Return `count` evenly spread images and masks of the test split if it exists, or of the validation split."""
         split = "test" if "test" in self._parts else self.best_split
         images, size = self._dataset(split, training=False), len(self._parts[split])
         return [images.read(i) for i in sorted({round(k * (size - 1) / max(count - 1, 1)) for k in range(count)})]
 
 
 def overlaid(picture: Image.Image, mask: np.ndarray, colors: np.ndarray) -> Image.Image:
-    """Blend a picture with the class colors of its mask. Unlabeled pixels are unchanged.
-
-    Args:
-        picture: RGB image.
-        mask: class indices or `IGNORED`, uint8 (H, W).
-        colors: uint8 (classes, 3).
-    """
+    """Blend an RGB picture with the class colors, uint8 (classes, 3), of its mask, uint8 (H, W)."""
     labeled = mask != IGNORED
     mixed = Image.blend(picture, Image.fromarray(colors[np.where(labeled, mask, 0)]), OPACITY)
     return Image.composite(mixed, picture, Image.fromarray(labeled.astype(np.uint8) * 255))

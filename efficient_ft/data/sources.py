@@ -44,8 +44,7 @@ SOURCES: dict[str, DataSource] = {}
 
 
 def missing_data(config: DataConfig) -> str | None:
-    """Check that the files of a data set exist or can be downloaded. This takes at most about
-    `core.network.PROBE_SECONDS`.
+    """Check that the files of a data set exist or can be downloaded, within about `core.network.PROBE_SECONDS`.
 
     Returns:
         None if the data exist or can be downloaded now, otherwise a message about the missing files, their expected

@@ -63,8 +63,7 @@ def split_of(name: str) -> Split | None:
 def splits_in(names: Iterable[str]) -> dict[str, Split]:
     """Return the split of each name that denotes a split, either alone or together with another name.
 
-    Args:
-        names: subfolder names or file stems in one folder.
+    The names are subfolder names or file stems in one folder.
     """
     found: dict[str, Split] = {}
     together: dict[tuple[str, ...], dict[str, Split]] = defaultdict(dict)
@@ -130,19 +129,15 @@ def places_of(root: Path, chosen: Chosen) -> dict[Split, list[Path]]:
 def ambiguous(root: Path, found: str, readings: Sequence[tuple[str, Chosen]]) -> UserError:
     """Create the error for an ambiguous layout.
 
-    Args:
-        root: ``data.root``.
-        found: sentence that describes the contents of `root`, with counts.
-        readings: possible interpretations as text, each with the value of ``data.splits`` that selects it.
+    The sentence `found` describes the contents of `root`. Each of the `readings` is a possible interpretation as text,
+    with the value of ``data.splits`` that selects it.
     """
     choices = "; ".join(f"if {words}: 'data.splits={show(chosen)}'" for words, chosen in readings)
     return UserError(f"{printable(root)} can be read in several ways. {found} Choose one: {choices}.")
 
 
 def repeated(root: Path, split: Split, places: Sequence[Path], others: Mapping[Split, Sequence[Path]]) -> UserError:
-    """Create the error for several folders or files of one split (`places`), given the folders of all splits
-    (`others`).
-    """
+    """Create the error for several folders or files (`places`) of one split, given all splits' folders (`others`)."""
     rest: Chosen = {one: [place.name for place in of] for one, of in others.items() if one != split}
     names = [place.name for place in places]
     readings: list[tuple[str, Chosen]] = [(f"{names[0]} alone is the {split} split", {**rest, split: names[0]})]

@@ -36,11 +36,7 @@ _OTHERS = (
 
 
 def read_text(path: Path, encoding: str | None) -> tuple[str, str | None]:
-    """Read a text file, which may be compressed with gzip.
-
-    Args:
-        path: path of the file.
-        encoding: ``data.text.encoding``; None for UTF-8. A byte order mark takes precedence.
+    """Read a text file, which may be compressed with gzip. A byte order mark takes precedence over `encoding`.
 
     Returns:
         The text without a byte order mark, and a sentence about its encoding (None for plain UTF-8).

@@ -87,9 +87,8 @@ class ClassFolders:
         if not rows:
             there = some([path.name for path in visible(folder)]) or "nothing"
             not_used = "".join(f" Not used: {reason} ({count})." for reason, count in self.found.left_out.items())
-            raise UserError(
-                f"{printable(folder.absolute())} has no texts in class folders. Found: {there}.{not_used} {LAYOUT}"
-            )
+            found = f"Found: {there}.{not_used}"
+            raise UserError(f"{printable(folder.absolute())} has no texts in class folders. {found} {LAYOUT}")
         if empty and split == "train":
             raise UserError(
                 f"{printable(folder.absolute())} has class folders without .txt files: {some(empty)}. Add texts, or"
@@ -210,13 +209,7 @@ _SHARD = re.compile(r"(.+?)[-_.](\d+)[-_]of[-_](\d+)")
 
 
 class Reader:
-    """Find and read the texts of a folder.
-
-    Args:
-        root: ``data.root``, a folder.
-        settings: ``data.text``.
-        follow_links: True to use the targets of links that lead out of `root`.
-    """
+    """Find and read the texts of the folder ``data.root``."""
 
     def __init__(self, root: Path, settings: TextConfig, follow_links: bool) -> None:
         self.root, self._settings, self._follow = root, settings, follow_links

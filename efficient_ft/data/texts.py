@@ -27,12 +27,7 @@ from efficient_ft.data.text_rows import Row
 
 @dataclass
 class Texts:
-    """Texts or pairs of texts, with labels.
-
-    Attributes:
-        texts: N tuples of one or two texts.
-        labels: int64 (N,).
-    """
+    """Texts or pairs of texts, with labels, int64 (N,)."""
 
     texts: list[tuple[str, ...]]
     labels: np.ndarray
@@ -121,10 +116,8 @@ def read_texts(
 def listing_of(found: SplitRows, root: Path, settings: TextConfig) -> TextListing:
     """Map labels to classes, and hold out test texts if there is neither a validation nor a test split.
 
-    The rows of the training split must come first. Messages name the file or folder `root`.
-
-    Raises:
-        UserError: If a split has no usable texts, or the labels are not classes.
+    The rows of the training split must come first. Messages name the file or folder `root`. Raise `UserError` if a
+    split has no usable texts, or the labels are not classes.
     """
     top = printable(root.absolute())
     usable: dict[str, list[Row]] = {}
@@ -222,15 +215,10 @@ def in_order(name: str) -> tuple[int, float, str]:
 
 
 def spellings(counts: Mapping[str, int], ignore_case: bool | None) -> tuple[dict[str, str], list[str]]:
-    """Return the class of each label, and notes on merged labels. Labels that are equal numbers form one class.
+    """Return the class of each label, given the number of texts by label, and notes on merged labels.
 
-    Args:
-        counts: number of texts by label, over all splits.
-        ignore_case: True to merge labels that differ only in case, quotes or compatible characters; False to keep such
-            labels separate; None to reject such labels (``data.text.ignore_case``).
-
-    Raises:
-        UserError: If labels differ only in case, and `ignore_case` is None.
+    Labels that are equal numbers form one class. Labels that differ only in case, quotes or compatible characters are
+    merged if `ignore_case` is True, kept separate if it is False, and rejected with a `UserError` if it is None.
     """
     same, notes = {name: name for name in counts}, []
     numbers: dict[Decimal, list[str]] = defaultdict(list)
@@ -264,13 +252,9 @@ def spellings(counts: Mapping[str, int], ignore_case: bool | None) -> tuple[dict
 
 
 def require_classes(labels: Sequence[str], source: str, column: str | None, columns: Sequence[str]) -> None:
-    """Raise `UserError` if the labels of the training texts are a quantity or free text.
+    """Raise `UserError` if the labels of the training texts in `source` are a quantity or free text.
 
-    Args:
-        labels: labels of all training texts.
-        source: file or folder of the texts, for messages.
-        column: column of the labels; None if the labels are folder names, which are not checked.
-        columns: all columns of the file, for messages.
+    The message names the label column and all columns. Labels that are folder names (`column` is None) are not checked.
     """
     if column is None:
         return
@@ -313,15 +297,7 @@ def require_texts(counts: Mapping[str, int], source: str, places: Mapping[str, s
 def refuse_unknown(
     counts: Mapping[str, int], places: Mapping[str, str], train: Sequence[str], split: str, advice: str
 ) -> None:
-    """Raise `UserError` if a class of a split has no training texts.
-
-    Args:
-        counts: number of texts in the split by class.
-        places: location of one text by class, for messages.
-        train: classes of the training texts.
-        split: name of the split.
-        advice: last sentence of the message.
-    """
+    """Raise `UserError` if a class of a split has no training texts. `places` maps classes to example locations."""
     unknown = [name for name in counts if name not in train]
     if not unknown:
         return
@@ -337,12 +313,7 @@ def refuse_unknown(
 def refuse_unlabeled(labels: Sequence[str], missing: int, split: str, source: str, advice: str) -> None:
     """Raise `UserError` if the texts of a split have no labels, or only the label -1 as in test sets of benchmarks.
 
-    Args:
-        labels: existing labels.
-        missing: number of texts without a label.
-        split: name of the split.
-        source: file or folder of the split, for messages.
-        advice: last sentence of the message.
+    The number of texts without a label is `missing`. The message ends with `advice`.
     """
     if set(labels) - {"-1"} or not (labels or missing):
         return

@@ -108,11 +108,7 @@ class Transform:
         return self.resize_size if self._gray else (*self.resize_size, 3)
 
     def read(self, path: str | os.PathLike[str]) -> Image.Image:
-        """Read a file as RGB, with at least the size that `resize` requires.
-
-        Raises:
-            UserError: If the file cannot be read as an image.
-        """
+        """Read an image as RGB, with at least the size that `resize` requires. Raise `UserError` if this fails."""
         return read_image(path, self.resize_size, self.decoding)
 
     def resize(self, image: Image.Image) -> Image.Image:

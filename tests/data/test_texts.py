@@ -177,7 +177,7 @@ def test_any_change_changes_the_digest(tmp_path: Path) -> None:
         ("a.jsonl", '{"text": "a\\ud800", "label": 1}', r"has no usable text for train: .*line 1: not valid Unicode"),
         ("a.csv", "text,label\n", r"has no rows"),
         ("a.csv", "", r"has no rows"),
-        ("a.csv", "text,label\nx,one\ny,one\n", r"has the single class 'one'"),
+        ("a.csv", "text,label\nx,one\ny,one\n", r"contains only one class, 'one'"),
         ("a.jsonl", '{"text": "x", "label": 1}\n{"text": ', r"line 2: invalid JSON"),
         ("a.jsonl", "[1]\n", r"each line must be an object"),
         ("a.xml", "x", r"must be one of \.csv \.tsv \.jsonl"),
