@@ -14,9 +14,8 @@ from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.core.text import plain_line, printable
 from efficient_ft.data.counts import counted
 from efficient_ft.data.file_list import unreadable
-from efficient_ft.data.mask_pixels import Color
-from efficient_ft.data.masks import UNKNOWN, Classes
-from efficient_ft.data.text_files import MARKS
+from efficient_ft.data.masks import UNKNOWN, Classes, Color
+from efficient_ft.data.text_rows import MARKS
 
 #: Class list files in order of preference. The first existing file is read; colors may be read from a later file.
 FILES = ("classes.txt", "label_colors.txt", "class_dict.csv", "labelmap.txt", "labels.txt", "class_names.txt")

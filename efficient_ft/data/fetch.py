@@ -73,9 +73,7 @@ class Archive:
         if state == "broken":
             line += f" [the folder exists but lacks {', '.join(self.lacks(root))}]"
         if state == "partial":
-            line += (
-                f" [{format_bytes((root / self.path).stat().st_size)} are present; the file is incomplete or damaged]"
-            )
+            line += f" [{format_bytes((root / self.path).stat().st_size)} are present: incomplete or damaged file]"
         return line
 
 

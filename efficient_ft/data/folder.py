@@ -12,11 +12,10 @@ import numpy as np
 from efficient_ft.core.errors import UserError, did_you_mean
 from efficient_ft.core.text import printable
 from efficient_ft.data.counts import and_more, counted, some, verb
-from efficient_ft.data.file_list import FileList, is_folder, links_in, visible_entries
+from efficient_ft.data.file_list import FileList, Paths, is_folder, links_in, visible_entries
 from efficient_ft.data.images import EXTENSIONS, class_name, is_image, reading_hint
 from efficient_ft.data.layout import Layout, find_layout, labels_hint, same_class
 from efficient_ft.data.listing import Listing, Samples, hold_out_test
-from efficient_ft.data.paths import Paths
 from efficient_ft.data.splits import Chosen, Split, show
 
 _EXTENSIONS = f"Supported extensions: {' '.join(EXTENSIONS)}."

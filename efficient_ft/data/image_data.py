@@ -13,13 +13,13 @@ from efficient_ft.config.schema import DataConfig
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.format import format_bytes
 from efficient_ft.core.input_spec import InputSpec
+from efficient_ft.data.file_list import Paths
 from efficient_ft.data.images import Decoding, read_image
 from efficient_ft.data.inspect_images import PIXELS, inspect_images
 from efficient_ft.data.inspection import Inspection, decoding_threads, find_failures
 from efficient_ft.data.listing import Listing, Samples, splits_of, stratified_split
 from efficient_ft.data.loader import DecodedImages, SplitDataset
 from efficient_ft.data.opened import OpenedData
-from efficient_ft.data.paths import Paths
 from efficient_ft.data.reading import Header, Reading, headers, largest_file
 from efficient_ft.data.row_store import require_room
 from efficient_ft.data.transforms import Transform

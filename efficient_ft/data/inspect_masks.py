@@ -16,9 +16,8 @@ from efficient_ft.core.text import plain_line, printable
 from efficient_ft.data.counts import counted, some, verb
 from efficient_ft.data.images import Decoding, read_image
 from efficient_ft.data.inspection import Inspection, find_failures, in_threads
-from efficient_ft.data.mask_pixels import read_pixels
 from efficient_ft.data.mask_survey import Survey, examined, mask_orientation, survey
-from efficient_ft.data.masks import UNKNOWN, Classes, MaskSamples, read_mask
+from efficient_ft.data.masks import UNKNOWN, Classes, MaskSamples, read_mask, read_pixels
 
 #: Share of unlabeled pixels above which a warning is issued.
 _MOSTLY_UNLABELED = 0.9

@@ -18,9 +18,8 @@ from typing import Any
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.text import printable
 from efficient_ft.data.counts import counted, some, verb
-from efficient_ft.data.file_list import links_in
+from efficient_ft.data.file_list import is_hidden, links_in
 from efficient_ft.data.images import is_image
-from efficient_ft.data.paths import is_hidden
 from efficient_ft.data.splits import SPLITS, Chosen, Split, ambiguous, part_names, places_of, repeated, show, splits_in
 
 #: Maximum length of a folder's name in messages.

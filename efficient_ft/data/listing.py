@@ -10,8 +10,8 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from efficient_ft.data.file_list import Paths
 from efficient_ft.data.inspection import spread
-from efficient_ft.data.paths import Paths
 from efficient_ft.data.splits import SPLITS
 
 _TEST_SEED = 0  # independent of the run's seed, so that all runs on a data set test on the same images

@@ -20,8 +20,7 @@ from efficient_ft.data.images import EXTENSIONS
 from efficient_ft.data.inspection import spread
 from efficient_ft.data.mask_layout import LAYOUT, Area, Places, Tree, mask_tree, named_places, recognized_places, shown
 from efficient_ft.data.mask_names import Matches, match_names
-from efficient_ft.data.mask_pixels import MASK_EXTENSIONS, read_pixels
-from efficient_ft.data.masks import MaskListing, MaskSamples, hold_out
+from efficient_ft.data.masks import MASK_EXTENSIONS, MaskListing, MaskSamples, hold_out, read_pixels
 from efficient_ft.data.splits import Chosen, Split
 
 #: Number of masks whose values are reported if there is no class list.

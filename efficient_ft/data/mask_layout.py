@@ -15,7 +15,7 @@ from efficient_ft.data.counts import counted, some
 from efficient_ft.data.file_list import is_folder, visible_entries
 from efficient_ft.data.images import EXTENSIONS
 from efficient_ft.data.mask_names import Kind, read_name
-from efficient_ft.data.mask_pixels import MASK_EXTENSIONS
+from efficient_ft.data.masks import MASK_EXTENSIONS
 from efficient_ft.data.splits import SPLITS, Chosen, Split, ambiguous, places_of, splits_in
 
 LAYOUT = (

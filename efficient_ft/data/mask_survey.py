@@ -18,8 +18,16 @@ from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.core.text import printable
 from efficient_ft.data.counts import and_more, counted, some, verb
 from efficient_ft.data.inspection import DECODED, HEADERS, in_threads, progress, spread
-from efficient_ft.data.mask_pixels import Header, read_header, read_pixels, stored_size
-from efficient_ft.data.masks import UNKNOWN, Classes, MaskSamples, read_mask
+from efficient_ft.data.masks import (
+    UNKNOWN,
+    Classes,
+    Header,
+    MaskSamples,
+    read_header,
+    read_mask,
+    read_pixels,
+    stored_size,
+)
 
 #: Maximum number of pixels that a quick survey decodes. Fewer masks are decoded if they are large.
 _PIXELS = 30_000_000

@@ -21,9 +21,8 @@ from efficient_ft.data.contents import Contents, looked_at
 from efficient_ft.data.counts import counted, verb
 from efficient_ft.data.images import Decoding
 from efficient_ft.data.inspection import Inspection, spread
-from efficient_ft.data.loader import Loader, LoadFailure, make_loader
+from efficient_ft.data.loader import CounterSampler, Loader, LoadFailure, make_loader
 from efficient_ft.data.reading import Reading
-from efficient_ft.data.sampler import CounterSampler
 from efficient_ft.data.summary import SplitSummary, Summary
 from efficient_ft.data.transforms import to_pictures
 

@@ -21,9 +21,8 @@ from efficient_ft.core.network import unreachable
 from efficient_ft.core.text import printable
 from efficient_ft.data.counts import counted, verb
 from efficient_ft.data.fetch import Archive
-from efficient_ft.data.file_list import refuse_elsewhere
+from efficient_ft.data.file_list import Paths, refuse_elsewhere
 from efficient_ft.data.listing import Listing, Samples, splits_of
-from efficient_ft.data.paths import Paths
 from efficient_ft.data.splits import Split
 from efficient_ft.data.text_places import SplitRows, origin
 from efficient_ft.data.text_rows import read_rows

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from efficient_ft.core.errors import UserError
+from efficient_ft.data.file_list import Paths
 from efficient_ft.data.images import Decoding, opened, reduce_resolution
 from efficient_ft.data.inspection import HEADERS, in_threads, spread
-from efficient_ft.data.paths import Paths
 
 #: Number of the longest files in a large split whose headers are read, and number of files whose sizes are compared.
 _LONGEST, _STATED = 256, 50_000

@@ -15,9 +15,8 @@ from torch.utils.data import BatchSampler, Dataset, Sampler
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.data.image_data import ImageData
-from efficient_ft.data.loader import Loader, LoadFailure, SplitDataset, make_loader
+from efficient_ft.data.loader import CounterSampler, Loader, LoadFailure, SplitDataset, make_loader
 from efficient_ft.data.opened import Split
-from efficient_ft.data.sampler import CounterSampler
 
 
 class RoundRobinData:

@@ -18,7 +18,7 @@ from typing import Literal
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean
 from efficient_ft.core.text import printable
 from efficient_ft.data.counts import some
-from efficient_ft.data.paths import is_hidden
+from efficient_ft.data.file_list import is_hidden
 
 Split = Literal["train", "val", "test"]
 #: The setting ``data.splits``: the folders or files of each split, relative to ``data.root``.

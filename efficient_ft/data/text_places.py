@@ -15,8 +15,16 @@ from efficient_ft.core.text import printable
 from efficient_ft.data.counts import and_more, counted, some
 from efficient_ft.data.file_list import FileList, links_in, visible_entries
 from efficient_ft.data.splits import SPLITS, Chosen, Split, ambiguous, part_names, places_of, repeated, show, splits_in
-from efficient_ft.data.text_files import read_text
-from efficient_ft.data.text_rows import EXTENSIONS, NoColumnError, Row, RowFile, clean_name, extension_of, read_rows
+from efficient_ft.data.text_rows import (
+    EXTENSIONS,
+    NoColumnError,
+    Row,
+    RowFile,
+    clean_name,
+    extension_of,
+    read_rows,
+    read_text,
+)
 
 LAYOUT = (
     "Expected: a file of rows (.csv, .tsv or .jsonl); a folder with such files named train, val and test; or a folder"

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from efficient_ft.data import contents
+from efficient_ft.data.file_list import Paths
 from efficient_ft.data.listing import Listing, Samples
 from efficient_ft.data.masks import Classes, MaskListing, MaskSamples
-from efficient_ft.data.paths import Paths
 from efficient_ft.data.texts import TextListing, Texts
 
 
