@@ -111,11 +111,11 @@ def parse_class_list(file: Path) -> ClassList:
     return ClassList(tuple(sorted(entries, key=lambda entry: entry.id)), file.name, tuple(notes))
 
 
-def parse_color(text: str) -> Color | None:
-    """Parse a color of the form ``#rrggbb``; return None for other texts."""
-    if not _HEX.fullmatch(text):
-        return None
-    return int(text[1:3], 16), int(text[3:5], 16), int(text[5:], 16)
+def _rgb(color: str | Color) -> Color:
+    if not isinstance(color, str):
+        return color
+    assert _HEX.fullmatch(color), "refused by `config.check`"
+    return int(color[1:3], 16), int(color[3:5], 16), int(color[5:], 16)
 
 
 def _lines(file: Path) -> list[tuple[int, str]]:
@@ -157,7 +157,7 @@ def _parse(text: str, place: str) -> _Line:
     for found in _HEX.finditer(text):
         before, after = text[: found.start()].strip(" \t,;:=|"), text[found.end() :].strip(" \t,;:=|")
         if not before or not after:
-            color, text = parse_color(found[0]), before or after
+            color, text = _rgb(found[0]), before or after
     lead = re.match(rf"(?:\d+(?:{_GAP}|[.)]\s+|$))*", text)
     assert lead is not None
     first = [int(number) for number in re.findall(r"\d+", lead[0])]
@@ -278,7 +278,7 @@ def folder_classes(root: Path, settings: MaskConfig) -> tuple[Classes, list[str]
     found = _listed(root, settings)
     entries = list(found.entries)
     if settings.colors is not None:
-        entries = _colored(entries, {name: _color(color) for name, color in settings.colors.items()})
+        entries = _colored(entries, {name: _rgb(color) for name, color in settings.colors.items()})
     names = [entry.name for entry in entries if entry.is_class]
     place = printable(root.absolute())
     if isinstance(settings.values, Mapping):
@@ -326,12 +326,6 @@ def _listed(root: Path, settings: MaskConfig) -> ClassList:
         f"{printable(root.absolute())} has no classes.txt, which lists the class names in the order of the mask ids"
         f" 0, 1, …, one per line.{has}"
     )
-
-
-def _color(given: str | Color) -> Color:
-    color = parse_color(given) if isinstance(given, str) else given
-    assert color is not None, "refused by `config.check`"
-    return color
 
 
 def _colored(entries: list[Entry], colors: Mapping[str, Color]) -> list[Entry]:

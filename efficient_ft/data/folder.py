@@ -140,11 +140,11 @@ def _scan_train(
             f"{where} has no class folders with images. Expected layout: CLASS/*.jpg, one folder per class. "
             f"{_EXTENSIONS}{_other_files(ignored)}"
         )
-    empty = [name for name, paths in found.items() if not paths]
+    empty = [repr(name) for name, paths in found.items() if not paths]
     if empty:
         yolo = _YOLO if {name.casefold() for name in found} == {"images", "labels"} else ""
         raise UserError(
-            f"{where} has class folders without images: {_first_names(empty)}. Add images or remove the folders. {yolo}"
+            f"{where} has class folders without images: {some(empty, 5)}. Add images or remove the folders. {yolo}"
             f"{_EXTENSIONS}{_other_files(ignored)}"
         )
     names = list(found)
@@ -154,10 +154,10 @@ def _scan_train(
             " requires at least two classes, each in its own folder."
             f"{labels_hint([*places, *(place / names[0] for place in places)])}"
         )
-    single = [name for name in names if len(found[name]) == 1]
+    single = [repr(name) for name in names if len(found[name]) == 1]
     if single:
         raise UserError(
-            f"{_first_names(single)} of the {len(names)} classes in {where} {verb(len(single))} a single training image"
+            f"{some(single, 5)} of the {len(names)} classes in {where} {verb(len(single))} a single training image"
             f" ({sum(map(len, found.values())):,} images in total). Each class needs at least two. Add images, remove"
             f" the {verb(len(single), 'folder', 'folders')} from all splits, or move the images to another class."
         )
@@ -201,7 +201,7 @@ def _scan_eval(
                      if same_class(one) == same_class(first)), did_you_mean(first, names))  # fmt: skip
         rest: Chosen = {s: [os.path.relpath(place, root) for place in of] for s, of in splits.items() if s != split}
         raise UserError(
-            f"{where} contains classes that are not in the training split: {_first_names(list(unknown))} "
+            f"{where} contains classes that are not in the training split: {some(list(map(repr, unknown)), 5)} "
             f"({counted(sum(unknown.values()), 'image')}).{near} All splits must have the same class folders. To"
             f" exclude this split: 'data.splits={show(rest)}'."
         )
@@ -245,7 +245,3 @@ def _other_files(others: Counter[str]) -> str:
         return ""
     hints = dict.fromkeys(f" For {kind} files: {hint}." for kind in others if (hint := reading_hint(kind)))
     return f" Other files: {_kinds(others)}.{''.join(hints)}"
-
-
-def _first_names(names: Sequence[str]) -> str:
-    return some([repr(name) for name in names[:5]], 5) + and_more(len(names) - 5)

@@ -193,10 +193,9 @@ def _recognized(top: Folder) -> Layout:
             by_split[named[name]].append(name)
     if "train" not in by_split:
         return _without_train(top, named, by_split)
-    paths = {split: [Path(name) for name in names] for split, names in by_split.items()}
-    for split in paths:
-        if len(paths[split]) > 1:
-            raise repeated(top.path, split, paths[split], paths)
+    for split, names in by_split.items():
+        if len(names) > 1:
+            raise repeated(top.path, split, by_split)
     places: dict[Split, list[Folder]] = {split: [entered[by_split[split][0]]] for split in SPLITS if split in by_split}
     for name, split in splits_in(top.folders).items():
         if split in by_split:

@@ -29,13 +29,17 @@ def splits_of(listing: Any) -> dict[str, Any]:
 def hash_files(hasher: Any, paths: Iterable[str]) -> str:
     """Add the path, size and modification time of each file to a hash, and return the hash in hexadecimal."""
     for path in paths:
-        try:
-            status = os.stat(path)
-            about = f"{status.st_size} {status.st_mtime_ns}"
-        except OSError:  # reported or skipped when the file is read
-            about = "?"
+        about = " ".join(_status(path))
         hasher.update(f"{os.path.abspath(path)} {about}\n".encode(errors="surrogateescape"))
     return str(hasher.hexdigest())
+
+
+def _status(path: str) -> tuple[str, ...]:
+    try:
+        status = os.stat(path)
+    except OSError:  # the error is reported when the file is read for training
+        return ("?",)
+    return str(status.st_size), str(status.st_mtime_ns)
 
 
 @dataclass
@@ -78,8 +82,21 @@ class Samples:
         return Samples(Paths.join([self.images, other.images]), np.concatenate([self.labels, other.labels]))
 
 
+@dataclass(kw_only=True)
+class AnyListing:
+    """The samples of a data set by split, with facts for the user."""
+
+    notes: list[str] = field(default_factory=list)  # facts that a user should know, one sentence each
+    origins: dict[str, str] = field(default_factory=dict)  # short description of the source of each split
+    left_out: dict[str, int] = field(default_factory=dict)  # number of unused files by reason
+
+    def digest(self) -> str:
+        """Return a hexadecimal digest of the lists."""
+        raise NotImplementedError
+
+
 @dataclass
-class Listing:
+class Listing(AnyListing):
     """The samples of an image data set by split (official or user-defined splits)."""
 
     class_names: list[str]  # class names by label
@@ -87,9 +104,6 @@ class Listing:
     val: Samples | None = None  # official validation split; if None, a fraction of `train` is held out
     test: Samples | None = None  # test split; None if the data set only has validation images
     recipe_trains_on_val: bool = False  # True if published results train on `train` and `val` together
-    notes: list[str] = field(default_factory=list)  # facts that a user should know, one sentence each
-    origins: dict[str, str] = field(default_factory=dict)  # short description of the source of each split
-    left_out: dict[str, int] = field(default_factory=dict)  # number of unused files by reason
 
     def digest(self) -> str:
         """Return a digest (8 hex digits) of class names, labels, and sizes or pixels of up to 256 images of each split.
@@ -104,7 +118,7 @@ class Listing:
             hasher.update(label_bytes(part.labels))
             for i in spread(len(part), DIGEST_FILES):
                 image = part.images[i]
-                hasher.update(image.tobytes() if isinstance(image, np.ndarray) else _size(image))
+                hasher.update(image.tobytes() if isinstance(image, np.ndarray) else f"{_status(image)[0]} ".encode())
         return hasher.hexdigest()
 
 
@@ -145,13 +159,6 @@ def stratified_split(samples: _Samples, fraction: float, seed: int) -> tuple[_Sa
 def label_bytes(labels: np.ndarray) -> memoryview:
     """Return labels, integers or floating-point numbers, as little-endian bytes, usually without a copy."""
     return np.ascontiguousarray(labels, dtype="<f8" if labels.dtype.kind == "f" else "<i8").data
-
-
-def _size(path: str) -> bytes:
-    try:
-        return b"%d " % os.path.getsize(path)
-    except OSError:  # reported or skipped when the file is read
-        return b"? "
 
 
 def hold_out_test(samples: _Samples) -> tuple[_Samples, _Samples]:

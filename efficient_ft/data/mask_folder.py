@@ -87,7 +87,7 @@ def read_mask_folder(
             f"{len(test)} of {total} images {verb(len(test), 'is', 'are')} held out for testing, the same for every"
             " seed."
         )
-    return MaskListing(classes, train, val, test, notes, origins, dict(found.left_out))
+    return MaskListing(classes, train, val, test, notes=notes, origins=origins, left_out=dict(found.left_out))
 
 
 def _values_found(places: Places) -> str:

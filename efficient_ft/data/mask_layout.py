@@ -16,7 +16,7 @@ from efficient_ft.data.file_list import is_folder, visible_entries
 from efficient_ft.data.images import EXTENSIONS
 from efficient_ft.data.mask_names import Kind, read_name
 from efficient_ft.data.masks import MASK_EXTENSIONS
-from efficient_ft.data.splits import SPLITS, Chosen, Split, ambiguous, places_of, splits_in
+from efficient_ft.data.splits import SPLITS, Chosen, Split, ambiguous, places_of, repeated, splits_in
 
 LAYOUT = (
     "Expected layout: {train,val,test}/images/NAME.jpg with {train,val,test}/masks/NAME.png, or"
@@ -171,23 +171,16 @@ def recognized_places(root: Path, tree: Tree, settings: MaskConfig) -> Places:
         if not here:
             continue
         if len({area.key for area in here}) > 1:
-            raise _repeated(root, split, here, images)
+            names: dict[Split, list[str]] = defaultdict(list)
+            for area in images:
+                if area.split is not None:
+                    names[area.split].append(_split_folder(area, root))
+            raise repeated(root, split, names)
         clear = [area for area in here if area.kind == "images"]
         area = _one(root, clear if settings.image_folder else here, "image_folder")
         own = [mask for mask in masks if mask.split == area.split] or [mask for mask in masks if mask.split is None]
         places[split] = [(area, _one(root, own, "folder") if own else None)]
     return places
-
-
-def _repeated(root: Path, split: Split, here: list[Area], images: list[Area]) -> UserError:
-    rest: dict[Split, list[str]] = defaultdict(list)
-    for area in images:
-        if area.split is not None and area.split != split:
-            rest[area.split].append(_split_folder(area, root))
-    names = [_split_folder(area, root) for area in here]
-    readings: list[tuple[str, Chosen]] = [(f"{names[0]} alone is the {split} split", {**rest, split: names[0]})]
-    readings.append((f"all are the {split} split", {**rest, split: names}))
-    return ambiguous(root, f"{_counts(here, root)} are all named after a {split} split.", readings)
 
 
 def _split_folder(area: Area, root: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from efficient_ft.data.masks import (
     read_pixels,
     stored_size,
 )
+from efficient_ft.data.splits import quoted
 
 #: Maximum number of pixels that a quick survey decodes. Fewer masks are decoded if they are large.
 _PIXELS = 30_000_000
@@ -91,10 +91,9 @@ class Survey:
 
     def values(self, split: str) -> dict[int, int]:
         """Return the number of pixels by id."""
-        found: dict[int, int] = {}
+        found = Counter[int]()
         for _, one in self.counted[split]:
-            for value, count in zip(one.values.tolist(), one.counts.tolist(), strict=True):
-                found[value] = found.get(value, 0) + count
+            found.update(dict(zip(one.values.tolist(), one.counts.tolist(), strict=True)))
         return found
 
     def orientations(self) -> dict[str, int]:
@@ -346,7 +345,7 @@ def _refuse_ids(found: Survey, classes: Classes, split: str) -> None:
     if unlabeled:
         fewer = ""
         if 2 <= len(values) < len(classes.names):
-            fewer = f" with 'data.masks.classes=[{', '.join(map(_quoted, classes.names[: len(values)]))}]'"
+            fewer = f" with 'data.masks.classes=[{', '.join(map(quoted, classes.names[: len(values)]))}]'"
         raise UserError(
             f"{seen}. Pixels of value 255 have no label, so {lacking}. If 255 is a class, map the values:"
             f" {_values(values, classes)}{fewer}. If not, set {keep}."
@@ -356,7 +355,7 @@ def _refuse_ids(found: Survey, classes: Classes, split: str) -> None:
         raise UserError(
             f"{seen}: every pixel is {name}, and {lacking}. Check the masks. If they are right, set {keep}."
         )
-    two = ", ".join(map(_quoted, classes.names[:2]))
+    two = ", ".join(map(quoted, classes.names[:2]))
     raise UserError(
         f"{seen}, but the data set has {len(classes.names)} classes: {lacking}. If it has two classes, name them:"
         f" 'data.masks.classes=[{two}]'. If these masks are right, set {keep}."
@@ -371,7 +370,7 @@ def _refuse_mixed(rows: Sequence[Counted], classes: Classes, split: str) -> None
         return
     if any({1, IGNORED} <= one for one in values):
         return  # masks with unlabeled borders
-    first, second = map(_quoted, classes.names)
+    first, second = map(quoted, classes.names)
     raise UserError(
         f"{ones} of {len(rows)} examined {split} masks {verb(ones, 'contains', 'contain')} the value 1, {whites}"
         f" {verb(whites, 'contains', 'contain')} 0 and 255, and none contains both 1 and 255. Pixels of value 255 have"
@@ -392,10 +391,5 @@ def _values(values: Mapping[int, int], classes: Classes) -> str:
     if len(order) > max(len(classes.names), 2) or len(order) > 8:
         return "data.masks.values={VALUE: NAME, …}"
     names = [*classes.names, *["void"] * len(order)]
-    pairs = ", ".join(f"{value}: {_quoted(name)}" for value, name in zip(order, names, strict=False))
+    pairs = ", ".join(f"{value}: {quoted(name)}" for value, name in zip(order, names, strict=False))
     return f"'data.masks.values={{{pairs}}}'"
-
-
-def _quoted(name: str) -> str:
-    plain = re.fullmatch(r"[A-Za-z][\w.-]*", name, re.ASCII)
-    return name if plain else '"{}"'.format(name.replace('"', '\\"'))

@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -22,7 +22,7 @@ from efficient_ft.core.text import printable
 from efficient_ft.data.counts import and_more, counted
 from efficient_ft.data.images import FORMATS
 from efficient_ft.data.inspection import spread
-from efficient_ft.data.listing import DIGEST_FILES, hash_files, splits_of
+from efficient_ft.data.listing import DIGEST_FILES, AnyListing, hash_files, splits_of
 
 Color = tuple[int, int, int]
 #: Extensions of mask files, whose formats are lossless.
@@ -296,16 +296,13 @@ class MaskSamples:
 
 
 @dataclass
-class MaskListing:
+class MaskListing(AnyListing):
     """The samples of a segmentation data set by split (official or user-defined splits); see `listing.Listing`."""
 
     classes: Classes
     train: MaskSamples
     val: MaskSamples | None = None
     test: MaskSamples | None = None
-    notes: list[str] = field(default_factory=list)
-    origins: dict[str, str] = field(default_factory=dict)
-    left_out: dict[str, int] = field(default_factory=dict)
 
     def digest(self) -> str:
         """Return a digest (8 hex digits) of the classes, and of the names and sizes of up to 256 files per split."""

@@ -21,23 +21,13 @@ from efficient_ft.data.contents import Contents, looked_at
 from efficient_ft.data.counts import counted, verb
 from efficient_ft.data.images import Decoding
 from efficient_ft.data.inspection import Inspection, spread
+from efficient_ft.data.listing import AnyListing
 from efficient_ft.data.loader import CounterSampler, Loader, LoadFailure, make_loader
 from efficient_ft.data.reading import Reading
 from efficient_ft.data.summary import SplitSummary, Summary
 from efficient_ft.data.transforms import to_pictures
 
 Split = Literal["val", "test"]
-
-
-class AnyListing(Protocol):
-    """The lists of a data set: `listing.Listing`, `masks.MaskListing` or `texts.TextListing`."""
-
-    notes: list[str]
-    origins: dict[str, str]
-    left_out: dict[str, int]
-
-    def digest(self) -> str:
-        """Return a hexadecimal digest of the lists."""
 
 
 class Part(Protocol):

@@ -71,7 +71,7 @@ def _voc(root: Path, follow_links: bool) -> MaskListing:
     if train is None:
         raise UserError(f"{printable(lists.absolute())} has no trainaug.txt, the list of the augmented training set.")
     parts = [_listed(root, _names(file), follow_links) for file in (train, lists / "val.txt")]
-    return MaskListing(MASK_SETS["voc2012_aug"].classes, parts[0], None, parts[1], _on_val("Pascal VOC 2012"))
+    return MaskListing(MASK_SETS["voc2012_aug"].classes, parts[0], None, parts[1], notes=_on_val("Pascal VOC 2012"))
 
 
 def _names(file: Path) -> list[str]:
@@ -103,7 +103,7 @@ def _cityscapes(root: Path, follow_links: bool) -> MaskListing:
         if not images:
             raise UserError(f"{printable((root / 'leftImg8bit' / split).absolute())} has no CITY/*_leftImg8bit.png.")
         parts.append(_existing(MaskSamples(list(map(str, images)), list(map(str, masks))), root, follow_links))
-    return MaskListing(MASK_SETS["cityscapes"].classes, parts[0], None, parts[1], _on_val("Cityscapes"))
+    return MaskListing(MASK_SETS["cityscapes"].classes, parts[0], None, parts[1], notes=_on_val("Cityscapes"))
 
 
 def _existing(samples: MaskSamples, root: Path, follow_links: bool) -> MaskSamples:

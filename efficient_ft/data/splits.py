@@ -136,10 +136,9 @@ def ambiguous(root: Path, found: str, readings: Sequence[tuple[str, Chosen]]) ->
     return UserError(f"{printable(root)} can be read in several ways. {found} Choose one: {choices}.")
 
 
-def repeated(root: Path, split: Split, places: Sequence[Path], others: Mapping[Split, Sequence[Path]]) -> UserError:
-    """Create the error for several folders or files (`places`) of one split, given all splits' folders (`others`)."""
-    rest: Chosen = {one: [place.name for place in of] for one, of in others.items() if one != split}
-    names = [place.name for place in places]
+def repeated(root: Path, split: Split, places: Mapping[Split, Sequence[str]]) -> UserError:
+    """Create the error for several folders or files of one split, given the names of all splits' folders."""
+    names, rest = list(places[split]), {one: of for one, of in places.items() if one != split}
     readings: list[tuple[str, Chosen]] = [(f"{names[0]} alone is the {split} split", {**rest, split: names[0]})]
     readings.append((f"all are the {split} split", {**rest, split: names}))
     if split == "val" and "test" not in rest and len(names) == 2:
@@ -154,12 +153,12 @@ def show(chosen: Chosen) -> str:
         value = chosen.get(split)
         if value:
             names = [value] if isinstance(value, str) else list(value)
-            quoted = [_quoted(name) for name in names]
-            parts.append(f"{split}: {quoted[0] if len(quoted) == 1 else '[' + ', '.join(quoted) + ']'}")
+            listed = ", ".join(map(quoted, names))
+            parts.append(f"{split}: {listed if len(names) == 1 else f'[{listed}]'}")
     return "{" + ", ".join(parts) + "}"
 
 
-def _quoted(name: str) -> str:
+def quoted(name: str) -> str:
     """Return a name in Hydra's grammar, in quotes unless it is a plain word."""
     plain = re.fullmatch(r"[A-Za-z_][\w.\-/]*", name, re.ASCII) and name.lower() not in _READ_AS_VALUES
     return name if plain or name == "." else '"{}"'.format(name.replace('"', '\\"'))

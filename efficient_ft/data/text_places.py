@@ -284,7 +284,7 @@ class Reader:
         for split, places in here.items():
             shards = self._shards(places)
             if shards is None:
-                raise repeated(self.root, split, places, here)
+                raise repeated(self.root, split, {one: [path.name for path in of] for one, of in here.items()})
             here[split] = shards
         rest = [path for path in bases if bases[path] not in splits]
         if "train" in here:

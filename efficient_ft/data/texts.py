@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from efficient_ft.config.schema import TextConfig
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean
 from efficient_ft.core.text import plain_line, printable
 from efficient_ft.data.counts import and_more, counted, shortened, some, verb
-from efficient_ft.data.listing import hold_out_test, splits_of
+from efficient_ft.data.listing import AnyListing, hold_out_test, splits_of
 from efficient_ft.data.splits import Chosen, show
 from efficient_ft.data.text_places import LAYOUT, Reader, SplitRows, origin
 from efficient_ft.data.text_rows import Row
@@ -48,7 +49,7 @@ class Texts:
 
 
 @dataclass
-class TextListing:
+class TextListing(AnyListing):
     """The samples of a text data set by split (official or user-defined splits); see `listing.Listing`.
 
     Attributes:
@@ -60,10 +61,7 @@ class TextListing:
     train: Texts
     val: Texts | None = None
     test: Texts | None = None
-    notes: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
-    origins: dict[str, str] = field(default_factory=dict)
-    left_out: dict[str, int] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -150,7 +148,7 @@ def listing_of(found: SplitRows, root: Path, settings: TextConfig) -> TextListin
         for split, rows in usable.items()
     }
     train, val, test = parts["train"], parts.get("val"), parts.get("test")
-    origins, left_out = dict(found.origins), dict(found.left_out)
+    origins = dict(found.origins)
     if val is None and test is None:
         whole = len(train)
         train, test = hold_out_test(train)
@@ -159,7 +157,8 @@ def listing_of(found: SplitRows, root: Path, settings: TextConfig) -> TextListin
             " seed."
         )
         origins["test"] = f"held out of {re.sub(' [(][^)]*[)]', '', origins.get('train', 'train'))}"
-    return TextListing(class_names, train, val, test, [*notes, *found.notes], skipped, origins, left_out)
+    facts: dict[str, Any] = {"notes": [*notes, *found.notes], "origins": origins, "left_out": dict(found.left_out)}
+    return TextListing(class_names, train, val, test, skipped, **facts)
 
 
 def _classes(

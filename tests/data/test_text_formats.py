@@ -64,7 +64,7 @@ def test_quotes_of_a_tsv_are_noted_and_can_enclose(tmp_path: Path) -> None:
         ("a.csv", table(12, "\t"), "the delimiter is detected as tab (data.text.delimiter)"),
         ("a.csv", table(12, "|"), "the delimiter is detected as pipe (data.text.delimiter)"),
         ("a.csv", "sep=;\n" + table(12, ";"), ""),
-        ("a.tsv", table([(f'"{text}, {text}"', label) for text, label in sentences(12)]), "delimiter is detected as comma"),
+        ("a.tsv", table([(f'"{text}, {text}"', label) for text, label in sentences(12)]), "detected as comma"),
         ("a.csv", table([(f'"{text}, x"', f' "{label}"') for text, label in sentences(12)]), ""),
         ("a.csv", table(12).replace("\n", "\r"), ""),
         ("a.csv", table(12).replace("\n", ",\n"), ""),
