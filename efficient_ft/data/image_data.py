@@ -29,13 +29,10 @@ class ImageData(OpenedData[Samples, SplitDataset]):
     """A data set of labeled images ready for training and evaluation.
 
     Args:
-        listing: lists of the data set.
-        config: the `data` section of the configuration.
+        listing, config, seed: see `OpenedData`.
         input: input size, normalization and interpolation of the network.
-        seed: seed of the run, which determines the validation split, the order and the augmentation.
 
     Attributes:
-        decoding: options for decoding image files.
         transform_eval: evaluation transform, from a PIL image or a path to float32 (C, H, W).
 
     Raises:

@@ -66,12 +66,10 @@ MAX_PIXELS = 178_956_970
 class Decoding:
     """Options for decoding image files to RGB.
 
-    Attributes:
-        value_range: (low, high), the gray values that map to black and white in images with more than 8 bits. Values
-            outside of this range are clipped. None to use the full 16-bit range.
-        max_pixels: maximum number of pixels; larger images are rejected.
+    Gray values outside of `value_range` are clipped. Images with more than `max_pixels` pixels are rejected.
     """
 
+    #: (low, high), the values of gray images with more than 8 bits that map to black and white; None for 16 bits.
     value_range: tuple[float, float] | None = None
     max_pixels: int = MAX_PIXELS
 

@@ -44,15 +44,10 @@ def _status(path: str) -> tuple[str, ...]:
 
 @dataclass
 class Samples:
-    """Images with labels.
+    """Images with labels."""
 
-    Args:
-        images: paths of N files, or pixels in memory, uint8 (N, H, W, 3).
-        labels: int64 (N,).
-    """
-
-    images: Paths | np.ndarray
-    labels: np.ndarray
+    images: Paths | np.ndarray  # paths of N files, or pixels in memory, uint8 (N, H, W, 3)
+    labels: np.ndarray  # int64 (N,)
 
     def __len__(self) -> int:
         return len(self.labels)

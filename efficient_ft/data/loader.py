@@ -35,15 +35,10 @@ _FORMAT = 1
 
 
 class DecodedImages:
-    """A store of the resized uint8 images of a split.
+    """A store of the resized uint8 images of a split, in a subfolder of `root`.
 
     All runs that resize the same files to the same size share a store. Changed files and different decoder versions use
-    a different store.
-
-    Args:
-        root: folder of all stores.
-        samples: samples of the split, whose images are files.
-        transform: transform whose `resize` returns images of one size.
+    a different store. The transform must resize all images to one size.
 
     Attributes:
         folder: folder of this store.

@@ -120,11 +120,9 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
 
     @abstractmethod
     def inspect(self, *, thorough: bool = False) -> Inspection:
-        """Inspect the samples.
+        """Inspect the samples. By default, read headers and some samples, which takes about half a second.
 
-        Args:
-            thorough: True to read every sample; False to read headers and some samples, which takes about half a
-                second.
+        If `thorough` is True, read every sample.
         """
 
     @abstractmethod
@@ -203,21 +201,11 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         return dataset.__getitems__([(0, index) for index in chosen]), chosen
 
     def shown(self, inputs: Any, input: InputSpec) -> list[Any]:
-        """Convert the inputs of a batch to pictures or texts for display.
-
-        Args:
-            inputs: inputs of a batch, as returned by a loader.
-            input: input of the network.
-        """
+        """Convert the inputs of a batch, as returned by a loader, to pictures or texts for display."""
         return to_pictures(inputs, input)
 
     def labeled(self, inputs: Any, targets: Tensor, input: InputSpec) -> list[tuple[Image.Image | str, str]]:
-        """Convert each sample of a batch to a picture or text for display, and its label to text.
-
-        Args:
-            inputs, targets: a batch, as returned by a loader.
-            input: input of the network.
-        """
+        """Convert each sample of a batch to a picture or text for display, and its label to text."""
         names = [plain_line(name) for name in self.class_names]
         return [(one, names[int(label)]) for one, label in zip(self.shown(inputs, input), targets, strict=True)]
 

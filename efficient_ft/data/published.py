@@ -36,28 +36,16 @@ _ALTERNATIVES = (
 
 @dataclass(frozen=True)
 class PublishedSet:
-    """A published data set: its files below `data.root`, and the function that reads its lists.
+    """A published data set: its files below `data.root`, and the function that reads its lists."""
 
-    Args:
-        title: name in messages.
-        classes: number of classes.
-        folder: subfolder that contains all files; `data.root` may also be this folder.
-        archives: files of the data set.
-        read: function that lists the samples, given the root (and `data.text` for texts). It may raise any exception if
-            the lists are damaged.
-        intact: function that compares the unpacked files with checksums; None if the publisher provides no checksums.
-        by_hand: reason why the data set cannot be downloaded; None if it can be downloaded.
-        alternatives: sentence about other data, for messages.
-    """
-
-    title: str
-    classes: int
-    folder: str
-    archives: tuple[Archive, ...]
-    read: Callable[..., Any]
-    intact: Callable[[Path], bool] | None = None
-    by_hand: str | None = None
-    alternatives: str = _ALTERNATIVES
+    title: str  # name in messages
+    classes: int  # number of classes
+    folder: str  # subfolder that contains all files; `data.root` may also be this folder
+    archives: tuple[Archive, ...]  # files of the data set
+    read: Callable[..., Any]  # lists the samples below a root folder; raises any exception if the lists are damaged
+    intact: Callable[[Path], bool] | None = None  # compares the unpacked files with checksums; None if there are none
+    by_hand: str | None = None  # reason why the data set cannot be downloaded; None if it can be downloaded
+    alternatives: str = _ALTERNATIVES  # sentence about other data, for messages
 
     def root(self, root: str | os.PathLike[str]) -> Path:
         """Return the folder that contains `folder`, even if `root` is `folder` itself."""
@@ -101,10 +89,8 @@ class PublishedSet:
             if reason is None:
                 return None
             why = f"They cannot be downloaded: {reason}."
-        lines = [
-            f"data={name}: {self.title} is not complete in {root.absolute()}. {why}",
-            "Copy these files to the following locations:",
-        ]
+        state = f"data={name}: {self.title} is not complete in {root.absolute()}. {why}"
+        lines = [state, "Copy these files to the following locations:"]
         for archive in absent:
             lines.append(f"  {archive.describe(root)}")
             if archive.url is not None:

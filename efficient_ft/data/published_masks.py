@@ -70,7 +70,12 @@ def _voc(root: Path, follow_links: bool) -> MaskListing:
     train = next((lists / name for name in ("trainaug.txt", "train_aug.txt") if (lists / name).is_file()), None)
     if train is None:
         raise UserError(f"{printable(lists.absolute())} has no trainaug.txt, the list of the augmented training set.")
-    parts = [_listed(root, _names(file), follow_links) for file in (train, lists / "val.txt")]
+    parts = []
+    for file in (train, lists / "val.txt"):
+        stems = [Path(name).stem for name in _names(file)]  # some lists contain paths
+        images = [root / "JPEGImages" / f"{stem}.jpg" for stem in stems]
+        masks = [root / "SegmentationClassAug" / f"{stem}.png" for stem in stems]
+        parts.append(_existing(images, masks, root, follow_links))
     return MaskListing(MASK_SETS["voc2012_aug"].classes, parts[0], None, parts[1], notes=_on_val("Pascal VOC 2012"))
 
 
@@ -85,31 +90,23 @@ def _names(file: Path) -> list[str]:
     return found
 
 
-def _listed(root: Path, names: Sequence[str], follow_links: bool) -> MaskSamples:
-    stems = [Path(name).stem for name in names]  # some lists contain paths
-    images = [str(root / "JPEGImages" / f"{stem}.jpg") for stem in stems]
-    masks = [str(root / "SegmentationClassAug" / f"{stem}.png") for stem in stems]
-    return _existing(MaskSamples(images, masks), root, follow_links)
-
-
 def _cityscapes(root: Path, follow_links: bool) -> MaskListing:
     parts = []
     for split in ("train", "val"):
-        images = sorted((root / "leftImg8bit" / split).glob("*/*_leftImg8bit.png"))
-        masks = [
-            root / "gtFine" / split / image.parent.name / image.name.replace("_leftImg8bit", "_gtFine_labelIds")
-            for image in images
-        ]
+        folder, labels = root / "leftImg8bit" / split, root / "gtFine" / split
+        images = sorted(folder.glob("*/*_leftImg8bit.png"))
         if not images:
-            raise UserError(f"{printable((root / 'leftImg8bit' / split).absolute())} has no CITY/*_leftImg8bit.png.")
-        parts.append(_existing(MaskSamples(list(map(str, images)), list(map(str, masks))), root, follow_links))
+            raise UserError(f"{printable(folder.absolute())} has no CITY/*_leftImg8bit.png.")
+        names = [one.relative_to(folder).as_posix().replace("_leftImg8bit", "_gtFine_labelIds") for one in images]
+        parts.append(_existing(images, [labels / name for name in names], root, follow_links))
     return MaskListing(MASK_SETS["cityscapes"].classes, parts[0], None, parts[1], notes=_on_val("Cityscapes"))
 
 
-def _existing(samples: MaskSamples, root: Path, follow_links: bool) -> MaskSamples:
-    for path in (*samples.images, *samples.masks):
-        if not Path(path).is_file():
+def _existing(images: Sequence[Path], masks: Sequence[Path], root: Path, follow_links: bool) -> MaskSamples:
+    for path in (*images, *masks):
+        if not path.is_file():
             raise UserError(f"{printable(path)}: no such file. The copy of the data set is incomplete.")
+    samples = MaskSamples(list(map(str, images)), list(map(str, masks)))
     refuse_elsewhere((*samples.images, *samples.masks), root, follow_links)
     return samples
 

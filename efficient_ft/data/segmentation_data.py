@@ -121,10 +121,8 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
     """A segmentation data set ready for training and evaluation.
 
     Args:
-        listing: lists of the data set.
-        config: the `data` section of the configuration, with `masks`.
+        listing, config, seed: see `OpenedData`.
         input: size of training crops, and normalization of the network.
-        seed: seed of the run, which determines the validation split, the order and the augmentation.
 
     Attributes:
         classes: classes with their ids in the masks.

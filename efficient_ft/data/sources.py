@@ -122,13 +122,7 @@ def open_data(config: DataConfig, input: InputSpec, seed: int) -> ImageData | Se
 
 
 def open_texts(config: DataConfig, tokenizer: Tokenizer, max_length: int, seed: int) -> TextData:
-    """Open a text data set.
-
-    Args:
-        config: the `data` section of the configuration.
-        tokenizer: tokenizer of the network.
-        max_length: maximum number of tokens of a sample.
-        seed: seed of the run, which determines the validation split and the order.
+    """Open a text data set; see `TextData` for the tokenizer and its length.
 
     Raises:
         UserError: If the data are missing, damaged, or cannot be split as configured.

@@ -42,14 +42,9 @@ class TextData(OpenedData[Texts, TextDataset]):
     """A text data set ready for training and evaluation.
 
     Args:
-        listing: lists of the data set.
-        config: the `data` section of the configuration.
+        listing, config, seed: see `OpenedData`.
         tokenizer: tokenizer of the network.
         max_length: maximum number of tokens; longer texts are truncated.
-        seed: seed of the run, which determines the validation split and the order.
-
-    Attributes:
-        tokenizer: tokenizer of the network.
 
     Raises:
         SettingError: If a setting does not fit the data set.

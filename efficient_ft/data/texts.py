@@ -30,7 +30,7 @@ from efficient_ft.data.text_rows import Row
 class Texts:
     """Texts or pairs of texts, with labels, int64 (N,)."""
 
-    texts: list[tuple[str, ...]]
+    texts: list[tuple[str, ...]]  # N tuples of one or two texts
     labels: np.ndarray
 
     def __len__(self) -> int:
@@ -50,18 +50,13 @@ class Texts:
 
 @dataclass
 class TextListing(AnyListing):
-    """The samples of a text data set by split (official or user-defined splits); see `listing.Listing`.
-
-    Attributes:
-        class_names: class names by label.
-        skipped: reason by place, for rows and files that cannot be used.
-    """
+    """The samples of a text data set by split (official or user-defined splits); see `listing.Listing`."""
 
     class_names: list[str]
     train: Texts
     val: Texts | None = None
     test: Texts | None = None
-    skipped: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)  # reasons by place, for unusable rows and files
 
     @property
     def size(self) -> int:
