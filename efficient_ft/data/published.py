@@ -24,7 +24,7 @@ from efficient_ft.data.fetch import Archive
 from efficient_ft.data.file_list import Paths, refuse_elsewhere
 from efficient_ft.data.listing import Listing, Samples, splits_of
 from efficient_ft.data.splits import Split
-from efficient_ft.data.text_places import SplitRows, origin
+from efficient_ft.data.text_places import SplitRows
 from efficient_ft.data.text_rows import read_rows
 from efficient_ft.data.texts import TextListing, listing_of
 
@@ -291,7 +291,7 @@ def _read_rte(root: Path, settings: TextConfig) -> TextListing:
                 f"{printable((folder / name).absolute())} has {counted(len(read.rows), 'row')} instead of {count:,}."
                 " Remove the folder and run the command again to download it."
             )
-        found.rows[split], found.origins[split], found.columns = read.rows, f"{name} ({origin(read)})", read.columns
+        found.rows[split], found.origins[split], found.columns = read.rows, f"{name} ({read.origin})", read.columns
         found.notes += read.notes
     listing = listing_of(found, folder, settings)
     listing.notes.append("The RTE test labels are not public. As in the papers, validation texts are used for testing.")

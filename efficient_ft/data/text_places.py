@@ -53,133 +53,6 @@ class SplitRows:
         return f" To exclude the split: 'data.splits={show(rest)}'." if rest.get("train") else ""
 
 
-@dataclass
-class ClassFolders:
-    """Read folders whose subfolders are classes."""
-
-    root: Path  # ``data.root``, a folder
-    settings: TextConfig
-    follow_links: bool  # True to use the targets of links that lead out of the root
-    found: SplitRows  # collects notes and unused files
-    places: Mapping[Split, Sequence[Path]]  # folders and files of all splits
-
-    def read(self, split: Split, folder: Path) -> list[Row]:
-        """Return the texts at any depth in the class folders of `folder`."""
-        if len(self.settings.columns) > 1:
-            known = f"a single column, because {printable(folder)} contains one file per text"
-            raise SettingError("data.text.columns", self.settings.columns, known)
-        classes = folders_in(folder)
-        loose = texts_in(folder)
-        if loose:
-            where = "" if folder == self.root else f" in {os.path.relpath(folder, self.root)}"
-            self.found.left_out[f"outside of class folders{where} (.txt)"] += loose
-        self.found.notes += links_in(classes, self.root, self.follow_links)
-        files = FileList(self.root, classes, self.follow_links)
-        below = {place: files.below(place, strict=True) for place in classes}
-        self.found.notes += files.notes(folder)
-        bare = not any(path.lower().endswith(".txt") for paths in below.values() for path in paths)
-        rows: list[Row] = []
-        empty: list[str] = []
-        for place, paths in below.items():
-            texts = [path for path in map(Path, paths) if _is_text(path, without_extension=bare)]
-            others = Counter(Path(path).suffix.lower() or "no extension" for path in paths)
-            others.subtract(path.suffix.lower() or "no extension" for path in texts)
-            for extension, count in (+others).items():
-                self.found.left_out[f"not .txt ({extension})"] += count
-            if place.name.casefold() in _UNLABELED:
-                self.found.left_out[f"unlabeled ({place.name}/)"] += len(texts)
-                continue
-            if not texts:
-                empty.append(place.name)
-            rows += [self._row(path, place.name) for path in texts]
-        if not rows:
-            there = some([path.name for path in visible(folder)]) or "nothing"
-            not_used = "".join(f" Not used: {reason} ({count})." for reason, count in self.found.left_out.items())
-            found = f"Found: {there}.{not_used}"
-            raise UserError(f"{printable(folder.absolute())} has no texts in class folders. {found} {LAYOUT}")
-        if empty and split == "train":
-            raise UserError(
-                f"{printable(folder.absolute())} has class folders without .txt files: {some(empty)}. Add texts, or"
-                " remove the folders."
-            )
-        if bare:
-            self.found.notes.append(f"Files without an extension in {printable(folder)} are read as texts.")
-        return rows
-
-    def _row(self, path: Path, label: str) -> Row:
-        text, note = read_text(path, self.settings.encoding)
-        if note and note not in self.found.notes and len(self.found.notes) < _NOTES:
-            self.found.notes.append(note)
-        text = text.strip()
-        return Row((text,), clean_name(printable(label)), printable(path), None, None if text else "no text")
-
-    def refuse_unclear(self, split: Split, folder: Path) -> None:
-        """Reject folders that may be either parts of the data set or classes."""
-        used = [
-            place
-            for place in folders_in(folder)
-            if place.name.casefold() not in _UNLABELED and has_texts(place, without_extension=True)
-        ]
-        inner = {
-            place: sorted(sub.name for sub in folders_in(place) if has_texts(sub, without_extension=True))
-            for place in used
-        }
-        direct = [place for place in used if texts_in(place)]
-        nested = [place for place in used if inner[place] and place not in direct]
-        mixed = [place for place in direct if inner[place]]
-        if mixed:
-            self.found.notes.append(
-                f"Texts in subfolders of {some([place.name for place in mixed], 3)}, such as {inner[mixed[0]][0]},"
-                " belong to the class of the outer folder."
-            )
-        if not nested:
-            return
-        if len(used) == 1:
-            raise self._wrapped(folder, used[0], inner[used[0]])
-        relative = {one: [os.path.relpath(place, self.root) for place in of] for one, of in self.places.items()}
-        top_classes: Chosen = {**relative, split: os.path.relpath(folder, self.root)}
-        inner_classes: Chosen = {**relative, split: [os.path.relpath(place, self.root) for place in nested]}
-        top = some([place.name for place in nested], 4)
-        if "train" in splits_in(inner[nested[0]]).values():
-            raise UserError(
-                f"{printable(folder)} contains folders with their own splits: {top} with {some(inner[nested[0]])}. Pass"
-                f" one of them, such as data.root={printable(nested[0])}."
-            )
-        if direct:
-            raise UserError(
-                f"{printable(folder)} has texts at two depths: directly in {some([p.name for p in direct], 3)}, and in"
-                f" subfolders of {top} ({some(inner[nested[0]], 3)}). If the top folders are classes:"
-                f" 'data.splits={show(top_classes)}'. Otherwise move the inner folders up."
-            )
-        shared = Counter(name for place in nested for name in inner[place])
-        common = sorted(name for name, count in shared.items() if count > 1)
-        if common and len(common) >= len(shared) / 2:
-            raise ambiguous(
-                self.root,
-                f"{top} contain the same folders: {some(common, 4)}.",
-                [
-                    ("the inner folders are the classes", inner_classes),
-                    ("the top folders are the classes", top_classes),
-                ],
-            )
-        self.found.notes.append(
-            f"The classes are the top folders of {printable(folder)} ({top}). Texts in their subfolders, such as"
-            f" {inner[nested[0]][0]}, belong to them."
-        )
-
-    def _wrapped(self, folder: Path, only: Path, inside: Sequence[str]) -> UserError:
-        """Create the error for a folder whose class folders are one level deeper."""
-        chosen: Chosen = {
-            split: [os.path.relpath(_only_folder(place) or place, self.root) for place in places]
-            for split, places in self.places.items()
-        }
-        setting = f"data.root={printable(only)}" if folder == self.root else f"'data.splits={show(chosen)}'"
-        return UserError(
-            f"The texts of {printable(folder)} are in its only folder, {only.name}, which contains {some(inside, 4)}."
-            f" Pass {setting}."
-        )
-
-
 def visible(folder: Path) -> list[Path]:
     """Return the visible files and folders in a folder, sorted by name."""
     return sorted(Path(entry.path) for entry in visible_entries(folder))
@@ -201,15 +74,15 @@ def texts_in(folder: Path) -> int:
     return sum(path.suffix.lower() == ".txt" and path.is_file() for path in visible(folder))
 
 
-def _is_text(path: Path, *, without_extension: bool) -> bool:
+def _is_text(path: Path, *, bare: bool) -> bool:
     suffix = path.suffix.lower()
-    return suffix == ".txt" or (without_extension and (not suffix or suffix[1:].isdigit()))
+    return suffix == ".txt" or (bare and (not suffix or suffix[1:].isdigit()))
 
 
-def has_texts(folder: Path, *, without_extension: bool = False) -> bool:
+def has_texts(folder: Path, *, bare: bool = False) -> bool:
     """Return True if a folder contains a text file at any depth."""
     names = (name for _, _, files in os.walk(folder) for name in files if not name.startswith("."))
-    return any(_is_text(Path(name), without_extension=without_extension) for name in names)
+    return any(_is_text(Path(name), bare=bare) for name in names)
 
 
 #: The name of a shard as written by Hugging Face datasets: train-00000-of-00002.
@@ -221,6 +94,7 @@ class Reader:
 
     def __init__(self, root: Path, settings: TextConfig, follow_links: bool) -> None:
         self.root, self._settings, self._follow = root, settings, follow_links
+        self._places: Mapping[Split, Sequence[Path]] = {}
         self.found = SplitRows()
 
     def read(self, chosen: Chosen | None) -> SplitRows:
@@ -233,21 +107,21 @@ class Reader:
         places = self._recognized() if chosen is None else places_of(self.root, chosen)
         used = [path for of in places.values() for path in of if path != self.root]
         self.found.notes += links_in(used, self.root, self._follow)
-        folders = ClassFolders(self.root, self._settings, self._follow, self.found, places)
+        self._places = places
+        self.found.files = {split: list(map(self._name, of)) for split, of in places.items()}
         for split in SPLITS:
             if split in places:
-                self._read_split(split, places[split], folders, check=chosen is None)
+                self._read_split(split, places[split], check=chosen is None)
         return self.found
 
-    def _read_split(self, split: Split, places: Sequence[Path], folders: ClassFolders, *, check: bool) -> None:
+    def _read_split(self, split: Split, places: Sequence[Path], *, check: bool) -> None:
         rows: list[Row] = []
         origins = []
-        self.found.files[split] = [self._name(place) for place in places]
         for place in places:
             if place.is_dir() and not (files := self._files_of(place)):
                 if check:
-                    folders.refuse_unclear(split, place)
-                rows += folders.read(split, place)
+                    self._refuse_unclear(split, place)
+                rows += self._read_classes(split, place)
                 origins.append("class folders" if place == self.root else f"{self._name(place)}/")
                 continue
             for file in files if place.is_dir() else [place]:
@@ -256,7 +130,7 @@ class Reader:
                 except NoColumnError as error:
                     raise UserError(f"{error}{self.found.without(split)}") from error
                 rows += read.rows
-                origins.append(f"{self._name(file)} ({origin(read)})")
+                origins.append(f"{self._name(file)} ({read.origin})")
                 if split == "train":
                     self.found.columns = self.found.columns or read.columns
         self.found.rows[split], self.found.origins[split] = rows, some(origins, 3)
@@ -434,10 +308,110 @@ class Reader:
             )
         return shards
 
+    def _read_classes(self, split: Split, folder: Path) -> list[Row]:
+        """Return the texts at any depth in the class folders of `folder`."""
+        if len(self._settings.columns) > 1:
+            known = f"a single column, because {printable(folder)} contains one file per text"
+            raise SettingError("data.text.columns", self._settings.columns, known)
+        classes = folders_in(folder)
+        loose = texts_in(folder)
+        if loose:
+            where = "" if folder == self.root else f" in {self._name(folder)}"
+            self.found.left_out[f"outside of class folders{where} (.txt)"] += loose
+        self.found.notes += links_in(classes, self.root, self._follow)
+        files = FileList(self.root, classes, self._follow)
+        below = {place: files.below(place, strict=True) for place in classes}
+        self.found.notes += files.notes(folder)
+        bare = not any(path.lower().endswith(".txt") for paths in below.values() for path in paths)
+        rows: list[Row] = []
+        empty: list[str] = []
+        for place, paths in below.items():
+            texts = [path for path in map(Path, paths) if _is_text(path, bare=bare)]
+            others = Counter(Path(path).suffix.lower() or "no extension" for path in paths)
+            others.subtract(path.suffix.lower() or "no extension" for path in texts)
+            for extension, count in (+others).items():
+                self.found.left_out[f"not .txt ({extension})"] += count
+            if place.name.casefold() in _UNLABELED:
+                self.found.left_out[f"unlabeled ({place.name}/)"] += len(texts)
+                continue
+            if not texts:
+                empty.append(place.name)
+            rows += [self._row(path, place.name) for path in texts]
+        if not rows:
+            there = some([path.name for path in visible(folder)]) or "nothing"
+            not_used = "".join(f" Not used: {reason} ({count})." for reason, count in self.found.left_out.items())
+            found = f"Found: {there}.{not_used}"
+            raise UserError(f"{printable(folder.absolute())} has no texts in class folders. {found} {LAYOUT}")
+        if empty and split == "train":
+            raise UserError(
+                f"{printable(folder.absolute())} has class folders without .txt files: {some(empty)}. Add texts, or"
+                " remove the folders."
+            )
+        if bare:
+            self.found.notes.append(f"Files without an extension in {printable(folder)} are read as texts.")
+        return rows
 
-def origin(read: RowFile) -> str:
-    """Return the number of rows and lines of a file as text."""
-    return f"{counted(len(read.rows), 'row')} in {counted(read.lines, 'line')}"
+    def _row(self, path: Path, label: str) -> Row:
+        text, note = read_text(path, self._settings.encoding)
+        if note and note not in self.found.notes and len(self.found.notes) < _NOTES:
+            self.found.notes.append(note)
+        text = text.strip()
+        return Row((text,), clean_name(printable(label)), printable(path), None, None if text else "no text")
+
+    def _refuse_unclear(self, split: Split, folder: Path) -> None:
+        """Reject folders that may be either parts of the data set or classes."""
+        labeled = [place for place in folders_in(folder) if place.name.casefold() not in _UNLABELED]
+        used = [place for place in labeled if has_texts(place, bare=True)]
+        inner = {place: sorted(sub.name for sub in folders_in(place) if has_texts(sub, bare=True)) for place in used}
+        direct = [place for place in used if texts_in(place)]
+        nested = [place for place in used if inner[place] and place not in direct]
+        mixed = [place for place in direct if inner[place]]
+        if mixed:
+            self.found.notes.append(
+                f"Texts in subfolders of {some([place.name for place in mixed], 3)}, such as {inner[mixed[0]][0]},"
+                " belong to the class of the outer folder."
+            )
+        if not nested:
+            return
+        if len(used) == 1:
+            raise self._wrapped(folder, used[0], inner[used[0]])
+        top_classes: Chosen = {**self.found.files, split: self._name(folder)}
+        inner_classes: Chosen = {**self.found.files, split: list(map(self._name, nested))}
+        top = some([place.name for place in nested], 4)
+        if "train" in splits_in(inner[nested[0]]).values():
+            raise UserError(
+                f"{printable(folder)} contains folders with their own splits: {top} with {some(inner[nested[0]])}. Pass"
+                f" one of them, such as data.root={printable(nested[0])}."
+            )
+        if direct:
+            raise UserError(
+                f"{printable(folder)} has texts at two depths: directly in {some([p.name for p in direct], 3)}, and in"
+                f" subfolders of {top} ({some(inner[nested[0]], 3)}). If the top folders are classes:"
+                f" 'data.splits={show(top_classes)}'. Otherwise move the inner folders up."
+            )
+        shared = Counter(name for place in nested for name in inner[place])
+        common = sorted(name for name, count in shared.items() if count > 1)
+        if common and len(common) >= len(shared) / 2:
+            inner_reading = ("the inner folders are the classes", inner_classes)
+            top_reading = ("the top folders are the classes", top_classes)
+            found = f"{top} contain the same folders: {some(common, 4)}."
+            raise ambiguous(self.root, found, [inner_reading, top_reading])
+        self.found.notes.append(
+            f"The classes are the top folders of {printable(folder)} ({top}). Texts in their subfolders, such as"
+            f" {inner[nested[0]][0]}, belong to them."
+        )
+
+    def _wrapped(self, folder: Path, only: Path, inside: Sequence[str]) -> UserError:
+        """Create the error for a folder whose class folders are one level deeper."""
+        chosen: Chosen = {
+            split: [self._name(_only_folder(place) or place) for place in places]
+            for split, places in self._places.items()
+        }
+        setting = f"data.root={printable(only)}" if folder == self.root else f"'data.splits={show(chosen)}'"
+        return UserError(
+            f"The texts of {printable(folder)} are in its only folder, {only.name}, which contains {some(inside, 4)}."
+            f" Pass {setting}."
+        )
 
 
 def _row_files(folder: Path) -> list[Path]:

@@ -185,6 +185,11 @@ class RowFile:
     notes: list[str] = field(default_factory=list)  # assumptions made while reading the file, one sentence each
     columns: list[str] = field(default_factory=list)  # column names
 
+    @property
+    def origin(self) -> str:
+        """The number of rows and lines."""
+        return f"{counted(len(self.rows), 'row')} in {counted(self.lines, 'line')}"
+
 
 @dataclass
 class _Record:

@@ -22,7 +22,7 @@ from efficient_ft.core.text import plain_line, printable
 from efficient_ft.data.counts import and_more, counted, shortened, some, verb
 from efficient_ft.data.listing import AnyListing, hold_out_test, splits_of
 from efficient_ft.data.splits import Chosen, show
-from efficient_ft.data.text_places import LAYOUT, Reader, SplitRows, origin
+from efficient_ft.data.text_places import LAYOUT, Reader, SplitRows
 from efficient_ft.data.text_rows import Row
 
 
@@ -101,7 +101,7 @@ def read_texts(
     reader = Reader(root.parent, settings, follow_links)
     read = reader.rows_of(root)
     reader.found.rows["train"], reader.found.columns = read.rows, read.columns
-    reader.found.origins["train"] = f"{printable(root.name)} ({origin(read)})"
+    reader.found.origins["train"] = f"{printable(root.name)} ({read.origin})"
     reader.note_siblings(root)
     return listing_of(reader.found, root, settings)
 
