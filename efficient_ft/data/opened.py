@@ -139,7 +139,7 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
 
     def contents(self) -> Contents:
         """Read the files of the data set, and return their hashes."""
-        return self._looked.contents()
+        return self._looked.read()
 
     @property
     def name(self) -> str:

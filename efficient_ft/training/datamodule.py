@@ -46,7 +46,7 @@ def run_contents(config: Config, images: RunData | None = None) -> Contents:
     """
     if images is None:
         data = {task: (one, read_data(one)) for task, one in (config.tasks or {"": config.data}).items()}
-        found = {task: looked_at(lists, Path(one.root).expanduser()).contents() for task, (one, lists) in data.items()}
+        found = {task: looked_at(lists, Path(one.root).expanduser()).read() for task, (one, lists) in data.items()}
     else:
         found = {task: part.contents() for task, part in images.parts.items()}
     every = {f"{task} " if task else "": one for task, one in found.items()}

@@ -170,7 +170,7 @@ def test_listed_images_that_are_not_there_and_damaged_lists(tmp_path: Path, data
     assert "incomplete and lacks meta/test.json" in str(missing_data(config))
     folder = write_cub(tmp_path)
     (folder / "image_class_labels.txt").write_text("1 1\n")
-    with pytest.raises(UserError, match="name different images"):
+    with pytest.raises(UserError, match="list different images"):
         open_data(data_config("cub200", root=str(tmp_path)), SPEC, 0)
 
 
