@@ -60,10 +60,11 @@ class ImageData(OpenedData[Samples, SplitDataset]):
             self._notes.append(f"Each batch contains all {count} training images, {limit}.")
 
     def _split(self, listing: Listing) -> dict[str, Samples]:
-        train, val = listing.train, listing.val
-        if self.best_split == "test" and self._config.train_on_val and listing.recipe_trains_on_val and val is not None:
-            train, val = train.join(val), None  # the best epoch is not selected on validation images
-        return self._choose_splits(train, val, listing.test, stratified_split)
+        parts: dict[str, Samples] = splits_of(listing)
+        recipe = self._config.train_on_val and listing.recipe_trains_on_val
+        if self.best_split == "test" and recipe and "val" in parts:  # the best epoch is not selected on `val`
+            parts["train"] = parts["train"].join(parts.pop("val"))
+        return self._choose_splits(parts, stratified_split)
 
     def _without_corrupt(self, listing: Listing) -> Listing:
         parts: dict[str, Samples] = splits_of(listing)

@@ -24,6 +24,7 @@ from efficient_ft.data.inspection import Inspection, spread
 from efficient_ft.data.listing import AnyListing
 from efficient_ft.data.loader import CounterSampler, Loader, LoadFailure, make_loader
 from efficient_ft.data.reading import Reading
+from efficient_ft.data.splits import SPLITS
 from efficient_ft.data.summary import SplitSummary, Summary
 from efficient_ft.data.transforms import to_pictures
 
@@ -41,6 +42,8 @@ class Part(Protocol):
 
 _Part = TypeVar("_Part", bound=Part)
 _Dataset = TypeVar("_Dataset", bound=Dataset[Any])
+#: A function that converts a dataset before it is loaded.
+Wrap = Callable[[_Dataset], Dataset[Any]]
 
 
 class OpenedData(ABC, Generic[_Part, _Dataset]):
@@ -74,39 +77,28 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         self.best_split: Split = config.select_best_on
         self._looked = looked_at(listing, os.path.expanduser(config.root))
 
-    def _choose_splits(
-        self,
-        train: _Part,
-        val: _Part | None,
-        test: _Part | None,
-        hold_out: Callable[[_Part, float, int], tuple[_Part, _Part]],
-    ) -> dict[str, _Part]:
-        """Return the samples by split.
-
-        If `val` is None, `hold_out` splits off `data.val_fraction` of the training samples, unless the best epoch is
-        selected on the test samples. `hold_out` returns the kept and the held-out samples, given samples, a fraction
-        and a seed.
-        """
-        noun = self.noun
+    def _choose_splits(self, parts: dict[str, _Part], hold_out: Callable[..., tuple[_Part, _Part]]) -> dict[str, _Part]:
+        """Return the samples by split. `hold_out(samples, fraction, seed)` returns kept and held-out samples."""
+        noun, test = self.noun, "test" in parts
         if self.best_split == "test":
-            if test is None:
+            if not test:
                 raise SettingError("data.select_best_on", "test", "val", f"There are no test {noun}s.")
             self._notes.append(f"The best epoch is selected on the test {noun}s (data.select_best_on=test).")
-        elif val is None:
+        elif "val" not in parts:
             fraction = self._config.val_fraction
             other = f"select the best epoch on the test {noun}s: data.select_best_on=test."
             if not 0 < fraction < 1:
                 known = f"> 0 and < 1 for a data set without validation {noun}s"
-                raise SettingError("data.val_fraction", fraction, known, f"Or {other}" if test is not None else None)
-            train, val = hold_out(train, fraction, self._seed)
-            if not len(val):
+                raise SettingError("data.val_fraction", fraction, known, f"Or {other}" if test else None)
+            train, parts["val"] = hold_out(parts["train"], fraction, self._seed)
+            if not len(parts["val"]):
                 raise UserError(
                     f"None of the {len(train)} training {noun}s can be held out for validation, because no class has"
-                    f" two {noun}s. Add {noun}s" + (f", or {other}" if test is not None else ".")
+                    f" two {noun}s. Add {noun}s" + (f", or {other}" if test else ".")
                 )
+            parts["train"] = train
             self._origins["val"] = f"held out of train (data.val_fraction={fraction:g})"
-        parts = {"train": train, "val": val, "test": test}
-        return {name: part for name, part in parts.items() if part is not None}
+        return {name: parts[name] for name in SPLITS if name in parts}
 
     def _note_skipped(self, kind: str) -> None:
         count = len(self._skipped)
@@ -153,18 +145,8 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
             labels = self._labels(part)
             counts = None if labels is None else np.bincount(labels, minlength=self.num_classes)
             splits[split] = SplitSummary(len(part), self._origins.get(split, ""), counts)
-        return Summary(
-            self.name,
-            self.task,
-            self.noun,
-            self.class_names,
-            splits,
-            self.best_split,
-            self.inspect(thorough=thorough),
-            self._left_out,
-            self._skipped,
-            self._notes,
-        )
+        about = (self.name, self.task, self.noun, self.class_names, splits, self.best_split)
+        return Summary(*about, self.inspect(thorough=thorough), self._left_out, self._skipped, self._notes)
 
     def training_batch(self, count: int) -> tuple[Any, list[int]]:
         """Load up to `count` training samples from as many classes as possible, transformed as in the first epoch.
@@ -228,9 +210,7 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         """Number of samples by split: `train`, and `val` and/or `test`."""
         return {name: len(part) for name, part in self._parts.items()}
 
-    def train_loader(
-        self, rank: int = 0, world: int = 1, wrap: Callable[[_Dataset], Dataset[Any]] | None = None
-    ) -> Loader:
+    def train_loader(self, rank: int = 0, world: int = 1, wrap: Wrap[_Dataset] | None = None) -> Loader:
         """Return a loader of shuffled, augmented batches of `data.batch_size` for one of `world` processes.
 
         The sampler is a `CounterSampler`, which may skip samples at the end of an epoch. The last batch may be smaller.
@@ -245,9 +225,7 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         dataset = self._dataset("train", training=True)
         return make_loader(wrap(dataset) if wrap else dataset, sampler, self._config.num_workers, size)
 
-    def eval_loader(
-        self, split: Split, rank: int = 0, world: int = 1, wrap: Callable[[_Dataset], Dataset[Any]] | None = None
-    ) -> Loader:
+    def eval_loader(self, split: Split, rank: int = 0, world: int = 1, wrap: Wrap[_Dataset] | None = None) -> Loader:
         """Return a loader of a split in a fixed order, without augmentation.
 
         Each process loads different samples. See `train_loader` for the arguments.

@@ -24,6 +24,7 @@ from efficient_ft.core.text import plain_line
 from efficient_ft.data.images import Decoding, read_image
 from efficient_ft.data.inspect_masks import inspect_masks
 from efficient_ft.data.inspection import Inspection, find_failures
+from efficient_ft.data.listing import splits_of
 from efficient_ft.data.loader import LoadFailure, load_seeded
 from efficient_ft.data.mask_survey import mask_orientation, refuse_unclear_masks
 from efficient_ft.data.masks import Classes, MaskListing, MaskSamples, class_colors, hold_out, read_mask
@@ -144,7 +145,7 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
         if Image.MAX_IMAGE_PIXELS is not None:  # also limits masks, which may be as large as their images
             Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, config.max_pixels)
         self._transforms = {training: MaskTransform(input, config.masks, training) for training in (True, False)}
-        self._parts = self._choose_splits(listing.train, listing.val, listing.test, hold_out)
+        self._parts = self._choose_splits(splits_of(listing), hold_out)
         refuse_unclear_masks(self._parts, self.classes, config.masks, own=config.name == "mask_folder")
         if config.on_corrupt == "skip":
             self._parts = {name: self._readable(name, part) for name, part in self._parts.items()}

@@ -15,7 +15,7 @@ from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.tokenizer import Tokenizer
 from efficient_ft.data.inspect_texts import inspect_texts
 from efficient_ft.data.inspection import Inspection
-from efficient_ft.data.listing import stratified_split
+from efficient_ft.data.listing import splits_of, stratified_split
 from efficient_ft.data.opened import OpenedData
 from efficient_ft.data.reading import Reading
 from efficient_ft.data.texts import TextListing, Texts, reasons_of
@@ -65,7 +65,7 @@ class TextData(OpenedData[Texts, TextDataset]):
                 raise UserError(f"{found} First: {first} Correct them, or set data.on_corrupt=skip to skip them.")
             self._skipped.update(listing.skipped)
             self._notes.append(f"{found} They are skipped (data.on_corrupt=skip).")
-        self._parts = self._choose_splits(listing.train, listing.val, listing.test, stratified_split)
+        self._parts = self._choose_splits(splits_of(listing), stratified_split)
 
     @property
     def columns(self) -> int:

@@ -75,7 +75,7 @@ def test_a_folder_that_cannot_be_used_is_explained(tmp_path: Path, spoil: object
 def test_no_folder_and_a_single_image(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder"):
         read_mask_folder(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="single image"):
+    with pytest.raises(UserError, match="only one image"):
         read_mask_folder(write_folder(tmp_path / "set", {"": 1}))
 
 
