@@ -238,8 +238,7 @@ def _refuse_equal(entries: Sequence[Entry], place: str) -> None:
         same = ids.setdefault(entry.id, entry)
         if same is not entry:
             raise UserError(
-                f"{place} assigns the id {entry.id} to both {same.name} and {entry.name}. Each id must denote one"
-                " class."
+                f"{place} assigns the id {entry.id} to both {same.name} and {entry.name}. Each class needs its own id."
             )
         if entry.id >= 1 << 16:
             raise UserError(f"{place}: ids must be below 65536, got {entry.id} for {plain_line(entry.name)}.")
@@ -258,10 +257,7 @@ def _clean(name: str) -> str:
 
 
 #: Advice for a folder without a class list.
-ADVICE = (
-    "Create this file, or set data.masks.classes=[NAME,…]. For other ids, map each value: data.masks.values={VALUE:"
-    " NAME, …}."
-)
+ADVICE = "Create this file, set data.masks.classes=[NAME,…], or map the ids: data.masks.values={VALUE: NAME, …}."
 
 
 class NoClassListError(UserError):
@@ -298,8 +294,7 @@ def folder_classes(root: Path, settings: MaskConfig) -> tuple[Classes, list[str]
     if len(names) < 2:
         hint = " List the background as well." if len(names) == 1 and is_class(names[0]) else ""
         raise UserError(
-            f"{place} has {counted(len(names), 'class')} ({found.source}). Segmentation requires at least two"
-            f" classes.{hint}"
+            f"{place} has {counted(len(names), 'class')} ({found.source}). Segmentation requires at least two.{hint}"
         )
     if len(names) > UNKNOWN:
         raise UserError(f"{place} has {len(names)} classes, but at most 254 are supported.")

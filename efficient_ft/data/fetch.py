@@ -145,8 +145,7 @@ def _unpack(archive: Archive, root: Path) -> None:
             shutil.unpack_archive(packed, scratch, filter=None if packed.suffix == ".zip" else "data")
         except (EOFError, tarfile.TarError, zipfile.BadZipFile, shutil.ReadError, zlib.error) as error:
             raise UserError(
-                f"{packed.absolute()} cannot be unpacked ({error}). It is incomplete or damaged. Replace it with a"
-                " complete file."
+                f"{packed.absolute()} cannot be unpacked ({error}). It is incomplete or damaged. Replace the file."
             ) from error
         made = Path(scratch) / target.name
         if not made.is_dir():

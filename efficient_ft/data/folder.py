@@ -20,10 +20,7 @@ from efficient_ft.data.splits import Chosen, Split, show
 
 _EXTENSIONS = f"Supported extensions: {' '.join(EXTENSIONS)}."
 #: Advice for folders in YOLO's layout.
-_YOLO = (
-    "images/ with labels/ is an export for object detection. Export the data for classification, with one folder"
-    " per class. "
-)
+_YOLO = "images/ with labels/ is an export for object detection. Export the data with one folder per class. "
 
 
 def missing_folder(root: Path) -> str | None:
@@ -150,9 +147,8 @@ def _scan_train(
     names = list(found)
     if len(names) == 1:
         raise UserError(
-            f"{where} has a single class, {names[0]!r}, with {counted(len(found[names[0]]), 'image')}. Classification"
-            " requires at least two classes, each in its own folder."
-            f"{labels_hint([*places, *(place / names[0] for place in places)])}"
+            f"{where} has only one class, {names[0]!r}, with {counted(len(found[names[0]]), 'image')}. At least two are"
+            f" required, each in its own folder.{labels_hint([*places, *(place / names[0] for place in places)])}"
         )
     single = [repr(name) for name in names if len(found[name]) == 1]
     if single:

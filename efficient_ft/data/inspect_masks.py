@@ -168,8 +168,8 @@ def _odd(result: Inspection, found: Survey, classes: Classes) -> None:
         ids = [read_pixels(path).ids for path, _ in rows[:_FEW]]
         if all(np.array_equal(ids[0], one) for one in ids):
             result.warnings.append(
-                f"The {len(rows)} decoded masks are equal, such as {printable(rows[0][0])}. Check that each image has"
-                " its own mask."
+                f"The {len(rows)} decoded masks are equal, such as {printable(rows[0][0])}. Check the mask of each"
+                " image."
             )
     if len(classes.names) == 2:
         _inverted(result, [path for path, _ in rows], shares[:, :2], classes)
@@ -264,8 +264,7 @@ def _duplicates(result: Inspection, parts: Mapping[str, MaskSamples]) -> None:
         (first, one), (second, two) = list(shared[0].items())[:2]
         result.warnings.append(
             f"{counted(len(shared), 'image')} {verb(len(shared), 'is', 'are')} in several splits, such as"
-            f" {printable(one)} ({first}) and {printable(two)}"
-            f" ({second}). Scores on duplicates are too high. Remove the duplicates."
+            f" {printable(one)} ({first}) and {printable(two)} ({second}). Remove them, or scores are too high."
         )
 
 

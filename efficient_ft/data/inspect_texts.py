@@ -171,9 +171,8 @@ def _names(found: Inspection, class_names: Sequence[str], parts: Mapping[str, Te
     for name in markers:
         number = counts[class_names.index(name)]
         found.warnings.append(
-            f"{counted(number, 'training text')} {verb(number)} the label {name!r}, which is"
-            " trained as a class. If it denotes a missing label, remove these texts, or skip their rows:"
-            f' "data.text.missing=[{name!r}]" data.on_corrupt=skip.'
+            f"{counted(number, 'training text')} {verb(number)} the label {name!r}, which is trained as a class. If it"
+            f' denotes a missing label, remove or skip the texts: "data.text.missing=[{name!r}]" data.on_corrupt=skip.'
         )
     single = [name for label, name in enumerate(class_names) if counts[label] == 1]
     if single:

@@ -83,10 +83,8 @@ def read_mask_folder(
             raise UserError(f"{printable(root.absolute())} has only one image, so none can be held out for testing.")
         train, test = hold_out(train, 0.2, seed=0)
         origins["test"] = f"held out of {origins['train']}"
-        notes.append(
-            f"{len(test)} of {total} images {verb(len(test), 'is', 'are')} held out for testing, the same for every"
-            " seed."
-        )
+        number = f"{len(test)} of {total} images {verb(len(test), 'is', 'are')}"
+        notes.append(f"{number} held out for testing, the same for every seed.")
     return MaskListing(classes, train, val, test, notes=notes, origins=origins, left_out=dict(found.left_out))
 
 

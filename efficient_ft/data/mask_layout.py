@@ -217,8 +217,7 @@ def _refuse_prefixes(root: Path, areas: list[Area]) -> None:
     inner = next(prefix for prefix, _ in counts.most_common() if prefix)
     if len(counts) == 1:
         raise UserError(
-            f"The images and masks of {printable(root.absolute())} are in {printable(inner)}/."
-            f" Pass data.root={printable(root / inner)}."
+            f"{printable(root.absolute())} has all images in {printable(inner)}/. Pass data.root={printable(root / inner)}."
         )
     found = some([f"{prefix or '.'} ({counted(count, 'file')})" for prefix, count in counts.most_common()])
     ordered = sorted(prefix or "." for prefix in counts)

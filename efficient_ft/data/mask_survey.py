@@ -320,8 +320,7 @@ def _refuse_ids(found: Survey, classes: Classes, split: str) -> None:
         has = f"{unknown} of {counted(len(rows), f'{split} mask')} {verb(unknown)} values"
         if outside:
             raise UserError(
-                f"{has} outside of 0 to 65535: {_shown(values)}. Save them with one class id per pixel, and 255"
-                " for unlabeled pixels."
+                f"{has} outside of 0 to 65535: {_shown(values)}. Save one class id per pixel, or 255 for no label."
             )
         raise UserError(
             f"{has} without a class: {_shown(values)}. The {len(classes.names)} classes have the ids"

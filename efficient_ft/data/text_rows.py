@@ -260,9 +260,8 @@ def _require_columns(name: str, line: int, columns: Sequence[str], settings: Tex
             advice += " Its cells are in quotes: set data.text.quotes=true."
         elif table and settings.names is None:
             advice += (
-                " The first line is read as the names of the columns. Set data.text.columns=[NAME] and"
-                " data.text.label=NAME. If the first line contains data, list all columns in order:"
-                f" {_names_of(columns, settings)}."
+                " The first line is read as column names. Set data.text.columns=[NAME] and data.text.label=NAME. If the"
+                f" first line contains data, list all columns in order: {_names_of(columns, settings)}."
             )
         raise NoColumnError(f"{place}: no column {column!r} (data.text.{setting}). Columns: {shown}.{advice}")
 

@@ -147,10 +147,8 @@ def listing_of(found: SplitRows, root: Path, settings: TextConfig) -> TextListin
     if val is None and test is None:
         whole = len(train)
         train, test = hold_out_test(train)
-        notes.append(
-            f"{len(test)} of {whole} texts {verb(len(test), 'is', 'are')} held out for testing, the same for every"
-            " seed."
-        )
+        number = f"{len(test)} of {whole} texts {verb(len(test), 'is', 'are')}"
+        notes.append(f"{number} held out for testing, the same for every seed.")
         origins["test"] = f"held out of {re.sub(' [(][^)]*[)]', '', origins.get('train', 'train'))}"
     facts: dict[str, Any] = {"notes": [*notes, *found.notes], "origins": origins, "left_out": dict(found.left_out)}
     return TextListing(class_names, train, val, test, skipped, **facts)
@@ -266,8 +264,7 @@ def require_classes(labels: Sequence[str], source: str, column: str | None, colu
     if len(counts) >= _FREE and single > len(labels) / 2:
         raise UserError(
             f"{source}: the {len(labels)} rows have {len(counts)} different labels in column {column!r}, such as"
-            f" {plain_line(shortened(max(counts, key=len), 40))!r}. They look like free text or identifiers, not"
-            f" classes. {choose}"
+            f" {plain_line(shortened(max(counts, key=len), 40))!r}. They look like free text or identifiers. {choose}"
         )
 
 

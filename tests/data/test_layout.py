@@ -126,7 +126,7 @@ REJECTED: dict[str, tuple[dict[str, int | str], list[str]]] = {
     "wrapper in train": (both("train/data", "test/data"), ["{train: train/data, test: test}"]),
     "no class folders": ({".": 4, "labels.csv": "a,b"}, ["images (4 images) has no class folders", "labels.csv"]),
     "flat splits": ({"train": 4, "test": 3, "train.csv": "a"}, ["train/ (4 images), test/ (3 images)", "train.csv"]),
-    "a single folder": ({"photos": 4, "labels.xlsx": "a"}, ["single class, 'photos', with 4 images", "labels.xlsx"]),
+    "a single folder": ({"photos": 4, "labels.xlsx": "a"}, ["only one class, 'photos', with 4 images", "labels.xlsx"]),
     "images and masks": ({"images": 4, "masks": 4}, ["data=mask_folder", "{train: .}"]),
     "flat test": ({**both("train"), "test": 3}, ["3 images without a class", "{train: train}"]),
     "no training images": (both("test", "val"), ["no train/"]),

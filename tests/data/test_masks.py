@@ -57,7 +57,7 @@ def test_folders_may_be_nested(tmp_path: Path) -> None:
         (lambda root: (root / "classes.txt").unlink(), "has no classes.txt, which lists the class names"),
         (
             lambda root: (root / "classes.txt").write_text("void\nsky\n"),
-            r"has 1 class \(classes.txt\). Segmentation requires at least two classes",
+            r"has 1 class \(classes.txt\). Segmentation requires at least two",
         ),
         (lambda root: (root / "train/masks/001.png").unlink(), r"001.jpg has no mask .*masks/001.png\. Add the mask"),
         (lambda root: [p.unlink() for p in (root / "train/images").iterdir()], "train/images has no images"),
