@@ -216,9 +216,8 @@ def _refuse_prefixes(root: Path, areas: list[Area]) -> None:
         return
     inner = next(prefix for prefix, _ in counts.most_common() if prefix)
     if len(counts) == 1:
-        raise UserError(
-            f"{printable(root.absolute())} has all images in {printable(inner)}/. Pass data.root={printable(root / inner)}."
-        )
+        place = printable(root / inner)
+        raise UserError(f"{printable(root.absolute())} has all images in {printable(inner)}/. Pass data.root={place}.")
     found = some([f"{prefix or '.'} ({counted(count, 'file')})" for prefix, count in counts.most_common()])
     ordered = sorted(prefix or "." for prefix in counts)
     readings: list[tuple[str, Chosen]] = [

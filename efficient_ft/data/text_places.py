@@ -344,7 +344,7 @@ class Reader:
             raise UserError(f"{printable(folder.absolute())} has no texts in class folders. {found} {LAYOUT}")
         if empty and split == "train":
             raise UserError(
-                f"{printable(folder.absolute())} has class folders without .txt files: {some(empty)}. Fill or remove them."
+                f"{printable(folder.absolute())} has folders without .txt files: {some(empty)}. Fill or remove them."
             )
         if bare:
             self.found.notes.append(f"Files without an extension in {printable(folder)} are read as texts.")
