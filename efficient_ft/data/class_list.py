@@ -35,12 +35,12 @@ class Entry:
     """A class, or an entry for unlabeled pixels (see `NO_CLASS`)."""
 
     name: str  # class name
-    id: int  # value of the pixels in masks of ids
-    color: Color | None = None  # color of the pixels in color masks; None if it is unknown
+    id: int  # pixel value in masks of ids
+    color: Color | None = None  # pixel color in color masks; None if unknown
 
     @property
     def is_class(self) -> bool:
-        """False for an entry for unlabeled pixels."""
+        """True unless the entry denotes unlabeled pixels."""
         return is_class(self.name)
 
 
@@ -168,7 +168,12 @@ def _parse(text: str, place: str) -> _Line:
         raise UserError(f"{place}: colors must be integers from 0 to 255, got {plain_line(whole)}.")
     name = _clean(rest[: tail.start()] if tail else rest)
     if not name:
-        return ("number", text.strip(), first[0] if len(first) == 1 else None, color)  # a name if it equals its id
+        return (
+            "number",
+            text.strip(),
+            first[0] if len(first) == 1 else None,
+            color,
+        )  # a name if equal to its id
     counts = (len(first), len(last))
     if color is None and counts in ((3, 0), (4, 0), (0, 3), (1, 3), (3, 1)):
         red, green, blue = first[-3:] if len(first) >= 3 else last[:3]
@@ -181,7 +186,7 @@ def _parse(text: str, place: str) -> _Line:
         return ("name" if color is None else "color", name, None, color)
     if counts == (1, 0):
         return ("id" if color is None else "id color", name, first[0], color)
-    if counts == (1, 1) and color is None:  # such as '1 class 1'
+    if counts == (1, 1) and color is None:  # a line such as '1 class 1'
         return ("id", _clean(rest), first[0], None)
     if counts == (0, 1):
         plain = color is None and re.search(r"[,;:=|\t]\s*\d+$", text) is None  # 'class 1' may be a name
@@ -205,10 +210,10 @@ def _entries(parsed: Sequence[tuple[int, _Line]], kinds: set[str], place: str) -
     elif kinds <= {"name", "name id", "number"}:
         stems, ids = {name.casefold() for _, name, _, _ in rows}, {number for _, _, number, _ in rows}
         if kinds == {"name id"} and len(stems) == len(ids) == len(rows) > 1:
-            kinds = {"id"}  # in 'sky 0', but not in 'class 1'
+            kinds = {"id"}  # 'sky 0' ends with an id, unlike 'class 1'
         else:
             names = [f"{name} {number}" if kind == "name id" else name for kind, name, number, _ in rows]
-    elif kinds == {"id", "name"} and rows[0][0] == "name":  # such as '4 wheeler' in a list of names
+    elif kinds == {"id", "name"} and rows[0][0] == "name":  # a line such as '4 wheeler' in a list of names
         names = [name if kind == "name" else f"{number} {name}" for kind, name, number, _ in rows]
     if names is not None:
         return [Entry(name, number) for number, name in enumerate(names)], []

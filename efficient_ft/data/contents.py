@@ -70,7 +70,7 @@ class Contents:
 
 
 def looked_at(listing: Any, root: str | os.PathLike[str] = "") -> Contents:
-    """Select the entries of a listing to hash; `Contents.read` reads the files. Names are relative to `root`."""
+    """Select the entries of a listing that are hashed. File names are relative to `root`."""
     classes = getattr(listing, "classes", None) or listing.class_names
     names = list(getattr(classes, "names", classes))
     ids, colors = (getattr(classes, key, None) or [None] * len(names) for key in ("ids", "colors"))

@@ -2,7 +2,7 @@
 
 ``digits.npz`` contains the test set of *Optical Recognition of Handwritten Digits* (E. Alpaydin, C. Kaynak, UCI Machine
 Learning Repository, 1998, https://doi.org/10.24432/C50P49), licensed under CC BY 4.0: 1,797 images of 8×8 pixels. Its
-values equal ``sklearn.datasets.load_digits``. See NOTICE.
+values are identical to ``sklearn.datasets.load_digits``. See NOTICE.
 """
 
 from __future__ import annotations

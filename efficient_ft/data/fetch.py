@@ -35,7 +35,7 @@ class Archive:
     url: str | None = None  # URL of the file; None if it cannot be downloaded
     md5: str | None = None  # checksum of the file; None if the publisher provides no checksum
     size: int | None = None  # size in bytes; a shorter file is an interrupted download
-    contents: tuple[str, ...] = ()  # paths that the unpacked folder must contain, relative to it
+    contents: tuple[str, ...] = ()  # required paths, relative to the unpacked folder
 
     def state(self, root: Path) -> State:
         """Return the state of the files below `root`.
@@ -73,7 +73,7 @@ class Archive:
         if state == "broken":
             line += f" [the folder exists but lacks {', '.join(self.lacks(root))}]"
         if state == "partial":
-            line += f" [{format_bytes((root / self.path).stat().st_size)} are present: incomplete or damaged file]"
+            line += f" [{format_bytes((root / self.path).stat().st_size)} are present; incomplete or damaged]"
         return line
 
 
@@ -159,7 +159,7 @@ def _unpack(archive: Archive, root: Path) -> None:
         try:
             os.replace(made, target)
         except OSError:
-            if archive.state(root) != "ready":  # another process may have unpacked it
+            if archive.state(root) != "ready":  # another process may have unpacked the archive
                 raise
 
 

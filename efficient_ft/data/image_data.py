@@ -98,7 +98,7 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         found = self._headers(("train",) if training else ("val", "test"), transform.resize_size)
         decode = max((one.decode_bytes for one in found), default=0)
         size = transform.input.image_size
-        kept = 4 * math.prod(transform.resize_size or size)  # bytes of a resized image or of a crop
+        kept = 4 * math.prod(transform.resize_size or size)  # bytes per resized image or crop
         return Reading(size, decode + kept, kept, 6 * math.prod(size), largest_file(found))
 
     def inspection_bytes(self) -> int:

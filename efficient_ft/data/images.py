@@ -115,7 +115,7 @@ def opened(path: str | os.PathLike[str], decoding: Decoding | None = None) -> It
             if pixels > limit:
                 raise UserError(
                     f"{printable(path)}: the image has {image.width}×{image.height} = {pixels:,} pixels, more than"
-                    f" data.max_pixels={limit}. Set data.max_pixels={pixels} if the size is intended, or resize it."
+                    f" data.max_pixels={limit}. Set data.max_pixels={pixels} if this is intended, or resize the image."
                 )
             if Image.MAX_IMAGE_PIXELS is not None and limit > Image.MAX_IMAGE_PIXELS:
                 Image.MAX_IMAGE_PIXELS = limit  # Pillow also applies its limit to crops

@@ -41,7 +41,7 @@ _MASK = re.compile(r"(.+)[ _-](?:mask|masks|seg|segmentation|gt|label|labels|ann
 _SIDE = 9
 #: Maximum root mean square difference of two thumbnails, in gray levels and relative to the smaller contrast. These
 #: limits detect at least 92 % of the copies of photographs with 128 and 224 pixels that are saved as JPEG of quality 30
-#: to 60 or resized by factors of 0.5 and 1.5. They match no different photographs, and miss JPEG copies of tiny images.
+#: to 60 or resized by factors of 0.5 and 1.5. They match no distinct photographs, but miss JPEG copies of tiny images.
 _LEVELS, _RELATIVE = 4.0, 0.08
 #: Minimum contrast (standard deviation of a thumbnail), and maximum ratio of two aspect ratios.
 _CONTRAST, _ASPECT = 6.0, 1.05
@@ -275,7 +275,8 @@ def _report_values(found: Inspection, decoded: Sequence[_Seen], decoding: Decodi
         )
     found.facts["single_color"] = len(constant)
     if single:
-        found.warnings.append(f"A single color fills {len(single):,} of {number}: {some(single, 1)}.")
+        has = verb(len(single))
+        found.warnings.append(f"{len(single):,} of {number} {has} a single color: {some(single, 1)}.")
 
 
 def _report_masks(found: Inspection, images: Sequence[_Seen]) -> None:

@@ -17,7 +17,7 @@ from efficient_ft.data.texts import Texts, is_number
 
 #: Limits of a quick inspection: tokenized texts, their total number of characters, and compared texts.
 _TOKENIZED, _CHARACTERS, _COMPARED = 1000, 150_000, 100_000
-#: Number of non-consecutive numeric classes above which they may be a quantity.
+#: Number of non-consecutive numeric classes above which the labels may be a quantity.
 _NUMBERS = 20
 #: Fractions above which a warning is issued.
 _UNKNOWN, _CUT, _REPEATED, _ODD = 0.05, 0.25, 0.5, 0.01
@@ -206,7 +206,7 @@ def _parts(name: str, separators: str) -> list[str]:
 
 
 def _is_joined(name: str, known: set[str], shared: Mapping[str, int]) -> bool:
-    """Return True if a class name is a list, joins known classes, or shares a part between | or ; with a class."""
+    """Return True if a name is written as a list, joins known names, or shares a part between | or ; with a name."""
     if re.fullmatch(r"[\[({].*,.*[\])}]", name):
         return True
     parts, listed = _parts(name, "|;,/+&"), _parts(name, "|;")

@@ -23,8 +23,7 @@ class Inspection:
 
     facts: dict[str, Any] = field(default_factory=dict)  # facts for results.json, in plain containers
     lines: list[str] = field(default_factory=list)  # the same facts for the terminal, one short line each
-    #: Properties of the data that are likely to harm training, one sentence each, with the setting to change.
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)  # properties that may harm training, with the setting to change
     problems: dict[str, str] = field(default_factory=dict)  # reasons by path, for samples that training would reject
 
 

@@ -388,7 +388,7 @@ def _require_clear(
     inner_count = sum(len(folders) for folders in levels[-1].values())
     notes.append(
         f"The classes are the top folders of {printable(place.path)} ({some(list(place.filled))}). The images in their"
-        f" {counted(inner_count, 'subfolder')} belong to them."
+        f" {counted(inner_count, 'subfolder')} belong to these classes."
     )
 
 

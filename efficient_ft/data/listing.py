@@ -63,7 +63,7 @@ class Samples:
         return Samples(images, self.labels[indices])
 
     def content_digest(self) -> str:
-        """Return a digest (16 hex digits) of the labels, and of pixels or the paths, sizes and dates of files."""
+        """Return a digest (16 hex digits) of labels and images (pixels, or paths, sizes and dates of files)."""
         hasher = hashlib.blake2b(label_bytes(self.labels), digest_size=8)
         if not isinstance(self.images, np.ndarray):
             return hash_files(hasher, self.images)
@@ -79,7 +79,7 @@ class Samples:
 
 @dataclass(kw_only=True)
 class AnyListing:
-    """The samples of a data set by split, with facts for the user."""
+    """The samples of a data set by split, with notes for the user."""
 
     notes: list[str] = field(default_factory=list)  # facts that a user should know, one sentence each
     origins: dict[str, str] = field(default_factory=dict)  # short description of the source of each split

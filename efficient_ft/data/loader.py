@@ -312,7 +312,7 @@ class CounterSampler(Sampler[tuple[int, int]]):
 
 
 def _used(size: int, world: int, batch_size: int) -> int:
-    """Return the number of images that form equally many batches in all processes, and no batch of one image."""
+    """Return the number of images to use, so that all processes have equally many batches, each of several images."""
     each, more = divmod(size, world)
     if each < batch_size:  # each process loads one batch, so no image is skipped
         return size if each else 0

@@ -31,8 +31,8 @@ class Area:
     """A folder that contains images or masks at any depth."""
 
     path: Path  # path of the folder
-    kind: Kind | None  # kind of its files; None if no folder name denotes it
-    split: Split | None  # split that the folder names denote; None if they denote none
+    kind: Kind | None  # kind of the files; None if the folder names denote no kind
+    split: Split | None  # split of the files; None if the folder names denote no split
     prefix: str  # relative path above the first folder whose name denotes a kind or a split
     key: tuple[str, ...]  # folder names without the words that denote images or masks
     count: int = 0  # number of image files
@@ -184,7 +184,7 @@ def recognized_places(root: Path, tree: Tree, settings: MaskConfig) -> Places:
 
 
 def _split_folder(area: Area, root: Path) -> str:
-    """Return the folder to name in ``data.splits``: the parent of the images and masks if there is one."""
+    """Return the folder that represents an area in ``data.splits``: the parent of images and masks, if any."""
     folder = area.path
     while read_name(folder.name).kind == "images" and not read_name(folder.name).rest and folder.parent != root:
         folder = folder.parent

@@ -57,9 +57,9 @@ class Matches:
     images: list[str]  # names of images without a mask
     masks: list[str]  # names of masks without an image
     rule: str = ""  # description of how the names correspond; empty if they are equal
-    image_affix: tuple[str, str] = ("", "")  # (prefix, suffix) of images that masks lack
+    image_affix: tuple[str, str] = ("", "")  # (prefix, suffix) of image names that mask names lack
     several: tuple[str, str] | None = None  # two masks of one image; None if there is no such image
-    suffixes: tuple[str, ...] = ()  # suffixes of an image's masks; the first most likely denotes class ids
+    suffixes: tuple[str, ...] = ()  # mask suffixes of an image; the first suffix most likely denotes class ids
 
 
 def match_names(images: Sequence[str], masks: Sequence[str]) -> Matches:
@@ -98,7 +98,7 @@ def match_names(images: Sequence[str], masks: Sequence[str]) -> Matches:
 def _common(names: Sequence[str], others: Sequence[str]) -> tuple[str, str]:
     """Return the common prefix and suffix of all names. They end at a word or number boundary.
 
-    For a single name and a single other name, return the suffix by which the first name differs, unless it is a number.
+    If there is only one name and one other name, return the suffix by which they differ, unless it is a number.
     """
     stems = [_plain(name).rpartition("/")[2] for name in names]
     if len(stems) == len(others) == 1:

@@ -44,8 +44,7 @@ class Counted:
     mode: str = ""  # Pillow's mode
     values: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # distinct ids; empty for colors
     counts: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # number of pixels of each id
-    #: int64 (256,): number of pixels by class index, including `IGNORED` and `UNKNOWN`.
-    shares: np.ndarray = field(default_factory=lambda: np.zeros(256, dtype=np.int64))
+    shares: np.ndarray = field(default_factory=lambda: np.zeros(256, dtype=np.int64))  # number of pixels by class index
     error: str = ""  # reason why the mask cannot be read; empty if it can be read
 
 
@@ -197,7 +196,7 @@ def _orientation_by_size(stored: Stored, mask: tuple[int, int]) -> str | None:
     """Return ``raw`` or ``upright`` for an image with an orientation, or None if the sizes do not decide."""
     (width, height), orientation = stored
     if orientation < 5 or width == height:
-        return None if mask == (width, height) else "upright"  # read_mask reports a different size
+        return None if mask == (width, height) else "upright"  # `read_mask` reports the size mismatch
     return "raw" if mask == (width, height) else "upright"
 
 

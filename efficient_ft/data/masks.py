@@ -30,7 +30,7 @@ MASK_EXTENSIONS = (".png", ".bmp", ".tif", ".tiff", ".gif")
 _EXACT = ("BMP", "GIF", "PNG", "TIFF")
 #: Factors by which Pillow scales gray values of 2 and 4 bits to 8 bits.
 _FACTORS = {"L;2": 85, "L;2I": 85, "L;4": 17, "L;4I": 17}
-_INVERTED = 262  # TIFF tag PhotometricInterpretation; if it is 0, the value 0 is white
+_INVERTED = 262  # TIFF tag PhotometricInterpretation; 0 means WhiteIsZero
 _ORIENTATION = 274
 #: Operations that rotate an image upright, by EXIF orientation.
 _TURNS = {
@@ -63,7 +63,7 @@ class Header:
 
 
 class _UnusableMaskError(Exception):
-    """A mask cannot be used; the message does not contain its path."""
+    """The error for an unusable mask. Its message does not contain the path."""
 
 
 def read_pixels(path: str, orientation: int = 1) -> Pixels:
@@ -137,7 +137,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _png_has_exif(file: object) -> bool:
-    """Return True if a PNG file has a chunk with an orientation. Pillow would decode the entire image to find it."""
+    """Return True if a PNG file has a chunk with an orientation. Pillow would decode the entire image to find this."""
     read, seek = file.read, file.seek  # type: ignore[attr-defined]
     while len(start := read(8)) == 8:
         kind, length = start[4:], int.from_bytes(start[:4], "big")
@@ -219,13 +219,12 @@ class Classes:
     """The classes of a data set and their pixel values in its masks."""
 
     names: tuple[str, ...]  # class names, in the order of the network's outputs
-    ids: tuple[int, ...]  # pixel values of the same classes, also used to write predictions
+    ids: tuple[int, ...]  # pixel values of these classes in masks and predictions
     ignored: frozenset[int] = frozenset({IGNORED})  # values without a label; includes 255 unless 255 is a class
     further: tuple[tuple[int, int], ...] = ()  # (value, class index) of additional values
     colors: tuple[Color, ...] = ()  # class colors in color masks; empty if masks contain only ids
     ignored_colors: frozenset[Color] = frozenset()  # colors of pixels without a label
-    #: How masks with a palette are read: by index, by color, or (auto) by color if the classes have colors.
-    palette: Literal["auto", "index", "color"] = "auto"
+    palette: Literal["auto", "index", "color"] = "auto"  # how palettes are read; auto: by color if classes have colors
     chosen: bool = False  # True if the user has specified the meaning of the values
 
     @cached_property
@@ -260,7 +259,7 @@ class Classes:
             return pixels.colors, True
         ids = pixels.ids
         if pixels.mode == "1" and (self.gray or (self.table[1] == UNKNOWN and IGNORED in self.ids)):
-            ids = ids * 255  # Pillow's value of white
+            ids = ids * 255  # the value of white
         if self.gray and pixels.colors is None and ids.max(initial=0) < 256:
             return ids * 0x010101, True
         if pixels.mode in ("RGB", "RGBA") and (ids < 0).any():
@@ -386,8 +385,8 @@ def _unknown(values: np.ndarray, by_color: bool, mode: str, classes: Classes) ->
     known = ", ".join(map(str, _ranges(sorted({*classes.ids, *(value for value, _ in classes.further)}))))
     smooth = " The file looks smoothed or converted from JPEG." if len(np.unique(values[:10_000])) > 16 else ""
     return (
-        f"ids without a class: {shown_values(values, False)}. The classes have the ids {known}; pixels without a"
-        f" label have {', '.join(map(str, _ranges(sorted(classes.ignored))))} (data.masks.ignored).{smooth}"
+        f"ids without a class: {shown_values(values, False)}. The classes have the ids {known}; unlabeled"
+        f" pixels have {', '.join(map(str, _ranges(sorted(classes.ignored))))} (data.masks.ignored).{smooth}"
         " Correct the mask, or map each value to a class: data.masks.values={VALUE: NAME, …}."
     )
 

@@ -207,7 +207,7 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
 
     @property
     def splits(self) -> dict[str, int]:
-        """Number of samples by split: `train`, and `val` and/or `test`."""
+        """Number of samples in each existing split (`train`, `val`, `test`)."""
         return {name: len(part) for name, part in self._parts.items()}
 
     def train_loader(self, rank: int = 0, world: int = 1, wrap: Wrap[_Dataset] | None = None) -> Loader:

@@ -1,6 +1,6 @@
 """Published data sets: their files, downloads and lists.
 
-torchvision reads most image lists, so the splits and labels are the usual ones.
+Most image lists are read by torchvision, so splits and labels are identical to torchvision's.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class PublishedSet:
     classes: int  # number of classes
     folder: str  # subfolder that contains all files; `data.root` may also be this folder
     archives: tuple[Archive, ...]  # files of the data set
-    read: Callable[..., Any]  # lists the samples below a root folder; raises any exception if the lists are damaged
-    intact: Callable[[Path], bool] | None = None  # compares the unpacked files with checksums; None if there are none
+    read: Callable[..., Any]  # function that lists the samples below a root folder
+    intact: Callable[[Path], bool] | None = None  # function that verifies the checksums of the unpacked files
     by_hand: str | None = None  # reason why the data set cannot be downloaded; None if it can be downloaded
     alternatives: str = _ALTERNATIVES  # sentence about other data, for messages
 
@@ -59,7 +59,7 @@ class PublishedSet:
         return [archive for archive in self.archives if archive.state(root) != "ready"]
 
     def missing(self, name: str, root: Path, download: bool) -> str | None:
-        """Return a message about missing files if they do not exist and cannot be downloaded, otherwise None.
+        """Return an error message if files are missing and cannot be downloaded, otherwise None.
 
         The message contains `name`, the value of `data.name`, and lists the missing files, their expected locations
         below `root`, and alternatives. If `download` is True, the server is queried for missing files.

@@ -38,7 +38,7 @@ class MaskSet:
     title: str  # name in messages
     folder: str  # default folder below `data.root`
     classes: Classes  # classes of the masks
-    contents: tuple[str, ...]  # paths that the folder must contain, relative to it
+    contents: tuple[str, ...]  # required paths, relative to the folder
     read: Callable[[Path, bool], MaskListing]  # lists the splits, given the folder and ``data.follow_links``
     source: str  # origin of the files, for messages
 

@@ -14,7 +14,7 @@ from efficient_ft.data.file_list import Paths
 from efficient_ft.data.images import Decoding, opened, reduce_resolution
 from efficient_ft.data.inspection import HEADERS, in_threads, spread
 
-#: Number of the longest files in a large split whose headers are read, and number of files whose sizes are compared.
+#: Number of the largest files in a large split whose headers are read, and number of files whose sizes are compared.
 _LONGEST, _STATED = 256, 50_000
 #: Bytes per pixel for decoding an image as RGB, by Pillow's mode, measured with 9-megapixel files. Other modes are
 #: composited over white. Rotating an image creates a copy.
@@ -59,7 +59,7 @@ def headers(
 ) -> list[Header]:
     """Read the headers of image files, and skip unreadable files. `target_size` is described in `images.read_image`.
 
-    In large splits, only evenly spread files and the longest files are read.
+    In large splits, only evenly spread files and the largest files are read.
     """
     chosen = list(paths)
     if len(chosen) > HEADERS:

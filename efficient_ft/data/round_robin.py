@@ -122,7 +122,6 @@ class RoundRobinSampler(Sampler[tuple[str, list[Any]]]):
 
 
 def _endless(batches: BatchSampler, used: int) -> Iterator[list[Any]]:
-    """Repeat the batches without end, starting with batch number `used`."""
     sampler: Any = batches.sampler
     assert isinstance(sampler, CounterSampler)
     epoch, used = divmod(used, len(batches))
@@ -134,8 +133,6 @@ def _endless(batches: BatchSampler, used: int) -> Iterator[list[Any]]:
 
 
 class _RoundRobinDataset(Dataset[Any]):
-    """Batches of images by (task, keys)."""
-
     def __init__(self, parts: Mapping[str, SplitDataset]) -> None:
         self._parts = dict(parts)
 

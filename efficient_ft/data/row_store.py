@@ -138,9 +138,9 @@ def require_room(settings: str, limit: str | int | float, stores: Mapping[Path, 
     Args:
         settings: common prefix of the settings ``<settings>_limit`` and ``<settings>_folder``.
         limit: maximum size, with a unit.
-        stores: total bytes of each store by folder. All folders have the same parent and need not exist.
+        stores: size of each store in bytes, by folder. All folders have the same parent and need not exist.
         what: noun for the rows, for messages.
-        how: sentence about avoiding the stores, for messages.
+        how: advice on avoiding the stores, for messages.
 
     Raises:
         SettingError: If `limit` is invalid or too small, or the disk does not have enough free space.

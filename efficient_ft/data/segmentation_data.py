@@ -197,7 +197,6 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
         return MaskDataset(part, self.classes, transform, self._seed, exif, labeled, self.decoding)
 
     def _readable(self, name: str, part: MaskSamples) -> MaskSamples:
-        """Return the samples with usable files, and record all other samples as skipped."""
         images = self._samples(part, False, name == "train")
         failures = find_failures(images.read, range(len(part)), len(part), f"reading {name}")
         self._skipped.update({part.images[i]: why for i, why in failures.items()})

@@ -36,7 +36,7 @@ class DataSource(Protocol):
         """Return the number of network outputs for the data, or None if the files do not exist."""
 
     def read(self, config: DataConfig) -> Any:
-        """Return the lists of the data set. They must have the attributes of `listing.Listing`."""
+        """Return the lists of the data set, with the attributes of `listing.Listing`."""
 
 
 #: Data sets of other packages by name, added by `training.kinds.registry.register`.
@@ -122,7 +122,7 @@ def open_data(config: DataConfig, input: InputSpec, seed: int) -> ImageData | Se
 
 
 def open_texts(config: DataConfig, tokenizer: Tokenizer, max_length: int, seed: int) -> TextData:
-    """Open a text data set; see `TextData` for the tokenizer and its length.
+    """Open a text data set; see `TextData` for the arguments.
 
     Raises:
         UserError: If the data are missing, damaged, or cannot be split as configured.
@@ -131,7 +131,6 @@ def open_texts(config: DataConfig, tokenizer: Tokenizer, max_length: int, seed: 
 
 
 def _fetched(config: DataConfig, source: PublishedSet) -> Path:
-    """Download and unpack missing files of a published data set, and return its root folder."""
     root = source.root(config.root)
     problem = source.missing(config.name, root, config.download)
     if problem is not None:

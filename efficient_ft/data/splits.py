@@ -147,7 +147,7 @@ def repeated(root: Path, split: Split, places: Mapping[Split, Sequence[str]]) ->
 
 
 def show(chosen: Chosen) -> str:
-    """Format a value of ``data.splits`` for the command line. A list with a single name becomes that name."""
+    """Format a value of ``data.splits`` for the command line. A list with one name is formatted as this name."""
     parts = []
     for split in SPLITS:
         value = chosen.get(split)
@@ -165,7 +165,7 @@ def quoted(name: str) -> str:
 
 
 def _read(name: str) -> tuple[Split | None, tuple[str, ...]]:
-    """Return the only split that a name contains (otherwise None), and the other words."""
+    """Return the split that a name contains (None unless it contains exactly one), and the other words."""
     words = _words(name)
     at = [i for i, word in enumerate(words) if word in _WORDS]
     if len(at) != 1:
@@ -181,7 +181,6 @@ def name_words(name: str) -> list[str]:
 
 
 def _words(name: str) -> list[str]:
-    """Return the words and numbers in a name. Words such as ``trainset`` are split."""
     words: list[str] = []
     for word in name_words(name):
         joined = _JOINED.fullmatch(word)

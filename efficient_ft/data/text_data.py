@@ -69,7 +69,7 @@ class TextData(OpenedData[Texts, TextDataset]):
 
     @property
     def columns(self) -> int:
-        """Number of texts of each sample: 1, or 2 for pairs."""
+        """Number of texts per sample: 1, or 2 for pairs."""
         return len(self._parts["train"].texts[0])
 
     def inspect(self, *, thorough: bool = False) -> Inspection:

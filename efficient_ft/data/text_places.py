@@ -234,7 +234,6 @@ class Reader:
         raise self._several(files)
 
     def _several(self, files: Sequence[Path]) -> UserError:
-        """Create the error for files whose names denote no split."""
         rows: dict[str, int | None] = {}
         for file in files[:6]:
             try:
@@ -250,7 +249,6 @@ class Reader:
         return ambiguous(self.root, f"No file name denotes a split: {shown}{and_more(len(files) - 6)}.", readings)
 
     def _refuse_wrapper(self, folders: Sequence[Path]) -> None:
-        """Reject a folder whose data are one level deeper."""
         if len(folders) == 1 and (_row_files(folders[0]) or folders_in(folders[0])):
             inside = some([path.name for path in (*folders_in(folders[0]), *_row_files(folders[0]))], 4)
             raise UserError(
@@ -296,7 +294,6 @@ class Reader:
         return order
 
     def _files_of(self, folder: Path) -> list[Path]:
-        """Return the file or the shards in a folder without class folders."""
         files = _row_files(folder)
         if not files or any(map(has_texts, folders_in(folder))):
             return []
@@ -397,11 +394,10 @@ class Reader:
             raise ambiguous(self.root, found, [inner_reading, top_reading])
         self.found.notes.append(
             f"The classes are the top folders of {printable(folder)} ({top}). Texts in their subfolders, such as"
-            f" {inner[nested[0]][0]}, belong to them."
+            f" {inner[nested[0]][0]}, belong to these classes."
         )
 
     def _wrapped(self, folder: Path, only: Path, inside: Sequence[str]) -> UserError:
-        """Create the error for a folder whose class folders are one level deeper."""
         chosen: Chosen = {
             split: [self._name(_only_folder(place) or place) for place in places]
             for split, places in self._places.items()
@@ -423,6 +419,5 @@ def _stem(path: Path) -> str:
 
 
 def _base(path: Path) -> str:
-    """Return the name of a file without its extension and shard number."""
     shard = _SHARD.fullmatch(_stem(path))
     return shard[1] if shard else _stem(path)

@@ -99,7 +99,6 @@ def _bytes(path: Path) -> bytes:
 
 
 def _is_utf8(raw: bytes) -> bool:
-    """Return True if the bytes are UTF-8 and contain a non-ASCII character."""
     try:
         return not raw.decode().isascii()
     except UnicodeDecodeError:
@@ -193,7 +192,7 @@ class RowFile:
 
 @dataclass
 class _Record:
-    """The cells of a row by column, its first and last line, and its number of cells if that is wrong."""
+    """The cells of a row by column, its first and last line, and the number of cells if this is wrong."""
 
     cells: dict[str, Any]
     first: int
@@ -226,7 +225,7 @@ def read_rows(path: Path, settings: TextConfig) -> RowFile:
     text, note = read_text(path, settings.encoding)
     if re.match(r"\s*<(!doctype html|html)", text, re.IGNORECASE):
         raise UserError(f"{name} is a web page, not a file of rows. Download the file itself.")
-    lines = io.StringIO(text, newline="").readlines()  # does not split at Unicode line separators
+    lines = io.StringIO(text, newline="").readlines()  # readlines does not split at Unicode line separators
     found = RowFile(lines=len(lines), notes=[note] if note else [])
     if kind in _JSON:
         records = list(_json_records(name, lines))
@@ -346,10 +345,7 @@ def _json_records(name: str, lines: Sequence[str]) -> Iterator[_Record]:
 
 
 class _Table:
-    """Read a table: detect the delimiter, and detect quotes that merge rows.
-
-    The column names and notes are added to `found`.
-    """
+    """Read a table, and add its column names and notes to `found`."""
 
     def __init__(self, name: str, kind: str, lines: Sequence[str], settings: TextConfig, found: RowFile) -> None:
         self._name, self._kind, self._lines, self._settings, self._found = name, kind, lines, settings, found
@@ -395,12 +391,7 @@ class _Table:
         return next(filter(fits, order), max(order, key=lambda one: len(self._first_cells(one))))
 
     def records(self) -> list[_Record]:
-        """Return the rows.
-
-        Raises:
-            UserError: If quotes are unbalanced, or enclose entire rows.
-            SettingError: If ``data.text.names`` does not fit the first line.
-        """
+        """Detect the columns, and return the rows."""
         quotes = self._quotes(self._delimiter)
         reader = self._cells(self._lines[self._start :], self._delimiter, quotes=quotes)
         before, found = 0, []
@@ -423,7 +414,6 @@ class _Table:
         return found
 
     def _note_cells(self, records: Sequence[_Record], *, quotes: bool) -> None:
-        """Add notes on quotes that are read as characters, and on values in columns without a name."""
         if not quotes and self._settings.quotes is None:
             quoted = sum(any(re.fullmatch('".*"', cell.strip()) for cell in one.cells.values()) for one in records)
             if quoted:

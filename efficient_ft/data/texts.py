@@ -157,7 +157,6 @@ def listing_of(found: SplitRows, root: Path, settings: TextConfig) -> TextListin
 def _classes(
     usable: Mapping[str, Sequence[Row]], top: str, settings: TextConfig, found: SplitRows
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the class of each label, and notes on the labels."""
     raw = {split: Counter(row.label for row in rows) for split, rows in usable.items()}
     names, notes = spellings(sum(raw.values(), Counter[str]()), settings.ignore_case)
     counts: dict[str, Counter[str]] = {split: Counter() for split in raw}
@@ -185,7 +184,7 @@ def reasons_of(skipped: Mapping[str, str]) -> str:
 
 
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
-#: Number of distinct decimal numbers above which labels are considered a quantity. Ratings in half stars have ten.
+#: Number of distinct decimal numbers above which labels are a quantity. Ratings in half stars have ten values.
 _DECIMALS = 20
 #: Minimum number of distinct labels that may be considered free text.
 _FREE = 10
@@ -304,7 +303,7 @@ def refuse_unknown(
 def refuse_unlabeled(labels: Sequence[str], missing: int, split: str, source: str, advice: str) -> None:
     """Raise `UserError` if the texts of a split have no labels, or only the label -1 as in test sets of benchmarks.
 
-    The number of texts without a label is `missing`. The message ends with `advice`.
+    `missing` is the number of texts without a label. The message ends with `advice`.
     """
     if set(labels) - {"-1"} or not (labels or missing):
         return

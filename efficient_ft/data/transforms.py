@@ -27,7 +27,7 @@ _BANDS = (
 
 
 class Transform:
-    """Transform a PIL image into a normalized tensor, as in the recipe of LBP-WHT.
+    """Transform a PIL image into a normalized tensor, as in the LBP-WHT recipe.
 
     The evaluation steps are Resize(size) and normalization. The training steps with ``resize_crop`` are
     Resize(`resize`), RandomResizedCrop(size), flips and normalization. Random numbers are drawn from torch's CPU
@@ -108,7 +108,7 @@ class Transform:
         return self.resize_size if self._gray else (*self.resize_size, 3)
 
     def read(self, path: str | os.PathLike[str]) -> Image.Image:
-        """Read an image as RGB, with at least the size that `resize` requires. Raise `UserError` if this fails."""
+        """Read an image as RGB, with at least the size that `resize` requires. Raise `UserError` on failure."""
         return read_image(path, self.resize_size, self.decoding)
 
     def resize(self, image: Image.Image) -> Image.Image:
@@ -147,10 +147,7 @@ def to_pictures(pixels: Tensor, input: InputSpec) -> list[Image.Image]:
 
 
 class _Pick(torch.nn.Module):
-    """Apply a random subset of augmentations to each image, in order.
-
-    The first augmentation is the crop. Images without the crop are resized to the input size by `resize`.
-    """
+    """Apply a random subset of augmentations, whose first is the crop. Without the crop, apply `resize` instead."""
 
     def __init__(self, steps: Sequence[torch.nn.Module], count: int, resize: torch.nn.Module | None) -> None:
         super().__init__()

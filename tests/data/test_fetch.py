@@ -112,7 +112,7 @@ def test_a_partial_archive_is_recognized_and_replaced(
     root.mkdir()
     (root / "food-101.tar.gz").write_bytes(handler.files["food-101.tar.gz"][:500])
     message = str(missing_data(data_config("food101", root=str(root), download=False)))
-    assert "500 B are present: incomplete" in message
+    assert "500 B are present; incomplete" in message
     assert len(open_data(data_config("food101", root=str(root), download=True), SPEC, 0).class_names) == 2
 
 

@@ -94,7 +94,7 @@ def test_images_that_become_one_color(opened: tuple[Path, Open]) -> None:
     assert "data.value_range=[0,255]" in text
     assert not warned(make(value_range=(0, 100)).inspect(), "single color")
     Image.new("RGB", (9, 9), "gray").save(root / "train/b/blank.png")
-    assert warned(make(value_range=(0, 100)).inspect(), "A single color fills 1 of ", "blank.png")
+    assert warned(make(value_range=(0, 100)).inspect(), "1 of ", "has a single color", "blank.png")
 
 
 def test_a_range_without_effect_and_one_that_clips(opened: tuple[Path, Open]) -> None:

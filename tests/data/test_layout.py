@@ -89,7 +89,7 @@ def test_classes_named_like_parts_of_a_data_set_are_noted(tree: Make) -> None:
 def test_notes_of_accepted_layouts(tree: Make, tmp_path: Path) -> None:
     notes = read_folder(tree({"dogs/poodle": 5, "dogs/pug": 5, "cats/siamese": 5})).notes
     assert len(notes) == 1
-    assert "(cats, dogs). The images in their 3 subfolders belong to them" in notes[0]
+    assert "(cats, dogs). The images in their 3 subfolders belong to these classes" in notes[0]
     root = tree({})
     for name in ("dogs", "cats"):
         (root / name).rename(tmp_path / name)

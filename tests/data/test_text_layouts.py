@@ -125,7 +125,7 @@ def test_files_without_extension_are_texts_and_inner_folders_belong_to_their_cla
     files = class_files("rec", classes=["autos"]) | class_files("sci", classes=["space"])
     data = open_set(write_all(tmp_path / "tree", files))
     assert data.class_names == ["rec", "sci"]
-    assert "Texts in their subfolders, such as autos, belong to them" in printed(data)
+    assert "Texts in their subfolders, such as autos, belong to these classes" in printed(data)
     data = open_set(write_all(tmp_path / "mixed", class_files() | {"fruit/sour/1.txt": "lemon"}))
     assert "Texts in subfolders of fruit, such as sour, belong to the class of the outer folder" in printed(data)
 
