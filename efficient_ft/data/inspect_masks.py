@@ -264,7 +264,7 @@ def _duplicates(result: Inspection, parts: Mapping[str, MaskSamples]) -> None:
         (first, one), (second, two) = list(shared[0].items())[:2]
         result.warnings.append(
             f"{counted(len(shared), 'image')} {verb(len(shared), 'is', 'are')} in several splits, such as"
-            f" {printable(one)} ({first}) and {printable(two)} ({second}). Remove them, or scores are too high."
+            f" {printable(one)} ({first}) and {printable(two)} ({second}). Remove such duplicates."
         )
 
 

@@ -371,7 +371,7 @@ def _require_clear(
             inner = {**now, "train": classes[0].name}
             raise UserError(
                 f"{printable(place.path)} contains a single folder, {classes[0]}, with {some(list(classes[0].filled))}."
-                f" If these are the classes: 'data.splits={show(inner)}', with the same folders in all splits."
+                f" If they are classes: 'data.splits={show(inner)}', with the same folders in all splits."
             )
         return
     for level in levels if sum(depths.values()) > 2 * depths[0] else ():

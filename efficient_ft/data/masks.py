@@ -354,7 +354,7 @@ def read_mask(
         if abs(factor - height / size[1]) < 0.02 * factor:
             advice = " The mask looks resized: save it at the size of its image, with nearest-neighbor interpolation."
         raise UserError(
-            f"{printable(path)}: the mask is {width}×{height}, but its image is {size[0]}×{size[1]}. They must have the"
+            f"{printable(path)}: the mask is {width}×{height}, but its image is {size[0]}×{size[1]}. Both must have the"
             f" same size.{advice}"
         )
     try:

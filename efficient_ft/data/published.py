@@ -88,7 +88,7 @@ class PublishedSet:
             reason = unreachable(absent[0].url, absent[0].size)
             if reason is None:
                 return None
-            why = f"They cannot be downloaded: {reason}."
+            why = f"The missing files cannot be downloaded: {reason}."
         state = f"data={name}: {self.title} is not complete in {root.absolute()}. {why}"
         lines = [state, "Copy these files to the following locations:"]
         for archive in absent:
