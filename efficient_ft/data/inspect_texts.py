@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -120,7 +120,11 @@ def _odd(found: Inspection, examined: Sequence[tuple[str, ...]]) -> None:
 def _repeated(found: Inspection, parts: Mapping[str, Texts], class_names: Sequence[str], *, thorough: bool) -> None:
     """Report texts that occur in two splits, with two labels, or repeatedly in training."""
     limit = None if thorough else _COMPARED
-    hashes = {name: [hash(key) for key in _keys(part.texts[:limit], thorough=thorough)] for name, part in parts.items()}
+
+    def key_of(text: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(" ".join(one.casefold().split()) for one in text) if thorough else text
+
+    hashes = {name: [hash(key_of(text)) for text in part.texts[:limit]] for name, part in parts.items()}
     train = set(hashes["train"])
     compared = "" if limit is None or len(parts["train"]) <= limit else f" (the first {limit:,} examined)"
     repeats = len(hashes["train"]) - len(train)
@@ -156,11 +160,6 @@ def _repeated(found: Inspection, parts: Mapping[str, Texts], class_names: Sequen
             f"{counted(len(several), 'text')} {verb(len(several))} several labels{compared}, such"
             f" as {_short(part.texts[index][0])}: {names}."
         )
-
-
-def _keys(texts: Sequence[tuple[str, ...]], *, thorough: bool) -> Iterator[tuple[str, ...]]:
-    for text in texts:
-        yield tuple(" ".join(one.casefold().split()) for one in text) if thorough else text
 
 
 def _names(found: Inspection, class_names: Sequence[str], parts: Mapping[str, Texts]) -> None:

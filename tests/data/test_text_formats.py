@@ -88,7 +88,7 @@ def test_a_given_delimiter_is_used(tmp_path: Path) -> None:
 
 def test_a_table_without_names_is_refused_or_named(tmp_path: Path) -> None:
     write_all(tmp_path, {"a.tsv": "".join(f"{label}\t{text}\n" for text, label in sentences(20))})
-    with pytest.raises(UserError, match=r"Columns: fruit, .* read as column names .*names=\[label,text\]"):
+    with pytest.raises(UserError, match=r"Columns: fruit, .* read as column names.*names=\[label,text\]"):
         open_set(tmp_path)
     assert size(open_set(tmp_path, names=["label", "text"])) == 20
     with pytest.raises(SettingError, match=r"data\.text\.names must be 2 names, one for each cell of line 1"):
