@@ -168,12 +168,7 @@ def _parse(text: str, place: str) -> _Line:
         raise UserError(f"{place}: colors must be integers from 0 to 255, got {plain_line(whole)}.")
     name = _clean(rest[: tail.start()] if tail else rest)
     if not name:
-        return (
-            "number",
-            text.strip(),
-            first[0] if len(first) == 1 else None,
-            color,
-        )  # a name if equal to its id
+        return ("number", text.strip(), first[0] if len(first) == 1 else None, color)
     counts = (len(first), len(last))
     if color is None and counts in ((3, 0), (4, 0), (0, 3), (1, 3), (3, 1)):
         red, green, blue = first[-3:] if len(first) >= 3 else last[:3]
@@ -392,12 +387,9 @@ def _with_colors(classes: Classes, entries: list[Entry], settings: MaskConfig) -
     complete = tuple(color for color in given if color is not None)
     if len(complete) < len(given) or settings.values is not None:
         if settings.palette == "color":
-            raise SettingError(
-                "data.masks.palette",
-                "color",
-                "index or auto, since the classes have no colors",
-                "Add colors to classes.txt ('NAME RED GREEN BLUE'), or set data.masks.colors.",
-            )
+            advice = "Add colors to classes.txt ('NAME RED GREEN BLUE'), or set data.masks.colors."
+            known = "index or auto, since the classes have no colors"
+            raise SettingError("data.masks.palette", "color", known, advice)
         complete = ()
     ignored = {entry.color for entry in entries if entry.name not in classes.names and entry.color is not None}
     return replace(

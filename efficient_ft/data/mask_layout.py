@@ -149,14 +149,10 @@ def recognized_places(root: Path, tree: Tree, settings: MaskConfig) -> Places:
         splits = set()
     if splits and whole and any(area.split is None and area.key == whole[0].key for area in masks):
         by_split: Chosen = {s: shown(a.path, root)[:-1] for a in images if (s := a.split) is not None}
-        raise ambiguous(
-            root,
-            f"It contains {_counts(whole, root)} and {_counts([a for a in images if a.split], root)}.",
-            [
-                ("only the folders named after splits are used", by_split),
-                ("all images are training data", {"train": [shown(a.path, root)[:-1] for a in images]}),
-            ],
-        )
+        every: Chosen = {"train": [shown(a.path, root)[:-1] for a in images]}
+        readings = [("only the folders named after splits are used", by_split), ("all images are training data", every)]
+        found = f"It contains {_counts(whole, root)} and {_counts([a for a in images if a.split], root)}."
+        raise ambiguous(root, found, readings)
     if not splits:
         masks = [area for area in masks if area.split is None] or masks
         return {"train": [(_one(root, whole or images, "image_folder"), _one(root, masks, "folder"))]}
@@ -218,7 +214,8 @@ def _refuse_prefixes(root: Path, areas: list[Area]) -> None:
     if len(counts) == 1:
         place = printable(root / inner)
         raise UserError(f"{printable(root.absolute())} has all images in {printable(inner)}/. Pass data.root={place}.")
-    found = some([f"{prefix or '.'} ({counted(count, 'file')})" for prefix, count in counts.most_common()])
+    listed = some([f"{prefix or '.'} ({counted(count, 'file')})" for prefix, count in counts.most_common()])
+    one = f"If one is the data set, pass data.root={printable(root / inner)}."
     ordered = sorted(prefix or "." for prefix in counts)
     readings: list[tuple[str, Chosen]] = [
         ("all of them are training data", {"train": ordered}),
@@ -226,12 +223,7 @@ def _refuse_prefixes(root: Path, areas: list[Area]) -> None:
     ]
     if "" in counts:
         readings = [("these folders are splits", {"train": "FOLDER", "test": "FOLDER"})]
-    raise ambiguous(
-        root,
-        f"Images with masks are in several folders: {found}. If one is the data set, pass"
-        f" data.root={printable(root / inner)}.",
-        readings,
-    )
+    raise ambiguous(root, f"Images with masks are in several folders: {listed}. {one}", readings)
 
 
 def _nothing(root: Path, tree: Tree, has_masks: bool) -> UserError:

@@ -298,16 +298,7 @@ def _read_rte(root: Path, settings: TextConfig) -> TextListing:
     return listing
 
 
-_ARCHIVE = Archive(
-    "RTE.zip", "RTE", "https://dl.fbaipublicfiles.com/glue/data/RTE.zip", contents=("train.tsv", "dev.tsv")
-)
-TEXT_SETS: dict[str, PublishedSet] = {
-    "rte": PublishedSet(
-        "RTE (GLUE)",
-        2,
-        "RTE",
-        (_ARCHIVE,),
-        _read_rte,
-        alternatives="Or use data=text_folder data.root=FILE (your own texts, .csv, .tsv or .jsonl).",
-    ),
-}
+_RTE_URL = "https://dl.fbaipublicfiles.com/glue/data/RTE.zip"
+_RTE_ARCHIVE = Archive("RTE.zip", "RTE", _RTE_URL, contents=("train.tsv", "dev.tsv"))
+_OWN_TEXTS = "Or use data=text_folder data.root=FILE (your own texts, .csv, .tsv or .jsonl)."
+TEXT_SETS = {"rte": PublishedSet("RTE (GLUE)", 2, "RTE", (_RTE_ARCHIVE,), _read_rte, alternatives=_OWN_TEXTS)}

@@ -109,15 +109,11 @@ def places_of(root: Path, chosen: Chosen) -> dict[Split, list[Path]]:
             top = Path(os.path.normpath(root))
             if real != top and top not in real.parents:
                 raise SettingError(f"data.splits.{split}", name, f"a path below data.root={printable(root)}")
-            if not os.path.lexists(place) or not os.path.exists(place):
+            if not os.path.exists(place):
                 there = sorted(entry.name for entry in root.iterdir() if not is_hidden(entry.name))
                 shown = f"It has {some(there)}." if there else "It is empty."
-                raise SettingError(
-                    f"data.splits.{split}",
-                    name,
-                    f"a folder or file in {printable(root)}",
-                    shown + did_you_mean(name, there),
-                )
+                known = f"a folder or file in {printable(root)}"
+                raise SettingError(f"data.splits.{split}", name, known, shown + did_you_mean(name, there))
             for other, of in seen.items():
                 if other == real or other in real.parents or real in other.parents:
                     raise SettingError(f"data.splits.{split}", name, f"outside of {printable(other)} ({of})")
