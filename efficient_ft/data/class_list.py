@@ -84,14 +84,11 @@ def listed_names(names: Sequence[str], source: str) -> ClassList:
 
 
 def parse_class_list(file: Path) -> ClassList:
-    """Read one class list.
+    """Read one class list. Raise `UserError` if the list is unreadable or ambiguous.
 
     Each line contains a name, an id and a name (``3: cell``), a name and a color (``sky 128 128 128``, ``128 128 128
     sky``, ``sky,#808080``), or all three. If the list contains no ids, its lines are numbered 0, 1, … Lines that begin
     with ``#`` and a space are comments.
-
-    Raises:
-        UserError: If the list is unreadable or ambiguous.
     """
     place = printable(file)
     lines = _lines(file)
@@ -267,9 +264,8 @@ class NoClassListError(UserError):
 def folder_classes(root: Path, settings: MaskConfig) -> tuple[Classes, list[str]]:
     """Return the classes of a folder's masks, and notes. Raise `NoClassListError` if there is no class list.
 
-    Raises:
-        UserError: If the list cannot be read, or contains fewer than two classes.
-        SettingError: If a setting does not fit the list.
+    Raise `UserError` if the list is invalid or contains fewer than two classes, and `SettingError` if a setting is
+    invalid.
     """
     found = _listed(root, settings)
     entries = list(found.entries)

@@ -60,9 +60,8 @@ class FileList:
     def below(self, folder: str | Path, strict: bool = False) -> list[str]:
         """Return the sorted paths of the visible files at any depth in a folder, which may be a link.
 
-        Raises:
-            UserError: If a folder cannot be read, a link leads out of the data set, or `strict` is True and the folder
-                contains ignored entries.
+        Raise `UserError` if a folder cannot be read, a link leads out of the data set, or `strict` is True and entries
+        are ignored.
         """
         files: list[str] = []
         waiting = [os.fspath(folder)]
@@ -145,9 +144,8 @@ def _within(path: str, folder: str) -> bool:
 def links_in(places: Iterable[Path], root: Path, follow_links: bool) -> list[str]:
     """Return a sentence for each of the given paths that is a link out of the data set.
 
-    Raises:
-        UserError: If a link leads out of `root` and `follow_links` is False, or if it leads to a folder inside or above
-            `root`, whose files would then belong to two classes or splits.
+    Raise `UserError` if there is such a link and `follow_links` is False, or a link leads to a folder inside or above
+    `root`.
     """
     notes = []
     top = Path(os.path.realpath(root))

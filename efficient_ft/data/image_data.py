@@ -126,9 +126,8 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         """Keep decoded images on disk for a run of `epochs` epochs, if `data.keep_decoded` and the disk space allow.
 
         The training images and the images on which the best epoch is selected are kept. A note reports the result.
-
-        Raises:
-            SettingError: If ``data.keep_decoded=on``, and the images have different sizes or there is not enough space.
+        Raise `SettingError` if ``data.keep_decoded=on``, and the images have different sizes or there is not enough
+        space.
         """
         config, on = self._config, self._config.keep_decoded == "on"
         transforms = {"train": self._train_transform, self.best_split: self.transform_eval}

@@ -67,12 +67,10 @@ def scan(root: Path, follow_links: bool) -> tuple[Folder, list[tuple[Path, str |
     """Count the images of all folders below `root`. No image is opened.
 
     Links to folders are followed only above the classes, and only if they lead out of `root` and `follow_links` is
-    True. Each other link above the classes is recorded as a folder with one image. `links_in` rejects such a link if it
-    is used.
+    True. Each other link above the classes is recorded as a folder with one image, and as a blocked folder.
 
     Returns:
-        The folder, and the folders above the classes that were not scanned, each with an error message (None for
-        links).
+        The folder, and the blocked folders above the classes, each with an error message (None for links).
     """
     top = Folder(root)
     real = Path(os.path.realpath(root))

@@ -150,11 +150,7 @@ class SplitDataset(Dataset[tuple[Tensor, int]]):
         return load_seeded(self._seed, keys, lambda index: self._transform.augment(self._image(index)))
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
-        """Load one image.
-
-        Raises:
-            UserError: If the file cannot be read.
-        """
+        """Load one image, float32 (C, H, W), and its label. Raise `UserError` if the file cannot be read."""
         image = self._transform.normalize(self._augmented([key]))[0]
         return image, int(self._labels[key[1]])
 
@@ -199,11 +195,7 @@ class Loader(DataLoader[tuple[Tensor, int]]):
     """
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Iterate over the batches.
-
-        Raises:
-            UserError: If an image cannot be read, or a worker process was killed.
-        """
+        """Iterate over the batches. Raise `UserError` if an image cannot be read, or a worker process was killed."""
         batches = super().__iter__()
         try:
             for batch in batches:

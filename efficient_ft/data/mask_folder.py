@@ -35,18 +35,12 @@ def missing_mask_folder(root: Path) -> str | None:
 def read_mask_folder(
     root: Path, settings: MaskConfig, chosen: Chosen | None = None, follow_links: bool = False
 ) -> MaskListing:
-    """List the images and masks below `root`.
+    """List the images and masks below `root`. See `read_folder` for the arguments.
 
     Images, masks and splits are recognized by folder names: ``SPLIT/images`` with ``SPLIT/masks``, ``images/SPLIT``
     with ``masks/SPLIT``, ``SPLIT`` with ``SPLIT_masks``, or ``images`` with ``masks``. If there is neither a validation
     nor a test split, one fifth of the images is held out for testing, the same images for every seed. A mask has the
     name of its image, except for the extension and a constant prefix or suffix.
-
-    Args:
-        root: the folder, which may be a link.
-        settings: mask settings.
-        chosen: folders of each split, as in ``data.splits``; None to recognize the splits by name.
-        follow_links: True to use the targets of links that lead out of `root`, and to list these links in the notes.
 
     Raises:
         UserError: If the folder does not exist, there are no classes, the layout is ambiguous, an image has no mask, or

@@ -69,8 +69,7 @@ class _UnusableMaskError(Exception):
 def read_pixels(path: str, orientation: int = 1) -> Pixels:
     """Read the pixels of a mask and apply the EXIF orientation of its image.
 
-    Raises:
-        UserError: If the file cannot be read, its format is lossy, or it has several pages.
+    Raise `UserError` if the file cannot be read, its format is lossy, or it has several pages.
     """
     try:
         with Image.open(path, formats=FORMATS) as image:
@@ -330,21 +329,10 @@ def hold_out(samples: MaskSamples, fraction: float, seed: int) -> tuple[MaskSamp
 def read_mask(
     path: str, classes: Classes, size: tuple[int, int] | None = None, orientation: int = 1, labeled: bool = True
 ) -> np.ndarray:
-    """Read a mask as class indices.
+    """Read a mask as class indices, uint8 (H, W), with `IGNORED` for unlabeled pixels, and apply the EXIF orientation.
 
-    Args:
-        path: path of the file.
-        classes: classes of the data set.
-        size: (width, height) of the image; None to accept any size.
-        orientation: EXIF orientation to apply to the mask; 1 for none.
-        labeled: True to reject a mask without labeled pixels.
-
-    Returns:
-        Class indices, uint8 (H, W), with `IGNORED` for unlabeled pixels.
-
-    Raises:
-        UserError: If the file cannot be read, or has colors instead of ids, a size different from its image, values
-            without a class, or no labeled pixels.
+    Raise `UserError` if the file cannot be read, its size differs from the (width, height) of its image, the mask has
+    colors instead of ids or values without a class, or `labeled` is True and no pixel has a label.
     """
     pixels = read_pixels(path, orientation)
     height, width = pixels.ids.shape

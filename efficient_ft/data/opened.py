@@ -151,13 +151,8 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
     def training_batch(self, count: int) -> tuple[Any, list[int]]:
         """Load up to `count` training samples from as many classes as possible, transformed as in the first epoch.
 
-        Unreadable samples are skipped.
-
-        Returns:
-            A batch of the training loader, and the indices of its samples.
-
-        Raises:
-            UserError: If no sample can be read.
+        Return a batch of the training loader, and the indices of its samples. Unreadable samples are skipped. Raise
+        `UserError` if no sample can be read.
         """
         part = self._parts["train"]
         labels = self._labels(part)
@@ -226,12 +221,9 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         return make_loader(wrap(dataset) if wrap else dataset, sampler, self._config.num_workers, size)
 
     def eval_loader(self, split: Split, rank: int = 0, world: int = 1, wrap: Wrap[_Dataset] | None = None) -> Loader:
-        """Return a loader of a split in a fixed order, without augmentation.
+        """Return a loader of a split in a fixed order, without augmentation. See `train_loader` for the arguments.
 
-        Each process loads different samples. See `train_loader` for the arguments.
-
-        Raises:
-            UserError: If the data set does not have this split.
+        Each process loads different samples. Raise `UserError` if the data set does not have this split.
         """
         if split not in self._parts:
             have = [name for name in self._parts if name != "train"]
@@ -248,8 +240,7 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
     def keep_decoded(self, epochs: int) -> None:
         """Keep decoded images on disk for a run of `epochs` epochs, if the data set supports this.
 
-        Raises:
-            SettingError: If ``data.keep_decoded=on`` is not supported.
+        Raise `SettingError` if ``data.keep_decoded=on`` is not supported.
         """
         if self._config.keep_decoded == "on":
             raise SettingError("data.keep_decoded", "on", "auto or off with this data set")

@@ -101,9 +101,7 @@ class PublishedSet:
 def read_published(name: str, root: Path, follow_links: bool = False) -> Listing:
     """List the published image data set `name`, whose archives are all ``ready`` below `root`.
 
-    Raises:
-        UserError: If a list is damaged, or listed images do not exist or are outside of the data set. Links that lead
-            out of the data set are accepted if `follow_links` is True.
+    Raise `UserError` if a list is damaged, or listed images do not exist or are outside of the data set.
     """
     source = PUBLISHED[name]
     where = (root / source.folder).absolute()

@@ -49,9 +49,7 @@ class RoundRobinData:
         """Return a loader of batches (images, labels, task), whose sampler is a `RoundRobinSampler`.
 
         All tasks share the worker processes. The number of processes is the maximum of `num_workers` over all tasks.
-
-        Raises:
-            UserError: If the training images of a task yield no batch.
+        Raise `UserError` if the training images of a task yield no batch.
         """
         loaders = {task: part.train_loader(rank, world) for task, part in self.parts.items()}
         for task, loader in loaders.items():
@@ -68,10 +66,8 @@ class RoundRobinData:
         )
 
     def eval_loaders(self, split: Split, rank: int = 0, world: int = 1) -> list[Loader]:
-        """Return the evaluation loaders of all tasks, in order.
-
-        Raises:
-            UserError: If a data set does not have this split.
+        """Return the evaluation loaders of all tasks, in order. Raise `UserError` if a data set does not have this
+        split.
         """
         return [part.eval_loader(split, rank, world) for part in self.parts.values()]
 

@@ -94,8 +94,7 @@ def part_names(names: Iterable[str]) -> list[str]:
 def places_of(root: Path, chosen: Chosen) -> dict[Split, list[Path]]:
     """Return the folders or files named by the setting ``data.splits``, by split. The name ``.`` denotes `root` itself.
 
-    Raises:
-        SettingError: If there is no training data, or a path does not exist, is outside of `root`, or occurs twice.
+    Raise `SettingError` if there is no training data, or a path does not exist, is outside of `root`, or occurs twice.
     """
     if not chosen.get("train"):
         raise SettingError("data.splits", show(chosen), "a mapping that names the training data", "Add train: FOLDER.")

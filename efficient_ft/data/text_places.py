@@ -100,9 +100,7 @@ class Reader:
     def read(self, chosen: Chosen | None) -> SplitRows:
         """Return the rows of all splits. If `chosen` (``data.splits``) is None, splits are recognized by name.
 
-        Raises:
-            UserError: If there are no training texts, the folder is ambiguous, or a file cannot be read.
-            SettingError: If ``data.splits`` does not fit the folder.
+        Raise `UserError` if there are no training texts, the folder is ambiguous, or a file cannot be read.
         """
         places = self._recognized() if chosen is None else places_of(self.root, chosen)
         used = [path for of in places.values() for path in of if path != self.root]

@@ -49,11 +49,8 @@ _OTHERS = (
 def read_text(path: Path, encoding: str | None) -> tuple[str, str | None]:
     """Read a text file, which may be compressed with gzip. A byte order mark takes precedence over `encoding`.
 
-    Returns:
-        The text without a byte order mark, and a sentence about its encoding (None for plain UTF-8).
-
-    Raises:
-        UserError: If the file cannot be read, is not text, or has a different encoding, which the message suggests.
+    Return the text without a byte order mark, and a sentence about its encoding (None for plain UTF-8). Raise
+    `UserError` if the file cannot be read, is not text, or has a different encoding, which the message suggests.
     """
     raw = _bytes(path)
     name = printable(path)
@@ -214,9 +211,8 @@ def clean_name(name: str) -> str:
 def read_rows(path: Path, settings: TextConfig) -> RowFile:
     """Read the rows of a .csv, .tsv or .jsonl file, which may be compressed with gzip.
 
-    Raises:
-        UserError: If the file type or encoding is not supported, a column is missing, or the rows are malformed.
-        SettingError: If a setting does not fit the file.
+    Raise `UserError` if the format is not supported, a column is missing, or the rows are malformed, and `SettingError`
+    if a setting does not fit the file.
     """
     kind, name = extension_of(path), printable(path)
     if kind not in EXTENSIONS:
