@@ -86,6 +86,7 @@ class DecodedImages:
 
 _CACHE_BYTES = 64 << 20  # maximum size of resized images that are cached in memory
 _Sample = TypeVar("_Sample")
+_Key = TypeVar("_Key")
 
 
 @dataclass
@@ -247,7 +248,24 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-class CounterSampler(Sampler[tuple[int, int]]):
+class EpochSampler(Sampler[_Key]):
+    """A sampler whose order depends on the epoch.
+
+    Attributes:
+        epoch: epoch of the next iteration.
+        start: number of keys that the next iteration skips, because an interrupted run has used these keys. It is reset
+            afterwards and does not change `len`.
+    """
+
+    epoch = 0
+    start = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration. Lightning calls this method."""
+        self.epoch = epoch
+
+
+class CounterSampler(EpochSampler[tuple[int, int]]):
     """Yield (epoch, index) pairs of one process in an order that depends only on (seed, epoch).
 
     Each image occurs at most once in all processes. The numbers of images per process differ by at most one. If
@@ -264,29 +282,14 @@ class CounterSampler(Sampler[tuple[int, int]]):
 
     Attributes:
         used: number of images per epoch in all processes.
-        epoch: epoch of the next iteration.
-        start: number of samples that the next iteration skips, because an interrupted run has used these samples. It is
-            reset afterwards and does not change `len`.
     """
 
     def __init__(
-        self,
-        size: int,
-        seed: int,
-        rank: int = 0,
-        world: int = 1,
-        shuffle: bool = True,
-        batch_size: int | None = None,
+        self, size: int, seed: int, rank: int = 0, world: int = 1, shuffle: bool = True, batch_size: int | None = None
     ) -> None:
         assert 0 <= rank < world, f"rank {rank} of {world}"
         self.used = size if batch_size is None else _used(size, world, batch_size)
         self.size, self.seed, self.rank, self.world, self.shuffle = size, seed, rank, world, shuffle
-        self.epoch = 0
-        self.start = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration. Lightning calls this method."""
-        self.epoch = epoch
 
     def __len__(self) -> int:
         return len(range(self.rank, self.used, self.world))

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import BatchSampler, Dataset, Sampler
+from torch.utils.data import BatchSampler, Dataset
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.data.image_data import ImageData
-from efficient_ft.data.loader import CounterSampler, Loader, LoadFailure, SplitDataset, make_loader
+from efficient_ft.data.loader import CounterSampler, EpochSampler, Loader, LoadFailure, SplitDataset, make_loader
 from efficient_ft.data.opened import Split
 
 
@@ -55,20 +55,13 @@ class RoundRobinData:
         for task, loader in loaders.items():
             if not len(loader):
                 raise UserError(f"The training set of {task} yields no batch. Add images to tasks.{task}.root.")
-        return make_loader(
-            _RoundRobinDataset({task: loader.dataset for task, loader in loaders.items()}),  # type: ignore[misc]
-            RoundRobinSampler(
-                {task: loader.batch_sampler for task, loader in loaders.items()},  # type: ignore[misc]
-                self._grad_accum_steps,
-            ),
-            num_workers=max(loader.num_workers for loader in loaders.values()),
-            batch_size=None,
-        )
+        dataset = _RoundRobinDataset({task: loader.dataset for task, loader in loaders.items()})  # type: ignore[misc]
+        batches: Any = {task: loader.batch_sampler for task, loader in loaders.items()}
+        workers = max(loader.num_workers for loader in loaders.values())
+        return make_loader(dataset, RoundRobinSampler(batches, self._grad_accum_steps), workers, batch_size=None)
 
     def eval_loaders(self, split: Split, rank: int = 0, world: int = 1) -> list[Loader]:
-        """Return the evaluation loaders of all tasks, in order. Raise `UserError` if a data set does not have this
-        split.
-        """
+        """Return the evaluation loaders of all tasks, in order. Raise `UserError` if a data set lacks this split."""
         return [part.eval_loader(split, rank, world) for part in self.parts.values()]
 
     def report(self) -> dict[str, Any]:
@@ -78,28 +71,17 @@ class RoundRobinData:
         return {"tasks": reports, "notes": notes}
 
 
-class RoundRobinSampler(Sampler[tuple[str, list[Any]]]):
+class RoundRobinSampler(EpochSampler[tuple[str, list[Any]]]):
     """Yield (task, keys of a batch) pairs for one process.
 
     Args:
         batches: batch samplers by task, each with a `CounterSampler`.
         grad_accum_steps: number of consecutive batches from the same task per optimizer step.
-
-    Attributes:
-        epoch: epoch of the next iteration.
-        start: number of batches that the next iteration skips, because an interrupted run has used these batches. It is
-            reset afterwards and does not change `len`.
     """
 
     def __init__(self, batches: Mapping[str, BatchSampler], grad_accum_steps: int) -> None:
         self.batches, self.grad_accum_steps = dict(batches), grad_accum_steps
         self.rounds = max(-(-len(of_task) // grad_accum_steps) for of_task in self.batches.values())
-        self.epoch = 0
-        self.start = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration. Lightning calls this method."""
-        self.epoch = epoch
 
     def __len__(self) -> int:
         return self.rounds * self.grad_accum_steps * len(self.batches)

@@ -129,7 +129,7 @@ class Transform:
         return floats.div_(255).sub_(self._mean).div_(self._std)
 
     def __call__(self, image: Image.Image | str | os.PathLike[str]) -> Tensor:
-        """Transform an RGB image or an image file into float32 (C, H, W). Raise `UserError` if the file is unreadable."""
+        """Transform an RGB image or an image file into float32 (C, H, W). Raise `UserError` if reading fails."""
         if not isinstance(image, Image.Image):
             image = self.read(image)
         return self.normalize([self.augment(self.resize(image))])[0]
