@@ -16,8 +16,7 @@ from efficient_ft.data.image_data import ImageData
 from efficient_ft.data.listing import Listing
 from efficient_ft.data.mask_folder import missing_mask_folder, read_mask_folder
 from efficient_ft.data.masks import MaskListing
-from efficient_ft.data.published import PUBLISHED, TEXT_SETS, PublishedSet, read_published
-from efficient_ft.data.published_masks import MASK_SETS
+from efficient_ft.data.published import MASK_SETS, PUBLISHED, TEXT_SETS, PublishedSet, read_published
 from efficient_ft.data.segmentation_data import SegmentationData
 from efficient_ft.data.text_data import TextData
 from efficient_ft.data.texts import TextListing, missing_text_folder, read_texts

@@ -75,8 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def with_task(words: Sequence[str]) -> tuple[list[str], str]:
     """Return the settings of a run with the task of its data and a model, and a note if the model is not given."""
-    from efficient_ft.data.published import TEXT_SETS
-    from efficient_ft.data.published_masks import MASK_SETS
+    from efficient_ft.data.published import MASK_SETS, TEXT_SETS
 
     given = dict(word.split("=", 1) for word in words if "=" in word)
     data = given.get("data", "digits")
