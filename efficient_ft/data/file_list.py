@@ -35,11 +35,8 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 class FileList:
     """List the files below the folders of a data set, and record ignored files.
 
-    Args:
-        root: folder of the data set.
-        listed: folders whose files are listed. A link to a file in one of these folders is ignored, because the file
-            would be counted twice or belong to two classes.
-        follow_links: True to use the targets of links that lead out of `root`.
+    A link to a file in one of the `listed` folders is ignored, because the file would be counted twice or belong to two
+    classes. Targets of links that lead out of `root` are used only if `follow_links` is True.
 
     Attributes:
         links: links to folders. They are ignored, because they may form a cycle or lead to another class.
@@ -190,9 +187,6 @@ class Paths:
 
     One million paths occupy about 30 MB, one fifth of the memory of a list. Worker processes share the arrays. A list
     would be copied, because reading a Python object changes its reference count.
-
-    Args:
-        paths: the paths, in order.
     """
 
     def __init__(self, paths: Iterable[str] = ()) -> None:

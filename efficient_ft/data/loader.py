@@ -100,13 +100,8 @@ class SplitDataset(Dataset[tuple[Tensor, int]]):
     """A dataset of augmented images, float32 (C, H, W), with labels. Its keys are (epoch, index).
 
     Augmentation depends only on (seed, epoch, index). The number of worker processes, the access order and the state of
-    global random generators do not matter. Small images in memory are resized once and cached.
-
-    Args:
-        samples: samples of the split.
-        transform: transform of the images.
-        seed: seed of the augmentation.
-        decoded: store of decoded images; None to decode files whenever they are read.
+    global random generators do not matter. Small images in memory are resized once and cached. Files are decoded
+    whenever they are read, unless `decoded` contains the images.
     """
 
     def __init__(self, samples: Samples, transform: Transform, seed: int, decoded: DecodedImages | None = None) -> None:

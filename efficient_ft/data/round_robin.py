@@ -20,11 +20,7 @@ from efficient_ft.data.opened import Split
 
 
 class RoundRobinData:
-    """Several image data sets by task, with the interface of `ImageData`.
-
-    Args:
-        parts: data sets by task, in the order of training.
-        grad_accum_steps: number of batches per optimizer step.
+    """Several image data sets by task, in the order of training, with the interface of `ImageData`.
 
     Attributes:
         parts: data sets by task.

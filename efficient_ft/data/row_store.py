@@ -40,13 +40,8 @@ class StoreFullError(Exception):
 class RowStore:
     """Rows of bytes in a folder that several processes and threads may open at the same time.
 
-    A store that is pickled for a worker process opens its files again.
-
-    Args:
-        folder: folder of the store, which is created.
-        about: description of the rows, which is written to about.json.
-        rows: number of rows.
-        row_bytes: size of each row.
+    The folder is created, and the description `about` is written to about.json. A store that is pickled for a worker
+    process opens its files again.
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any], rows: int, row_bytes: int) -> None:
