@@ -25,26 +25,26 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 for _format in FORMATS:
     importlib.import_module(f"PIL.{_format.title().replace('Webp', 'WebP')}ImagePlugin")
 
-#: Formats that require a certain build of Pillow or a package: extensions, Pillow's name, and installation advice.
+#: Formats that require a certain build of Pillow or a package: Pillow's name, module, installation advice, extensions.
 _FURTHER = {
-    "AVIF": ((".avif",), "AVIF", "pip install 'pillow>=11.3'"),
-    "JPEG 2000": ((".jp2", ".j2k", ".j2c", ".jpf", ".jpx"), "JPEG2000", "install a Pillow with OpenJPEG"),
-    "HEIC": ((".heic", ".heif", ".hif"), "HEIF", "pip install 'efficient-ft[heic]'"),
-    "JPEG XL": ((".jxl",), "JXL", "pip install pillow-jxl-plugin"),
+    "AVIF": ("AVIF", "PIL.AvifImagePlugin", "pip install 'pillow>=11.3'", ".avif"),
+    "JPEG 2000": ("JPEG2000", "PIL.Jpeg2KImagePlugin", "install a Pillow with OpenJPEG", ".jp2 .j2k .j2c .jpf .jpx"),
+    "HEIC": ("HEIF", "pillow_heif", "pip install 'efficient-ft[heic]'", ".heic .heif .hif"),
+    "JPEG XL": ("JXL", "pillow_jxl", "pip install pillow-jxl-plugin", ".jxl"),
 }
-_PACKAGES = {"HEIC": "pillow_heif", "JPEG XL": "pillow_jxl"}
+_CODECS = {"AVIF": "avif", "JPEG 2000": "jpg_2000"}
 
 
 @cache
 def _is_available(kind: str) -> bool:
-    if kind in _PACKAGES:
-        return importlib.util.find_spec(_PACKAGES[kind]) is not None
-    return bool(features.check({"AVIF": "avif", "JPEG 2000": "jpg_2000"}[kind]))
+    if kind in _CODECS:
+        return bool(features.check(_CODECS[kind]))
+    return importlib.util.find_spec(_FURTHER[kind][1]) is not None
 
 
 _ALWAYS = {".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 #: Extensions of the supported image formats.
-EXTENSIONS = tuple(sorted(_ALWAYS.union(*(known[0] for kind, known in _FURTHER.items() if _is_available(kind)))))
+EXTENSIONS = tuple(sorted(_ALWAYS.union(*(one[3].split() for kind, one in _FURTHER.items() if _is_available(kind)))))
 #: Extensions of unsupported formats of images and arrays.
 _CONVERT = (
     ".arw", ".cr2", ".cr3", ".dcm", ".dng", ".eps", ".exr", ".fits", ".h5", ".hdf5", ".hdr", ".ico", ".mat", ".nef",
@@ -230,14 +230,10 @@ def _identified(file: IO[bytes], path: str) -> Image.Image:
 
 def _plugin(kind: str) -> str:
     """Load the plugin of an optional format, and return Pillow's name of the format."""
-    name = _FURTHER[kind][1]
-    if kind == "HEIC":
-        if name not in Image.OPEN:
-            importlib.import_module("pillow_heif").register_heif_opener()
-    elif kind == "JPEG XL":
-        importlib.import_module("pillow_jxl")
-    else:
-        importlib.import_module({"AVIF": "PIL.AvifImagePlugin"}.get(kind, "PIL.Jpeg2KImagePlugin"))
+    name, module, *_ = _FURTHER[kind]
+    plugin = importlib.import_module(module)
+    if kind == "HEIC" and name not in Image.OPEN:
+        plugin.register_heif_opener()
     return name
 
 
@@ -273,8 +269,8 @@ def file_kind(start: bytes) -> str | None:
 
 def reading_hint(extension: str) -> str | None:
     """Return instructions for images with an unsupported extension, such as ``.heic``, or None for other files."""
-    for extensions, _, how in _FURTHER.values():
-        if extension in extensions:
+    for _, _, how, extensions in _FURTHER.values():
+        if extension in extensions.split():
             return how
     return "convert them to PNG or TIFF" if extension in _CONVERT else None
 
