@@ -181,9 +181,9 @@ class Reader:
             words = re.split(r"[\W_]+", _base(path) if path.is_file() else path.name)
             split = next((found for word in words if (found := splits_in([word]).get(word)) is not None), None)
             if split is not None and split not in here:
-                found = f"The name {printable(path.name)} may denote a {split} split."
+                about = f"The name {printable(path.name)} may denote a {split} split."
                 readings = [(f"it is the {split} split", {**used, split: path.name}), ("it is not used", used)]
-                raise ambiguous(self.root, found, readings)
+                raise ambiguous(self.root, about, readings)
 
     def note_siblings(self, file: Path) -> None:
         """Add a note on files of other splits that are stored next to the only file that is read."""
