@@ -86,7 +86,7 @@ def test_the_setting_names_files_and_folders(tmp_path: Path) -> None:
         (class_files("train", "train") | class_files("test", "test"),
          r"only folder, train.*'data\.splits=\{train: \"?train/train\"?, test: \"?test/test\"?\}'"),
         ({"train/1.txt": "a", "train/2.txt": "b", "test/3.txt": "c"}, r"2 \.txt files but no class folders"),
-        (class_files() | {"stone/a.pdf": "x"}, r"class folders without \.txt files: stone\."),
+        (class_files() | {"stone/a.pdf": "x"}, r"folders without \.txt files: stone\."),
         ({"train.txt": "__label__a x"}, r"no texts in class folders. Found: train\.txt"),
         ({"train.parquet": b"PAR1"}, r"Found: train\.parquet\..* a file of rows \(\.csv, \.tsv or \.jsonl\)"),
         ({"train.csv": TRAIN, "test.csv": "text\na\n"}, r"test\.csv: no column 'label'.*splits=\{train: train\.csv"),
