@@ -69,7 +69,7 @@ class Decoding:
     Gray values outside of `value_range` are clipped. Images with more than `max_pixels` pixels are rejected.
     """
 
-    #: (low, high), the values of gray images with more than 8 bits that map to black and white; None for 16 bits.
+    #: (low, high), the values of gray images with more than 8 bits that map to black and white; None: 0 to 65535.
     value_range: tuple[float, float] | None = None
     max_pixels: int = MAX_PIXELS
 

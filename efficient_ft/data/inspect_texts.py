@@ -100,8 +100,8 @@ def _lengths(
         )
     if empty:
         found.warnings.append(
-            f"{empty:,} of {counted(len(examined), 'text')} {verb(empty, 'contains', 'contain')} only special tokens,"
-            " from which nothing can be learned."
+            f"{empty:,} of {counted(len(examined), 'text')} {verb(empty, 'contains', 'contain')} only special tokens"
+            " and cannot be learned."
         )
 
 

@@ -180,7 +180,7 @@ def recognized_places(root: Path, tree: Tree, settings: MaskConfig) -> Places:
 
 
 def _split_folder(area: Area, root: Path) -> str:
-    """Return the folder that represents an area in ``data.splits``: the parent of images and masks, if any."""
+    """Return the path that selects an area in ``data.splits``: a parent of images and masks, or the folder itself."""
     folder = area.path
     while read_name(folder.name).kind == "images" and not read_name(folder.name).rest and folder.parent != root:
         folder = folder.parent

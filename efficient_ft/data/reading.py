@@ -28,7 +28,7 @@ class Reading:
     """The memory of reading batches of a split."""
 
     size: tuple[int, ...]  # (H, W) of the largest inputs, or (L,) for texts
-    decode_bytes: int = 0  # temporary memory of reading the largest sample
+    decode_bytes: int = 0  # peak memory while the largest sample is read
     kept_bytes: int = 0  # memory of each sample until the batch is complete
     stack_bytes: int = 0  # additional memory of each sample while the batch is stacked, excluding the batch
     file_size: tuple[int, int] | None = None  # (width, height) of the largest image file; None if there are no files
