@@ -15,7 +15,7 @@ from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.text import printable
 from efficient_ft.data import read_data
 from efficient_ft.data.contents import Contents, files_contents, joined, looked_at
-from efficient_ft.data.summary import Summary
+from efficient_ft.data.inspection import Summary
 from efficient_ft.training.kinds.base import RunData, settings_of_task
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.optimizer import WARMUP_AT_MOST

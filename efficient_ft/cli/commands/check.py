@@ -13,7 +13,7 @@ from efficient_ft.core.errors import SettingError, UserError
 
 if TYPE_CHECKING:
     from efficient_ft.config import Config
-    from efficient_ft.data.summary import Summary
+    from efficient_ft.data.inspection import Summary
     from efficient_ft.training.kinds.base import RunData
 
 DESCRIPTION = """\
