@@ -15,16 +15,7 @@ from efficient_ft.core.text import printable
 from efficient_ft.data.counts import and_more, counted, some
 from efficient_ft.data.file_list import FileList, links_in, visible_entries
 from efficient_ft.data.splits import SPLITS, Chosen, Split, ambiguous, part_names, places_of, repeated, show, splits_in
-from efficient_ft.data.text_rows import (
-    EXTENSIONS,
-    NoColumnError,
-    Row,
-    RowFile,
-    clean_name,
-    extension_of,
-    read_rows,
-    read_text,
-)
+from efficient_ft.data.text_rows import EXTENSIONS, ColumnError, Row, Rows, clean_name, read_rows, read_text, suffix_of
 
 LAYOUT = (
     "Expected: a file of rows (.csv, .tsv or .jsonl); a folder with such files named train, val and test; or a folder"
@@ -125,7 +116,7 @@ class Reader:
             for file in files if place.is_dir() else [place]:
                 try:
                     read = self.rows_of(file)
-                except NoColumnError as error:
+                except ColumnError as error:
                     raise UserError(f"{error}{self.found.without(split)}") from error
                 rows += read.rows
                 origins.append(f"{self._name(file)} ({read.origin})")
@@ -133,7 +124,7 @@ class Reader:
                     self.found.columns = self.found.columns or read.columns
         self.found.rows[split], self.found.origins[split] = rows, some(origins, 3)
 
-    def rows_of(self, file: Path) -> RowFile:
+    def rows_of(self, file: Path) -> Rows:
         """Read a file of rows and append its notes to `self.found.notes`."""
         read = read_rows(file, self._settings)
         self.found.notes += read.notes
@@ -272,7 +263,7 @@ class Reader:
             return list(places)
         numbered = {path: _SHARD.fullmatch(_stem(path)) for path in places if path.is_file()}
         parts = {path: match for path, match in numbered.items() if match}
-        if len(parts) < len(places) or len({(m[1], m[3], extension_of(p)) for p, m in parts.items()}) > 1:
+        if len(parts) < len(places) or len({(m[1], m[3], suffix_of(p)) for p, m in parts.items()}) > 1:
             return None
         order = sorted(parts, key=lambda path: int(parts[path][2]))
         numbers, total = [int(parts[path][2]) for path in order], int(next(iter(parts.values()))[3])
@@ -406,7 +397,7 @@ class Reader:
 
 
 def _row_files(folder: Path) -> list[Path]:
-    return [path for path in visible(folder) if extension_of(path) in EXTENSIONS and path.is_file()]
+    return [path for path in visible(folder) if suffix_of(path) in EXTENSIONS and path.is_file()]
 
 
 def _stem(path: Path) -> str:

@@ -152,7 +152,7 @@ _LETTERS = 40
 csv.field_size_limit(1 << 30)
 
 
-class NoColumnError(UserError):
+class ColumnError(UserError):
     """The error for a file without a required column."""
 
 
@@ -173,7 +173,7 @@ class Row:
 
 
 @dataclass
-class RowFile:
+class Rows:
     """The rows of a file."""
 
     rows: list[Row] = field(default_factory=list)  # all rows, including unusable rows
@@ -197,7 +197,7 @@ class _Record:
     width: int | None = None
 
 
-def extension_of(path: Path) -> str:
+def suffix_of(path: Path) -> str:
     """Return the extension of a file in lower case, without ``.gz``."""
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
@@ -208,13 +208,13 @@ def clean_name(name: str) -> str:
     return " ".join(re.sub("[\ufeff\u200b\u2060]", "", unicodedata.normalize("NFC", name)).split())
 
 
-def read_rows(path: Path, settings: TextConfig) -> RowFile:
+def read_rows(path: Path, settings: TextConfig) -> Rows:
     """Read the rows of a .csv, .tsv or .jsonl file, which may be compressed with gzip.
 
     Raise `UserError` if the format is not supported, a column is missing, or the rows are malformed, and `SettingError`
     if a setting does not fit the file.
     """
-    kind, name = extension_of(path), printable(path)
+    kind, name = suffix_of(path), printable(path)
     if kind not in EXTENSIONS:
         other = " Write one object per line: jq -c '.[]' FILE > FILE.jsonl." if kind == ".json" else ""
         raise UserError(f"{name}: the extension must be one of {' '.join(EXTENSIONS)}.{other}")
@@ -222,7 +222,7 @@ def read_rows(path: Path, settings: TextConfig) -> RowFile:
     if re.match(r"\s*<(!doctype html|html)", text, re.IGNORECASE):
         raise UserError(f"{name} is a web page, not a file of rows. Download the file itself.")
     lines = io.StringIO(text, newline="").readlines()  # readlines does not split at Unicode line separators
-    found = RowFile(lines=len(lines), notes=[note] if note else [])
+    found = Rows(lines=len(lines), notes=[note] if note else [])
     if kind in _JSON:
         records = list(_json_records(name, lines))
         found.columns = list(dict.fromkeys(key for record in records for key in record.cells))
@@ -258,7 +258,7 @@ def _require_columns(name: str, line: int, columns: Sequence[str], settings: Tex
                 " The first line is read as column names. Set data.text.columns=[NAME] and data.text.label=NAME. If the"
                 f" first line contains data, list all columns in order: {_names_of(columns, settings)}."
             )
-        raise NoColumnError(f"{place}: no column {column!r} (data.text.{setting}). Columns: {shown}.{advice}")
+        raise ColumnError(f"{place}: no column {column!r} (data.text.{setting}). Columns: {shown}.{advice}")
 
 
 def _names_of(cells: Sequence[str], settings: TextConfig) -> str:
@@ -343,7 +343,7 @@ def _json_records(name: str, lines: Sequence[str]) -> Iterator[_Record]:
 class _Table:
     """Read a table, and add its column names and notes to `found`."""
 
-    def __init__(self, name: str, kind: str, lines: Sequence[str], settings: TextConfig, found: RowFile) -> None:
+    def __init__(self, name: str, kind: str, lines: Sequence[str], settings: TextConfig, found: Rows) -> None:
         self._name, self._kind, self._lines, self._settings, self._found = name, kind, lines, settings, found
         self._start = next((number for number, line in enumerate(lines) if line.strip()), 0)
         default = _DELIMITERS[settings.delimiter] if settings.delimiter else "\t" if kind == ".tsv" else ","
