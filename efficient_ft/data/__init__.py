@@ -1,20 +1,19 @@
-"""Data sets for training: published data sets, a user's own folders, and their loaders.
+"""Data sets for training: published data sets, user folders, and their loaders.
 
 >>> data = open_data(config.data, InputSpec((32, 32), (0.5,) * 3, (0.5,) * 3), seed=0)
 >>> for images, labels in data.train_loader(): ...
 
-Shuffling and augmentation depend only on (seed, epoch, index). The number of worker processes, the order of access and
-the state of global random generators do not matter.
+Shuffling and augmentation depend only on (seed, epoch, index). The number of worker processes, the access order and the
+state of global random generators do not matter.
 
-With `data.on_corrupt=stop`, a corrupt image stops the run when it is first read, and the message contains its path.
-With `data.on_corrupt=skip`, every image is decoded once at the start, and unreadable images are removed from their
-splits and reported.
+With `data.on_corrupt=stop`, the first corrupt image that is read stops the run with an error that contains its path.
+With `data.on_corrupt=skip`, all images are decoded once at the start. Unreadable images are removed and reported.
 """
 
 from efficient_ft.data.image_data import ImageData
 from efficient_ft.data.images import Decoding, read_image
+from efficient_ft.data.loader import CounterSampler
 from efficient_ft.data.round_robin import RoundRobinData, RoundRobinSampler
-from efficient_ft.data.sampler import CounterSampler
 from efficient_ft.data.segmentation_data import SegmentationData
 from efficient_ft.data.sources import class_count, missing_data, open_data, open_texts, read_data
 from efficient_ft.data.text_data import TextData

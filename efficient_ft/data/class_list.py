@@ -1,4 +1,4 @@
-"""Find the classes of masks from class lists (classes.txt and similar files) and from settings."""
+"""Read the classes of masks from class lists (classes.txt and similar files) and from settings."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.core.text import plain_line, printable
 from efficient_ft.data.counts import counted
 from efficient_ft.data.file_list import unreadable
-from efficient_ft.data.mask_pixels import Color
-from efficient_ft.data.masks import UNKNOWN, Classes
-from efficient_ft.data.text_files import MARKS
+from efficient_ft.data.masks import UNKNOWN, Classes, Color
+from efficient_ft.data.text_rows import MARKS
 
 #: Class list files in order of preference. The first existing file is read; colors may be read from a later file.
 FILES = ("classes.txt", "label_colors.txt", "class_dict.csv", "labelmap.txt", "labels.txt", "class_names.txt")
-#: Names that mark ids or colors without a class.
+#: Names that denote ids or colors of unlabeled pixels.
 NO_CLASS = frozenset(
     ["void", "unlabeled", "unlabelled", "ignore", "ignored", "ignore_label", "no label", "no_label", "unlabeled_pixels"]
 )
@@ -33,21 +32,21 @@ _HEX = re.compile(r"#[0-9a-fA-F]{6}")
 
 @dataclass(frozen=True)
 class Entry:
-    """A class, or an entry for pixels without a label (`NO_CLASS`)."""
+    """A class, or an entry for unlabeled pixels (see `NO_CLASS`)."""
 
     name: str  # class name
-    id: int  # value of the pixels in masks of ids
-    color: Color | None = None  # color of the pixels in color masks; None if unknown
+    id: int  # pixel value in masks of ids
+    color: Color | None = None  # pixel color in color masks; None if unknown
 
     @property
     def is_class(self) -> bool:
-        """False if the pixels have no label."""
+        """True unless the entry denotes unlabeled pixels."""
         return is_class(self.name)
 
 
 @dataclass(frozen=True)
 class ClassList:
-    """The entries of a class list, and their source."""
+    """The entries of a class list and their source."""
 
     entries: tuple[Entry, ...]  # entries, sorted by id
     source: str  # name of the file or the setting
@@ -55,16 +54,12 @@ class ClassList:
 
 
 def is_class(name: str) -> bool:
-    """Return True unless the name marks pixels without a label."""
+    """Return True unless the name denotes unlabeled pixels."""
     return name.strip().casefold() not in NO_CLASS
 
 
 def read_class_list(root: Path) -> ClassList | None:
-    """Read the class list in a folder; None if the folder has no list.
-
-    Raises:
-        UserError: a list is unreadable or ambiguous.
-    """
+    """Read the class list in a folder, or return None. Raise `UserError` if a list is unreadable or ambiguous."""
     present = [name for name in FILES if (root / name).is_file()]
     if not present:
         return None
@@ -82,49 +77,42 @@ def read_class_list(root: Path) -> ClassList | None:
 
 
 def listed_names(names: Sequence[str], source: str) -> ClassList:
-    """Return a class list of the names with the ids 0, 1, …
-
-    Raises:
-        UserError: two names are equal, or differ only in case.
-    """
+    """Create a class list with the ids 0, 1, … Raise `UserError` if two names are equal or differ only in case."""
     found = ClassList(tuple(Entry(_clean(name), number) for number, name in enumerate(names)), source)
     _refuse_equal(found.entries, source)
     return found
 
 
 def parse_class_list(file: Path) -> ClassList:
-    """Read one class list.
+    """Read one class list. Raise `UserError` if the list is unreadable or ambiguous.
 
     Each line contains a name, an id and a name (``3: cell``), a name and a color (``sky 128 128 128``, ``128 128 128
-    sky``, ``sky,#808080``), or all three. If the list has no ids, the lines are numbered 0, 1, … Lines that begin with
-    ``#`` and a space are comments.
-
-    Raises:
-        UserError: see `read_class_list`.
+    sky``, ``sky,#808080``), or all three. If the list contains no ids, its lines are numbered 0, 1, … Lines that begin
+    with ``#`` and a space are comments.
     """
     place = printable(file)
     lines = _lines(file)
     parsed = [(number, _parse(text, f"{place}, line {number}")) for number, text in lines if text]
     if not parsed:
-        raise UserError(f"{place} lists no class. Write one class name per line, in the order of the ids 0, 1, …")
+        raise UserError(f"{place} contains no class. Write one class name per line, in the order of the ids 0, 1, …")
     kinds = {found[0] for _, found in parsed}
     entries, notes = _entries(parsed, kinds, place)
     if "id" not in kinds and "id color" not in kinds:
         empty = [number for number, text in lines if not text and number < parsed[-1][0]]
         if empty:
             raise UserError(
-                f"{place}, line {empty[0]} is empty, so the ids of the classes below it are ambiguous."
+                f"{place}, line {empty[0]} is empty, so the ids of the classes after this line are ambiguous."
                 " Remove the line, write 'void' for an id without a class, or begin each line with its id ('0 NAME')."
             )
     _refuse_equal(entries, place)
     return ClassList(tuple(sorted(entries, key=lambda entry: entry.id)), file.name, tuple(notes))
 
 
-def parse_color(text: str) -> Color | None:
-    """Parse a color of the form ``#rrggbb``; return None for other texts."""
-    if not _HEX.fullmatch(text):
-        return None
-    return int(text[1:3], 16), int(text[3:5], 16), int(text[5:], 16)
+def _rgb(color: str | Color) -> Color:
+    if not isinstance(color, str):
+        return color
+    assert _HEX.fullmatch(color), "refused by `config.check`"
+    return int(color[1:3], 16), int(color[3:5], 16), int(color[5:], 16)
 
 
 def _lines(file: Path) -> list[tuple[int, str]]:
@@ -153,9 +141,9 @@ def _lines(file: Path) -> list[tuple[int, str]]:
     return found
 
 
-#: The kind, name, id and color of a line.
+#: A line's kind, name, id and color.
 _Line = tuple[str, str, int | None, Color | None]
-#: Kinds of lines, and descriptions for messages. The id precedes the name, except in "name id".
+#: Descriptions of the kinds of lines, for messages. The id precedes the name, except in "name id".
 _KINDS = {"name": "a name", "id": "an id and a name", "name id": "a name and a number", "number": "a number",
           "color": "a name and a color", "id color": "an id, a name and a color"}  # fmt: skip
 
@@ -166,7 +154,7 @@ def _parse(text: str, place: str) -> _Line:
     for found in _HEX.finditer(text):
         before, after = text[: found.start()].strip(" \t,;:=|"), text[found.end() :].strip(" \t,;:=|")
         if not before or not after:
-            color, text = parse_color(found[0]), before or after
+            color, text = _rgb(found[0]), before or after
     lead = re.match(rf"(?:\d+(?:{_GAP}|[.)]\s+|$))*", text)
     assert lead is not None
     first = [int(number) for number in re.findall(r"\d+", lead[0])]
@@ -177,7 +165,6 @@ def _parse(text: str, place: str) -> _Line:
         raise UserError(f"{place}: colors must be integers from 0 to 255, got {plain_line(whole)}.")
     name = _clean(rest[: tail.start()] if tail else rest)
     if not name:
-        # A number can be a name if all names equal their ids.
         return ("number", text.strip(), first[0] if len(first) == 1 else None, color)
     counts = (len(first), len(last))
     if color is None and counts in ((3, 0), (4, 0), (0, 3), (1, 3), (3, 1)):
@@ -191,7 +178,7 @@ def _parse(text: str, place: str) -> _Line:
         return ("name" if color is None else "color", name, None, color)
     if counts == (1, 0):
         return ("id" if color is None else "id color", name, first[0], color)
-    if counts == (1, 1) and color is None:  # '1 class 1'
+    if counts == (1, 1) and color is None:  # a line such as '1 class 1'
         return ("id", _clean(rest), first[0], None)
     if counts == (0, 1):
         plain = color is None and re.search(r"[,;:=|\t]\s*\d+$", text) is None  # 'class 1' may be a name
@@ -215,10 +202,10 @@ def _entries(parsed: Sequence[tuple[int, _Line]], kinds: set[str], place: str) -
     elif kinds <= {"name", "name id", "number"}:
         stems, ids = {name.casefold() for _, name, _, _ in rows}, {number for _, _, number, _ in rows}
         if kinds == {"name id"} and len(stems) == len(ids) == len(rows) > 1:
-            kinds = {"id"}  # 'sky 0', 'road 1'; but 'class 1', 'class 2' are names
+            kinds = {"id"}  # 'sky 0' ends with an id, unlike 'class 1'
         else:
             names = [f"{name} {number}" if kind == "name id" else name for kind, name, number, _ in rows]
-    elif kinds == {"id", "name"} and rows[0][0] == "name":  # '4 wheeler' in a list of names
+    elif kinds == {"id", "name"} and rows[0][0] == "name":  # a line such as '4 wheeler' in a list of names
         names = [name if kind == "name" else f"{number} {name}" for kind, name, number, _ in rows]
     if names is not None:
         return [Entry(name, number) for number, name in enumerate(names)], []
@@ -248,7 +235,7 @@ def _refuse_equal(entries: Sequence[Entry], place: str) -> None:
         same = ids.setdefault(entry.id, entry)
         if same is not entry:
             raise UserError(
-                f"{place} assigns the id {entry.id} to both {same.name} and {entry.name}. Each id must have one class."
+                f"{place} assigns the id {entry.id} to both {same.name} and {entry.name}. Each class needs its own id."
             )
         if entry.id >= 1 << 16:
             raise UserError(f"{place}: ids must be below 65536, got {entry.id} for {plain_line(entry.name)}.")
@@ -267,27 +254,23 @@ def _clean(name: str) -> str:
 
 
 #: Advice for a folder without a class list.
-ADVICE = (
-    "Create it, or set data.masks.classes=[NAME,…]; for other ids, map each value: data.masks.values={VALUE: NAME, …}."
-)
+ADVICE = "Create this file, set data.masks.classes=[NAME,…], or map the ids: data.masks.values={VALUE: NAME, …}."
 
 
 class NoClassListError(UserError):
-    """A folder has no class list."""
+    """The error for a folder without a class list."""
 
 
 def folder_classes(root: Path, settings: MaskConfig) -> tuple[Classes, list[str]]:
-    """Return the classes of the masks in a folder, and notes.
+    """Return the classes of a folder's masks, and notes. Raise `NoClassListError` if there is no class list.
 
-    Raises:
-        NoClassListError: there is no class list.
-        UserError: the list cannot be read, or it has fewer than two classes.
-        SettingError: settings do not fit the list.
+    Raise `UserError` if the list is invalid or contains fewer than two classes, and `SettingError` if a setting is
+    invalid.
     """
     found = _listed(root, settings)
     entries = list(found.entries)
     if settings.colors is not None:
-        entries = _colored(entries, {name: _color(color) for name, color in settings.colors.items()})
+        entries = _colored(entries, {name: _rgb(color) for name, color in settings.colors.items()})
     names = [entry.name for entry in entries if entry.is_class]
     place = printable(root.absolute())
     if isinstance(settings.values, Mapping):
@@ -307,10 +290,10 @@ def folder_classes(root: Path, settings: MaskConfig) -> tuple[Classes, list[str]
     if len(names) < 2:
         hint = " List the background as well." if len(names) == 1 and is_class(names[0]) else ""
         raise UserError(
-            f"{place} has {counted(len(names), 'class')} ({found.source}). Segmentation needs at least two.{hint}"
+            f"{place} has {counted(len(names), 'class')} ({found.source}). Segmentation requires at least two.{hint}"
         )
     if len(names) > UNKNOWN:
-        raise UserError(f"{place} has {len(names)} classes; at most 254 are possible.")
+        raise UserError(f"{place} has {len(names)} classes, but at most 254 are supported.")
     return _with_colors(classes, entries, settings), list(found.notes)
 
 
@@ -334,12 +317,6 @@ def _listed(root: Path, settings: MaskConfig) -> ClassList:
         f"{printable(root.absolute())} has no classes.txt, which lists the class names in the order of the mask ids"
         f" 0, 1, …, one per line.{has}"
     )
-
-
-def _color(given: str | Color) -> Color:
-    color = parse_color(given) if isinstance(given, str) else given
-    assert color is not None, "refused by `config.check`"
-    return color
 
 
 def _colored(entries: list[Entry], colors: Mapping[str, Color]) -> list[Entry]:
@@ -406,12 +383,9 @@ def _with_colors(classes: Classes, entries: list[Entry], settings: MaskConfig) -
     complete = tuple(color for color in given if color is not None)
     if len(complete) < len(given) or settings.values is not None:
         if settings.palette == "color":
-            raise SettingError(
-                "data.masks.palette",
-                "color",
-                "index or auto, since the classes have no colors",
-                "Add colors to classes.txt ('NAME RED GREEN BLUE'), or set data.masks.colors.",
-            )
+            advice = "Add colors to classes.txt ('NAME RED GREEN BLUE'), or set data.masks.colors."
+            known = "index or auto, since the classes have no colors"
+            raise SettingError("data.masks.palette", "color", known, advice)
         complete = ()
     ignored = {entry.color for entry in entries if entry.name not in classes.names and entry.color is not None}
     return replace(

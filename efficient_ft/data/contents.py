@@ -1,6 +1,6 @@
 """Hash the contents of a data set, so that a resumed run detects changed data.
 
-Hashes do not depend on file names, locations and dates, so that a copy of a data set has equal hashes.
+Hashes do not depend on file names, locations or dates, so a copy of a data set has the same hashes.
 """
 
 from __future__ import annotations
@@ -20,116 +20,97 @@ from efficient_ft.data.listing import label_bytes, splits_of
 
 #: Number of evenly spread files of a split that are hashed, in addition to the first file of each class.
 FILES = 2048
-#: Maximum size of a file that is hashed completely. Larger files are hashed by evenly spread pieces of this size.
+#: Maximum size in bytes of a completely hashed file, and number and size of the hashed pieces of larger files.
 _COMPLETE, _PIECES, _PIECE = 1 << 20, 8, 1 << 15
-#: Number of blocks of samples in memory (texts, pixels), which have one hash each.
+#: Maximum number of blocks into which samples in memory are divided. Each block has one hash.
 _BLOCKS = 256
-#: Hexadecimal digits of a hash.
+#: Number of hexadecimal digits of a hash.
 _DIGITS = 8
 
 
 @dataclass(frozen=True)
-class Contents:
-    """Hashes of the parts of a data set or of weights."""
+class Part:
+    """A part of a data set, such as a split, or weights."""
 
-    counts: Mapping[str, int]  # number of samples by part, such as a split
-    names: Mapping[str, Sequence[str]]  # names of the hashed entries by part, for messages
-    hashes: Mapping[str, str]  # concatenated hashes of these entries by part
-
-    def record(self) -> dict[str, Any]:
-        """Return counts and hashes in plain containers."""
-        return {part: {"count": self.counts[part], "hashes": self.hashes[part]} for part in self.counts}
-
-    def changes(self, before: Mapping[str, Any]) -> list[str]:
-        """Return descriptions of the parts that differ from an earlier result of `record`."""
-        found = []
-        for part in dict.fromkeys([*before, *self.counts]):
-            then, count = before.get(part, {"count": 0, "hashes": ""}), self.counts.get(part, 0)
-            now = self.hashes.get(part, "")
-            if then["count"] != count:
-                found.append(f"{part}: {then['count']:,} then, {count:,} now")
-            elif then["hashes"] != now:
-                old, names = then["hashes"], self.names[part]
-                starts = range(0, len(now), _DIGITS)
-                differ = [names[i // _DIGITS] for i in starts if old[i : i + _DIGITS] != now[i : i + _DIGITS]]
-                examples = f" ({some(differ, 3)})" if differ else ""
-                found.append(f"{part}: {len(differ):,} of {len(names):,} changed{examples}")
-        return found
+    count: int  # number of samples
+    names: Sequence[str]  # names of the hashed entries, for messages
+    hashes: str = ""  # concatenated hashes of these entries
+    files: Sequence[str] = ()  # paths of entries that have not been hashed
 
 
 @dataclass(frozen=True)
-class Looked:
-    """Entries of a data set to hash."""
+class Contents:
+    """Hashes of the parts of a data set, or of weights."""
 
-    counts: dict[str, int]  # see `Contents`
-    names: dict[str, list[str]]  # see `Contents`
-    known: dict[str, str]  # hashes of parts in memory
-    files: dict[str, list[str]]  # paths of files by part, which `contents` reads
+    parts: Mapping[str, Part]
 
-    def contents(self) -> Contents:
+    def read(self) -> Contents:
         """Read the files, and return all hashes."""
-        read = {part: "".join(in_threads(_of_file, paths)) for part, paths in self.files.items()}
-        return Contents(self.counts, self.names, {**self.known, **read})
+        hashes = {name: part.hashes + "".join(in_threads(_of_file, part.files)) for name, part in self.parts.items()}
+        return Contents({name: Part(part.count, part.names, hashes[name]) for name, part in self.parts.items()})
+
+    def record(self) -> dict[str, Any]:
+        """Return the counts and hashes as plain containers."""
+        return {name: {"count": part.count, "hashes": part.hashes} for name, part in self.parts.items()}
+
+    def changes(self, before: Mapping[str, Any]) -> list[str]:
+        """Describe the parts that differ from an earlier result of `record`."""
+        found = []
+        for name in dict.fromkeys([*before, *self.parts]):
+            old, part = before.get(name, {"count": 0, "hashes": ""}), self.parts.get(name, Part(0, ()))
+            if old["count"] != part.count:
+                found.append(f"{name}: {old['count']:,} then, {part.count:,} now")
+            elif old["hashes"] != part.hashes:
+                blocks = [slice(start, start + _DIGITS) for start in range(0, len(part.hashes), _DIGITS)]
+                pairs = zip(part.names, blocks, strict=True)
+                differ = [entry for entry, block in pairs if old["hashes"][block] != part.hashes[block]]
+                examples = f" ({some(differ, 3)})" if differ else ""
+                found.append(f"{name}: {len(differ):,} of {len(part.names):,} changed{examples}")
+        return found
 
 
-def looked_at(listing: Any, root: str | os.PathLike[str] = "") -> Looked:
-    """Select the entries of a listing to hash. File names are relative to `root`."""
-    looked = Looked({}, {}, {}, {})
+def looked_at(listing: Any, root: str | os.PathLike[str] = "") -> Contents:
+    """Select the entries of a listing that are hashed. File names are relative to `root`."""
     classes = getattr(listing, "classes", None) or listing.class_names
     names = list(getattr(classes, "names", classes))
     ids, colors = (getattr(classes, key, None) or [None] * len(names) for key in ("ids", "colors"))
-    looked.counts["classes"], looked.names["classes"] = len(names), names
     each = zip(names, ids, colors, strict=True)
-    looked.known["classes"] = "".join(_hash(repr(one).encode(errors="surrogateescape")) for one in each)
+    hashes = "".join(_hash(repr(one).encode(errors="surrogateescape")) for one in each)
+    parts = {"classes": Part(len(names), names, hashes)}
     for split, part in splits_of(listing).items():
         if hasattr(part, "masks"):
-            chosen = spread(len(part), FILES)
-            _add_files(looked, f"{split} images", part.images, chosen, root)
-            _add_files(looked, f"{split} masks", part.masks, chosen, root)
+            for kind in ("images", "masks"):
+                parts[f"{split} {kind}"] = _files(getattr(part, kind), spread(len(part), FILES), root)
         elif hasattr(part, "texts"):
-            _add_blocks(looked, split, part.texts, part.labels)
+            parts[split] = _blocks(part.texts, part.labels)
         elif isinstance(part.images, np.ndarray):
-            _add_blocks(looked, split, part.images, part.labels)
+            parts[split] = _blocks(part.images, part.labels)
         else:
             first = np.unique(part.labels, return_index=True)[1][:FILES]
-            _add_files(looked, split, part.images, np.union1d(spread(len(part), FILES), first), root, part.labels)
-    return looked
+            parts[split] = _files(part.images, np.union1d(spread(len(part), FILES), first), root)
+            parts[f"{split} labels"] = Part(len(part.labels), [split], _hash(label_bytes(part.labels).tobytes()))
+    return Contents(parts)
 
 
 def files_contents(part: str, paths: Sequence[Path]) -> Contents:
     """Return the hashes of entire files, such as weights."""
     hashes = "".join(_of_file(str(path), complete=True) for path in paths)
-    return Contents({part: len(paths)}, {part: [path.name for path in paths]}, {part: hashes})
+    return Contents({part: Part(len(paths), [path.name for path in paths], hashes)})
 
 
 def joined(parts: Mapping[str, Contents]) -> Contents:
-    """Combine several contents, and prefix the names of their parts with the keys of `parts`."""
-    every = {f"{prefix}{name}": (one, name) for prefix, one in parts.items() for name in one.counts}
-    return Contents(
-        {key: one.counts[name] for key, (one, name) in every.items()},
-        {key: one.names[name] for key, (one, name) in every.items()},
-        {key: one.hashes[name] for key, (one, name) in every.items()},
-    )
+    """Combine several `Contents`, and prefix the names of their parts with the keys of `parts`."""
+    return Contents({f"{prefix}{name}": part for prefix, one in parts.items() for name, part in one.parts.items()})
 
 
-def _add_files(
-    looked: Looked, part: str, paths: Any, chosen: np.ndarray, root: Any, labels: np.ndarray | None = None
-) -> None:
+def _files(paths: Any, chosen: np.ndarray, root: Any) -> Part:
     taken = [paths[int(i)] for i in chosen]
-    looked.counts[part], looked.files[part] = len(paths), taken
-    looked.names[part] = [os.path.relpath(path, root) if root else path for path in taken]
-    if labels is not None:
-        key = f"{part} labels"
-        looked.counts[key], looked.names[key] = len(labels), [part]
-        looked.known[key] = _hash(label_bytes(labels).tobytes())
+    return Part(len(paths), [os.path.relpath(path, root) if root else path for path in taken], files=taken)
 
 
-def _add_blocks(looked: Looked, part: str, samples: Any, labels: np.ndarray) -> None:
-    """Add pixels or texts in memory, with their labels."""
+def _blocks(samples: Any, labels: np.ndarray) -> Part:
     size = max(1, -(-len(samples) // _BLOCKS))
     starts = range(0, len(samples), size)
-    looked.counts[part] = len(samples)
-    looked.names[part] = [f"samples {start + 1}–{min(start + size, len(samples))}" for start in starts]
 
     def data(block: slice) -> bytes:
         found = samples[block]
@@ -137,7 +118,8 @@ def _add_blocks(looked: Looked, part: str, samples: Any, labels: np.ndarray) -> 
         text = np.ascontiguousarray(found).tobytes() if pixels else repr(found).encode(errors="surrogateescape")
         return text + labels[block].astype("<i8").tobytes()
 
-    looked.known[part] = "".join(_hash(data(slice(start, start + size))) for start in starts)
+    names = [f"samples {start + 1}–{min(start + size, len(samples))}" for start in starts]
+    return Part(len(samples), names, "".join(_hash(data(slice(start, start + size))) for start in starts))
 
 
 def _hash(data: bytes) -> str:
@@ -145,7 +127,6 @@ def _hash(data: bytes) -> str:
 
 
 def _of_file(path: str, complete: bool = False) -> str:
-    """Return the hash of a file, of pieces of a large file, or of no bytes if the file cannot be read."""
     found = hashlib.blake2b(digest_size=_DIGITS // 2)
     try:
         with open(path, "rb", buffering=0) as file:
@@ -158,6 +139,6 @@ def _of_file(path: str, complete: bool = False) -> str:
                 for number in range(_PIECES):
                     file.seek((size - _PIECE) * number // (_PIECES - 1))
                     found.update(file.read(_PIECE))
-    except OSError:  # reported or skipped when the file is read
+    except OSError:  # the error is reported when the file is read for training
         pass
     return found.hexdigest()

@@ -18,7 +18,7 @@ def verb(count: int, one: str = "has", several: str = "have") -> str:
 
 
 def and_more(count: int, noun: str = "") -> str:
-    """Return the end of a shortened list, such as `` and 3 more files``; empty if nothing was left out."""
+    """Return the end of a shortened list, such as `` and 3 more files``, or an empty string if nothing was left out."""
     return "" if count <= 0 else f" and {counted(count, f'more {noun}')}" if noun else f" and {count:,} more"
 
 

@@ -1,4 +1,4 @@
-"""Download, check and unpack the files of published data sets."""
+"""Download, verify and unpack the files of published data sets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.core.format import format_bytes
 from efficient_ft.core.network import open_url, reason_of
 
-STALL_SECONDS = 30.0  # timeout of a download that receives no data
+STALL_SECONDS = 30.0  # a download that receives no data for this time fails
 
 State = Literal["ready", "packed", "partial", "absent", "broken"]
 
@@ -31,19 +31,19 @@ class Archive:
     """A file of a data set."""
 
     path: str  # path of the file, relative to the root folder
-    unpacks: str | None = None  # folder that unpacking creates, relative to the root; None for other files
+    unpacks: str | None = None  # unpacked folder, relative to the root; None if the file is not an archive
     url: str | None = None  # URL of the file; None if it cannot be downloaded
-    md5: str | None = None  # checksum of the file; None if the publisher gives none
+    md5: str | None = None  # checksum of the file; None if the publisher provides no checksum
     size: int | None = None  # size in bytes; a shorter file is an interrupted download
-    contents: tuple[str, ...] = ()  # paths that the unpacked folder must contain, relative to it
+    contents: tuple[str, ...] = ()  # required paths, relative to the unpacked folder
 
     def state(self, root: Path) -> State:
         """Return the state of the files below `root`.
 
         Returns:
             ``ready`` if the files can be read; ``packed`` if the archive must be unpacked; ``partial`` if the file is
-            too short or its checksum differs; ``absent`` if it does not exist; ``broken`` if the unpacked folder lacks
-            contents.
+            too short or its checksum differs; ``absent`` if the file does not exist; ``broken`` if the unpacked folder
+            lacks contents.
         """
         if self.unpacks is not None and _has_entries(root / self.unpacks):
             return "broken" if self.lacks(root) else "ready"
@@ -57,31 +57,31 @@ class Archive:
         return "ready" if check_integrity(file, self.md5) else "partial"
 
     def lacks(self, root: Path) -> list[str]:
-        """Return the paths in `contents` that do not exist in the unpacked folder."""
+        """Return the paths in `contents` that are missing from the unpacked folder."""
         return [name for name in self.contents if not (root / str(self.unpacks) / name).exists()]
 
     def describe(self, root: Path) -> str:
-        """Return one line with the expected location of the file or folder, and its current state."""
+        """Return one line with the expected location of the file or folder and its current state."""
         line = str((root / self.path).absolute())
         if self.size is not None:
             line += f" ({format_bytes(self.size)})"
         if self.unpacks is not None:
-            line += f", or the folder it unpacks to: {(root / self.unpacks).absolute()}{os.sep}"
+            line += f", or the unpacked folder {(root / self.unpacks).absolute()}{os.sep}"
             if self.contents:
                 line += f" with {', '.join(self.contents)}"
         state = self.state(root)
         if state == "broken":
             line += f" [the folder exists but lacks {', '.join(self.lacks(root))}]"
         if state == "partial":
-            line += f" [{format_bytes((root / self.path).stat().st_size)} are present: incomplete or damaged]"
+            line += f" [{format_bytes((root / self.path).stat().st_size)} are present; incomplete or damaged]"
         return line
 
 
 def fetch(archives: Sequence[Archive], root: Path) -> None:
-    """Download, check and unpack all archives that are not ``ready``.
+    """Download, verify and unpack all archives that are not ``ready``.
 
     Raises:
-        UserError: a download fails or stops early, a checksum differs, or the disk is full or not writable.
+        UserError: If a download fails or stops early, a checksum differs, or the disk is full or not writable.
     """
     for archive in archives:
         state = archive.state(root)
@@ -103,8 +103,8 @@ def _download(archive: Archive, root: Path) -> None:
     free = shutil.disk_usage(target.parent).free
     if archive.size is not None and free < 2 * archive.size:
         raise UserError(
-            f"{target.parent.absolute()} has {format_bytes(free)} free; {target.name} needs about "
-            f"{format_bytes(2 * archive.size)} while it is unpacked. Choose another folder with data.root=DIR."
+            f"{target.parent.absolute()} has {format_bytes(free)} free, but {target.name} requires about "
+            f"{format_bytes(2 * archive.size)} while it is unpacked. Choose a different folder with data.root=DIR."
         )
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", suffix=".part", dir=target.parent) as scratch:
         part = Path(scratch) / target.name
@@ -125,7 +125,7 @@ def _download(archive: Archive, root: Path) -> None:
         if not check_integrity(part, archive.md5):
             raise UserError(
                 f"{archive.url} does not have the expected checksum (md5 {archive.md5}); the download was deleted. "
-                "Run again, or put the original file there."
+                f"Run the command again, or copy the original file to {target.absolute()}."
             )
         os.replace(part, target)
 
@@ -136,7 +136,7 @@ def _unpack(archive: Archive, root: Path) -> None:
     if not check_integrity(packed, archive.md5):
         raise UserError(
             f"{packed.absolute()} is damaged or is not the original file (its md5 differs from {archive.md5}). "
-            "Delete it and run again, or put the original there."
+            "Delete the file and run the command again, or replace it with the original file."
         )
     # Unpack into a temporary folder and rename it, so that interrupted unpacking leaves no incomplete data set.
     with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=target.parent) as scratch:
@@ -145,21 +145,21 @@ def _unpack(archive: Archive, root: Path) -> None:
             shutil.unpack_archive(packed, scratch, filter=None if packed.suffix == ".zip" else "data")
         except (EOFError, tarfile.TarError, zipfile.BadZipFile, shutil.ReadError, zlib.error) as error:
             raise UserError(
-                f"{packed.absolute()} cannot be unpacked ({error}): incomplete or damaged. Put a complete one there."
+                f"{packed.absolute()} cannot be unpacked ({error}). It is incomplete or damaged. Replace the file."
             ) from error
         made = Path(scratch) / target.name
         if not made.is_dir():
             found = ", ".join(sorted(p.name for p in Path(scratch).iterdir())[:5]) or "nothing"
             raise UserError(
                 f"{packed.absolute()} does not contain the folder {target.name}/ (it contains {found}). "
-                "Put the original archive there."
+                "Replace it with the original archive."
             )
         if target.is_dir() and not _has_entries(target):
             target.rmdir()
         try:
             os.replace(made, target)
         except OSError:
-            if archive.state(root) != "ready":  # another process may have unpacked it
+            if archive.state(root) != "ready":  # another process may have unpacked the archive
                 raise
 
 

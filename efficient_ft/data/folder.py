@@ -12,20 +12,15 @@ import numpy as np
 from efficient_ft.core.errors import UserError, did_you_mean
 from efficient_ft.core.text import printable
 from efficient_ft.data.counts import and_more, counted, some, verb
-from efficient_ft.data.file_list import FileList, is_folder, links_in, visible_entries
-from efficient_ft.data.folder_tree import same_class
+from efficient_ft.data.file_list import FileList, Paths, is_folder, links_in, visible_entries
 from efficient_ft.data.images import EXTENSIONS, class_name, is_image, reading_hint
-from efficient_ft.data.layout import Layout, find_layout, labels_hint
+from efficient_ft.data.layout import Layout, find_layout, labels_hint, same_class
 from efficient_ft.data.listing import Listing, Samples, hold_out_test
-from efficient_ft.data.paths import Paths
 from efficient_ft.data.splits import Chosen, Split, show
 
 _EXTENSIONS = f"Supported extensions: {' '.join(EXTENSIONS)}."
-#: Advice for folders in the layout of YOLO.
-_YOLO = (
-    "images/ with labels/ is an export for object detection: export the data for classification instead, with a folder"
-    " per class. "
-)
+#: Advice for folders in YOLO's layout.
+_YOLO = "images/ with labels/ is an export for object detection. Export the data with one folder per class. "
 
 
 def missing_folder(root: Path) -> str | None:
@@ -43,9 +38,10 @@ def missing_folder(root: Path) -> str | None:
 
 
 def folder_classes(root: Path, splits: Chosen | None = None, follow_links: bool = False) -> int | None:
-    """Count the training class folders without opening an image; None if there are none or the layout is ambiguous.
+    """Count the class folders of the training split without opening an image. See `read_folder` for the arguments.
 
-    See `read_folder` for the arguments.
+    Returns:
+        int or None: Number of classes; None if there are no classes or the layout is ambiguous.
     """
     if not root.is_dir():
         return None
@@ -59,19 +55,18 @@ def folder_classes(root: Path, splits: Chosen | None = None, follow_links: bool 
 def read_folder(root: Path, follow_links: bool = False, splits: Chosen | None = None) -> Listing:
     """List the images below `root`.
 
-    Two layouts are supported: ``train/CLASS`` with ``val/CLASS``, ``test/CLASS`` or both (in any common spelling, or as
-        set by ``data.splits``), and ``CLASS`` without splits. If there is neither ``val/`` nor ``test/``, one fifth of
-        every
-    class is held out for testing, the same images for every seed. Class folders may contain images at any depth.
-    Hidden files are ignored. Other unused files are counted in `Listing.left_out`.
+    Two layouts are supported: ``train/CLASS`` with ``val/CLASS``, ``test/CLASS`` or both, and ``CLASS`` without splits.
+    The names of splits may have any common spelling, or are set by ``data.splits``. If there is neither a validation
+    nor a test split, one fifth of every class is held out for testing, the same images for every seed. Class folders
+    may contain images at any depth. Hidden files are ignored. Other unused files are counted in `Listing.left_out`.
 
     Args:
         root: the folder, which may be a link.
-        follow_links: use the targets of links that lead out of `root`, and list them in the notes.
-        splits: folders of each split, as in ``data.splits``; None to recognize them by name.
+        follow_links: True to use the targets of links that lead out of `root`, and to list these links in the notes.
+        splits: folders of each split, as in ``data.splits``; None to recognize the splits by name.
 
     Raises:
-        UserError: the folder does not exist, the layout is ambiguous, there are fewer than two classes, a class has
+        UserError: If the folder does not exist, the layout is ambiguous, there are fewer than two classes, a class has
             fewer than two training images, or a link leads out of `root` and `follow_links` is False.
     """
     problem = missing_folder(root)
@@ -81,7 +76,7 @@ def read_folder(root: Path, follow_links: bool = False, splits: Chosen | None = 
     places = {split: [folder.path for folder in of] for split, of in layout.places.items()}
     classes = [one.path for of in layout.places.values() for place in of for one in place.folders.values()]
     tops = [path for of in places.values() for path in of if path != root]
-    # The folders between root and each split may be links, too.
+    # The folders between root and each split may also be links.
     inner = [one for path in tops for one in (*reversed([p for p in path.parents if root in p.parents]), path)]
     notes = links_in(dict.fromkeys([*inner, *classes]), root, follow_links)
     for place in dict.fromkeys((root, *tops)):
@@ -142,26 +137,25 @@ def _scan_train(
             f"{where} has no class folders with images. Expected layout: CLASS/*.jpg, one folder per class. "
             f"{_EXTENSIONS}{_other_files(ignored)}"
         )
-    empty = [name for name, paths in found.items() if not paths]
+    empty = [repr(name) for name, paths in found.items() if not paths]
     if empty:
+        yolo = _YOLO if {name.casefold() for name in found} == {"images", "labels"} else ""
         raise UserError(
-            f"{where} has class folders without images: {_first_names(empty)}. Add images or remove the folders. "
-            f"{_YOLO if {name.casefold() for name in found} == {'images', 'labels'} else ''}"
+            f"{where} has class folders without images: {some(empty, 5)}. Add images or remove the folders. {yolo}"
             f"{_EXTENSIONS}{_other_files(ignored)}"
         )
     names = list(found)
     if len(names) == 1:
         raise UserError(
-            f"{where} has a single class, {names[0]!r}, with {counted(len(found[names[0]]), 'image')}. Classification"
-            " needs at least two classes, each in its own folder."
-            f"{labels_hint([*places, *(place / names[0] for place in places)])}"
+            f"{where} has only one class, {names[0]!r}, with {counted(len(found[names[0]]), 'image')}. At least two are"
+            f" required, each in its own folder.{labels_hint([*places, *(place / names[0] for place in places)])}"
         )
-    single = [name for name in names if len(found[name]) == 1]
+    single = [repr(name) for name in names if len(found[name]) == 1]
     if single:
         raise UserError(
-            f"{_first_names(single)} of the {len(names)} classes in {where} {verb(len(single))} a single training image"
-            f" ({sum(map(len, found.values())):,} images in all). Each class needs at least two. Add images, remove the"
-            f" {verb(len(single), 'folder', 'folders')} from all splits, or move the images to another class."
+            f"{some(single, 5)} of the {len(names)} classes in {where} {verb(len(single))} a single training image"
+            f" ({sum(map(len, found.values())):,} images in total). Each class needs at least two. Add images, remove"
+            f" the {verb(len(single), 'folder', 'folders')} from all splits, or move the images to another class."
         )
     others.update(ignored)
     alike: dict[str, list[str]] = defaultdict(list)
@@ -191,7 +185,6 @@ def _scan_eval(
     files: FileList,
     others: Counter[str],
 ) -> Samples | None:
-    """Return the validation or test images; None if the split does not exist."""
     if split not in splits:
         return None
     where = some([str(place.absolute()) for place in splits[split]])
@@ -202,13 +195,11 @@ def _scan_eval(
         first = next(iter(unknown))
         near = next((f" It differs from {one!r} only in case or spaces." for one in names
                      if same_class(one) == same_class(first)), did_you_mean(first, names))  # fmt: skip
-        rest: Chosen = {
-            other: [os.path.relpath(place, root) for place in of] for other, of in splits.items() if other != split
-        }
+        rest: Chosen = {s: [os.path.relpath(place, root) for place in of] for s, of in splits.items() if s != split}
         raise UserError(
-            f"{where} has classes that the training split lacks: {_first_names(list(unknown))} "
+            f"{where} contains classes that are not in the training split: {some(list(map(repr, unknown)), 5)} "
             f"({counted(sum(unknown.values()), 'image')}).{near} All splits must have the same class folders. To"
-            f" leave this split out: 'data.splits={show(rest)}'."
+            f" exclude this split: 'data.splits={show(rest)}'."
         )
     found = {name: paths for name, paths in found.items() if paths}
     if not found:
@@ -250,7 +241,3 @@ def _other_files(others: Counter[str]) -> str:
         return ""
     hints = dict.fromkeys(f" For {kind} files: {hint}." for kind in others if (hint := reading_hint(kind)))
     return f" Other files: {_kinds(others)}.{''.join(hints)}"
-
-
-def _first_names(names: Sequence[str]) -> str:
-    return some([repr(name) for name in names[:5]], 5) + and_more(len(names) - 5)

@@ -13,14 +13,13 @@ from efficient_ft.config.schema import DataConfig
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.format import format_bytes
 from efficient_ft.core.input_spec import InputSpec
-from efficient_ft.data.decoded import DecodedImages
+from efficient_ft.data.file_list import Paths
 from efficient_ft.data.images import Decoding, read_image
 from efficient_ft.data.inspect_images import PIXELS, inspect_images
 from efficient_ft.data.inspection import Inspection, decoding_threads, find_failures
 from efficient_ft.data.listing import Listing, Samples, splits_of, stratified_split
-from efficient_ft.data.loader import SplitDataset
+from efficient_ft.data.loader import DecodedImages, SplitDataset
 from efficient_ft.data.opened import OpenedData
-from efficient_ft.data.paths import Paths
 from efficient_ft.data.reading import Header, Reading, headers, largest_file
 from efficient_ft.data.row_store import require_room
 from efficient_ft.data.transforms import Transform
@@ -30,18 +29,15 @@ class ImageData(OpenedData[Samples, SplitDataset]):
     """A data set of labeled images ready for training and evaluation.
 
     Args:
-        listing: lists of the data set.
-        config: the `data` section of the configuration.
+        listing, config, seed: see `OpenedData`.
         input: input size, normalization and interpolation of the network.
-        seed: seed of the run, which determines the validation split, the order and the augmentation.
 
     Attributes:
-        decoding: options for decoding image files.
-        transform_eval: transform of evaluation, from a PIL image or a path to float32 (C, H, W).
+        transform_eval: evaluation transform, from a PIL image or a path to float32 (C, H, W).
 
     Raises:
-        SettingError: a setting does not fit the data set.
-        UserError: the data set cannot be split, or too few readable images remain.
+        SettingError: If a setting does not fit the data set.
+        UserError: If the data set cannot be split, or too few readable images remain.
     """
 
     task, noun = "classification", "image"
@@ -60,19 +56,17 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         self._parts = self._split(listing)
         count = len(self._parts["train"])
         if count < config.batch_size:
-            self._notes.append(
-                f"Each batch contains all {count} training images, fewer than data.batch_size={config.batch_size}."
-            )
+            limit = f"fewer than data.batch_size={config.batch_size}"
+            self._notes.append(f"Each batch contains all {count} training images, {limit}.")
 
     def _split(self, listing: Listing) -> dict[str, Samples]:
-        """Return the samples of each split."""
-        train, val = listing.train, listing.val
-        if self.best_split == "test" and self._config.train_on_val and listing.recipe_trains_on_val and val is not None:
-            train, val = train.join(val), None  # the best epoch is not selected on validation images
-        return self._choose_splits(train, val, listing.test, stratified_split)
+        parts: dict[str, Samples] = splits_of(listing)
+        recipe = self._config.train_on_val and listing.recipe_trains_on_val
+        if self.best_split == "test" and recipe and "val" in parts:  # the best epoch is not selected on `val`
+            parts["train"] = parts["train"].join(parts.pop("val"))
+        return self._choose_splits(parts, stratified_split)
 
     def _without_corrupt(self, listing: Listing) -> Listing:
-        """Return `listing` without unreadable files, and record these files as skipped."""
         parts: dict[str, Samples] = splits_of(listing)
         for name, part in parts.items():
             if isinstance(part.images, Paths):
@@ -85,10 +79,10 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         gone = [repr(name) for label, name in enumerate(listing.class_names) if label not in labels]
         skip = "(data.on_corrupt=skip). Replace its files."
         if gone:
-            raise UserError(f"No readable training image is left of the class {gone[0]} {skip}")
+            raise UserError(f"The class {gone[0]} has no readable training image {skip}")
         for name, part in parts.items():
             if not len(part):
-                raise UserError(f"No readable image is left in the {name} split {skip}")
+                raise UserError(f"The {name} split has no readable image {skip}")
         self._note_skipped("unreadable")
         return replace(listing, train=parts["train"], val=parts.get("val"), test=parts.get("test"))
 
@@ -104,7 +98,7 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         found = self._headers(("train",) if training else ("val", "test"), transform.resize_size)
         decode = max((one.decode_bytes for one in found), default=0)
         size = transform.input.image_size
-        kept = 4 * math.prod(transform.resize_size or size)  # bytes of a resized image or of a crop
+        kept = 4 * math.prod(transform.resize_size or size)  # bytes per resized image or crop
         return Reading(size, decode + kept, kept, 6 * math.prod(size), largest_file(found))
 
     def inspection_bytes(self) -> int:
@@ -129,12 +123,11 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         return SplitDataset(self._parts[split], transform, self._seed, self._decoded.get(split))
 
     def keep_decoded(self, epochs: int) -> None:
-        """Keep decoded images on disk for a run of `epochs` epochs, if `data.keep_decoded` and the free space allow it.
+        """Keep decoded images on disk for a run of `epochs` epochs, if `data.keep_decoded` and the disk space allow.
 
         The training images and the images on which the best epoch is selected are kept. A note reports the result.
-
-        Raises:
-            SettingError: ``data.keep_decoded=on``, and the images have different sizes or there is not enough space.
+        Raise `SettingError` if ``data.keep_decoded=on``, and the images have different sizes or there is not enough
+        space.
         """
         config, on = self._config, self._config.keep_decoded == "on"
         transforms = {"train": self._train_transform, self.best_split: self.transform_eval}

@@ -19,32 +19,32 @@ from PIL import Image, ImageCms, ImageOps, TiffImagePlugin, features
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.text import printable
 
-#: Formats, by Pillow's names, that every build of Pillow reads. Other formats are not opened, because Pillow runs
-#: external programs for some of them, such as Ghostscript for PostScript.
+#: Formats that every build of Pillow reads, by Pillow's names. Other formats are not opened, because Pillow runs
+#: external programs to read some of them, such as Ghostscript for PostScript.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 for _format in FORMATS:
     importlib.import_module(f"PIL.{_format.title().replace('Webp', 'WebP')}ImagePlugin")
 
-#: Formats that require a certain build of Pillow or a package: extensions, Pillow's name, and how to install it.
+#: Formats that require a certain build of Pillow or a package: Pillow's name, module, installation advice, extensions.
 _FURTHER = {
-    "AVIF": ((".avif",), "AVIF", "pip install 'pillow>=11.3'"),
-    "JPEG 2000": ((".jp2", ".j2k", ".j2c", ".jpf", ".jpx"), "JPEG2000", "install a Pillow with OpenJPEG"),
-    "HEIC": ((".heic", ".heif", ".hif"), "HEIF", "pip install 'efficient-ft[heic]'"),
-    "JPEG XL": ((".jxl",), "JXL", "pip install pillow-jxl-plugin"),
+    "AVIF": ("AVIF", "PIL.AvifImagePlugin", "pip install 'pillow>=11.3'", ".avif"),
+    "JPEG 2000": ("JPEG2000", "PIL.Jpeg2KImagePlugin", "install a Pillow with OpenJPEG", ".jp2 .j2k .j2c .jpf .jpx"),
+    "HEIC": ("HEIF", "pillow_heif", "pip install 'efficient-ft[heic]'", ".heic .heif .hif"),
+    "JPEG XL": ("JXL", "pillow_jxl", "pip install pillow-jxl-plugin", ".jxl"),
 }
-_PACKAGES = {"HEIC": "pillow_heif", "JPEG XL": "pillow_jxl"}
+_CODECS = {"AVIF": "avif", "JPEG 2000": "jpg_2000"}
 
 
 @cache
 def _is_available(kind: str) -> bool:
-    if kind in _PACKAGES:
-        return importlib.util.find_spec(_PACKAGES[kind]) is not None
-    return bool(features.check({"AVIF": "avif", "JPEG 2000": "jpg_2000"}[kind]))
+    if kind in _CODECS:
+        return bool(features.check(_CODECS[kind]))
+    return importlib.util.find_spec(_FURTHER[kind][1]) is not None
 
 
 _ALWAYS = {".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 #: Extensions of the supported image formats.
-EXTENSIONS = tuple(sorted(_ALWAYS.union(*(known[0] for kind, known in _FURTHER.items() if _is_available(kind)))))
+EXTENSIONS = tuple(sorted(_ALWAYS.union(*(one[3].split() for kind, one in _FURTHER.items() if _is_available(kind)))))
 #: Extensions of unsupported formats of images and arrays.
 _CONVERT = (
     ".arw", ".cr2", ".cr3", ".dcm", ".dng", ".eps", ".exr", ".fits", ".h5", ".hdf5", ".hdr", ".ico", ".mat", ".nef",
@@ -66,12 +66,10 @@ MAX_PIXELS = 178_956_970
 class Decoding:
     """Options for decoding image files to RGB.
 
-    Attributes:
-        value_range: (low, high), the values of gray images with more than 8 bits that map to black and white. Values
-            outside are clipped. None for the full 16-bit range.
-        max_pixels: maximum number of pixels; larger images are rejected.
+    Gray values outside of `value_range` are clipped. Images with more than `max_pixels` pixels are rejected.
     """
 
+    #: (low, high), the values of gray images with more than 8 bits that map to black and white; None: 0 to 65535.
     value_range: tuple[float, float] | None = None
     max_pixels: int = MAX_PIXELS
 
@@ -91,7 +89,7 @@ def read_image(
         decoding: value range and size limit; None for the default.
 
     Raises:
-        UserError: the file is missing, unreadable, truncated, too large or not an image. The message begins with the
+        UserError: If the file is missing, unreadable, truncated, too large or not an image. The message begins with the
             path.
     """
     with opened(path, decoding) as image:
@@ -108,11 +106,7 @@ def reduce_resolution(image: Image.Image, target_size: tuple[int, int] | None) -
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str], decoding: Decoding | None = None) -> Iterator[Image.Image]:
-    """Open an image of a supported format, and read only its header.
-
-    Raises:
-        UserError: see `read_image`. Errors inside of the context are converted to `UserError` as well.
-    """
+    """Open an image of a supported format and read its header. Convert errors inside the context to `UserError`."""
     limit = (decoding or Decoding()).max_pixels
     try:
         with open(path, "rb") as file:
@@ -121,11 +115,10 @@ def opened(path: str | os.PathLike[str], decoding: Decoding | None = None) -> It
             if pixels > limit:
                 raise UserError(
                     f"{printable(path)}: the image has {image.width}×{image.height} = {pixels:,} pixels, more than"
-                    f" data.max_pixels={limit}. Set data.max_pixels={pixels} if the size is intended, or resize the"
-                    " image."
+                    f" data.max_pixels={limit}. Set data.max_pixels={pixels} if this is intended, or resize the image."
                 )
             if Image.MAX_IMAGE_PIXELS is not None and limit > Image.MAX_IMAGE_PIXELS:
-                Image.MAX_IMAGE_PIXELS = limit  # Pillow also checks crops of the image
+                Image.MAX_IMAGE_PIXELS = limit  # Pillow also applies its limit to crops
             yield image
     except (MemoryError, UserError):
         raise
@@ -135,11 +128,7 @@ def opened(path: str | os.PathLike[str], decoding: Decoding | None = None) -> It
 
 
 def to_rgb(image: Image.Image, decoding: Decoding) -> Image.Image:
-    """Decode an opened image as upright RGB.
-
-    Raises:
-        ValueError: the pixels cannot be converted to RGB.
-    """
+    """Decode an opened image as upright RGB. Raise `ValueError` if the pixels cannot be converted to RGB."""
     # Pillow drops the bands of a TIFF image that it cannot represent.
     bands = int(image.tag_v2.get(277, 1)) if image.format == "TIFF" else 1  # type: ignore[attr-defined]
     if bands > len(image.getbands()) or image.mode == "RGBX":
@@ -167,7 +156,6 @@ def to_rgb(image: Image.Image, decoding: Decoding) -> Image.Image:
 
 
 def _arguments(image: Image.Image) -> Any:
-    """Return the decoder arguments of an image that has not been loaded."""
     tiles = getattr(image, "tile", None)
     return tiles[0][3] if tiles else None
 
@@ -178,10 +166,7 @@ def has_16_bits(image: Image.Image) -> bool:
 
 
 def _eight_bits(image: Image.Image, value_range: tuple[float, float] | None, levels: float) -> Image.Image:
-    """Scale gray values to 8 bits.
-
-    The values of `value_range` map to 0 and 255. The factor `levels` converts Pillow's values to the stored values.
-    """
+    """Scale gray values to 8 bits. The factor `levels` converts Pillow's values to the stored values."""
     values = np.asarray(image).astype(np.float64) * levels
     if not np.isfinite(values).all():
         raise ValueError("some of its pixels are not finite")
@@ -194,12 +179,12 @@ def _eight_bits(image: Image.Image, value_range: tuple[float, float] | None, lev
     low, high = value_range or (0, 65535)
     scaled = ((values - low) / ((high - low) / 255)).round().clip(0, 255).astype(np.uint8)
     if image.format == "TIFF" and image.tag_v2.get(262) == 0:  # type: ignore[attr-defined]
-        scaled = 255 - scaled  # zero is white; Pillow inverts only 8-bit images
+        scaled = 255 - scaled  # the value 0 is white; Pillow inverts only 8-bit images
     return Image.fromarray(scaled)
 
 
 def _stored_levels(image: Image.Image) -> float:
-    """Return the factor from Pillow's 16-bit values to the stored values of an image that has not been loaded."""
+    """Return the factor that converts Pillow's 16-bit values of an unloaded image to the stored values."""
     if image.format == "PPM" and image.mode == "I" and isinstance(args := _arguments(image), tuple):
         return float(args[-1]) / 65535
     if image.format == "JPEG2000" and image.mode.startswith("I"):
@@ -215,12 +200,12 @@ def _stored_levels(image: Image.Image) -> float:
 def _too_many(bands: int) -> str:
     return (
         f"it has {bands} bands, but only gray, RGB, RGBA and CMYK images are supported."
-        " Save three of its bands as RGB; model.kwargs.in_chans does not read more bands from files"
+        " Save three of its bands as RGB; model.kwargs.in_chans does not apply to image files"
     )
 
 
 def _identified(file: IO[bytes], path: str) -> Image.Image:
-    """Open an image of a supported format without Pillow's size limit; raise `ValueError` for other formats."""
+    """Open an image of a supported format without Pillow's size limit. Raise `ValueError` for other formats."""
     start = file.read(512)
     if not start:
         raise ValueError("the file is empty")
@@ -239,20 +224,16 @@ def _identified(file: IO[bytes], path: str) -> Image.Image:
     if kind is None:
         raise ValueError("cannot identify image file: the format is unknown")
     if kind == "Git LFS pointer":
-        raise ValueError("it is a Git LFS pointer, not the file: run git lfs pull")
+        raise ValueError("it is a Git LFS pointer instead of the file: run git lfs pull")
     raise ValueError(f"its content is {kind}, not a supported image; convert it, or download it again")
 
 
 def _plugin(kind: str) -> str:
     """Load the plugin of an optional format, and return Pillow's name of the format."""
-    name = _FURTHER[kind][1]
-    if kind == "HEIC":
-        if name not in Image.OPEN:
-            importlib.import_module("pillow_heif").register_heif_opener()
-    elif kind == "JPEG XL":
-        importlib.import_module("pillow_jxl")
-    else:
-        importlib.import_module({"AVIF": "PIL.AvifImagePlugin"}.get(kind, "PIL.Jpeg2KImagePlugin"))
+    name, module, *_ = _FURTHER[kind]
+    plugin = importlib.import_module(module)
+    if kind == "HEIC" and name not in Image.OPEN:
+        plugin.register_heif_opener()
     return name
 
 
@@ -272,7 +253,7 @@ def _why_not(file: IO[bytes], name: str, error: Exception) -> str:
 
 
 def file_kind(start: bytes) -> str | None:
-    """Return the kind of a file, such as ``HEIC`` or ``HTML or XML``, by its first bytes; None if it is unknown."""
+    """Return the kind of a file by its first bytes, such as ``HEIC`` or ``HTML or XML``, or None if it is unknown."""
     if start[4:8] == b"ftyp":
         brand = start[8:12]
         if brand in (b"avif", b"avis"):
@@ -287,9 +268,9 @@ def file_kind(start: bytes) -> str | None:
 
 
 def reading_hint(extension: str) -> str | None:
-    """Return instructions for images with an unsupported extension, such as ``.heic``; None for other files."""
-    for extensions, _, how in _FURTHER.values():
-        if extension in extensions:
+    """Return instructions for images with an unsupported extension, such as ``.heic``, or None for other files."""
+    for _, _, how, extensions in _FURTHER.values():
+        if extension in extensions.split():
             return how
     return "convert them to PNG or TIFF" if extension in _CONVERT else None
 
@@ -300,5 +281,5 @@ def class_name(folder: str) -> str:
 
 
 def is_image(path: str | os.PathLike[str]) -> bool:
-    """Return True if the extension is that of a supported image format."""
+    """Return True if the extension denotes a supported image format."""
     return os.path.splitext(path)[1].lower() in EXTENSIONS

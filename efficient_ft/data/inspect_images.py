@@ -1,4 +1,4 @@
-"""Inspect image data sets: sizes, modes, values and frames; a thorough inspection also finds duplicates."""
+"""Inspect image data sets: sizes, modes, values and frames. A thorough inspection also finds duplicates."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from efficient_ft.data.listing import Samples
 PIXELS, _FIRST = 16_000_000, 4
 #: Factor of enlargement above which a warning is issued.
 _ENLARGED = 4.0
-#: Suggested upper ends of the range, if all stored values are in its lowest quarter.
+#: Suggested upper limits of ``data.value_range``, if all stored values are in the lowest quarter of the 16-bit range.
 _DEPTHS = (255, 1023, 4095, 16383)
-#: Maximum number of recorded groups of duplicates, of paths in each group, and of images compared for near-duplicates.
+#: Maximum number of recorded duplicate groups, paths per group, and images compared for near-duplicates.
 _GROUPS, _PATHS, _COMPARED = 100, 5, 50_000
 _GRAY = ("1", "L", "LA", "La", "F")
 _FORMATS = {"jpg": "JPEG", "jpeg": "JPEG", "jfif": "JPEG", "tif": "TIFF", "pgm": "PPM", "jp2": "JPEG2000",
             "j2k": "JPEG2000", "j2c": "JPEG2000", "jpf": "JPEG2000", "jpx": "JPEG2000", "heic": "HEIF",
             "hif": "HEIF"}  # fmt: skip
-#: Names of masks in the folder of their images.
+#: Names of masks that are stored in the folder of their images.
 _MASK = re.compile(r"(.+)[ _-](?:mask|masks|seg|segmentation|gt|label|labels|annotation)(?:[ _-]?\d+)?", re.IGNORECASE)
 #: Side of a thumbnail in pixels.
 _SIDE = 9
 #: Maximum root mean square difference of two thumbnails, in gray levels and relative to the smaller contrast. These
-#: limits detect 92 % to 100 % of the copies of photographs with 128 and 224 pixels that are saved as JPEG of quality 30
-#: to 60, or at half or 1.5 times the size, and no different photographs. They miss JPEG copies of tiny images.
+#: limits detect at least 92 % of the copies of photographs with 128 and 224 pixels that are saved as JPEG of quality 30
+#: to 60 or resized by factors of 0.5 and 1.5. They match no distinct photographs, but miss JPEG copies of tiny images.
 _LEVELS, _RELATIVE = 4.0, 0.08
 #: Minimum contrast (standard deviation of a thumbnail), and maximum ratio of two aspect ratios.
 _CONTRAST, _ASPECT = 6.0, 1.05
@@ -51,7 +51,7 @@ _BLOCK = 512
 
 @dataclass
 class _Seen:
-    """An image and its properties. The fields after `decoded` describe the pixels of decoded images."""
+    """An image and its properties. Only decoded images have the properties after `decoded`."""
 
     split: str
     index: int
@@ -80,15 +80,10 @@ def inspect_images(
     *,
     thorough: bool = False,
 ) -> Inspection:
-    """Inspect the images of a data set.
+    """Inspect the images of a data set, given its splits.
 
-    Args:
-        parts: samples by split.
-        class_names: class names by label.
-        input: input of the network, whose size is compared with the sizes of the images.
-        decoding: options for decoding files; None for the default.
-        thorough: decode every image, and search for unreadable files and duplicates; otherwise inspect an evenly
-            spread sample.
+    By default, an evenly spread sample is inspected, and its sizes are compared with `input`. If `thorough` is True,
+    every image is decoded, and unreadable files and duplicates are reported.
     """
     decoding, found = decoding or Decoding(), Inspection()
     total = sum(len(part) for part in parts.values())
@@ -129,7 +124,6 @@ def inspect_images(
 
 
 def _images(parts: Mapping[str, Samples], chosen: np.ndarray) -> list[_Seen]:
-    """Return the images at the given indices into the concatenated splits."""
     images, start = [], 0
     for split, part in parts.items():
         for index in (chosen[(chosen >= start) & (chosen < start + len(part))] - start).tolist():
@@ -140,7 +134,7 @@ def _images(parts: Mapping[str, Samples], chosen: np.ndarray) -> list[_Seen]:
 
 
 def _to_decode(images: Sequence[_Seen]) -> list[_Seen]:
-    """Return evenly spread images to decode, with a limited number of pixels."""
+    """Select evenly spread images to decode, with at most `PIXELS` pixels in total but at least `_FIRST` images."""
     readable = [image for image in images if image.error is None and not image.decoded]
     chosen: list[_Seen] = []
     pixels = 0
@@ -197,7 +191,6 @@ def _digest(pixels: np.ndarray) -> bytes:
 
 
 def _report_sizes(found: Inspection, images: Sequence[_Seen], total: int, input: InputSpec) -> None:
-    """Report sizes, modes, values, and the number of inspected images."""
     sizes = sorted((image.size for image in images), key=lambda size: (size[0] * size[1], size))
     low, middle, high = sizes[0], sizes[len(sizes) // 2], sizes[-1]
     modes = Counter(image.mode for image in images)
@@ -234,7 +227,7 @@ def _by(size: tuple[int, int]) -> str:
 
 
 def _report_values(found: Inspection, decoded: Sequence[_Seen], decoding: Decoding) -> None:
-    """Report values that use a small part of the range, clipped values, and images of a single color."""
+    """Report images that use a small part of the value range, clipped values, and images of a single color."""
     if not decoded:
         return
     number = counted(len(decoded), "decoded image")
@@ -282,11 +275,12 @@ def _report_values(found: Inspection, decoded: Sequence[_Seen], decoding: Decodi
         )
     found.facts["single_color"] = len(constant)
     if single:
-        found.warnings.append(f"A single color fills {len(single):,} of {number}: {some(single, 1)}.")
+        has = verb(len(single))
+        found.warnings.append(f"{len(single):,} of {number} {has} a single color: {some(single, 1)}.")
 
 
 def _report_masks(found: Inspection, images: Sequence[_Seen]) -> None:
-    """Report images that are named like the mask of another image in their folder."""
+    """Report images whose names look like the mask of another image in their folder."""
     masks = []
     for image in images:
         stem, extension = os.path.splitext(image.path)
@@ -298,12 +292,11 @@ def _report_masks(found: Inspection, images: Sequence[_Seen]) -> None:
         found.warnings.append(
             f"{len(masks):,} of {counted(len(images), 'image')} {verb(len(masks), 'is', 'are')} named like the mask of"
             f" another image, such as {printable(masks[0])}. They are used as images of their class. If they are masks,"
-            " move them away."
+            " move them to a different folder."
         )
 
 
 def _report_files(found: Inspection, images: Sequence[_Seen]) -> None:
-    """Report formats, extensions that do not match them, and files with several frames."""
     formats = Counter(image.format for image in images if image.format)
     if not formats:
         return
@@ -316,7 +309,7 @@ def _report_files(found: Inspection, images: Sequence[_Seen]) -> None:
     found.facts["extension_differs"] = len(differs)
     if differs:
         number = f"{counted(len(differs), 'file')} {verb(len(differs))}"
-        found.lines.append(f"{number} an extension of another format: {some(differs, 1)}")
+        found.lines.append(f"{number} the extension of a different format: {some(differs, 1)}")
     several = [image.path for image in images if image.frames]
     found.facts["several_frames"] = len(several)
     if several:
@@ -401,15 +394,12 @@ def _report_near_duplicates(found: Inspection, images: Sequence[_Seen], class_na
 
 
 def _thumbnail(image: Image.Image) -> np.ndarray:
-    """Return a thumbnail of an RGB image for comparisons: uint8 (9 * 9 * 3,)."""
+    """Return a thumbnail of an RGB image for comparisons: uint8 (243,)."""
     return np.asarray(image.resize((_SIDE, _SIDE), Image.Resampling.BILINEAR, reducing_gap=2.0)).ravel()
 
 
 def _near_pairs(thumbnails: Sequence[np.ndarray], sizes: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the indices of pairs of almost equal images, given their thumbnails and (width, height).
-
-    Images with low contrast are skipped.
-    """
+    """Yield the indices of almost equal images with enough contrast, given their thumbnails and (width, height)."""
     pixels = np.asarray(thumbnails, dtype=np.float32).reshape(len(thumbnails), -1 if thumbnails else 1)
     contrast = pixels.std(axis=1)
     order = np.flatnonzero(contrast >= _CONTRAST)

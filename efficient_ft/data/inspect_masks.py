@@ -16,13 +16,12 @@ from efficient_ft.core.text import plain_line, printable
 from efficient_ft.data.counts import counted, some, verb
 from efficient_ft.data.images import Decoding, read_image
 from efficient_ft.data.inspection import Inspection, find_failures, in_threads
-from efficient_ft.data.mask_pixels import read_pixels
 from efficient_ft.data.mask_survey import Survey, examined, mask_orientation, survey
-from efficient_ft.data.masks import UNKNOWN, Classes, MaskSamples, read_mask
+from efficient_ft.data.masks import UNKNOWN, Classes, MaskSamples, read_mask, read_pixels
 
-#: Share of pixels without a label above which a warning is issued.
+#: Share of unlabeled pixels above which a warning is issued.
 _MOSTLY_UNLABELED = 0.9
-#: Minimum number of masks that are compared with each other.
+#: Minimum number of masks that are compared.
 _FEW = 3
 #: Minimum distance of the foreground shares from one half if some masks are inverted.
 _GAP = 0.15
@@ -45,14 +44,10 @@ def inspect_masks(
     *,
     thorough: bool = False,
 ) -> Inspection:
-    """Inspect the images and masks of a data set.
+    """Inspect the images and masks of a data set, given its splits.
 
-    Args:
-        parts: images and masks by split.
-        classes: classes of the data set.
-        settings: mask settings.
-        decoding: options for decoding images.
-        thorough: decode every file, and compare images across splits; otherwise read headers and decode some masks.
+    By default, headers are read and some masks are decoded. If `thorough` is True, every file is decoded, and images
+    are compared across splits.
     """
     found = survey(parts, classes, thorough)
     result = Inspection()
@@ -149,7 +144,7 @@ def _warnings(result: Inspection, found: Survey, classes: Classes, settings: Mas
         empty = sum(1 for _, one in found.counted[split] if 0 < one.shares[IGNORED] == one.shares.sum())
         if empty and split != "train":
             masks = f"{counted(empty, f'{split} mask')} {verb(empty)}"
-            result.warnings.append(f"{masks} no labeled pixels, and no effect on the scores.")
+            result.warnings.append(f"{masks} no labeled pixels. Such masks do not affect the scores.")
     different = _sizes_that_differ(found, settings)
     if different:
         image, mask, _ = different[0]
@@ -161,7 +156,6 @@ def _warnings(result: Inspection, found: Survey, classes: Classes, settings: Mas
 
 
 def _odd(result: Inspection, found: Survey, classes: Classes) -> None:
-    """Warn if all masks are equal, if each contains a single class, or if some may be inverted."""
     rows = [row for row in found.masks if not row[1].error]
     shares = np.asarray([one.shares for _, one in rows]).reshape(len(rows), -1)[:, :UNKNOWN]
     present = (shares > 0).sum(axis=1)
@@ -174,20 +168,16 @@ def _odd(result: Inspection, found: Survey, classes: Classes) -> None:
         ids = [read_pixels(path).ids for path, _ in rows[:_FEW]]
         if all(np.array_equal(ids[0], one) for one in ids):
             result.warnings.append(
-                f"The {len(rows)} decoded masks are equal, such as {printable(rows[0][0])}. Check that each image has"
-                " its own mask."
+                f"The {len(rows)} decoded masks are equal, such as {printable(rows[0][0])}. Check the mask of each"
+                " image."
             )
     if len(classes.names) == 2:
         _inverted(result, [path for path, _ in rows], shares[:, :2], classes)
 
 
 def _inverted(result: Inspection, paths: Sequence[str], pixels: np.ndarray, classes: Classes) -> None:
-    """Warn if some masks of two classes may be inverted relative to the others, given their pixel counts, int64 (N, 2).
-
-    Inverted masks are assumed if no foreground share is near one half, and if one class covers about the same share in
-    the first group of masks as the other class covers in the second group.
-    """
-    mixed = np.flatnonzero(pixels.all(axis=1))  # a mask with a single class gives no evidence
+    """Warn if some masks of two classes may be inverted, given their pixel counts, int64 (N, 2)."""
+    mixed = np.flatnonzero(pixels.all(axis=1))  # masks with a single class are ignored
     share = pixels[mixed, 1] / np.maximum(pixels[mixed].sum(axis=1), 1)
     high = share > 0.5
     groups = high.sum(), (~high).sum()
@@ -206,7 +196,7 @@ def _inverted(result: Inspection, paths: Sequence[str], pixels: np.ndarray, clas
 
 
 def _sizes_that_differ(found: Survey, settings: MaskConfig) -> list[tuple[str, str, str]]:
-    """Return the paths of images and masks whose upright sizes differ, with both sizes as text."""
+    """Return the paths of images and masks whose upright sizes differ, and both sizes as text."""
     different = []
     for pair in found.pairs:
         if pair.header is None or pair.stored is None:
@@ -222,7 +212,6 @@ def _sizes_that_differ(found: Survey, settings: MaskConfig) -> list[tuple[str, s
 
 
 def _problems_of_headers(result: Inspection, found: Survey, settings: MaskConfig) -> None:
-    """Record the problems visible in headers and in the decoded masks."""
     for split, rows in found.counted.items():
         for path, one in rows:
             if one.error and one.error != "colors":
@@ -242,7 +231,7 @@ def _problems(
     settings: MaskConfig,
     decoding: Decoding | None,
 ) -> None:
-    """Read every pair in the same way as training, and record the failures."""
+    """Read every pair in the same way as training, and record failures."""
     unreadable: set[str] = set()
 
     def read(job: tuple[str, str, bool]) -> None:
@@ -275,8 +264,7 @@ def _duplicates(result: Inspection, parts: Mapping[str, MaskSamples]) -> None:
         (first, one), (second, two) = list(shared[0].items())[:2]
         result.warnings.append(
             f"{counted(len(shared), 'image')} {verb(len(shared), 'is', 'are')} in several splits, such as"
-            f" {printable(one)} ({first}) and {printable(two)}"
-            f" ({second}). Scores on them are too high. Remove the duplicates."
+            f" {printable(one)} ({first}) and {printable(two)} ({second}). Remove such duplicates."
         )
 
 

@@ -1,10 +1,10 @@
-"""Inspect texts: lengths in tokens, unknown tokens, duplicates, and suspicious content."""
+"""Inspect texts: token counts, unknown tokens, duplicates, and suspicious content."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -13,23 +13,22 @@ from efficient_ft.core.text import plain_line
 from efficient_ft.core.tokenizer import Tokenizer
 from efficient_ft.data.counts import counted, shortened, some, verb
 from efficient_ft.data.inspection import Inspection, spread
-from efficient_ft.data.text_labels import is_number
-from efficient_ft.data.texts import Texts
+from efficient_ft.data.texts import Texts, is_number
 
 #: Limits of a quick inspection: tokenized texts, their total number of characters, and compared texts.
 _TOKENIZED, _CHARACTERS, _COMPARED = 1000, 150_000, 100_000
-#: Number of non-consecutive numeric classes above which they may be a quantity.
+#: Number of non-consecutive numeric classes above which the labels may be a quantity.
 _NUMBERS = 20
 #: Fractions above which a warning is issued.
 _UNKNOWN, _CUT, _REPEATED, _ODD = 0.05, 0.25, 0.5, 0.01
-#: Texts that common programs write for a missing value.
+#: Texts that common programs write for missing values.
 _NOTHING = frozenset(
     ["nan", "none", "null", "n/a", "na", "#n/a", "#ref!", "#value!", "#name?", "<na>", "[deleted]", "[removed]"]
 )
 #: UTF-8 that was decoded with a wrong encoding (Ã©, â€™), and replacement characters.
 _GARBLED = re.compile("Ã[\x80-\xbf]|â€|\ufffd|Ð[\x80-\xbf]Ð|ï»¿")
 _MARKUP = re.compile(r"<(br|p|div|span|a|b|i)\b[^>]*>", re.IGNORECASE)
-#: Class names that often mean a missing label.
+#: Class names that often denote a missing label.
 _MARKERS = frozenset(
     ["-1", "none", "n/a", "na", "null", "?", "-", ".", "unknown", "unlabeled", "unlabelled", "unsup", "undefined",
      "todo"]
@@ -44,15 +43,10 @@ def inspect_texts(
     *,
     thorough: bool = False,
 ) -> Inspection:
-    """Inspect the texts of a data set.
+    """Inspect the texts of a data set, given its splits. `max_length` is ``model.max_length``, in tokens.
 
-    Args:
-        parts: texts by split; must contain ``train``.
-        class_names: class names by label.
-        tokenizer: tokenizer of the network.
-        max_length: ``model.max_length``, in tokens.
-        thorough: examine all texts, and ignore case and spaces in comparisons; otherwise examine at most 1,000 training
-            texts, and compare the first 100,000 texts exactly.
+    By default, at most 1,000 training texts are examined, and the first 100,000 texts are compared exactly. If
+    `thorough` is True, all texts are examined, and comparisons ignore case and spaces.
     """
     found = Inspection()
     texts = parts["train"].texts
@@ -68,7 +62,7 @@ def inspect_texts(
 
 
 def _within(texts: Sequence[tuple[str, ...]], characters: int) -> list[tuple[str, ...]]:
-    """Return a random subset of the texts with at most `characters` characters in total, or a single text."""
+    """Return a random subset of the texts with at most `characters` characters in total, but at least one text."""
     kept: list[int] = []
     for index in np.random.default_rng(0).permutation(len(texts)).tolist():
         size = sum(map(len, texts[index]))
@@ -81,7 +75,6 @@ def _within(texts: Sequence[tuple[str, ...]], characters: int) -> list[tuple[str
 def _lengths(
     found: Inspection, examined: Sequence[tuple[str, ...]], whole: int, tokenizer: Tokenizer, max_length: int
 ) -> None:
-    """Report the number of tokens and characters, and the share of unknown tokens."""
     lengths, unknown = map(np.asarray, tokenizer.measure(examined))
     characters = np.asarray([sum(map(len, text)) for text in examined])
     cut = float((lengths > max_length).mean())
@@ -102,13 +95,13 @@ def _lengths(
         )
     if share > _UNKNOWN:
         found.warnings.append(
-            f"{format_percent(share)} of the tokens are unknown to the tokenizer, which may be for a different"
+            f"{format_percent(share)} of the tokens are unknown to the tokenizer, which may be intended for a different"
             " language or script. Choose a different model.name or model.weights."
         )
     if empty:
         found.warnings.append(
-            f"{empty:,} of {counted(len(examined), 'text')} {verb(empty, 'contains', 'contain')} only special tokens:"
-            " nothing can be learned from them."
+            f"{empty:,} of {counted(len(examined), 'text')} {verb(empty, 'contains', 'contain')} only special tokens"
+            " and cannot be learned."
         )
 
 
@@ -120,15 +113,18 @@ def _odd(found: Inspection, examined: Sequence[tuple[str, ...]]) -> None:
         (_ODD, "may contain HTML tags", [text for text in single if _MARKUP.search(text)]),
     ):
         if len(example) > share * len(single):
-            found.warnings.append(
-                f"{len(example):,} of {counted(len(single), 'text')} {reason}, such as {_short(example[0])}."
-            )
+            number = f"{len(example):,} of {counted(len(single), 'text')}"
+            found.warnings.append(f"{number} {reason}, such as {_short(example[0])}.")
 
 
 def _repeated(found: Inspection, parts: Mapping[str, Texts], class_names: Sequence[str], *, thorough: bool) -> None:
     """Report texts that occur in two splits, with two labels, or repeatedly in training."""
     limit = None if thorough else _COMPARED
-    hashes = {name: [hash(key) for key in _keys(part.texts[:limit], thorough=thorough)] for name, part in parts.items()}
+
+    def key_of(text: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(" ".join(one.casefold().split()) for one in text) if thorough else text
+
+    hashes = {name: [hash(key_of(text)) for text in part.texts[:limit]] for name, part in parts.items()}
     train = set(hashes["train"])
     compared = "" if limit is None or len(parts["train"]) <= limit else f" (the first {limit:,} examined)"
     repeats = len(hashes["train"]) - len(train)
@@ -143,8 +139,8 @@ def _repeated(found: Inspection, parts: Mapping[str, Texts], class_names: Sequen
     shared = [f"{count:,} of {len(hashes[name]):,} {name} texts" for name, count in counts.items() if count]
     if shared:
         found.warnings.append(
-            f"The training texts include {' and '.join(shared)}{compared}: the accuracy on these measures memorization."
-            " Remove the duplicates."
+            f"The training texts include {' and '.join(shared)}{compared}. The accuracy on these texts measures"
+            " memorization. Remove the duplicates."
         )
     labels: dict[int, set[int]] = defaultdict(set)
     for name, part in parts.items():
@@ -166,13 +162,7 @@ def _repeated(found: Inspection, parts: Mapping[str, Texts], class_names: Sequen
         )
 
 
-def _keys(texts: Sequence[tuple[str, ...]], *, thorough: bool) -> Iterator[tuple[str, ...]]:
-    for text in texts:
-        yield tuple(" ".join(one.casefold().split()) for one in text) if thorough else text
-
-
 def _names(found: Inspection, class_names: Sequence[str], parts: Mapping[str, Texts]) -> None:
-    """Report class names that may mean missing labels, numbers, or combinations of labels."""
     markers = [name for name in class_names if name.casefold() in _MARKERS]
     if set(class_names) == {"-1", "1"}:
         markers = []
@@ -180,21 +170,19 @@ def _names(found: Inspection, class_names: Sequence[str], parts: Mapping[str, Te
     for name in markers:
         number = counts[class_names.index(name)]
         found.warnings.append(
-            f"{counted(number, 'training text')} {verb(number)} the label {name!r}, which is"
-            " trained as a class. If it marks texts without a label, remove them, or skip these rows of a file:"
-            f' "data.text.missing=[{name!r}]" data.on_corrupt=skip.'
+            f"{counted(number, 'training text')} {verb(number)} the label {name!r}, which is trained as a class. If it"
+            f' denotes a missing label, remove or skip the texts: "data.text.missing=[{name!r}]" data.on_corrupt=skip.'
         )
     single = [name for label, name in enumerate(class_names) if counts[label] == 1]
     if single:
-        found.warnings.append(
-            f"{counted(len(single), 'class')} with a single training text: {some(list(map(_short, single)), 5)}."
-        )
+        names = some(list(map(_short, single)), 5)
+        found.warnings.append(f"{counted(len(single), 'class')} with a single training text: {names}.")
     numbers = [name for name in class_names if is_number(name)]
     consecutive = set(range(len(numbers))), set(range(1, len(numbers) + 1))
     if len(numbers) == len(class_names) > _NUMBERS and {*map(float, numbers)} not in consecutive:
         found.warnings.append(
             f"The {len(numbers)} classes are numbers from {numbers[0]} to {numbers[-1]}. If they are a quantity, map"
-            " ranges of it to classes."
+            " ranges of values to classes."
         )
     known = set(class_names)
     shared = Counter(part for name in class_names for part in set(_parts(name, "|;")))
@@ -217,10 +205,7 @@ def _parts(name: str, separators: str) -> list[str]:
 
 
 def _is_joined(name: str, known: set[str], shared: Mapping[str, int]) -> bool:
-    """Return True if a class name may combine several labels.
-
-    Such a name is written as a list, joins known class names, or shares a part between | or ; with another class.
-    """
+    """Return True if a name is written as a list, joins known names, or shares a part between | or ; with a name."""
     if re.fullmatch(r"[\[({].*,.*[\])}]", name):
         return True
     parts, listed = _parts(name, "|;,/+&"), _parts(name, "|;")

@@ -1,9 +1,9 @@
-"""Helpers for inspecting data sets: results, sampling, threads and progress."""
+"""Results and summaries of inspecting data sets, with sampling, threads and progress."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -12,6 +12,8 @@ import numpy as np
 from tqdm import tqdm
 
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.text import plain_line, printable
+from efficient_ft.data.counts import counted, shortened, some, verb
 
 #: Number of samples whose headers (sizes, modes) a quick inspection reads, and number of samples that it decodes.
 HEADERS, DECODED = 1024, 48
@@ -21,11 +23,10 @@ HEADERS, DECODED = 1024, 48
 class Inspection:
     """The result of inspecting the samples of a data set."""
 
-    facts: dict[str, Any] = field(default_factory=dict)  # plain containers for results.json
+    facts: dict[str, Any] = field(default_factory=dict)  # facts for results.json, in plain containers
     lines: list[str] = field(default_factory=list)  # the same facts for the terminal, one short line each
-    #: Properties of the data that are likely to harm training, one sentence each, with the setting to change.
-    warnings: list[str] = field(default_factory=list)
-    problems: dict[str, str] = field(default_factory=dict)  # reason by path, for samples that training would reject
+    warnings: list[str] = field(default_factory=list)  # properties that may harm training, with the setting to change
+    problems: dict[str, str] = field(default_factory=dict)  # reasons by path, for samples that training would reject
 
 
 def spread(size: int, count: int) -> np.ndarray:
@@ -34,10 +35,7 @@ def spread(size: int, count: int) -> np.ndarray:
 
 
 def decoding_threads(pixels: int, limit: int) -> int:
-    """Return the number of images to decode in parallel.
-
-    The largest image has `pixels` pixels, and all images together have at most `limit` pixels.
-    """
+    """Return the number of images with `pixels` pixels to decode in parallel, with at most `limit` pixels in total."""
     return max(1, min(8, os.cpu_count() or 1, limit // max(pixels, 1)))
 
 
@@ -48,9 +46,9 @@ _Result = TypeVar("_Result")
 def in_threads(
     function: Callable[[_Item], _Result], items: Sequence[_Item] | Iterable[_Item], threads: int | None = None
 ) -> Iterable[_Result]:
-    """Apply a function to all items in threads, and yield the results in order. Pillow decodes without the GIL.
+    """Yield the results of a function in order. By default, there is one thread per processor, but at most 8.
 
-    The default number of threads is one per processor, at most 8.
+    Pillow decodes without the GIL.
     """
     with ThreadPoolExecutor(max_workers=threads or min(8, os.cpu_count() or 1)) as pool:
         yield from pool.map(function, items)
@@ -67,7 +65,7 @@ def find_failures(
 ) -> dict[_Item, str]:
     """Call a function for all items in threads, and return the messages of its user errors by item.
 
-    The items are iterated twice. The total number of items and the description are shown in a progress bar.
+    The items are iterated twice. A progress bar shows the description and the total number of items.
     """
 
     def message(item: _Item) -> str | None:
@@ -79,3 +77,105 @@ def find_failures(
 
     messages = progress(in_threads(message, items), total, description)
     return {item: text for item, text in zip(items, messages, strict=True) if text is not None}
+
+
+#: Maximum number of class names in the output, and maximum number of characters in these names.
+_NAMES, _LETTERS = 8, 60
+#: Maximum number of recorded skipped samples.
+_RECORDED = 100
+
+
+@dataclass(frozen=True)
+class SplitSummary:
+    """The summary of one split."""
+
+    samples: int  # number of images or texts
+    origin: str = ""  # short description of the source
+    per_class: np.ndarray | None = None  # number of samples by class, int64 (classes,); None for masks
+
+
+@dataclass
+class Summary:
+    """The summary of a data set."""
+
+    name: str  # name of the data set, or path of the user's own folder
+    task: str  # ``classification``, ``segmentation`` or ``text``
+    noun: str  # noun for one sample
+    class_names: Sequence[str]  # class names by label
+    splits: Mapping[str, SplitSummary]  # summaries by name of the split, in the order train, val, test
+    best_split: str  # split on which the best epoch is selected
+    inspection: Inspection  # result of inspecting the samples
+    left_out: Mapping[str, int] = field(default_factory=dict)  # number of unused files by reason
+    skipped: Mapping[str, str] = field(default_factory=dict)  # reason by path, for skipped samples
+    notes: Sequence[str] = ()  # facts that a user should know, one sentence each
+
+    def lines(self) -> list[str]:
+        """Return short lines for the terminal, which are printed before training."""
+        found = [f"data: {self.name}, {self.task}, {len(self.class_names)} classes: {abridged(self.class_names)}"]
+        for split, one in self.splits.items():
+            parts = [counted(one.samples, self.noun)]
+            if one.per_class is not None and len(one.per_class):
+                low, high = int(one.per_class.min()), int(one.per_class.max())
+                parts.append(f"{low:,} per class" if low == high else f"{low:,} to {high:,} per class")
+            if one.origin:
+                parts.append(one.origin)
+            if split == self.best_split and "train" in self.splits and len(self.splits) > 2:
+                parts.append("selects the best epoch")
+            found.append(f"  {split}: {', '.join(parts)}")
+        found += [f"  {line}" for line in self.inspection.lines]
+        if self.left_out:
+            reasons = ", ".join(f"{reason} ({count:,})" for reason, count in self.left_out.items())
+            found.append(f"  not used: {reasons}")
+        if self.skipped:
+            path, reason = next(iter(self.skipped.items()))
+            why = reason.removeprefix(f"{printable(path)}: ")
+            found.append(f"  skipped: {some(list(self.skipped), 1)} ({why.rstrip('.')})")
+        return found
+
+    @property
+    def warnings(self) -> list[str]:
+        """Properties of the data that are likely to harm training, one sentence each."""
+        found = list(self.inspection.warnings)
+        train = self.splits["train"]
+        if train.per_class is not None:
+            empty = [name for name, count in zip(self.class_names, train.per_class, strict=True) if not count]
+            if empty:
+                classes = f"{counted(len(empty), 'class')} {verb(len(empty))}"
+                found.append(f"{classes} no training {self.noun}: {abridged(empty)}.")
+        return found
+
+    def record(self) -> dict[str, Any]:
+        """Return the summary as plain containers."""
+        splits: dict[str, dict[str, Any]] = {}
+        for split, one in self.splits.items():
+            splits[split] = {"samples": one.samples, "origin": one.origin}
+            if one.per_class is not None:
+                splits[split]["per_class"] = one.per_class.tolist()
+        return {
+            "name": self.name,
+            "task": self.task,
+            "classes": len(self.class_names),
+            "class_names": list(self.class_names),
+            "splits": splits,
+            "best_split": self.best_split,
+            **self.inspection.facts,
+            "not_used": dict(self.left_out),
+            "skipped": {printable(path): self.skipped[path] for path in list(self.skipped)[:_RECORDED]},
+            "warnings": self.warnings,
+            "notes": list(self.notes),
+        }
+
+
+def abridged(names: Sequence[str]) -> str:
+    """Join the first names with commas, and append the number of remaining names, in about 70 characters."""
+    shown: list[str] = []
+    for name in names[:_NAMES]:
+        text = shortened(plain_line(name), _LETTERS)
+        if shown and sum(map(len, shown)) + len(text) > _LETTERS:
+            break
+        shown.append(text)
+    rest = len(names) - len(shown)
+    if rest == 0:
+        return ", ".join(shown)
+    last = plain_line(names[-1])
+    return ", ".join(shown) + (f", {last}" if rest == 1 and len(last) <= _LETTERS else f", … ({rest:,} more)")

@@ -1,12 +1,14 @@
-"""Find the splits and the class folders in a user's image folder.
+"""Find the splits and the class folders in a user's image folder, without opening an image.
 
-`find_layout` decides by the names of folders and the number of images in each. No image is opened. If a layout is
-ambiguous, the error message lists the folders and the settings that resolve the ambiguity.
+`find_layout` decides by folder names and by the number of images in each folder. If a layout is ambiguous, the error
+message lists the folders and the settings that resolve the ambiguity.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,21 +18,102 @@ from typing import Any
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.text import printable
 from efficient_ft.data.counts import counted, some, verb
-from efficient_ft.data.file_list import links_in
-from efficient_ft.data.folder_tree import Folder, same_class, scan
-from efficient_ft.data.splits import (
-    SPLITS,
-    Chosen,
-    Split,
-    ambiguous,
-    chosen_places,
-    name_splits,
-    part_names,
-    repeated,
-    show,
-)  # fmt: skip
+from efficient_ft.data.file_list import is_hidden, links_in
+from efficient_ft.data.images import is_image
+from efficient_ft.data.splits import SPLITS, Chosen, Split, ambiguous, part_names, places_of, repeated, show, splits_in
 
-#: Parts of the names of folders whose images have no class.
+#: Maximum length of a folder's name in messages.
+_LETTERS = 60
+
+
+@dataclass
+class Folder:
+    """A folder of a data set."""
+
+    path: Path  # path on disk
+    name: str = ""  # path relative to the data set's folder, with slashes; empty for that folder
+    images: int = 0  # number of files with an image extension directly in the folder
+    total: int = 0  # number of files with an image extension at any depth
+    folders: dict[str, Folder] = field(default_factory=dict)  # visible subfolders by name
+    link: bool = False  # True for a link that is not followed; it counts as one image
+
+    @property
+    def filled(self) -> dict[str, Folder]:
+        """The subfolders that contain images at any depth."""
+        return {name: folder for name, folder in self.folders.items() if folder.total}
+
+    def __str__(self) -> str:
+        return f"{self.shown} ({counted(self.total, 'image')})"
+
+    @property
+    def shown(self) -> str:
+        """The name for messages, which is shortened and ends with a slash."""
+        name = printable(self.name)
+        short = name if len(name) <= _LETTERS else f"{name[:_LETTERS]}…"
+        return f"{short}/" if name else printable(self.path)
+
+    def enter(self, entry: os.DirEntry[str]) -> Folder:
+        """Add a subfolder."""
+        inner = self.folders[entry.name] = Folder(Path(entry.path), f"{self.name}/{entry.name}".lstrip("/"))
+        return inner
+
+
+def same_class(name: str) -> str:
+    """Normalize a class name. Names that differ only in case, spaces or Unicode form become equal."""
+    return unicodedata.normalize("NFC", " ".join(name.split())).casefold()
+
+
+def scan(root: Path, follow_links: bool) -> tuple[Folder, list[tuple[Path, str | None]]]:
+    """Count the images of all folders below `root`. No image is opened.
+
+    Links to folders are followed only above the classes, and only if they lead out of `root` and `follow_links` is
+    True. Each other link above the classes is recorded as a folder with one image, and as a blocked folder.
+
+    Returns:
+        The folder, and the blocked folders above the classes, each with an error message (None for links).
+    """
+    top = Folder(root)
+    real = Path(os.path.realpath(root))
+    waiting, order, blocked = [(top, 0)], [], list[tuple[Path, str | None]]()
+    while waiting:
+        folder, depth = waiting.pop()
+        order.append(folder)
+        try:
+            entries = list(os.scandir(folder.path))
+        except OSError as error:
+            if depth <= 2:
+                blocked.append((folder.path, error.strerror or "an error"))
+            continue
+        links = []
+        for entry in entries:
+            if is_hidden(entry.name):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                waiting.append((folder.enter(entry), depth + 1))
+            elif entry.is_symlink() and os.path.isdir(entry.path):
+                links.append(entry)
+            elif is_image(entry.name):
+                with contextlib.suppress(OSError):  # raised for a link to itself
+                    folder.images += entry.is_file()
+        if depth > 2 or (depth > 0 and folder.images):
+            continue  # links in class folders are not followed
+        for entry in links:
+            inner = folder.enter(entry)
+            target = Path(os.path.realpath(entry.path))
+            inside = target == real or real in target.parents or target in real.parents
+            if inside or not follow_links:
+                inner.images, inner.link = 1, True
+                blocked.append((inner.path, None))
+                order.append(inner)
+            else:
+                waiting.append((inner, depth + 1))
+    for folder in reversed(order):
+        folder.folders = dict(sorted(folder.folders.items()))
+        folder.total = folder.images + sum(inner.total for inner in folder.folders.values())
+    return top, blocked
+
+
+#: Name parts of folders with unlabeled images.
 _UNLABELED = ("unlabel", "unlabl", "pred", "unsup", "unknown")
 #: Names of the two folders of a segmentation data set.
 _PICTURES = frozenset({"image", "images", "img", "imgs", "jpegimages", "photos", "pictures"})
@@ -54,18 +137,14 @@ class Layout:
 
 
 def find_layout(root: Path, chosen: Chosen | None = None, follow_links: bool = False) -> Layout:
-    """Find the folders of splits and classes; see `read_folder` for the arguments.
-
-    Raises:
-        UserError: the layout is ambiguous or not supported.
-    """
+    """Find the folders of splits and classes, or raise `UserError` if the layout is ambiguous; see `read_folder`."""
     top, blocked = scan(root, follow_links)
     try:
         return _explicit(top, chosen) if chosen is not None else _recognized(top)
     except SettingError:
         raise
     except UserError:
-        for place, reason in blocked:  # report a folder that could not be scanned instead
+        for place, reason in blocked:  # the cause may be a folder that could not be scanned
             if reason is not None:
                 raise UserError(f"{printable(place)} cannot be read ({reason}). Check its permissions.") from None
             links_in([place], root, follow_links)
@@ -74,7 +153,7 @@ def find_layout(root: Path, chosen: Chosen | None = None, follow_links: bool = F
 
 def _explicit(top: Folder, chosen: Chosen) -> Layout:
     places: dict[Split, list[Folder]] = {}
-    for split, paths in chosen_places(top.path, chosen).items():
+    for split, paths in places_of(top.path, chosen).items():
         for path in paths:
             if not path.is_dir():
                 raise SettingError(f"data.splits.{split}", printable(path.name), "a folder of class folders")
@@ -104,7 +183,7 @@ def _unnamed(folder: Folder, used: set[str]) -> Iterator[Folder]:
 
 
 def _recognized(top: Folder) -> Layout:
-    named = {name: split for name, split in name_splits(top.folders).items() if top.folders[name].total}
+    named = {name: split for name, split in splits_in(top.folders).items() if top.folders[name].total}
     entered = {name: _entered(top.folders[name]) for name in named}
     by_split: dict[Split, list[str]] = defaultdict(list)
     for name in sorted(named):
@@ -112,12 +191,11 @@ def _recognized(top: Folder) -> Layout:
             by_split[named[name]].append(name)
     if "train" not in by_split:
         return _without_train(top, named, by_split)
-    paths = {split: [Path(name) for name in names] for split, names in by_split.items()}
-    for split in paths:
-        if len(paths[split]) > 1:
-            raise repeated(top.path, split, paths[split], paths)
+    for split, names in by_split.items():
+        if len(names) > 1:
+            raise repeated(top.path, split, by_split)
     places: dict[Split, list[Folder]] = {split: [entered[by_split[split][0]]] for split in SPLITS if split in by_split}
-    for name, split in name_splits(top.folders).items():
+    for name, split in splits_in(top.folders).items():
         if split in by_split:
             continue
         folder = top.folders[name]
@@ -125,10 +203,9 @@ def _recognized(top: Folder) -> Layout:
             rest = {one: of[0].name for one, of in places.items()}
             raise UserError(
                 f"{printable(top.path / name)} has no images in class folders, but {counted(folder.images, 'image')}"
-                f" without a class. Put them into {printable(name)}/CLASS/, or leave them out:"
-                f" 'data.splits={show(rest)}'."
+                f" without a class. Use {printable(name)}/CLASS/, or exclude them: 'data.splits={show(rest)}'."
             )
-        places[split] = [folder]  # an empty folder is reported when files are listed
+        places[split] = [folder]  # reported as empty when files are listed
     now: dict[Split, str] = {split: of[0].name for split, of in places.items()}
     used = {name.split("/")[0] for name in now.values()}
     others = [folder for name, folder in top.folders.items() if name not in used]
@@ -145,14 +222,14 @@ def _recognized(top: Folder) -> Layout:
 
 
 def _entered(folder: Folder) -> Folder:
-    """Return the folder that contains the classes of a split, which may be one or two levels deeper."""
+    """Return the folder that contains the classes of a split. It may be one or two levels deeper."""
     for _ in range(2):
         inner = list(folder.filled.values())
         base = os.path.basename(folder.name)
         if len(inner) != 1 or folder.images or not inner[0].filled:
             break
         other = os.path.basename(inner[0].name)
-        both = name_splits([base, other]) if base != other else {}
+        both = splits_in([base, other]) if base != other else {}
         if base != other and both.get(base) != both.get(other, "none"):
             break
         folder = inner[0]
@@ -169,10 +246,10 @@ def _refuse_rivals(top: Folder, train: Folder, now: Mapping[Split, str], others:
             name = printable(other.name)
             readings: list[tuple[str, Chosen]] = [
                 *((f"{name} is the {split} split", {**now, split: other.name}) for split in free[:1]),
-                (f"{name} is training data, too", {**now, "train": [now["train"], other.name]}),
+                (f"{name} also contains training data", {**now, "train": [now["train"], other.name]}),
                 (f"{name} is not used", now),
             ]
-            raise ambiguous(top.path, f"{other} contains folders with names of classes: {some(shared)}.", readings)
+            raise ambiguous(top.path, f"{other} contains folders with class names: {some(shared)}.", readings)
     flat = [one for one in others if one.images and not _is_unlabeled(one.name)]
     if len(now) == 1 and len(flat) > 1:
         found = f"{train} contains folders; {_listed(flat)} contain images directly."
@@ -184,14 +261,14 @@ def _is_unlabeled(name: str) -> bool:
 
 
 def _without_train(top: Folder, named: Mapping[str, Split], by_split: Mapping[Split, Sequence[str]]) -> Layout:
-    """Return the layout of a folder without a recognized training split, whose top folders are the classes."""
+    """Return the layout of a folder without a recognized training split. Its direct subfolders are the classes."""
     folders = top.filled
     if not folders:
         if top.images and not top.folders:
             raise UserError(_without_classes(top, [top]))
-        trains = [name for name, split in name_splits(top.folders).items() if split == "train"]
+        trains = [name for name, split in splits_in(top.folders).items() if split == "train"]
         holder = [top.folders[name] for name in trains if top.folders[name].folders]
-        return Layout({"train": holder[:1] or [top]})  # an empty folder is reported when files are listed
+        return Layout({"train": holder[:1] or [top]})  # reported as empty when files are listed
     rest = [name for name in folders if name not in named and not _is_unlabeled(name)]
     nested = {name for names in by_split.values() for name in names}
     flat = sorted((name for name in named if name not in nested), key=lambda name: (SPLITS.index(named[name]), name))
@@ -224,7 +301,7 @@ def _without_classes(top: Folder, flat: Sequence[Folder]) -> str:
 
 
 def labels_hint(folders: Sequence[Path]) -> str:
-    """Return a sentence that names files in the folders that may contain labels; empty if there are none."""
+    """Return a sentence that names files which may contain labels, or an empty string if there are none."""
     places = [folder for folder in folders if folder.is_dir()]
     names = [e.name for place in places for e in os.scandir(place) if e.name.lower().endswith(_TABLES)]
     return f" The labels may be in {some(sorted(names), 3)}: sort the images into class folders." if names else ""
@@ -235,7 +312,6 @@ def _listed(folders: Sequence[Folder]) -> str:
 
 
 def _refuse_wrapper(top: Folder) -> None:
-    """Reject a folder that contains the data set in a subfolder."""
     folders = list(top.filled.values())
     inner = folders[0]
     if len(folders) == 1 and not inner.images:
@@ -246,7 +322,7 @@ def _refuse_wrapper(top: Folder) -> None:
                 f"{printable(top.path.absolute())} contains a single folder with images, {printable(inner.name)}, which"
                 f" contains {some(list(inner.filled))}. Pass data.root={printable(top.path / inner.name)}."
             )
-    trains = [(one, one.folders[n]) for one in folders for n, s in name_splits(one.filled).items() if s == "train"]
+    trains = [(one, one.folders[n]) for one in folders for n, s in splits_in(one.filled).items() if s == "train"]
     sets = {one.name: one for one, train in trains if train.filled}
     if len(sets) == 1:
         (only,) = sets.values()
@@ -270,13 +346,10 @@ def _require_clear(
     by_split: Mapping[Split, Sequence[str]] | None = None,
     evaluated: Sequence[Folder] = (),
 ) -> None:
-    """Reject folders that may not be the classes, and note classes whose images are in subfolders.
-
-    The classes are the direct subfolders of `place`, and `now` is the layout as a value of ``data.splits``.
-    """
+    """Reject folders that may not be the classes of `place`, and note images in subfolders of the classes."""
     classes = list(place.filled.values())
     depths: Counter[int] = Counter()
-    levels: list[dict[str, list[Folder]]] = []  # folders by normalized name, for each depth below the classes
+    levels: list[dict[str, list[Folder]]] = []  # for each depth below the classes: folders by normalized name
     examples: dict[int, Folder] = {}
     waiting = [(one, 0) for one in reversed(classes)]
     while waiting:
@@ -296,7 +369,7 @@ def _require_clear(
             inner = {**now, "train": classes[0].name}
             raise UserError(
                 f"{printable(place.path)} contains a single folder, {classes[0]}, with {some(list(classes[0].filled))}."
-                f" If these are the classes: 'data.splits={show(inner)}', with the same folders in all splits."
+                f" If they are classes: 'data.splits={show(inner)}', with the same folders in all splits."
             )
         return
     for level in levels if sum(depths.values()) > 2 * depths[0] else ():
@@ -313,7 +386,7 @@ def _require_clear(
     inner_count = sum(len(folders) for folders in levels[-1].values())
     notes.append(
         f"The classes are the top folders of {printable(place.path)} ({some(list(place.filled))}). The images in their"
-        f" {counted(inner_count, 'subfolder')} belong to them."
+        f" {counted(inner_count, 'subfolder')} belong to these classes."
     )
 
 
@@ -331,8 +404,8 @@ def _same_folders(
     names = sorted({os.path.basename(folder.name) for folders in shared.values() for folder in folders})
     found = f"{_listed(holders)} contain folders with the same names: {some(names)}."
     classes = ("the top folders are the classes, with all images below them", now)
-    if "train" in name_splits(names).values():
-        inner = [(split, one.folders[name].name) for one in holders for name, split in name_splits(one.filled).items()]
+    if "train" in splits_in(names).values():
+        inner = [(split, one.folders[name].name) for one in holders for name, split in splits_in(one.filled).items()]
         if any(folder.images for folders in shared.values() for folder in folders) or len(inner) > _MOST_PLACES:
             found += " To keep their splits, move the images to train/CLASS and test/CLASS."
             return ambiguous(top.path, found, [classes])

@@ -1,4 +1,4 @@
-"""Lists of the samples of a data set, with labels, class names and splits. No file is decoded here."""
+"""Lists of the samples of a data set, with labels, class names and splits. No file is decoded."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from efficient_ft.data.file_list import Paths
 from efficient_ft.data.inspection import spread
-from efficient_ft.data.paths import Paths
 from efficient_ft.data.splits import SPLITS
 
-_TEST_SEED = 0  # independent of the seed of the run, so that all runs on a data set test on the same images
+_TEST_SEED = 0  # independent of the run's seed, so that all runs on a data set test on the same images
 _TEST_FRACTION = 0.2
 
-#: Number of files of a split whose sizes are read for a digest; it is small, because file systems may be remote.
+#: Number of files per split whose sizes are read for a digest. It is small, because file systems may be remote.
 DIGEST_FILES = 256
 
 
@@ -29,26 +29,25 @@ def splits_of(listing: Any) -> dict[str, Any]:
 def hash_files(hasher: Any, paths: Iterable[str]) -> str:
     """Add the path, size and modification time of each file to a hash, and return the hash in hexadecimal."""
     for path in paths:
-        try:
-            status = os.stat(path)
-            about = f"{status.st_size} {status.st_mtime_ns}"
-        except OSError:  # reported or skipped when the file is read
-            about = "?"
+        about = " ".join(_status(path))
         hasher.update(f"{os.path.abspath(path)} {about}\n".encode(errors="surrogateescape"))
     return str(hasher.hexdigest())
 
 
+def _status(path: str) -> tuple[str, ...]:
+    try:
+        status = os.stat(path)
+    except OSError:  # the error is reported when the file is read for training
+        return ("?",)
+    return str(status.st_size), str(status.st_mtime_ns)
+
+
 @dataclass
 class Samples:
-    """Images with labels.
+    """Images with labels."""
 
-    Args:
-        images: paths of N files, or pixels in memory, uint8 (N, H, W, 3).
-        labels: int64 (N,).
-    """
-
-    images: Paths | np.ndarray
-    labels: np.ndarray
+    images: Paths | np.ndarray  # paths of N files, or pixels in memory, uint8 (N, H, W, 3)
+    labels: np.ndarray  # int64 (N,)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -64,7 +63,7 @@ class Samples:
         return Samples(images, self.labels[indices])
 
     def content_digest(self) -> str:
-        """Return a digest (16 hex digits) of labels and pixels, or of labels, paths, sizes and dates of files."""
+        """Return a digest (16 hex digits) of labels and images (pixels, or paths, sizes and dates of files)."""
         hasher = hashlib.blake2b(label_bytes(self.labels), digest_size=8)
         if not isinstance(self.images, np.ndarray):
             return hash_files(hasher, self.images)
@@ -78,23 +77,33 @@ class Samples:
         return Samples(Paths.join([self.images, other.images]), np.concatenate([self.labels, other.labels]))
 
 
+@dataclass(kw_only=True)
+class AnyListing:
+    """The samples of a data set by split, with notes for the user."""
+
+    notes: list[str] = field(default_factory=list)  # facts that a user should know, one sentence each
+    origins: dict[str, str] = field(default_factory=dict)  # short description of the source of each split
+    left_out: dict[str, int] = field(default_factory=dict)  # number of unused files by reason
+
+    def digest(self) -> str:
+        """Return a hexadecimal digest of the lists."""
+        raise NotImplementedError
+
+
 @dataclass
-class Listing:
-    """The lists of an image data set, with the splits of its publisher or of the user's folders."""
+class Listing(AnyListing):
+    """The samples of an image data set by split (official or user-defined splits)."""
 
     class_names: list[str]  # class names by label
     train: Samples  # training split
     val: Samples | None = None  # official validation split; if None, a fraction of `train` is held out
     test: Samples | None = None  # test split; None if the data set only has validation images
     recipe_trains_on_val: bool = False  # True if published results train on `train` and `val` together
-    notes: list[str] = field(default_factory=list)  # facts that a user should know, one sentence each
-    origins: dict[str, str] = field(default_factory=dict)  # short description of the source of each split
-    left_out: dict[str, int] = field(default_factory=dict)  # number of unused files by reason
 
     def digest(self) -> str:
         """Return a digest (8 hex digits) of class names, labels, and sizes or pixels of up to 256 images of each split.
 
-        Paths and file dates do not matter. A file that is replaced by a file of equal size is not detected.
+        Paths and file dates do not matter. Replacing a file with a file of equal size is not detected.
         """
         hasher = hashlib.blake2b("\n".join(self.class_names).encode(), digest_size=4)
         for name, part in splits_of(self).items():
@@ -104,7 +113,7 @@ class Listing:
             hasher.update(label_bytes(part.labels))
             for i in spread(len(part), DIGEST_FILES):
                 image = part.images[i]
-                hasher.update(image.tobytes() if isinstance(image, np.ndarray) else _size(image))
+                hasher.update(image.tobytes() if isinstance(image, np.ndarray) else f"{_status(image)[0]} ".encode())
         return hasher.hexdigest()
 
 
@@ -123,25 +132,17 @@ _Samples = TypeVar("_Samples", bound=Labeled)
 
 
 def stratified_split(samples: _Samples, fraction: float, seed: int) -> tuple[_Samples, _Samples]:
-    """Hold out a fraction of every class.
+    """Hold out a fraction of every class, and return the kept and the held-out samples in the order of `samples`.
 
-    At least one sample is held out of each class with two or more samples, and at least one is kept. The choice within
+    At least one sample of each class with two or more samples is held out, and at least one is kept. The choice within
     a class depends only on the seed and on the samples of this class.
-
-    Args:
-        samples: samples to split.
-        fraction: fraction to hold out of each class, between 0 and 1.
-        seed: seed of the random choice.
-
-    Returns:
-        The kept and the held out samples, each in the order of `samples`.
     """
     held_out = np.zeros(len(samples), dtype=bool)
     by_class = np.argsort(samples.labels, kind="stable")
     ordered = samples.labels[by_class]
     starts = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
     labels = ordered[np.concatenate([[0], starts])] if len(ordered) else ordered
-    del ordered  # tens of MB for a million images
+    del ordered  # occupies tens of MB for a million images
     for label, positions in zip(labels.tolist(), np.split(by_class, starts) if len(labels) else [], strict=True):
         n = len(positions)
         count = min(max(int(n * fraction + 0.5), 1), n - 1)
@@ -151,17 +152,10 @@ def stratified_split(samples: _Samples, fraction: float, seed: int) -> tuple[_Sa
 
 
 def label_bytes(labels: np.ndarray) -> memoryview:
-    """Return labels, integers or numbers, as bytes that are the same on every machine; on most machines no copy."""
+    """Return labels, integers or floating-point numbers, as little-endian bytes, usually without a copy."""
     return np.ascontiguousarray(labels, dtype="<f8" if labels.dtype.kind == "f" else "<i8").data
 
 
-def _size(path: str) -> bytes:
-    try:
-        return b"%d " % os.path.getsize(path)
-    except OSError:  # reported or skipped when the file is read
-        return b"? "
-
-
 def hold_out_test(samples: _Samples) -> tuple[_Samples, _Samples]:
-    """Hold out one fifth of every class for testing, the same samples in all runs, and return (train, test)."""
+    """Hold out one fifth of every class for testing, the same samples in all runs. Return (train, test)."""
     return stratified_split(samples, _TEST_FRACTION, _TEST_SEED)

@@ -1,28 +1,92 @@
-"""Load the images of a split, augmented by (seed, epoch, index), and combine them into batches."""
+"""Load the images of a split, augmented by (seed, epoch, index), and collate the images into batches."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
+import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import PIL
 import torch
+import torchvision
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from efficient_ft.core import stopping
 from efficient_ft.core.errors import UserError, first_line
-from efficient_ft.data.decoded import DecodedImages
+from efficient_ft.data.file_list import Paths
 from efficient_ft.data.listing import Samples
-from efficient_ft.data.paths import Paths
+from efficient_ft.data.row_store import RowStore, StoreFullError
 from efficient_ft.data.transforms import Transform
 
-_CACHE_BYTES = 64 << 20  # resized images are cached in memory up to this size
+log = logging.getLogger(__name__)
+
+#: The format of a store. Increase it if the content of a store changes.
+_FORMAT = 1
+
+
+class DecodedImages:
+    """A store of the resized uint8 images of a split, in a subfolder of `root`.
+
+    All runs that resize the same files to the same size share a store. Changed files and different decoder versions use
+    a different store. The transform must resize all images to one size.
+
+    Attributes:
+        folder: folder of this store.
+        bytes: total size of the images.
+    """
+
+    def __init__(self, root: Path, samples: Samples, transform: Transform) -> None:
+        assert transform.resized_shape is not None
+        self._shape = transform.resized_shape
+        self._about = {
+            "format": _FORMAT,
+            "images": samples.content_digest(),
+            "shape": self._shape,
+            "interpolation": transform.input.interpolation,
+            "pillow": PIL.__version__,
+            "torchvision": torchvision.__version__,
+        }
+        if transform.decoding.value_range is not None:
+            self._about["value_range"] = transform.decoding.value_range
+        name = hashlib.blake2b(json.dumps(self._about, sort_keys=True).encode(), digest_size=8).hexdigest()
+        self.folder, self._count = root / name, len(samples)
+        self.bytes = self._count * math.prod(self._shape)
+        self._full = False
+
+    @cached_property
+    def _store(self) -> RowStore:
+        return RowStore(self.folder, self._about, self._count, math.prod(self._shape))
+
+    def read(self, index: int) -> Image.Image | None:
+        """Return a resized image, or None if it has not been stored or is damaged."""
+        found = self._store.read([index])
+        return None if found is None else Image.fromarray(found.numpy().reshape(self._shape))
+
+    def keep(self, index: int, image: Image.Image) -> None:
+        """Store a resized image. If the disk is full, log a warning and store no further images."""
+        if self._full:
+            return
+        pixels = torch.from_numpy(np.array(image).reshape(1, -1))
+        try:
+            self._store.write([index], pixels)
+        except StoreFullError:
+            self._full = True
+            log.warning("The disk of %s is full. Further images are decoded in every epoch.", self.folder)
+
+
+_CACHE_BYTES = 64 << 20  # maximum size of resized images that are cached in memory
 _Sample = TypeVar("_Sample")
+_Key = TypeVar("_Key")
 
 
 @dataclass
@@ -35,14 +99,9 @@ class LoadFailure:
 class SplitDataset(Dataset[tuple[Tensor, int]]):
     """A dataset of augmented images, float32 (C, H, W), with labels. Its keys are (epoch, index).
 
-    Augmentation depends only on (seed, epoch, index). The number of worker processes, the order of access and the state
-    of global random generators do not matter. Small images in memory are resized once and cached.
-
-    Args:
-        samples: samples of the split.
-        transform: transform of the images.
-        seed: seed of the augmentation.
-        decoded: store of decoded images; None to decode files whenever they are read.
+    Augmentation depends only on (seed, epoch, index). The number of worker processes, the access order and the state of
+    global random generators do not matter. Small images in memory are resized once and cached. Files are decoded
+    whenever they are read, unless `decoded` contains the images.
     """
 
     def __init__(self, samples: Samples, transform: Transform, seed: int, decoded: DecodedImages | None = None) -> None:
@@ -87,11 +146,7 @@ class SplitDataset(Dataset[tuple[Tensor, int]]):
         return load_seeded(self._seed, keys, lambda index: self._transform.augment(self._image(index)))
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
-        """Load one image.
-
-        Raises:
-            UserError: the file cannot be read.
-        """
+        """Load one image, float32 (C, H, W), and its label. Raise `UserError` if the file cannot be read."""
         image = self._transform.normalize(self._augmented([key]))[0]
         return image, int(self._labels[key[1]])
 
@@ -105,9 +160,10 @@ class SplitDataset(Dataset[tuple[Tensor, int]]):
 
 
 def load_seeded(seed: int, keys: Sequence[tuple[int, int]], load: Callable[[int], _Sample]) -> list[_Sample]:
-    """Load samples, each with torch's CPU generator seeded by (seed, epoch, index), and restore the generator's state.
+    """Load the samples of (epoch, index) keys, each with torch's CPU generator seeded by (seed, epoch, index).
 
-    The keys are (epoch, index) pairs. The function `load` loads and augments the sample with a given index.
+    The function `load` loads and augments the sample with the given index. The generator's state is restored
+    afterwards.
     """
     # fork_rng and torch.manual_seed would also seed the generator of a GPU.
     state = torch.default_generator.get_state()
@@ -135,11 +191,7 @@ class Loader(DataLoader[tuple[Tensor, int]]):
     """
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Iterate over the batches.
-
-        Raises:
-            UserError: an image cannot be read, or a worker process was killed.
-        """
+        """Iterate over the batches. Raise `UserError` if an image cannot be read, or a worker process was killed."""
         batches = super().__iter__()
         try:
             for batch in batches:
@@ -147,7 +199,7 @@ class Loader(DataLoader[tuple[Tensor, int]]):
                     raise UserError(batch.message)
                 yield batch
         except (UserError, RuntimeError) as error:
-            # End the workers now. The garbage collector may free their queues first and wait five seconds for each.
+            # End the workers here. The garbage collector could free their queues first and wait five seconds for each.
             self._iterator = None
             del batches
             refuse_killed_worker(error)
@@ -155,11 +207,11 @@ class Loader(DataLoader[tuple[Tensor, int]]):
 
 
 def refuse_killed_worker(error: BaseException) -> None:
-    """Raise a user error if a worker process was killed. PyTorch reports this at any time, from a signal handler.
+    """Raise a user error if a worker process was killed. PyTorch reports this from a signal handler, at any time.
 
     Raises:
-        KeyboardInterrupt, TerminatedRun: this process has received a signal to stop.
-        UserError: `error` reports that a worker process was killed.
+        KeyboardInterrupt, TerminatedRun: If this process has received a signal to stop.
+        UserError: If `error` reports that a worker process was killed.
     """
     text = str(error)
     if "DataLoader worker" not in text or not ("killed by signal" in text or "exited unexpectedly" in text):
@@ -189,3 +241,72 @@ def make_loader(dataset: Dataset[Any], sampler: Sampler[Any], num_workers: int, 
 
 def _unchanged(batch: Any) -> Any:
     return batch
+
+
+class EpochSampler(Sampler[_Key]):
+    """A sampler whose order depends on the epoch.
+
+    Attributes:
+        epoch: epoch of the next iteration.
+        start: number of keys that the next iteration skips, because an interrupted run has used these keys. It is reset
+            afterwards and does not change `len`.
+    """
+
+    epoch = 0
+    start = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration. Lightning calls this method."""
+        self.epoch = epoch
+
+
+class CounterSampler(EpochSampler[tuple[int, int]]):
+    """Yield (epoch, index) pairs of one process in an order that depends only on (seed, epoch).
+
+    Each image occurs at most once in all processes. The numbers of images per process differ by at most one. If
+    `batch_size` is given, a few images at the end of the order are skipped, so that all processes have the same number
+    of batches, and no batch contains a single image, for which BatchNorm fails.
+
+    Args:
+        size: number of images.
+        seed: seed of the order.
+        rank: rank of this process, 0 ≤ rank < world.
+        world: number of processes.
+        shuffle: True to shuffle each epoch differently; False for one fixed order in evaluation.
+        batch_size: training batch size of each process; None to use all images.
+
+    Attributes:
+        used: number of images per epoch in all processes.
+    """
+
+    def __init__(
+        self, size: int, seed: int, rank: int = 0, world: int = 1, shuffle: bool = True, batch_size: int | None = None
+    ) -> None:
+        assert 0 <= rank < world, f"rank {rank} of {world}"
+        self.used = size if batch_size is None else _used(size, world, batch_size)
+        self.size, self.seed, self.rank, self.world, self.shuffle = size, seed, rank, world, shuffle
+
+    def __len__(self) -> int:
+        return len(range(self.rank, self.used, self.world))
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        start, self.start = self.start, 0
+        epoch = self.epoch if self.shuffle else 0
+        if self.shuffle:
+            order = np.random.default_rng([self.seed, epoch]).permutation(self.size)
+        else:
+            # A random order, because data sets are sorted by class and a limited evaluation uses the first batches.
+            order = np.random.default_rng(0).permutation(self.size)
+        for index in order[: self.used][self.rank :: self.world][start:]:  # a list would use five times the memory
+            yield epoch, int(index)
+
+
+def _used(size: int, world: int, batch_size: int) -> int:
+    """Return the number of images to use, so that all processes have equally many batches, each of several images."""
+    each, more = divmod(size, world)
+    if each < batch_size:  # each process loads one batch, so no image is skipped
+        return size if each else 0
+    last = each % batch_size
+    if last == 1:
+        return (each - 1) * world
+    return each * world if last == 0 and more else size

@@ -20,8 +20,7 @@ from efficient_ft.data.images import EXTENSIONS
 from efficient_ft.data.inspection import spread
 from efficient_ft.data.mask_layout import LAYOUT, Area, Places, Tree, mask_tree, named_places, recognized_places, shown
 from efficient_ft.data.mask_names import Matches, match_names
-from efficient_ft.data.mask_pixels import MASK_EXTENSIONS, read_pixels
-from efficient_ft.data.masks import MaskListing, MaskSamples, hold_out
+from efficient_ft.data.masks import MASK_EXTENSIONS, MaskListing, MaskSamples, hold_out, read_pixels
 from efficient_ft.data.splits import Chosen, Split
 
 #: Number of masks whose values are reported if there is no class list.
@@ -29,29 +28,23 @@ _DECODED = 16
 
 
 def missing_mask_folder(root: Path) -> str | None:
-    """Return the error message if a folder does not exist, otherwise None."""
+    """Return the error message if `root` is not a folder, otherwise None."""
     return None if root.is_dir() else f"data.root={printable(root)}: no such folder. {LAYOUT}"
 
 
 def read_mask_folder(
     root: Path, settings: MaskConfig, chosen: Chosen | None = None, follow_links: bool = False
 ) -> MaskListing:
-    """List the images and masks below `root`.
+    """List the images and masks below `root`. See `read_folder` for the arguments.
 
     Images, masks and splits are recognized by folder names: ``SPLIT/images`` with ``SPLIT/masks``, ``images/SPLIT``
     with ``masks/SPLIT``, ``SPLIT`` with ``SPLIT_masks``, or ``images`` with ``masks``. If there is neither a validation
     nor a test split, one fifth of the images is held out for testing, the same images for every seed. A mask has the
     name of its image, except for the extension and a constant prefix or suffix.
 
-    Args:
-        root: the folder, which may be a link.
-        settings: mask settings.
-        chosen: folders with images and masks, or folders of images, as in ``data.splits``; None to recognize them.
-        follow_links: use the targets of links that lead out of `root`, and list them in the notes.
-
     Raises:
-        UserError: the folder does not exist, there are no classes, the layout is ambiguous, an image has no mask, or a
-            link leads out of `root` and `follow_links` is False.
+        UserError: If the folder does not exist, there are no classes, the layout is ambiguous, an image has no mask, or
+            a link leads out of `root` and `follow_links` is False.
     """
     problem = missing_mask_folder(root)
     if problem is not None:
@@ -81,18 +74,16 @@ def read_mask_folder(
     if val is None and test is None:
         total = len(train)
         if total < 2:
-            raise UserError(f"{printable(root.absolute())} has a single image, so none can be held out for testing.")
+            raise UserError(f"{printable(root.absolute())} has only one image, so none can be held out for testing.")
         train, test = hold_out(train, 0.2, seed=0)
         origins["test"] = f"held out of {origins['train']}"
-        notes.append(
-            f"{len(test)} of {total} images {verb(len(test), 'is', 'are')} held out for testing, the same for every"
-            " seed."
-        )
-    return MaskListing(classes, train, val, test, notes, origins, dict(found.left_out))
+        number = f"{len(test)} of {total} images {verb(len(test), 'is', 'are')}"
+        notes.append(f"{number} held out for testing, the same for every seed.")
+    return MaskListing(classes, train, val, test, notes=notes, origins=origins, left_out=dict(found.left_out))
 
 
 def _values_found(places: Places) -> str:
-    """Return a sentence with the values of some training masks; empty if no mask can be read."""
+    """Return a sentence with the values of some training masks, or an empty string if no mask can be read."""
     masks = [mask.path for _, mask in places.get("train", ()) if mask is not None]
     paths = sorted(str(one) for folder in masks for one in folder.rglob("*") if one.suffix.lower() in MASK_EXTENSIONS)
     images: Counter[int] = Counter()
@@ -111,10 +102,7 @@ def _values_found(places: Places) -> str:
 
 
 class _Pairs:
-    """Collect the images and masks of folders, and count unused files.
-
-    A file belongs only to the innermost folder of `areas`. The setting ``data.masks.suffix`` selects the masks.
-    """
+    """Collect the images and masks of folders, and count unused files. A file belongs to the innermost of `areas`."""
 
     def __init__(self, root: Path, areas: set[Path], files: FileList, suffix: str | None) -> None:
         self._root, self._areas, self._file_list, self._suffix = root, areas, files, suffix
@@ -123,7 +111,6 @@ class _Pairs:
         self._unused: dict[Path, dict[str, str]] = {}
 
     def samples(self, split: Split, pairs: Sequence[tuple[Area, Area | None]]) -> MaskSamples:
-        """Return the images and masks of a split."""
         found = MaskSamples([], [])
         for images, masks in pairs:
             if masks is None:
@@ -132,9 +119,7 @@ class _Pairs:
                     place = printable(images.path.absolute())
                     raise UserError(f"{place} has {number}, but no matching folder of masks. {LAYOUT}")
                 self.left_out[f"images without masks ({name})"] += images.count
-                self.notes.append(
-                    f"{name} has {number} without masks, which {verb(images.count, 'is', 'are')} not used."
-                )
+                self.notes.append(f"{name} has {number} without masks, which {verb(images.count, 'is', 'are')} unused.")
                 continue
             part = self._matched(images.path, masks.path)
             found.images.extend(part.images)
@@ -151,7 +136,7 @@ class _Pairs:
             if not named:
                 known = f"a suffix of the mask names in {printable(masks)}, without the extension"
                 raise SettingError("data.masks.suffix", self._suffix, known, f"Found: {some(sorted(mask_files), 3)}.")
-            self.left_out["masks with another suffix"] += len(mask_files) - len(named)
+            self.left_out["masks with a different suffix"] += len(mask_files) - len(named)
             mask_files = named
         found = match_names(list(image_files), list(mask_files))
         if found.several:
@@ -169,7 +154,6 @@ class _Pairs:
         return MaskSamples([image_files[a] for a, _ in found.pairs], [mask_files[b] for _, b in found.pairs])
 
     def leave_out(self, tree: Tree, unused: set[Path]) -> None:
-        """Record masks without images and unused folders."""
         for folder, rest in self._unused.items():
             if rest:
                 self.left_out["masks without an image"] += len(rest)
@@ -188,7 +172,7 @@ class _Pairs:
             self.notes.append(f"Not used: {some(listed)}.")
 
     def _files(self, folder: Path, extensions: Sequence[str]) -> tuple[dict[str, str], Counter[str]]:
-        """Return files with these extensions by relative path without extension, and the number of other files."""
+        """Return files with the given extensions by relative path without extension, and the number of other files."""
         other = Counter[str]()
         found: dict[str, str] = {}
         inner = tuple(os.fspath(area) + os.sep for area in self._areas if folder in area.parents)
@@ -213,7 +197,7 @@ def _several(masks: Path, found: Matches, mask_files: Mapping[str, str], images:
     if found.suffixes:
         likely, *others = found.suffixes
         advice = (
-            f"Choose one by the end of its name: data.masks.suffix={likely} (other suffixes: {some(others)}). The"
+            f"Choose one by its suffix: data.masks.suffix={likely} (other suffixes: {some(others)}). The"
             " masks must contain the ids of classes, not of objects."
         )
         if any("gtFine" in suffix for suffix in found.suffixes):

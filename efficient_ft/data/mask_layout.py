@@ -1,4 +1,4 @@
-"""Find the folders of images and masks of each split, by name or by settings."""
+"""Find each split's folders of images and masks, by name or by settings."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from efficient_ft.data.counts import counted, some
 from efficient_ft.data.file_list import is_folder, visible_entries
 from efficient_ft.data.images import EXTENSIONS
 from efficient_ft.data.mask_names import Kind, read_name
-from efficient_ft.data.mask_pixels import MASK_EXTENSIONS
-from efficient_ft.data.splits import SPLITS, Chosen, Split, ambiguous, chosen_places, name_splits
+from efficient_ft.data.masks import MASK_EXTENSIONS
+from efficient_ft.data.splits import SPLITS, Chosen, Split, ambiguous, places_of, repeated, splits_in
 
 LAYOUT = (
     "Expected layout: {train,val,test}/images/NAME.jpg with {train,val,test}/masks/NAME.png, or"
@@ -31,9 +31,9 @@ class Area:
     """A folder that contains images or masks at any depth."""
 
     path: Path  # path of the folder
-    kind: Kind | None  # kind of its files; None if no folder name denotes it
-    split: Split | None  # split that the folder names denote; None if they denote none
-    prefix: str  # path, relative to the root, above the first folder whose name denotes a kind or a split
+    kind: Kind | None  # kind of the files; None if the folder names denote no kind
+    split: Split | None  # split of the files; None if the folder names denote no split
+    prefix: str  # relative path above the first folder whose name denotes a kind or a split
     key: tuple[str, ...]  # folder names without the words that denote images or masks
     count: int = 0  # number of image files
 
@@ -42,14 +42,14 @@ class Area:
 class Tree:
     """The folders of a data set."""
 
-    areas: list[Area] = field(default_factory=list)  # folders with image files whose names denote a kind or a split
+    areas: list[Area] = field(default_factory=list)  # folders with images whose names denote a kind or a split
     plain: dict[str, int] = field(default_factory=dict)  # number of image files in each of the other folders
-    inside: dict[str, int] = field(default_factory=dict)  # image files in other folders inside areas of unknown kind
+    inside: dict[str, int] = field(default_factory=dict)  # number of images in other folders in areas of unknown kind
     empty: list[Area] = field(default_factory=list)  # areas without image files and subfolders
 
 
 def shown(path: Path, root: Path) -> str:
-    """Return a folder as text, relative to the root: ``train/images/``."""
+    """Return a folder's path relative to the root as text: ``train/images/``."""
     return "./" if path == root else printable(path.relative_to(root).as_posix()) + "/"
 
 
@@ -72,7 +72,7 @@ def mask_tree(root: Path, settings: MaskConfig) -> Tree:
         elif count:
             tree.plain[folder.relative_to(root).as_posix()] = count
         names = {name: read_name(name) for name in folders} if depth < _DEPTH else {}
-        splits = name_splits({read.rest for read in names.values()})
+        splits = splits_in({read.rest for read in names.values()})
         for name, path in sorted(folders.items()):
             read = names.get(name)
             kind, sticky = _kind(name, read.kind if read else None, settings)
@@ -126,7 +126,7 @@ def _images_below(folder: Path) -> int:
     return count + sum(_images_below(inner) for inner in folders.values() if not inner.is_symlink())
 
 
-#: Pairs of a folder of images and its folder of masks by split; None if there are no masks.
+#: Pairs of an image folder and its mask folder (None if there are no masks), by split.
 Places = dict[Split, list[tuple[Area, Area | None]]]
 
 
@@ -149,14 +149,10 @@ def recognized_places(root: Path, tree: Tree, settings: MaskConfig) -> Places:
         splits = set()
     if splits and whole and any(area.split is None and area.key == whole[0].key for area in masks):
         by_split: Chosen = {s: shown(a.path, root)[:-1] for a in images if (s := a.split) is not None}
-        raise ambiguous(
-            root,
-            f"It contains {_counts(whole, root)} and {_counts([a for a in images if a.split], root)}.",
-            [
-                ("only the folders named after splits are used", by_split),
-                ("all images are training data", {"train": [shown(a.path, root)[:-1] for a in images]}),
-            ],
-        )
+        every: Chosen = {"train": [shown(a.path, root)[:-1] for a in images]}
+        readings = [("only the folders named after splits are used", by_split), ("all images are training data", every)]
+        found = f"It contains {_counts(whole, root)} and {_counts([a for a in images if a.split], root)}."
+        raise ambiguous(root, found, readings)
     if not splits:
         masks = [area for area in masks if area.split is None] or masks
         return {"train": [(_one(root, whole or images, "image_folder"), _one(root, masks, "folder"))]}
@@ -171,7 +167,11 @@ def recognized_places(root: Path, tree: Tree, settings: MaskConfig) -> Places:
         if not here:
             continue
         if len({area.key for area in here}) > 1:
-            raise _repeated(root, split, here, images)
+            names: dict[Split, list[str]] = defaultdict(list)
+            for area in images:
+                if area.split is not None:
+                    names[area.split].append(_split_folder(area, root))
+            raise repeated(root, split, names)
         clear = [area for area in here if area.kind == "images"]
         area = _one(root, clear if settings.image_folder else here, "image_folder")
         own = [mask for mask in masks if mask.split == area.split] or [mask for mask in masks if mask.split is None]
@@ -179,19 +179,8 @@ def recognized_places(root: Path, tree: Tree, settings: MaskConfig) -> Places:
     return places
 
 
-def _repeated(root: Path, split: Split, here: list[Area], images: list[Area]) -> UserError:
-    rest: dict[Split, list[str]] = defaultdict(list)
-    for area in images:
-        if area.split is not None and area.split != split:
-            rest[area.split].append(_split_folder(area, root))
-    names = [_split_folder(area, root) for area in here]
-    readings: list[tuple[str, Chosen]] = [(f"{names[0]} alone is the {split} split", {**rest, split: names[0]})]
-    readings.append((f"all are the {split} split", {**rest, split: names}))
-    return ambiguous(root, f"{_counts(here, root)} are all named after a {split} split.", readings)
-
-
 def _split_folder(area: Area, root: Path) -> str:
-    """Return the folder to name in ``data.splits``, which is the parent of images and masks if there is one."""
+    """Return the path that selects an area in ``data.splits``: a parent of images and masks, or the folder itself."""
     folder = area.path
     while read_name(folder.name).kind == "images" and not read_name(folder.name).rest and folder.parent != root:
         folder = folder.parent
@@ -199,7 +188,6 @@ def _split_folder(area: Area, root: Path) -> str:
 
 
 def _one(root: Path, areas: list[Area], setting: str) -> Area:
-    """Return the only folder, or raise an error that lists the choices."""
     if len(areas) == 1:
         return areas[0]
     noun = "masks" if setting == "folder" else "images"
@@ -208,7 +196,7 @@ def _one(root: Path, areas: list[Area], setting: str) -> Area:
     choices = " or ".join(f"data.masks.{setting}={name}" for name in named[:3])
     raise UserError(
         f"{printable(root.absolute())} has several folders of {noun}: {_counts(areas, root)}. Choose one: {choices}, or"
-        " move the other folders away."
+        " move the other folders out of the data set."
     )
 
 
@@ -217,7 +205,6 @@ def _counts(areas: Sequence[Area], root: Path) -> str:
 
 
 def _refuse_prefixes(root: Path, areas: list[Area]) -> None:
-    """Reject data sets that are in one or several subfolders of the root."""
     counts = Counter[str]()
     for area in areas:
         counts[area.prefix] += area.count
@@ -225,11 +212,10 @@ def _refuse_prefixes(root: Path, areas: list[Area]) -> None:
         return
     inner = next(prefix for prefix, _ in counts.most_common() if prefix)
     if len(counts) == 1:
-        raise UserError(
-            f"The images and masks of {printable(root.absolute())} are in {printable(inner)}/."
-            f" Pass data.root={printable(root / inner)}."
-        )
-    found = some([f"{prefix or '.'} ({counted(count, 'file')})" for prefix, count in counts.most_common()])
+        place = printable(root / inner)
+        raise UserError(f"{printable(root.absolute())} has all images in {printable(inner)}/. Pass data.root={place}.")
+    listed = some([f"{prefix or '.'} ({counted(count, 'file')})" for prefix, count in counts.most_common()])
+    one = f"If one is the data set, pass data.root={printable(root / inner)}."
     ordered = sorted(prefix or "." for prefix in counts)
     readings: list[tuple[str, Chosen]] = [
         ("all of them are training data", {"train": ordered}),
@@ -237,12 +223,7 @@ def _refuse_prefixes(root: Path, areas: list[Area]) -> None:
     ]
     if "" in counts:
         readings = [("these folders are splits", {"train": "FOLDER", "test": "FOLDER"})]
-    raise ambiguous(
-        root,
-        f"Images with masks are in several folders: {found}. If one is the data set, pass"
-        f" data.root={printable(root / inner)}.",
-        readings,
-    )
+    raise ambiguous(root, f"Images with masks are in several folders: {listed}. {one}", readings)
 
 
 def _nothing(root: Path, tree: Tree, has_masks: bool) -> UserError:
@@ -277,13 +258,9 @@ def _named_masks(folder: Path) -> bool:
 
 
 def named_places(root: Path, tree: Tree, chosen: Chosen) -> Places:
-    """Return the folders of each split that the setting ``data.splits`` names.
-
-    Raises:
-        UserError: a folder does not exist, or has no images or no matching masks.
-    """
+    """Return the folders of each split that ``data.splits`` names. Raise `UserError` if images or masks are missing."""
     places: Places = {}
-    for split, paths in chosen_places(root, chosen).items():
+    for split, paths in places_of(root, chosen).items():
         for path in paths:
             if not path.is_dir():
                 raise SettingError(f"data.splits.{split}", path.name, "a folder of images with masks")
@@ -303,7 +280,7 @@ def _named(root: Path, tree: Tree, split: Split, path: Path) -> tuple[Area, Area
             raise SettingError(f"data.splits.{split}", path.relative_to(root).as_posix(), "a folder with images")
         images = [Area(path, "images", split, "", _key(path, root), count)]
     every = [area for area in tree.areas if area.kind == "masks"]
-    if not masks:  # a corresponding folder: images/a and masks/a, or a and a_masks
+    if not masks:  # find the corresponding folder: images/a and masks/a, or a and a_masks
         masks = [area for area in every if area.key == _key(path, root)]
         tails = [path.relative_to(area.path) for area in above if area.kind != "masks"]
         other = [replace(area, path=area.path / tail, split=split) for area in every for tail in tails]

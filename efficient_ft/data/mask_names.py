@@ -1,4 +1,4 @@
-"""Parse and match names of folders and files of images and masks."""
+"""Parse and match folder and file names of images and masks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _JOINED = re.compile(
 
 @dataclass(frozen=True)
 class FolderName:
-    """The kind of files that a folder name denotes, or None, and the other words, which may denote a split."""
+    """The kind of files that a folder name denotes (or None), and its other words, which may denote a split."""
 
     kind: Kind | None
     rest: str
@@ -57,15 +57,15 @@ class Matches:
     images: list[str]  # names of images without a mask
     masks: list[str]  # names of masks without an image
     rule: str = ""  # description of how the names correspond; empty if they are equal
-    image_affix: tuple[str, str] = ("", "")  # (prefix, suffix) of images that masks lack
+    image_affix: tuple[str, str] = ("", "")  # (prefix, suffix) of image names that mask names lack
     several: tuple[str, str] | None = None  # two masks of one image; None if there is no such image
-    suffixes: tuple[str, ...] = ()  # suffixes of several masks of an image, beginning with the most likely class ids
+    suffixes: tuple[str, ...] = ()  # mask suffixes of an image; the first suffix most likely denotes class ids
 
 
 def match_names(images: Sequence[str], masks: Sequence[str]) -> Matches:
-    """Match images and masks with equal names, or names that differ by a constant prefix or suffix.
+    """Match images and masks with equal names, or with names that differ by a constant prefix or suffix.
 
-    Images and masks may have different prefixes or suffixes. Names are relative paths without extension.
+    Images and masks may have different prefixes or suffixes. Names are relative paths without extensions.
     """
     best = _matched(images, masks, {_plain(name): name for name in masks}, _plain, "")
     if best.images or best.masks:
@@ -96,9 +96,9 @@ def match_names(images: Sequence[str], masks: Sequence[str]) -> Matches:
 
 
 def _common(names: Sequence[str], others: Sequence[str]) -> tuple[str, str]:
-    """Return the common prefix and suffix of all names, which end at the boundary of a word or number.
+    """Return the common prefix and suffix of all names. They end at a word or number boundary.
 
-    For a single name and a single other name, return the suffix in which they differ unless it is a number.
+    If there is only one name and one other name, return the suffix by which they differ, unless it is a number.
     """
     stems = [_plain(name).rpartition("/")[2] for name in names]
     if len(stems) == len(others) == 1:
@@ -116,7 +116,6 @@ def _common(names: Sequence[str], others: Sequence[str]) -> tuple[str, str]:
 
 
 def _distinct(own: tuple[str, str], others: tuple[str, str]) -> tuple[tuple[str, str], tuple[str, str]]:
-    """Return two (prefix, suffix) pairs without their common parts."""
     at = _last_border(_start([own[1], others[1]]))
     prefixes = ("", "") if own[0] == others[0] else (own[0], others[0])
     return (prefixes[0], own[1][at:]), (prefixes[1], others[1][at:])
@@ -153,7 +152,7 @@ def _content(name: str) -> str:
 
 
 def _affixes(images: Sequence[str], masks: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the (prefix, suffix) pairs by which masks extend the names of images, the most frequent first."""
+    """Return the (prefix, suffix) pairs that extend image names to mask names, with the most frequent pair first."""
     found = Counter[tuple[str, str]]()
     by_folder: dict[str, list[str]] = {}
     for mask in masks:
@@ -175,10 +174,7 @@ def _is_another_number(before: str, stem: str, after: str) -> bool:
 
 
 def _several(images: Sequence[str], found: Matches, end: str) -> tuple[tuple[str, str], tuple[str, ...]] | None:
-    """Return two masks of one image, and the suffixes of masks that most images have; None if no image has two masks.
-
-    Images may have the suffix `end`, which their masks lack.
-    """
+    """Return two masks of one image, and the suffixes of most images' masks; None if no image has two masks."""
     chosen = sorted(images)[:: max(len(images) // 64, 1)]
     first: tuple[str, str] | None = None
     counts, matched = Counter[str](), dict(found.pairs)

@@ -1,9 +1,8 @@
-"""Survey masks before training: read their headers, and decode a sample, to reject ambiguous data."""
+"""Survey masks before training: read headers and decode a sample of the masks, to reject ambiguous data."""
 
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,10 +17,19 @@ from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.core.text import printable
 from efficient_ft.data.counts import and_more, counted, some, verb
 from efficient_ft.data.inspection import DECODED, HEADERS, in_threads, progress, spread
-from efficient_ft.data.mask_pixels import Header, read_header, read_pixels, stored_size
-from efficient_ft.data.masks import UNKNOWN, Classes, MaskSamples, read_mask
+from efficient_ft.data.masks import (
+    UNKNOWN,
+    Classes,
+    Header,
+    MaskSamples,
+    read_header,
+    read_mask,
+    read_pixels,
+    stored_size,
+)
+from efficient_ft.data.splits import quoted
 
-#: Maximum number of pixels that a quick survey decodes: fewer masks are decoded if they are large.
+#: Maximum number of pixels that a quick survey decodes. Fewer masks are decoded if they are large.
 _PIXELS = 30_000_000
 #: Maximum number of masks decoded to find a second class.
 _SEARCHED = 512
@@ -36,14 +44,13 @@ class Counted:
     mode: str = ""  # Pillow's mode
     values: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # distinct ids; empty for colors
     counts: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # number of pixels of each id
-    #: int64 (256,): number of pixels by class index, including `IGNORED` and `UNKNOWN`.
-    shares: np.ndarray = field(default_factory=lambda: np.zeros(256, dtype=np.int64))
+    shares: np.ndarray = field(default_factory=lambda: np.zeros(256, dtype=np.int64))  # number of pixels by class index
     error: str = ""  # reason why the mask cannot be read; empty if it can be read
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The headers of an image and its mask; None for files that cannot be read."""
+    """The headers of an image and its mask. A header is None if the file cannot be read."""
 
     image: str
     mask: str
@@ -60,7 +67,7 @@ class Pair:
 
 @dataclass
 class Survey:
-    """Headers and counted pixels of the masks of a data set, by split."""
+    """The headers and pixel counts of a data set's masks, by split."""
 
     headers: dict[str, list[Pair]] = field(default_factory=dict)  # headers of images and masks
     counted: dict[str, list[tuple[str, Counted]]] = field(default_factory=dict)  # decoded masks
@@ -77,25 +84,24 @@ class Survey:
         return [row for rows in self.counted.values() for row in rows]
 
     def shares(self, *splits: str) -> np.ndarray:
-        """Return the number of pixels by class index, int64 (256,), over the given splits, or over all splits."""
+        """Return the number of pixels by class index, int64 (256,), in the given splits (by default in all splits)."""
         found = [one.shares for split in splits or self.counted for _, one in self.counted.get(split, ())]
         return np.sum(found, axis=0) if found else np.zeros(256, dtype=np.int64)
 
     def values(self, split: str) -> dict[int, int]:
         """Return the number of pixels by id."""
-        found: dict[int, int] = {}
+        found = Counter[int]()
         for _, one in self.counted[split]:
-            for value, count in zip(one.values.tolist(), one.counts.tolist(), strict=True):
-                found[value] = found.get(value, 0) + count
+            found.update(dict(zip(one.values.tolist(), one.counts.tolist(), strict=True)))
         return found
 
     def orientations(self) -> dict[str, int]:
-        """Count the images by `Pair.orientation`, if they have an EXIF orientation."""
+        """Count the images with an EXIF orientation by `Pair.orientation`."""
         return dict(Counter(kind for pair in self.pairs if (kind := pair.orientation) is not None))
 
 
 def survey(parts: Mapping[str, MaskSamples], classes: Classes, thorough: bool = False) -> Survey:
-    """Read headers and decode masks. A large data set is sampled evenly unless `thorough` is True."""
+    """Read headers and decode masks. Sample a large data set evenly unless `thorough` is True."""
     found = Survey(totals={split: len(part) for split, part in parts.items()})
     total = sum(found.totals.values())
     for split, part in parts.items():
@@ -132,7 +138,7 @@ def _stored(path: str, _stamp: int) -> Stored | None:
 def _header(path: str, _stamp: int) -> Header | None:
     try:
         return read_header(path)
-    except UserError:  # reported when the mask is read
+    except UserError:  # the error is reported when the mask is read
         return None
 
 
@@ -164,8 +170,7 @@ def _counted(path: str, _stamp: int, classes: Classes) -> Counted:
 def mask_orientation(image: str, mask: str, exif: str) -> int:
     """Return the EXIF orientation to apply to a mask, given ``data.masks.exif``; 1 if the mask is already upright.
 
-    Raises:
-        UserError: the sizes do not show whether the mask belongs to the upright image or to its stored pixels.
+    Raise `UserError` if the sizes do not show whether the mask belongs to the upright image or to the stored pixels.
     """
     stored = stored_size(image)
     if stored is None or stored[1] == 1 or exif == "upright":
@@ -188,19 +193,15 @@ _EXIF = (
 
 
 def _orientation_by_size(stored: Stored, mask: tuple[int, int]) -> str | None:
-    """Return ``raw`` or ``upright`` for an image with an orientation; None if the sizes do not decide."""
+    """Return ``raw`` or ``upright`` for an image with an orientation, or None if the sizes do not decide."""
     (width, height), orientation = stored
     if orientation < 5 or width == height:
-        return None if mask == (width, height) else "upright"  # a different size is reported when the mask is read
+        return None if mask == (width, height) else "upright"  # `read_mask` reports the size mismatch
     return "raw" if mask == (width, height) else "upright"
 
 
 def refuse_unclear_masks(parts: Mapping[str, MaskSamples], classes: Classes, settings: MaskConfig, own: bool) -> None:
-    """Reject ambiguous masks. Values are checked only for a user's own folder (`own`).
-
-    Raises:
-        UserError: masks are ambiguous; the message lists the settings that resolve the ambiguity.
-    """
+    """Raise `UserError` if masks are ambiguous. Values are checked only in a user's own folder (`own`)."""
     found = survey(parts, classes)
     _refuse_palettes(found, classes)
     _refuse_gray_palettes(found, classes)
@@ -288,7 +289,6 @@ def _refuse_orientations(found: Survey) -> None:
 
 
 def _refuse_values(found: Survey, classes: Classes, split: str, own: bool) -> None:
-    """Reject masks without labels, and ids that may have a different meaning."""
     shares, rows = found.shares(split), found.counted[split]
     broken = [path for path, one in rows if one.error or one.shares[UNKNOWN]]
     if shares[IGNORED] and not shares[:UNKNOWN].any() and not broken:
@@ -309,7 +309,6 @@ def _refuse_values(found: Survey, classes: Classes, split: str, own: bool) -> No
 
 
 def _refuse_ids(found: Survey, classes: Classes, split: str) -> None:
-    """Reject masks with values without a class, and values that leave classes without pixels."""
     rows = [one for _, one in found.counted[split] if not one.error and len(one.values)]
     if not rows:
         return
@@ -320,8 +319,7 @@ def _refuse_ids(found: Survey, classes: Classes, split: str) -> None:
         has = f"{unknown} of {counted(len(rows), f'{split} mask')} {verb(unknown)} values"
         if outside:
             raise UserError(
-                f"{has} outside of 0 to 65535: {_shown(values)}. Save them with one class id per pixel, and 255 where"
-                " there is no label."
+                f"{has} outside of 0 to 65535: {_shown(values)}. Save one class id per pixel, or 255 for no label."
             )
         raise UserError(
             f"{has} without a class: {_shown(values)}. The {len(classes.names)} classes have the ids"
@@ -345,7 +343,7 @@ def _refuse_ids(found: Survey, classes: Classes, split: str) -> None:
     if unlabeled:
         fewer = ""
         if 2 <= len(values) < len(classes.names):
-            fewer = f" with 'data.masks.classes=[{', '.join(map(_quoted, classes.names[: len(values)]))}]'"
+            fewer = f" with 'data.masks.classes=[{', '.join(map(quoted, classes.names[: len(values)]))}]'"
         raise UserError(
             f"{seen}. Pixels of value 255 have no label, so {lacking}. If 255 is a class, map the values:"
             f" {_values(values, classes)}{fewer}. If not, set {keep}."
@@ -353,9 +351,9 @@ def _refuse_ids(found: Survey, classes: Classes, split: str) -> None:
     name = classes.names[int(present[0])]
     if single:
         raise UserError(
-            f"{seen}: every pixel is {name}, and {lacking}. Check the masks. To train on them unchanged, set {keep}."
+            f"{seen}: every pixel is {name}, and {lacking}. Check the masks. If they are right, set {keep}."
         )
-    two = ", ".join(map(_quoted, classes.names[:2]))
+    two = ", ".join(map(quoted, classes.names[:2]))
     raise UserError(
         f"{seen}, but the data set has {len(classes.names)} classes: {lacking}. If it has two classes, name them:"
         f" 'data.masks.classes=[{two}]'. If these masks are right, set {keep}."
@@ -363,14 +361,14 @@ def _refuse_ids(found: Survey, classes: Classes, split: str) -> None:
 
 
 def _refuse_mixed(rows: Sequence[Counted], classes: Classes, split: str) -> None:
-    """Reject masks of two classes if some contain 0 and 1, and others contain 0 and 255."""
+    """Reject masks of two classes if some masks contain 0 and 1, and others contain 0 and 255."""
     values = [set(one.values.tolist()) for one in rows]
     ones, whites = sum(1 in one for one in values), values.count({0, IGNORED})
     if classes.chosen or classes.ids != (0, 1) or not ones or not whites or set().union(*values) != {0, 1, IGNORED}:
         return
     if any({1, IGNORED} <= one for one in values):
-        return  # borders without a label
-    first, second = map(_quoted, classes.names)
+        return  # masks with unlabeled borders
+    first, second = map(quoted, classes.names)
     raise UserError(
         f"{ones} of {len(rows)} examined {split} masks {verb(ones, 'contains', 'contain')} the value 1, {whites}"
         f" {verb(whites, 'contains', 'contain')} 0 and 255, and none contains both 1 and 255. Pixels of value 255 have"
@@ -387,15 +385,9 @@ def _shown(values: Mapping[int, int]) -> str:
 
 
 def _values(values: Mapping[int, int], classes: Classes) -> str:
-    """Return the setting that maps the values to the classes, in order."""
     order = sorted(values)
     if len(order) > max(len(classes.names), 2) or len(order) > 8:
         return "data.masks.values={VALUE: NAME, …}"
     names = [*classes.names, *["void"] * len(order)]
-    pairs = ", ".join(f"{value}: {_quoted(name)}" for value, name in zip(order, names, strict=False))
+    pairs = ", ".join(f"{value}: {quoted(name)}" for value, name in zip(order, names, strict=False))
     return f"'data.masks.values={{{pairs}}}'"
-
-
-def _quoted(name: str) -> str:
-    plain = re.fullmatch(r"[A-Za-z][\w.-]*", name, re.ASCII)
-    return name if plain else '"{}"'.format(name.replace('"', '\\"'))

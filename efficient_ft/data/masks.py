@@ -1,28 +1,215 @@
-"""Lists of images with masks, and the classes of mask pixels. No image is decoded here.
+"""Lists of images with masks, and the classes of mask pixels. No image is decoded.
 
 A mask is an image file whose pixel values are class ids (8 or 16 bits, or palette indices) or class colors.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 import numpy as np
+from PIL import Image
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.core.text import printable
 from efficient_ft.data.counts import and_more, counted
+from efficient_ft.data.images import FORMATS
 from efficient_ft.data.inspection import spread
-from efficient_ft.data.listing import DIGEST_FILES, hash_files, splits_of
-from efficient_ft.data.mask_pixels import Color, Pixels, read_pixels
+from efficient_ft.data.listing import DIGEST_FILES, AnyListing, hash_files, splits_of
 
-#: Table entry of a value without a class.
+Color = tuple[int, int, int]
+#: Extensions of mask files, whose formats are lossless.
+MASK_EXTENSIONS = (".png", ".bmp", ".tif", ".tiff", ".gif")
+_EXACT = ("BMP", "GIF", "PNG", "TIFF")
+#: Factors by which Pillow scales gray values of 2 and 4 bits to 8 bits.
+_FACTORS = {"L;2": 85, "L;2I": 85, "L;4": 17, "L;4I": 17}
+_INVERTED = 262  # TIFF tag PhotometricInterpretation; 0 means WhiteIsZero
+_ORIENTATION = 274
+#: Operations that rotate an image upright, by EXIF orientation.
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """The pixels of a mask."""
+
+    mode: str  # Pillow's mode
+    ids: np.ndarray  # int64 (H, W), values or palette indices; -1 where the three channels differ
+    colors: np.ndarray | None = None  # int64 (H, W), red · 65536 + green · 256 + blue; None for gray pixels
+
+
+@dataclass(frozen=True)
+class Header:
+    """The header of a mask file, and its palette."""
+
+    mode: str  # Pillow's mode
+    size: tuple[int, int]  # (width, height)
+    palette: np.ndarray | None = None  # uint8 (N, 3); None if the file has no palette
+
+
+class _UnusableMaskError(Exception):
+    """The error for an unusable mask. Its message does not contain the path."""
+
+
+def read_pixels(path: str, orientation: int = 1) -> Pixels:
+    """Read the pixels of a mask and apply the EXIF orientation of its image.
+
+    Raise `UserError` if the file cannot be read, its format is lossy, or it has several pages.
+    """
+    try:
+        with Image.open(path, formats=FORMATS) as image:
+            _require_exact(image)
+            raw = _raw_mode(image)
+            image.load()
+            _require_upright(image)
+            if image.mode in ("RGB", "RGBA", "LA") and "16" in raw:  # Pillow has changed the values
+                raise _UnusableMaskError(
+                    f"the mask has {len(image.getbands())} channels of 16 bits. Save it with one class id per pixel, or"
+                    " with 8-bit colors."
+                )
+            return _pixels(image.transpose(_TURNS[orientation]) if orientation in _TURNS else image, raw)
+    except MemoryError:
+        raise
+    except _UnusableMaskError as error:
+        raise UserError(f"{printable(path)}: {error}") from None
+    except Exception as error:  # Pillow's decoders raise exceptions of many types on damaged files
+        reason = str(error).replace(repr(path), "it") or type(error).__name__
+        raise UserError(f"{printable(path)}: not readable as a mask ({reason}).") from error
+
+
+def read_header(path: str) -> Header:
+    """Read the mode, the size and the palette of a mask. Raise `UserError` if the file cannot be read."""
+    try:
+        with Image.open(path, formats=FORMATS) as image:
+            palette = image.palette
+            if image.mode != "P" or palette is None:
+                return Header(image.mode, image.size)
+            if palette.rawmode == "RGB":
+                colors = np.frombuffer(bytes(palette.palette), np.uint8)
+            else:
+                colors = np.asarray(image.getpalette("RGB"), np.uint8)
+            return Header(image.mode, image.size, colors[: len(colors) // 3 * 3].reshape(-1, 3))
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise UserError(f"{printable(path)}: not readable as a mask ({error or type(error).__name__}).") from error
+
+
+def stored_size(path: str) -> tuple[tuple[int, int], int] | None:
+    """Return the (width, height) of an image's stored pixels, and its EXIF orientation (1 by default).
+
+    Return None if the file cannot be read. The error is reported when the image is read.
+    """
+    try:
+        with open(path, "rb") as file:
+            without_exif = file.read(8) == b"\x89PNG\r\n\x1a\n" and not _png_has_exif(file)
+        with Image.open(path, formats=FORMATS) as image:
+            tags = getattr(image, "tag_v2", {})  # Pillow reports the upright size of TIFF images
+            size = (tags.get(256, image.width), tags.get(257, image.height))
+            return size, 1 if without_exif else _orientation(image)
+    except MemoryError:
+        raise
+    except Exception:
+        return None
+
+
+def _orientation(image: Image.Image) -> int:
+    with contextlib.suppress(Exception):  # an image with a broken EXIF block has no orientation
+        number = image.getexif().get(_ORIENTATION, 1)
+        return number if number in _TURNS else 1
+    return 1
+
+
+def _png_has_exif(file: object) -> bool:
+    """Return True if a PNG file has a chunk with an orientation. Pillow would decode the entire image to find this."""
+    read, seek = file.read, file.seek  # type: ignore[attr-defined]
+    while len(start := read(8)) == 8:
+        kind, length = start[4:], int.from_bytes(start[:4], "big")
+        if kind == b"eXIf":
+            return True
+        if kind in (b"tEXt", b"zTXt", b"iTXt") and length >= 20:
+            text = read(20)
+            if text.startswith((b"Raw profile type exi", b"XML:com.adobe.xmp")):
+                return True
+            length -= 20
+        seek(length + 4, os.SEEK_CUR)
+    return False
+
+
+def _raw_mode(image: Image.Image) -> str:
+    """Return Pillow's raw mode of the stored pixels, which Pillow converts to `image.mode`."""
+    tiles = getattr(image, "tile", None)
+    arguments = tiles[0][3] if tiles else None
+    if isinstance(arguments, tuple) and arguments:
+        arguments = arguments[0]
+    return arguments if isinstance(arguments, str) else image.mode
+
+
+def _require_exact(image: Image.Image) -> None:
+    compression = str(image.info.get("compression", ""))
+    if image.format not in _EXACT or "jpeg" in compression or "webp" in compression:
+        kind = image.format if image.format not in _EXACT else f"{image.format} with {compression} compression"
+        raise _UnusableMaskError(
+            f"a mask must be a PNG, TIFF, BMP or GIF file, got {kind}, which does not keep exact values. Export the"
+            " mask as PNG from its source."
+        )
+    frames = getattr(image, "n_frames", 1)
+    if frames > 1:
+        raise _UnusableMaskError(f"a mask must have one page, got {frames}. Save only the page with the class ids.")
+    if image.format == "TIFF":
+        _require_upright(image)  # Pillow rotates TIFF images while loading
+        if getattr(image, "tag_v2", {}).get(_INVERTED) == 0:
+            raise _UnusableMaskError(
+                "the value 0 is white in this file (PhotometricInterpretation WhiteIsZero). Save it as PNG."
+            )
+
+
+def _require_upright(image: Image.Image) -> None:
+    orientation = _orientation(image)
+    if orientation != 1:
+        raise _UnusableMaskError(f"the mask has its own EXIF orientation ({orientation}). Save it without orientation.")
+
+
+def _pixels(image: Image.Image, raw: str) -> Pixels:
+    mode = image.mode
+    if mode in ("LA", "RGBA"):
+        alpha = np.asarray(image.getchannel("A"))
+        if alpha.size and (alpha != alpha.flat[0]).any():
+            raise _UnusableMaskError(f"the mask has varying transparency (mode {mode}). Save it without transparency.")
+        image = image.convert("RGB") if mode == "RGBA" else image.getchannel("L")
+    elif mode not in ("1", "L", "P", "RGB") and not mode.startswith("I"):
+        kind = "floating-point values" if mode == "F" else f"the mode {mode}"
+        raise _UnusableMaskError(
+            f"a mask must have one class id (8 or 16 bits, or a palette index) or one color per pixel, got {kind}."
+        )
+    values = np.asarray(image).astype(np.int64)
+    if image.mode == "P":
+        palette = np.asarray(image.getpalette("RGB") or [0, 0, 0], dtype=np.int64).reshape(-1, 3)
+        packed = np.zeros(max(len(palette), int(values.max(initial=0)) + 1), dtype=np.int64)
+        packed[: len(palette)] = palette @ (65536, 256, 1)
+        return Pixels(mode, values, packed[values])
+    if image.mode == "RGB":
+        gray = (values == values[..., :1]).all(-1)
+        return Pixels(mode, np.where(gray, values[..., 0], -1), values @ (65536, 256, 1))
+    return Pixels(mode, values // _FACTORS.get(raw, 1))
+
+
+#: Table entry for values without a class.
 UNKNOWN = 254
 
 
@@ -31,18 +218,17 @@ class Classes:
     """The classes of a data set and their pixel values in its masks."""
 
     names: tuple[str, ...]  # class names, in the order of the network's outputs
-    ids: tuple[int, ...]  # pixel values of the same classes, also used to write predictions
+    ids: tuple[int, ...]  # pixel values of these classes in masks and predictions
     ignored: frozenset[int] = frozenset({IGNORED})  # values without a label; includes 255 unless 255 is a class
     further: tuple[tuple[int, int], ...] = ()  # (value, class index) of additional values
     colors: tuple[Color, ...] = ()  # class colors in color masks; empty if masks contain only ids
     ignored_colors: frozenset[Color] = frozenset()  # colors of pixels without a label
-    #: Read masks with a palette by index or by color; auto reads by color if the classes have colors.
-    palette: Literal["auto", "index", "color"] = "auto"
+    palette: Literal["auto", "index", "color"] = "auto"  # how palettes are read; auto: by color if classes have colors
     chosen: bool = False  # True if the user has specified the meaning of the values
 
     @cached_property
     def table(self) -> np.ndarray:
-        """The class index of each value, `IGNORED` or `UNKNOWN`: uint8 (65537,), where the last entry is unknown."""
+        """The class index, `IGNORED` or `UNKNOWN` of each value: uint8 (65537,). The last entry is `UNKNOWN`."""
         table = np.full((1 << 16) + 1, UNKNOWN, dtype=np.uint8)
         table[sorted(self.ignored)] = IGNORED
         table[list(self.ids)] = np.arange(len(self.ids))
@@ -52,7 +238,7 @@ class Classes:
 
     @cached_property
     def color_table(self) -> np.ndarray:
-        """The class index of each color (red · 65536 + green · 256 + blue), like `table`: uint8 (2**24,)."""
+        """The class index, `IGNORED` or `UNKNOWN` of each color (red · 65536 + green · 256 + blue): uint8 (2**24,)."""
         table = np.full(1 << 24, UNKNOWN, dtype=np.uint8)
         table[[r << 16 | g << 8 | b for r, g, b in self.ignored_colors]] = IGNORED
         table[[r << 16 | g << 8 | b for r, g, b in self.colors]] = np.arange(len(self.colors))
@@ -60,20 +246,19 @@ class Classes:
 
     @cached_property
     def gray(self) -> bool:
-        """True if all colors are gray, so that masks with one channel are read by color."""
+        """True if all colors are gray. Masks with one channel are then read by color."""
         return bool(self.colors) and all(len(set(color)) == 1 for color in (*self.colors, *self.ignored_colors))
 
     def values(self, pixels: Pixels) -> tuple[np.ndarray, bool]:
         """Return the pixel values that determine the classes, int64 (H, W), and True if they are colors.
 
-        Raises:
-            ValueError: the mask has colors, but the classes have none.
+        Raise `ValueError` if the mask has colors, but the classes have none.
         """
         if self.colors and pixels.colors is not None and not (pixels.mode == "P" and self.palette == "index"):
             return pixels.colors, True
         ids = pixels.ids
         if pixels.mode == "1" and (self.gray or (self.table[1] == UNKNOWN and IGNORED in self.ids)):
-            ids = ids * 255  # white
+            ids = ids * 255  # the value of white
         if self.gray and pixels.colors is None and ids.max(initial=0) < 256:
             return ids * 0x010101, True
         if pixels.mode in ("RGB", "RGBA") and (ids < 0).any():
@@ -81,7 +266,7 @@ class Classes:
         return ids, False
 
     def indices(self, values: np.ndarray, by_color: bool) -> np.ndarray:
-        """Return the class index of each value, `IGNORED` or `UNKNOWN`: uint8 (H, W)."""
+        """Return the class index, `IGNORED` or `UNKNOWN` of each value: uint8 (H, W)."""
         if by_color:
             return self.color_table[values]
         outside = (values < 0) | (values >= 1 << 16)
@@ -90,7 +275,7 @@ class Classes:
 
 @dataclass(frozen=True)
 class MaskSamples:
-    """Paths of images, and of their masks in the same order."""
+    """The paths of images and their masks, in the same order."""
 
     images: list[str]
     masks: list[str]
@@ -108,19 +293,16 @@ class MaskSamples:
 
 
 @dataclass
-class MaskListing:
-    """Samples of a segmentation data set, with the splits of its publisher or of the user; see `listing.Listing`."""
+class MaskListing(AnyListing):
+    """The samples of a segmentation data set by split (official or user-defined splits); see `listing.Listing`."""
 
     classes: Classes
     train: MaskSamples
     val: MaskSamples | None = None
     test: MaskSamples | None = None
-    notes: list[str] = field(default_factory=list)
-    origins: dict[str, str] = field(default_factory=dict)
-    left_out: dict[str, int] = field(default_factory=dict)
 
     def digest(self) -> str:
-        """Return a digest (8 hex digits) of the classes, and of names and sizes of up to 256 files of each split."""
+        """Return a digest (8 hex digits) of the classes, and of the names and sizes of up to 256 files per split."""
         classes = self.classes
         about: tuple[object, ...] = (classes.names, classes.ids)
         if classes.further or classes.colors:
@@ -137,7 +319,7 @@ class MaskListing:
 
 
 def hold_out(samples: MaskSamples, fraction: float, seed: int) -> tuple[MaskSamples, MaskSamples]:
-    """Hold out at least one image, and return the kept and the held out samples, each in the order of `samples`."""
+    """Hold out at least one image. Return the kept and the held-out samples, both in the order of `samples`."""
     count = min(max(round(len(samples) * fraction), 1), len(samples) - 1)
     chosen = set(np.random.default_rng([seed, len(samples)]).permutation(len(samples))[:count].tolist())
     kept = [i for i in range(len(samples)) if i not in chosen]
@@ -147,21 +329,10 @@ def hold_out(samples: MaskSamples, fraction: float, seed: int) -> tuple[MaskSamp
 def read_mask(
     path: str, classes: Classes, size: tuple[int, int] | None = None, orientation: int = 1, labeled: bool = True
 ) -> np.ndarray:
-    """Read a mask as class indices.
+    """Read a mask as class indices, uint8 (H, W), with `IGNORED` for unlabeled pixels, and apply the EXIF orientation.
 
-    Args:
-        path: path of the file.
-        classes: classes of the data set.
-        size: (width, height) of the image; None to accept any size.
-        orientation: EXIF orientation to apply to the mask; 1 for none.
-        labeled: reject a mask without labeled pixels.
-
-    Returns:
-        uint8 (H, W): class indices, `IGNORED` where there is no label.
-
-    Raises:
-        UserError: the file cannot be read, or has colors instead of ids, a size different from its image, values
-            without a class, or no labeled pixels.
+    Raise `UserError` if the file cannot be read, its size differs from the (width, height) of its image, the mask has
+    colors instead of ids or values without a class, or `labeled` is True and no pixel has a label.
     """
     pixels = read_pixels(path, orientation)
     height, width = pixels.ids.shape
@@ -171,7 +342,7 @@ def read_mask(
         if abs(factor - height / size[1]) < 0.02 * factor:
             advice = " The mask looks resized: save it at the size of its image, with nearest-neighbor interpolation."
         raise UserError(
-            f"{printable(path)}: the mask is {width}×{height}, but its image is {size[0]}×{size[1]}. They must have the"
+            f"{printable(path)}: the mask is {width}×{height}, but its image is {size[0]}×{size[1]}. Both must have the"
             f" same size.{advice}"
         )
     try:
@@ -202,8 +373,8 @@ def _unknown(values: np.ndarray, by_color: bool, mode: str, classes: Classes) ->
     known = ", ".join(map(str, _ranges(sorted({*classes.ids, *(value for value, _ in classes.further)}))))
     smooth = " The file looks smoothed or converted from JPEG." if len(np.unique(values[:10_000])) > 16 else ""
     return (
-        f"ids without a class: {shown_values(values, False)}. The classes have the ids {known}; pixels without a"
-        f" label have {', '.join(map(str, _ranges(sorted(classes.ignored))))} (data.masks.ignored).{smooth}"
+        f"ids without a class: {shown_values(values, False)}. The classes have the ids {known}; unlabeled"
+        f" pixels have {', '.join(map(str, _ranges(sorted(classes.ignored))))} (data.masks.ignored).{smooth}"
         " Correct the mask, or map each value to a class: data.masks.values={VALUE: NAME, …}."
     )
 
@@ -221,7 +392,7 @@ def _ranges(numbers: Sequence[int]) -> list[str]:
 
 
 def shown_values(values: np.ndarray, by_color: bool) -> str:
-    """Return the five most frequent values as text, with their numbers of pixels."""
+    """Return the five most frequent values and their pixel counts as text."""
     numbers, counts = np.unique(values, return_counts=True)
     order = np.argsort(-counts, kind="stable")[:5]
     names = [f"{n >> 16} {n >> 8 & 255} {n & 255}" if by_color else str(n) for n in map(int, numbers[order])]

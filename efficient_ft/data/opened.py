@@ -1,4 +1,4 @@
-"""The base class of data sets ready for training: splits, loaders and summaries."""
+"""The base class of data sets that are ready for training: splits, loaders and summaries."""
 
 from __future__ import annotations
 
@@ -20,25 +20,14 @@ from efficient_ft.core.text import plain_line, printable
 from efficient_ft.data.contents import Contents, looked_at
 from efficient_ft.data.counts import counted, verb
 from efficient_ft.data.images import Decoding
-from efficient_ft.data.inspection import Inspection, spread
-from efficient_ft.data.loader import Loader, LoadFailure, make_loader
+from efficient_ft.data.inspection import Inspection, SplitSummary, Summary, spread
+from efficient_ft.data.listing import AnyListing
+from efficient_ft.data.loader import CounterSampler, Loader, LoadFailure, make_loader
 from efficient_ft.data.reading import Reading
-from efficient_ft.data.sampler import CounterSampler
-from efficient_ft.data.summary import SplitSummary, Summary
+from efficient_ft.data.splits import SPLITS
 from efficient_ft.data.transforms import to_pictures
 
 Split = Literal["val", "test"]
-
-
-class AnyListing(Protocol):
-    """The lists of a data set: `listing.Listing`, `masks.MaskListing` or `texts.TextListing`."""
-
-    notes: list[str]
-    origins: dict[str, str]
-    left_out: dict[str, int]
-
-    def digest(self) -> str:
-        """Return a digest of the lists in hexadecimal."""
 
 
 class Part(Protocol):
@@ -47,11 +36,13 @@ class Part(Protocol):
     def __len__(self) -> int: ...
 
     def content_digest(self) -> str:
-        """Return a digest of the samples in hexadecimal."""
+        """Return a hexadecimal digest of the samples."""
 
 
 _Part = TypeVar("_Part", bound=Part)
 _Dataset = TypeVar("_Dataset", bound=Dataset[Any])
+#: A function that converts a dataset before it is loaded.
+Wrap = Callable[[_Dataset], Dataset[Any]]
 
 
 class OpenedData(ABC, Generic[_Part, _Dataset]):
@@ -85,49 +76,30 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         self.best_split: Split = config.select_best_on
         self._looked = looked_at(listing, os.path.expanduser(config.root))
 
-    def _choose_splits(
-        self,
-        train: _Part,
-        val: _Part | None,
-        test: _Part | None,
-        hold_out: Callable[[_Part, float, int], tuple[_Part, _Part]],
-    ) -> dict[str, _Part]:
-        """Return the samples by split, and hold out validation samples if necessary.
-
-        Args:
-            train: training samples.
-            val: validation samples; if None, `data.val_fraction` of the training samples is held out, unless the best
-                epoch is selected on the test samples.
-            test: test samples; None if there are none.
-            hold_out: function that returns the kept and the held out samples, given samples, a fraction and a seed.
-
-        Raises:
-            SettingError: `data.select_best_on` or `data.val_fraction` does not fit the data set.
-            UserError: there are too few training samples to hold out one.
-        """
-        noun = self.noun
+    def _choose_splits(self, parts: dict[str, _Part], hold_out: Callable[..., tuple[_Part, _Part]]) -> dict[str, _Part]:
+        """Return the samples by split. `hold_out(samples, fraction, seed)` returns kept and held-out samples."""
+        noun, test = self.noun, "test" in parts
         if self.best_split == "test":
-            if test is None:
+            if not test:
                 raise SettingError("data.select_best_on", "test", "val", f"There are no test {noun}s.")
             self._notes.append(f"The best epoch is selected on the test {noun}s (data.select_best_on=test).")
-        elif val is None:
+        elif "val" not in parts:
             fraction = self._config.val_fraction
             other = f"select the best epoch on the test {noun}s: data.select_best_on=test."
             if not 0 < fraction < 1:
                 known = f"> 0 and < 1 for a data set without validation {noun}s"
-                raise SettingError("data.val_fraction", fraction, known, f"Or {other}" if test is not None else None)
-            train, val = hold_out(train, fraction, self._seed)
-            if not len(val):
+                raise SettingError("data.val_fraction", fraction, known, f"Or {other}" if test else None)
+            train, parts["val"] = hold_out(parts["train"], fraction, self._seed)
+            if not len(parts["val"]):
                 raise UserError(
                     f"None of the {len(train)} training {noun}s can be held out for validation, because no class has"
-                    f" two {noun}s. Add {noun}s" + (f", or {other}" if test is not None else ".")
+                    f" two {noun}s. Add {noun}s" + (f", or {other}" if test else ".")
                 )
+            parts["train"] = train
             self._origins["val"] = f"held out of train (data.val_fraction={fraction:g})"
-        parts = {"train": train, "val": val, "test": test}
-        return {name: part for name, part in parts.items() if part is not None}
+        return {name: parts[name] for name in SPLITS if name in parts}
 
     def _note_skipped(self, kind: str) -> None:
-        """Add a note on the skipped samples, if there are any."""
         count = len(self._skipped)
         if count:
             samples = counted(count, f"{kind} {self.noun}")
@@ -135,31 +107,30 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
 
     @abstractmethod
     def _dataset(self, split: str, *, training: bool) -> _Dataset:
-        """Return the samples of a split, augmented if `training` is True."""
+        """Return the samples of a split, which are augmented if `training` is True."""
 
     @abstractmethod
     def inspect(self, *, thorough: bool = False) -> Inspection:
-        """Inspect the samples.
+        """Inspect the samples. By default, read headers and some samples, which takes about half a second.
 
-        Args:
-            thorough: read every sample; otherwise read headers and some samples, which takes about half a second.
+        If `thorough` is True, read every sample.
         """
 
     @abstractmethod
     def reading(self, *, training: bool) -> Reading:
-        """Estimate the memory of reading batches of training samples, or of all evaluated splits."""
+        """Estimate the memory of reading batches of training samples (`training`) or of all evaluated splits."""
 
     def inspection_bytes(self) -> int:
         """Estimate the memory of `inspect` without ``thorough``."""
         return 0
 
     def _labels(self, part: _Part) -> np.ndarray | None:
-        """Return the label of each sample of a split, int64 (N,); None if samples have no label."""
+        """Return the labels of a split, int64 (N,), or None if samples have no labels."""
         return None
 
     def contents(self) -> Contents:
         """Read the files of the data set, and return their hashes."""
-        return self._looked.contents()
+        return self._looked.read()
 
     @property
     def name(self) -> str:
@@ -173,35 +144,20 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
             labels = self._labels(part)
             counts = None if labels is None else np.bincount(labels, minlength=self.num_classes)
             splits[split] = SplitSummary(len(part), self._origins.get(split, ""), counts)
-        return Summary(
-            self.name,
-            self.task,
-            self.noun,
-            self.class_names,
-            splits,
-            self.best_split,
-            self.inspect(thorough=thorough),
-            self._left_out,
-            self._skipped,
-            self._notes,
-        )
+        about = (self.name, self.task, self.noun, self.class_names, splits, self.best_split)
+        return Summary(*about, self.inspect(thorough=thorough), self._left_out, self._skipped, self._notes)
 
     def training_batch(self, count: int) -> tuple[Any, list[int]]:
-        """Load up to `count` training samples, transformed as in the first epoch, from as many classes as possible.
+        """Load up to `count` training samples from as many classes as possible, transformed as in the first epoch.
 
-        Unreadable samples are skipped.
-
-        Returns:
-            A batch of the training loader, and the indices of its samples.
-
-        Raises:
-            UserError: no sample can be read.
+        Return a batch of the training loader, and the indices of its samples. Unreadable samples are skipped. Raise
+        `UserError` if no sample can be read.
         """
         part = self._parts["train"]
         labels = self._labels(part)
         if labels is None:
             order = spread(len(part), count)
-        else:  # the first sample of each class, then the second, …
+        else:  # order: first samples of all classes, then second samples, …
             order = np.argsort(labels, kind="stable")
             turns = np.arange(len(order)) - np.searchsorted(labels[order], labels[order], side="left")
             order = order[np.lexsort((labels[order], turns))]
@@ -221,31 +177,21 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         return dataset.__getitems__([(0, index) for index in chosen]), chosen
 
     def shown(self, inputs: Any, input: InputSpec) -> list[Any]:
-        """Return the inputs of a batch for a person: pictures, or texts.
-
-        Args:
-            inputs: the inputs of a batch, as a loader returns them.
-            input: the network's input.
-        """
+        """Convert the inputs of a batch, as returned by a loader, to pictures or texts for display."""
         return to_pictures(inputs, input)
 
     def labeled(self, inputs: Any, targets: Tensor, input: InputSpec) -> list[tuple[Image.Image | str, str]]:
-        """Return each sample of a batch for a person, with its label as text.
-
-        Args:
-            inputs, targets: a batch, as a loader returns it.
-            input: the network's input.
-        """
+        """Convert each sample of a batch to a picture or text for display, and its label to text."""
         names = [plain_line(name) for name in self.class_names]
         return [(one, names[int(label)]) for one, label in zip(self.shown(inputs, input), targets, strict=True)]
 
     def legend(self) -> list[tuple[str, tuple[int, int, int]]]:
-        """Return the names and RGB colors of classes that `labeled` draws; empty if it draws none."""
+        """Return the names and RGB colors of classes that `labeled` draws; empty if it draws no classes."""
         return []
 
     @property
     def parts(self) -> Mapping[str, OpenedData[Any, Any]]:
-        """The data sets by the name of their task; a single data set has the key ""."""
+        """The data sets by task name. A single data set has the key ``""``."""
         return {"": self}
 
     @property
@@ -255,12 +201,10 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
 
     @property
     def splits(self) -> dict[str, int]:
-        """Number of samples by split: `train`, and `val` and/or `test`."""
+        """Number of samples in each existing split (`train`, `val`, `test`)."""
         return {name: len(part) for name, part in self._parts.items()}
 
-    def train_loader(
-        self, rank: int = 0, world: int = 1, wrap: Callable[[_Dataset], Dataset[Any]] | None = None
-    ) -> Loader:
+    def train_loader(self, rank: int = 0, world: int = 1, wrap: Wrap[_Dataset] | None = None) -> Loader:
         """Return a loader of shuffled, augmented batches of `data.batch_size` for one of `world` processes.
 
         The sampler is a `CounterSampler`, which may skip samples at the end of an epoch. The last batch may be smaller.
@@ -268,22 +212,17 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         Args:
             rank: rank of the process.
             world: number of processes.
-            wrap: function that converts the dataset before it is loaded; None to load it unchanged.
+            wrap: function that converts the dataset before it is loaded; None to load the dataset unchanged.
         """
         size = self._config.batch_size
         sampler = CounterSampler(len(self._parts["train"]), self._seed, rank, world, batch_size=size)
         dataset = self._dataset("train", training=True)
         return make_loader(wrap(dataset) if wrap else dataset, sampler, self._config.num_workers, size)
 
-    def eval_loader(
-        self, split: Split, rank: int = 0, world: int = 1, wrap: Callable[[_Dataset], Dataset[Any]] | None = None
-    ) -> Loader:
-        """Return a loader of a split in a fixed order, without augmentation.
+    def eval_loader(self, split: Split, rank: int = 0, world: int = 1, wrap: Wrap[_Dataset] | None = None) -> Loader:
+        """Return a loader of a split in a fixed order, without augmentation. See `train_loader` for the arguments.
 
-        Each process loads different samples. See `train_loader` for the arguments.
-
-        Raises:
-            UserError: the data set does not have this split.
+        Each process loads different samples. Raise `UserError` if the data set does not have this split.
         """
         if split not in self._parts:
             have = [name for name in self._parts if name != "train"]
@@ -294,14 +233,13 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         return make_loader(wrap(dataset) if wrap else dataset, sampler, self._config.num_workers, batch_size)
 
     def eval_loaders(self, split: Split, rank: int = 0, world: int = 1, **wrap: Any) -> list[Loader]:
-        """Return the evaluation loader of each data set: here of one; see `eval_loader`."""
+        """Return the evaluation loader of each data set. A single data set has one loader; see `eval_loader`."""
         return [self.eval_loader(split, rank, world, **wrap)]
 
     def keep_decoded(self, epochs: int) -> None:
         """Keep decoded images on disk for a run of `epochs` epochs, if the data set supports this.
 
-        Raises:
-            SettingError: ``data.keep_decoded=on`` is not supported.
+        Raise `SettingError` if ``data.keep_decoded=on`` is not supported.
         """
         if self._config.keep_decoded == "on":
             raise SettingError("data.keep_decoded", "on", "auto or off with this data set")

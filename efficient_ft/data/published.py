@@ -1,6 +1,6 @@
-"""Published data sets of labeled images: their files, downloads and lists.
+"""Published data sets: their files, downloads and lists.
 
-Most lists are read by torchvision, so that splits and labels are the usual ones.
+Most image lists are read by torchvision, so splits and labels are identical to torchvision's.
 """
 
 from __future__ import annotations
@@ -15,14 +15,21 @@ import numpy as np
 from torchvision import datasets
 from torchvision.datasets.utils import check_integrity
 
-from efficient_ft.core.errors import UserError
+from efficient_ft.config.schema import MaskConfig, TextConfig
+from efficient_ft.core.errors import UserError, first_line
+from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.core.network import unreachable
 from efficient_ft.core.text import printable
 from efficient_ft.data.counts import counted, verb
 from efficient_ft.data.fetch import Archive
-from efficient_ft.data.file_list import refuse_elsewhere
+from efficient_ft.data.file_list import Paths, refuse_elsewhere
 from efficient_ft.data.listing import Listing, Samples, splits_of
-from efficient_ft.data.paths import Paths
+from efficient_ft.data.mask_folder import read_mask_folder
+from efficient_ft.data.masks import Classes, MaskListing, MaskSamples
+from efficient_ft.data.splits import Split
+from efficient_ft.data.text_places import SplitRows
+from efficient_ft.data.text_rows import read_rows
+from efficient_ft.data.texts import TextListing, listing_of
 
 _ALTERNATIVES = (
     "Or use data=folder data.root=DIR (your own images, DIR/train/CLASS/*.jpg and DIR/test/CLASS/*.jpg, "
@@ -32,28 +39,16 @@ _ALTERNATIVES = (
 
 @dataclass(frozen=True)
 class PublishedSet:
-    """A published data set: its files below `data.root`, and the function that reads its lists.
+    """A published data set: its files below `data.root`, and the function that reads its lists."""
 
-    Args:
-        title: name in messages.
-        classes: number of classes.
-        folder: subfolder that contains all files; `data.root` may also be this folder.
-        archives: files of the data set.
-        read: function that lists the samples, given the root (and `data.text` for texts); it may raise any exception if
-            lists are damaged.
-        intact: function that compares the unpacked files with checksums; None if the publisher gives none.
-        by_hand: reason why the data set cannot be downloaded; None if it can.
-        alternatives: sentence about other data, for messages.
-    """
-
-    title: str
-    classes: int
-    folder: str
-    archives: tuple[Archive, ...]
-    read: Callable[..., Any]
-    intact: Callable[[Path], bool] | None = None
-    by_hand: str | None = None
-    alternatives: str = _ALTERNATIVES
+    title: str  # name in messages
+    classes: int  # number of classes
+    folder: str  # subfolder that contains all files; `data.root` may also be this folder
+    archives: tuple[Archive, ...]  # files of the data set
+    read: Callable[..., Any]  # function that lists the samples below a root folder
+    intact: Callable[[Path], bool] | None = None  # function that verifies the checksums of the unpacked files
+    by_hand: str | None = None  # reason why the data set cannot be downloaded; None if it can be downloaded
+    alternatives: str = _ALTERNATIVES  # sentence about other data, for messages
 
     def root(self, root: str | os.PathLike[str]) -> Path:
         """Return the folder that contains `folder`, even if `root` is `folder` itself."""
@@ -67,42 +62,38 @@ class PublishedSet:
         return [archive for archive in self.archives if archive.state(root) != "ready"]
 
     def missing(self, name: str, root: Path, download: bool) -> str | None:
-        """Look for the files below `root`, and ask the server for missing files.
+        """Return an error message if files are missing and cannot be downloaded, otherwise None.
 
-        Args:
-            name: value of `data.name`, for the message.
-            root: the folder that contains `folder`.
-            download: True if missing files may be downloaded.
-
-        Returns:
-            None if all files exist or can be downloaded, otherwise a message that lists the missing files, their
-            expected locations and alternatives.
+        The message contains `name`, the value of `data.name`, and lists the missing files, their expected locations
+        below `root`, and alternatives. If `download` is True, the server is queried for missing files.
         """
         absent = [archive for archive in self.archives if archive.state(root) in ("absent", "partial", "broken")]
         for archive in absent:
             if archive.state(root) == "broken" and self.by_hand is None:
                 return (
-                    f"data={name}: {(root / str(archive.unpacks)).absolute()} is incomplete, it lacks "
-                    f"{', '.join(archive.lacks(root))}. Delete that folder and run again. {self.alternatives}"
+                    f"data={name}: {(root / str(archive.unpacks)).absolute()} is incomplete and lacks"
+                    f" {', '.join(archive.lacks(root))}. Delete this folder and run the command again."
+                    f" {self.alternatives}"
                 )
         if not absent:
             if self.intact is None or self.pending(root) or self.intact(root):
                 return None
             return (
                 f"data={name}: files in {(root / self.folder).absolute()} are damaged (their checksums differ). "
-                f"Delete that folder and run again. {self.alternatives}"
+                f"Delete this folder and run the command again. {self.alternatives}"
             )
         if self.by_hand is not None:
             why = self.by_hand
         elif not download:
-            why = "data.download=false forbids fetching them."
+            why = "data.download=false disables the download."
         else:
             assert absent[0].url is not None
             reason = unreachable(absent[0].url, absent[0].size)
             if reason is None:
                 return None
-            why = f"They cannot be fetched: {reason}."
-        lines = [f"data={name}: {self.title} is not complete in {root.absolute()}. {why}", "Put these files there:"]
+            why = f"The missing files cannot be downloaded: {reason}."
+        state = f"data={name}: {self.title} is not complete in {root.absolute()}. {why}"
+        lines = [state, "Copy these files to the following locations:"]
         for archive in absent:
             lines.append(f"  {archive.describe(root)}")
             if archive.url is not None:
@@ -111,22 +102,16 @@ class PublishedSet:
 
 
 def read_published(name: str, root: Path, follow_links: bool = False) -> Listing:
-    """List the published data set `name`, all of whose archives are ``ready`` below `root`.
+    """List the published image data set `name`, whose archives are all ``ready`` below `root`.
 
-    Args:
-        name: name of the data set.
-        root: folder that contains the folder of the data set.
-        follow_links: use the targets of links that lead out of that folder.
-
-    Raises:
-        UserError: a list is damaged, or listed images do not exist or are outside of the data set.
+    Raise `UserError` if a list is damaged, or listed images do not exist or are outside of the data set.
     """
     source = PUBLISHED[name]
     where = (root / source.folder).absolute()
-    again = f"Remove {where} and run again (its archives are kept), or put a complete copy there."
+    again = f"Remove {where} and run the command again (its archives are kept), or replace it with a complete copy."
     try:
         listing: Listing = source.read(root)
-    except Exception as error:  # the readers raise exceptions of many types on damaged lists
+    except Exception as error:  # readers raise exceptions of many types on damaged lists
         raise UserError(f"data={name}: the lists in {where} cannot be read ({error}). {again}") from error
     splits: dict[str, Samples] = splits_of(listing)
     listing.origins = dict.fromkeys(splits, "official")
@@ -146,7 +131,7 @@ def read_published(name: str, root: Path, follow_links: bool = False) -> Listing
 
 
 def _nonexistent(parts: Sequence[Paths]) -> list[str]:
-    """Return the listed files that do not exist. Each folder is read once, which is faster than checking each file."""
+    """Return the listed files that do not exist. Reading each folder once is faster than checking each file."""
     folders: dict[str, set[str]] = {}
     gone = []
     for path in (path for paths in parts for path in paths):
@@ -159,7 +144,7 @@ def _nonexistent(parts: Sequence[Paths]) -> list[str]:
 
 
 def _samples(dataset: Any) -> Samples:
-    """Return the paths and labels of a torchvision data set; its classes store them under different names."""
+    """Return the paths and labels of a torchvision data set. The attribute names differ between its classes."""
     if hasattr(dataset, "_samples"):
         paths, labels = zip(*dataset._samples, strict=True)
     else:
@@ -169,7 +154,7 @@ def _samples(dataset: Any) -> Samples:
 
 
 def _reader(kind: Any, *splits: str) -> Callable[[Path], Listing]:
-    """Return the reader of a torchvision data set with the official splits (train, test) or (train, val, test)."""
+    """Create a reader of a torchvision data set with the official splits (train, test) or (train, val, test)."""
 
     def read(root: Path) -> Listing:
         parts = [kind(root, split) for split in splits]
@@ -192,7 +177,7 @@ def _read_cub(root: Path) -> Listing:
     images, classes = table("images.txt"), table("classes.txt")
     labels, training = table("image_class_labels.txt"), table("train_test_split.txt")
     if not images.keys() == labels.keys() == training.keys():
-        raise ValueError("images.txt, image_class_labels.txt and train_test_split.txt name different images")
+        raise ValueError("images.txt, image_class_labels.txt and train_test_split.txt list different images")
     order = {number: position for position, number in enumerate(sorted(classes))}
 
     def part(flag: str) -> Samples:
@@ -225,7 +210,7 @@ _OXFORD = "https://www.robots.ox.ac.uk/~vgg/data"
 _FLOWERS = f"{_OXFORD}/flowers/102"
 _PETS = f"{_OXFORD}/pets/data"
 
-#: Data sets by name. URLs and checksums are equal to those of torchvision; sizes are those of the publishers.
+#: Data sets by name. URLs and checksums are taken from torchvision, sizes from the publishers.
 # fmt: off
 PUBLISHED: dict[str, PublishedSet] = {
     "cifar10": _cifar(datasets.CIFAR10, "CIFAR-10", 10, 170498071),
@@ -288,6 +273,156 @@ PUBLISHED: dict[str, PublishedSet] = {
         ),
         _read_cub,
         by_hand="Download its archive by hand: https://data.caltech.edu/records/65de6-vp158.",
+    ),
+}
+# fmt: on
+
+
+#: File name and number of rows of each split of RTE.
+_RTE: dict[Split, tuple[str, int]] = {"train": ("train.tsv", 2490), "test": ("dev.tsv", 277)}
+
+
+def _read_rte(root: Path, settings: TextConfig) -> TextListing:
+    """List RTE (Wang et al., "GLUE", ICLR 2019): does the first sentence entail the second?"""
+    folder, found = root / "RTE", SplitRows()
+    for split, (name, count) in _RTE.items():
+        read = read_rows(folder / name, settings)
+        if len(read.rows) != count:
+            raise UserError(
+                f"{printable((folder / name).absolute())} has {counted(len(read.rows), 'row')} instead of {count:,}."
+                " Remove the folder and run the command again to download it."
+            )
+        found.rows[split], found.origins[split], found.columns = read.rows, f"{name} ({read.origin})", read.columns
+        found.notes += read.notes
+    listing = listing_of(found, folder, settings)
+    listing.notes.append("The RTE test labels are not public. As in the papers, validation texts are used for testing.")
+    return listing
+
+
+_RTE_URL = "https://dl.fbaipublicfiles.com/glue/data/RTE.zip"
+_RTE_ARCHIVE = Archive("RTE.zip", "RTE", _RTE_URL, contents=("train.tsv", "dev.tsv"))
+_OWN_TEXTS = "Or use data=text_folder data.root=FILE (your own texts, .csv, .tsv or .jsonl)."
+TEXT_SETS = {"rte": PublishedSet("RTE (GLUE)", 2, "RTE", (_RTE_ARCHIVE,), _read_rte, alternatives=_OWN_TEXTS)}
+
+
+#: The eleven evaluated classes of CamVid (Brostow, Fauqueur, Cipolla, "Semantic object classes in video", 2009).
+_CAMVID = (
+    "sky", "building", "pole", "road", "pavement", "tree", "sign_symbol", "fence", "car", "pedestrian", "bicyclist",
+)  # fmt: skip
+_VOC = (
+    "background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow", "diningtable",
+    "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor",
+)  # fmt: skip
+#: The 19 evaluated classes of Cityscapes, by id in ``*_gtFine_labelIds.png``.
+_CITYSCAPES = {
+    7: "road", 8: "sidewalk", 11: "building", 12: "wall", 13: "fence", 17: "pole", 19: "traffic light",
+    20: "traffic sign", 21: "vegetation", 22: "terrain", 23: "sky", 24: "person", 25: "rider", 26: "car", 27: "truck",
+    28: "bus", 31: "train", 32: "motorcycle", 33: "bicycle",
+}  # fmt: skip
+_CITYSCAPES_IDS = 34
+
+
+@dataclass(frozen=True)
+class MaskSet:
+    """A published segmentation data set, which must be downloaded by hand."""
+
+    title: str  # name in messages
+    folder: str  # default folder below `data.root`
+    classes: Classes  # classes of the masks
+    contents: tuple[str, ...]  # required paths, relative to the folder
+    read: Callable[[Path, bool], MaskListing]  # lists the splits, given the folder and ``data.follow_links``
+    source: str  # origin of the files, for messages
+
+    def root(self, root: Path) -> Path:
+        """Return the folder of the data set, which is `root` or a folder below `root`."""
+        inside = root / self.folder
+        return inside if inside.is_dir() else root
+
+    def missing(self, name: str, root: Path) -> str | None:
+        """Return a message about missing files and their expected location, or None if all files exist."""
+        folder = self.root(root)
+        absent = [entry for entry in self.contents if not (folder / entry).exists()]
+        if not absent:
+            return None
+        return (
+            f"data={name} ({self.title}): {printable(folder.absolute())} has no {', '.join(absent)}.\n"
+            f"Download it from {self.source} and set data.root to the folder with {', '.join(self.contents)}. For other"
+            " layouts, use data=mask_folder."
+        )
+
+
+def _camvid(root: Path, follow_links: bool) -> MaskListing:
+    names = None if (root / "classes.txt").is_file() else [*_CAMVID, "void"]
+    return read_mask_folder(root, MaskConfig(classes=names), follow_links=follow_links)
+
+
+def _voc(root: Path, follow_links: bool) -> MaskListing:
+    lists = root / "ImageSets" / "Segmentation"
+    train = next((lists / name for name in ("trainaug.txt", "train_aug.txt") if (lists / name).is_file()), None)
+    if train is None:
+        raise UserError(f"{printable(lists.absolute())} has no trainaug.txt, the list of the augmented training set.")
+    parts = []
+    for file in (train, lists / "val.txt"):
+        stems = [Path(name).stem for name in _names(file)]  # some lists contain paths
+        images = [root / "JPEGImages" / f"{stem}.jpg" for stem in stems]
+        masks = [root / "SegmentationClassAug" / f"{stem}.png" for stem in stems]
+        parts.append(_existing(images, masks, root, follow_links))
+    return MaskListing(MASK_SETS["voc2012_aug"].classes, parts[0], None, parts[1], notes=_on_val("Pascal VOC 2012"))
+
+
+def _names(file: Path) -> list[str]:
+    again = "Restore this list from the data set."
+    try:
+        found = [line.split()[0] for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise UserError(f"{printable(file)} cannot be read ({first_line(error)}). {again}") from error
+    if not found:
+        raise UserError(f"{printable(file)} lists no image. {again}")
+    return found
+
+
+def _cityscapes(root: Path, follow_links: bool) -> MaskListing:
+    parts = []
+    for split in ("train", "val"):
+        folder, labels = root / "leftImg8bit" / split, root / "gtFine" / split
+        images = sorted(folder.glob("*/*_leftImg8bit.png"))
+        if not images:
+            raise UserError(f"{printable(folder.absolute())} has no CITY/*_leftImg8bit.png.")
+        names = [one.relative_to(folder).as_posix().replace("_leftImg8bit", "_gtFine_labelIds") for one in images]
+        parts.append(_existing(images, [labels / name for name in names], root, follow_links))
+    return MaskListing(MASK_SETS["cityscapes"].classes, parts[0], None, parts[1], notes=_on_val("Cityscapes"))
+
+
+def _existing(images: Sequence[Path], masks: Sequence[Path], root: Path, follow_links: bool) -> MaskSamples:
+    for path in (*images, *masks):
+        if not path.is_file():
+            raise UserError(f"{printable(path)}: no such file. The copy of the data set is incomplete.")
+    samples = MaskSamples(list(map(str, images)), list(map(str, masks)))
+    refuse_elsewhere((*samples.images, *samples.masks), root, follow_links)
+    return samples
+
+
+def _on_val(title: str) -> list[str]:
+    return [f"The {title} test labels are not public. As in the papers, the validation images are used for testing."]
+
+
+_UNLABELED = frozenset({IGNORED, *(i for i in range(_CITYSCAPES_IDS) if i not in _CITYSCAPES)})
+# fmt: off
+MASK_SETS: dict[str, MaskSet] = {
+    "camvid": MaskSet(
+        "CamVid", "camvid", Classes(_CAMVID, tuple(range(len(_CAMVID))), frozenset({len(_CAMVID), IGNORED})),
+        ("train/images", "train/masks"), _camvid,
+        "http://mi.eng.cam.ac.uk/research/projects/VideoRec/CamVid/, as train, val and test with images/ and masks/",
+    ),
+    "voc2012_aug": MaskSet(
+        "Pascal VOC 2012, augmented", "VOCdevkit/VOC2012", Classes(_VOC, tuple(range(len(_VOC)))),
+        ("JPEGImages", "SegmentationClassAug", "ImageSets/Segmentation/val.txt"), _voc,
+        "http://host.robots.ox.ac.uk/pascal/VOC/voc2012/ and http://home.bharathh.info/pubs/codes/SBD/download.html",
+    ),
+    "cityscapes": MaskSet(
+        "Cityscapes", "cityscapes", Classes(tuple(_CITYSCAPES.values()), tuple(_CITYSCAPES), _UNLABELED),
+        ("leftImg8bit/train", "gtFine/train", "leftImg8bit/val", "gtFine/val"), _cityscapes,
+        "https://www.cityscapes-dataset.com (requires an account)",
     ),
 }
 # fmt: on

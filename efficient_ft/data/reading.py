@@ -1,4 +1,4 @@
-"""Estimate the memory of reading a batch from the headers of image files."""
+"""Estimate the memory of reading a batch, from the headers of image files."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from efficient_ft.core.errors import UserError
+from efficient_ft.data.file_list import Paths
 from efficient_ft.data.images import Decoding, opened, reduce_resolution
 from efficient_ft.data.inspection import HEADERS, in_threads, spread
-from efficient_ft.data.paths import Paths
 
-#: Number of the longest files of a large split whose headers are read, and number of files whose sizes are compared.
+#: Number of the largest files in a large split whose headers are read, and number of files whose sizes are compared.
 _LONGEST, _STATED = 256, 50_000
-#: Bytes per pixel for decoding as RGB by Pillow's mode, measured with 9-megapixel files. Other modes are composited
-#: over white. Rotating an image creates a copy.
+#: Bytes per pixel for decoding an image as RGB, by Pillow's mode, measured with 9-megapixel files. Other modes are
+#: composited over white. Rotating an image creates a copy.
 _BYTES = {"RGB": 4, "L": 5, "1": 5, "P": 5, "CMYK": 8, "YCbCr": 8}
 _COMPOSITED, _DEEP, _WEBP, _TURNED = 20, 28, 14, 4
 _ORIENTATION = 274
@@ -28,14 +28,14 @@ class Reading:
     """The memory of reading batches of a split."""
 
     size: tuple[int, ...]  # (H, W) of the largest inputs, or (L,) for texts
-    decode_bytes: int = 0  # temporary memory of reading the largest sample
+    decode_bytes: int = 0  # peak memory while the largest sample is read
     kept_bytes: int = 0  # memory of each sample until the batch is complete
-    stack_bytes: int = 0  # additional memory of each sample while the batch is stacked, without the batch itself
+    stack_bytes: int = 0  # additional memory of each sample while the batch is stacked, excluding the batch
     file_size: tuple[int, int] | None = None  # (width, height) of the largest image file; None if there are no files
     own_size: bool = False  # True if `size` is the size of the files instead of the network's input
 
     def load_bytes(self, samples: int) -> int:
-        """Return the bytes required to read a batch of `samples` samples, in addition to the batch itself."""
+        """Return the bytes required to read a batch of `samples` samples, excluding the batch itself."""
         reading = self.kept_bytes * (samples - 1) + self.decode_bytes
         return max(reading, (self.kept_bytes + self.stack_bytes) * samples)
 
@@ -57,12 +57,9 @@ class Header:
 def headers(
     paths: Sequence[str] | Paths, decoding: Decoding | None = None, target_size: tuple[int, int] | None = None
 ) -> list[Header]:
-    """Read the headers of image files. For large splits, evenly spread files and the longest files are read.
+    """Read the headers of image files, and skip unreadable files. `target_size` is described in `images.read_image`.
 
-    Args:
-        paths: image files; unreadable files are skipped.
-        decoding: size limit.
-        target_size: see `images.read_image`.
+    In large splits, only evenly spread files and the largest files are read.
     """
     chosen = list(paths)
     if len(chosen) > HEADERS:
@@ -92,5 +89,5 @@ def _header(path: str, decoding: Decoding | None, target_size: tuple[int, int] |
 
 
 def largest_file(found: Sequence[Header]) -> tuple[int, int] | None:
-    """Return the size of the largest image; None if there are no images."""
+    """Return the size of the largest image, or None if there are no images."""
     return max((one.size for one in found), key=lambda size: size[0] * size[1], default=None)

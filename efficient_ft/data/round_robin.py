@@ -1,8 +1,8 @@
 """Load several data sets in round robin, with one optimizer step of each task in turn.
 
-Optimizer step k uses task k mod T of T tasks. The number of rounds of an epoch is determined by the largest data set.
-Smaller data sets are repeated in a new order, even within an epoch. All orders depend only on counters, so that a
-resumed run continues with the next batch.
+Optimizer step k uses task k mod T of T tasks. The largest data set determines the number of rounds in an epoch. Smaller
+data sets are repeated in a new order, even within an epoch. All orders depend only on counters, so a resumed run
+continues with the next batch.
 """
 
 from __future__ import annotations
@@ -11,21 +11,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import BatchSampler, Dataset, Sampler
+from torch.utils.data import BatchSampler, Dataset
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.data.image_data import ImageData
-from efficient_ft.data.loader import Loader, LoadFailure, SplitDataset, make_loader
+from efficient_ft.data.loader import CounterSampler, EpochSampler, Loader, LoadFailure, SplitDataset, make_loader
 from efficient_ft.data.opened import Split
-from efficient_ft.data.sampler import CounterSampler
 
 
 class RoundRobinData:
-    """Several image data sets by task, with the interface of `ImageData`.
-
-    Args:
-        parts: data sets by task, in the order of training.
-        grad_accum_steps: number of batches per optimizer step.
+    """Several image data sets by task, in the order of training, with the interface of `ImageData`.
 
     Attributes:
         parts: data sets by task.
@@ -49,62 +44,40 @@ class RoundRobinData:
     def train_loader(self, rank: int = 0, world: int = 1) -> Loader:
         """Return a loader of batches (images, labels, task), whose sampler is a `RoundRobinSampler`.
 
-        All tasks share the worker processes. Their number is the maximum of `num_workers` over all tasks.
-
-        Raises:
-            UserError: the training images of a task yield no batch.
+        All tasks share the worker processes. The number of processes is the maximum of `num_workers` over all tasks.
+        Raise `UserError` if the training images of a task yield no batch.
         """
         loaders = {task: part.train_loader(rank, world) for task, part in self.parts.items()}
         for task, loader in loaders.items():
             if not len(loader):
                 raise UserError(f"The training set of {task} yields no batch. Add images to tasks.{task}.root.")
-        return make_loader(
-            _RoundRobinDataset({task: loader.dataset for task, loader in loaders.items()}),  # type: ignore[misc]
-            RoundRobinSampler(
-                {task: loader.batch_sampler for task, loader in loaders.items()},  # type: ignore[misc]
-                self._grad_accum_steps,
-            ),
-            num_workers=max(loader.num_workers for loader in loaders.values()),
-            batch_size=None,
-        )
+        dataset = _RoundRobinDataset({task: loader.dataset for task, loader in loaders.items()})  # type: ignore[misc]
+        batches: Any = {task: loader.batch_sampler for task, loader in loaders.items()}
+        workers = max(loader.num_workers for loader in loaders.values())
+        return make_loader(dataset, RoundRobinSampler(batches, self._grad_accum_steps), workers, batch_size=None)
 
     def eval_loaders(self, split: Split, rank: int = 0, world: int = 1) -> list[Loader]:
-        """Return the evaluation loader of each task, in their order.
-
-        Raises:
-            UserError: a data set does not have this split.
-        """
+        """Return the evaluation loaders of all tasks, in order. Raise `UserError` if a data set lacks this split."""
         return [part.eval_loader(split, rank, world) for part in self.parts.values()]
 
     def report(self) -> dict[str, Any]:
-        """Return the reports of all tasks, and all notes with the names of their tasks."""
+        """Return the reports of all tasks, and all notes with task names as prefixes."""
         reports = {task: part.report() for task, part in self.parts.items()}
         notes = [f"{task}: {note}" for task, report in reports.items() for note in report["notes"]]
         return {"tasks": reports, "notes": notes}
 
 
-class RoundRobinSampler(Sampler[tuple[str, list[Any]]]):
+class RoundRobinSampler(EpochSampler[tuple[str, list[Any]]]):
     """Yield (task, keys of a batch) pairs for one process.
 
     Args:
         batches: batch samplers by task, each with a `CounterSampler`.
         grad_accum_steps: number of consecutive batches from the same task per optimizer step.
-
-    Attributes:
-        epoch: epoch of the next iteration.
-        start: number of batches that the next iteration skips because an interrupted run has used them. It is reset
-            afterwards, and does not change `len`.
     """
 
     def __init__(self, batches: Mapping[str, BatchSampler], grad_accum_steps: int) -> None:
         self.batches, self.grad_accum_steps = dict(batches), grad_accum_steps
         self.rounds = max(-(-len(of_task) // grad_accum_steps) for of_task in self.batches.values())
-        self.epoch = 0
-        self.start = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration. Lightning calls this method."""
-        self.epoch = epoch
 
     def __len__(self) -> int:
         return self.rounds * self.grad_accum_steps * len(self.batches)
@@ -123,7 +96,6 @@ class RoundRobinSampler(Sampler[tuple[str, list[Any]]]):
 
 
 def _endless(batches: BatchSampler, used: int) -> Iterator[list[Any]]:
-    """Repeat the batches without end, starting with batch number `used`."""
     sampler: Any = batches.sampler
     assert isinstance(sampler, CounterSampler)
     epoch, used = divmod(used, len(batches))
@@ -135,8 +107,6 @@ def _endless(batches: BatchSampler, used: int) -> Iterator[list[Any]]:
 
 
 class _RoundRobinDataset(Dataset[Any]):
-    """Batches of images by (task, keys)."""
-
     def __init__(self, parts: Mapping[str, SplitDataset]) -> None:
         self._parts = dict(parts)
 

@@ -1,8 +1,8 @@
 """Store rows of equal length in a file, with checksums, for several processes.
 
-A row exists if its checksum exists. The checksum is written last, so that a killed process leaves no incomplete row.
+A row exists if its checksum exists. The checksum is written last, so a killed process leaves no incomplete row.
 Processes that write the same row write the same bytes. The file is not memory-mapped, because mapped pages would count
-as memory of the process.
+as process memory.
 """
 
 from __future__ import annotations
@@ -38,15 +38,10 @@ class StoreFullError(Exception):
 
 
 class RowStore:
-    """Rows of bytes in a folder, which several processes and threads may open at the same time.
+    """Rows of bytes in a folder that several processes and threads may open at the same time.
 
-    A store that is pickled for a worker process opens the files again.
-
-    Args:
-        folder: folder of the store, which is created.
-        about: description of the rows, which is written to about.json.
-        rows: number of rows.
-        row_bytes: size of each row.
+    The folder is created, and the description `about` is written to about.json. A store that is pickled for a worker
+    process opens its files again.
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any], rows: int, row_bytes: int) -> None:
@@ -73,7 +68,7 @@ class RowStore:
         self._reset()
 
     def _open(self) -> None:
-        """Open the files in this process, since a forked process would share file positions with its parent."""
+        """Open the files in this process, because a forked process would share file positions with its parent."""
         if self._process != os.getpid():
             files = (open_file(self.folder / name, "rb+", 0) for name in ("rows", "checksums"))
             self._file, self._sums = (cast(FileIO, file) for file in files)
@@ -110,11 +105,7 @@ class RowStore:
         return torch.from_numpy(found)
 
     def write(self, rows: Sequence[int], values: Tensor) -> None:
-        """Write rows, uint8 (B, `row_bytes`).
-
-        Raises:
-            StoreFullError: the disk is full.
-        """
+        """Write rows, uint8 (B, `row_bytes`). Raise `StoreFullError` if the disk is full."""
         self._open()
         data = values.numpy()
         assert data.shape == (len(rows), self.row_bytes)
@@ -142,12 +133,12 @@ def require_room(settings: str, limit: str | int | float, stores: Mapping[Path, 
     Args:
         settings: common prefix of the settings ``<settings>_limit`` and ``<settings>_folder``.
         limit: maximum size, with a unit.
-        stores: total bytes of each store by folder; all folders have the same parent and need not exist.
+        stores: size of each store in bytes, by folder. All folders have the same parent and need not exist.
         what: noun for the rows, for messages.
-        how: sentence on how to avoid the stores, for messages.
+        how: advice on avoiding the stores, for messages.
 
     Raises:
-        SettingError: `limit` is invalid or too small, or the disk does not have enough free space.
+        SettingError: If `limit` is invalid or too small, or the disk does not have enough free space.
     """
     size = sum(stores.values())
     if size > parse_bytes(f"{settings}_limit", limit):
@@ -157,7 +148,8 @@ def require_room(settings: str, limit: str | int | float, stores: Mapping[Path, 
     taken = sum(file.stat().st_blocks * 512 for folder in stores for file in folder.glob("*"))
     free = shutil.disk_usage(there).free
     if size - taken > free:
-        known = f"on a disk with {format_bytes(size - taken)} left for these {what} ({format_bytes(free)} are free)"
+        needed = f"at least {format_bytes(size - taken)} free for these {what}"
+        known = f"on a disk with {needed} ({format_bytes(free)} are available)"
         raise SettingError(f"{settings}_folder", parent, known, how)
 
 

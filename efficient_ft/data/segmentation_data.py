@@ -1,4 +1,4 @@
-"""Segmentation data sets ready for training, with transforms of images and masks."""
+"""Segmentation data sets that are ready for training, with joint transforms of images and masks."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from efficient_ft.core.text import plain_line
 from efficient_ft.data.images import Decoding, read_image
 from efficient_ft.data.inspect_masks import inspect_masks
 from efficient_ft.data.inspection import Inspection, find_failures
+from efficient_ft.data.listing import splits_of
 from efficient_ft.data.loader import LoadFailure, load_seeded
 from efficient_ft.data.mask_survey import mask_orientation, refuse_unclear_masks
 from efficient_ft.data.masks import Classes, MaskListing, MaskSamples, class_colors, hold_out, read_mask
@@ -35,20 +36,15 @@ STRIDE = 32
 #: Bytes per pixel, measured with 4-megapixel files. The first number is the memory of reading a mask, in addition to
 #: decoding its image. The second number is the memory of resizing both in training, per resized pixel.
 _READ, _ZOOMED = 22, 6
-#: Opacity of the colors of classes over an image.
+#: Opacity of class colors over an image.
 OPACITY = 0.5
 
 
 class MaskTransform:
-    """Transform images and masks together.
+    """Transform images and masks jointly, for `training` or for evaluation.
 
     In training, an image is resized by a random factor, padded without labels if it is smaller than the input size, and
     randomly cropped to that size. Half of the images are mirrored. In evaluation, the entire image is used.
-
-    Args:
-        input: input size in training, and normalization of the network.
-        masks: mask settings.
-        training: True for training, False for evaluation.
     """
 
     def __init__(self, input: InputSpec, masks: MaskConfig, training: bool) -> None:
@@ -100,18 +96,14 @@ class MaskDataset(Dataset[tuple[Tensor, Tensor]]):
     transform: MaskTransform
     seed: int  # seed of the run
     exif: str  # the setting ``data.masks.exif``
-    labeled: bool  # reject masks without labeled pixels, which do not contribute to training
+    labeled: bool  # True to reject masks without labeled pixels, which do not contribute to training
     decoding: Decoding | None = None
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def read(self, index: int) -> tuple[Image.Image, np.ndarray]:
-        """Read an image and its mask.
-
-        Raises:
-            UserError: one of the files cannot be used.
-        """
+        """Read an image and its mask. Raise `UserError` if one of the files cannot be used."""
         path, mask = self.samples.images[index], self.samples.masks[index]
         image = read_image(path, decoding=self.decoding)
         orientation = mask_orientation(path, mask, self.exif)
@@ -130,18 +122,16 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
     """A segmentation data set ready for training and evaluation.
 
     Args:
-        listing: lists of the data set.
-        config: the `data` section of the configuration, with `masks`.
+        listing, config, seed: see `OpenedData`.
         input: size of training crops, and normalization of the network.
-        seed: seed of the run, which determines the validation split, the order and the augmentation.
 
     Attributes:
         classes: classes with their ids in the masks.
         masks: mask settings.
 
     Raises:
-        SettingError: a setting does not fit the data set.
-        UserError: the data set cannot be split, or too few readable images remain.
+        SettingError: If a setting does not fit the data set.
+        UserError: If the data set cannot be split, or too few readable images remain.
     """
 
     task, noun = "segmentation", "image"
@@ -152,17 +142,16 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
         super().__init__(config, seed, listing.classes.names, listing)
         self.classes, self.masks = listing.classes, config.masks
         self.decoding = Decoding(config.value_range, config.max_pixels)
-        if Image.MAX_IMAGE_PIXELS is not None:  # masks may be as large as their images
+        if Image.MAX_IMAGE_PIXELS is not None:  # also limits masks, which may be as large as their images
             Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, config.max_pixels)
         self._transforms = {training: MaskTransform(input, config.masks, training) for training in (True, False)}
-        self._parts = self._choose_splits(listing.train, listing.val, listing.test, hold_out)
+        self._parts = self._choose_splits(splits_of(listing), hold_out)
         refuse_unclear_masks(self._parts, self.classes, config.masks, own=config.name == "mask_folder")
         if config.on_corrupt == "skip":
             self._parts = {name: self._readable(name, part) for name, part in self._parts.items()}
             self._note_skipped("unusable")
 
     def inspect(self, *, thorough: bool = False) -> Inspection:
-        """Inspect the images and masks; see `inspect_masks`."""
         return inspect_masks(self._parts, self.classes, self.masks, self.decoding, thorough=thorough)
 
     def reading(self, *, training: bool) -> Reading:
@@ -186,7 +175,7 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
         return Reading((height, width), decode, 4 * pixels, 12 * height * width, largest, own_size=True)
 
     def labeled(self, inputs: Any, targets: Tensor, input: InputSpec) -> list[tuple[Image.Image | str, str]]:
-        """Return each image with the colors of its classes, and the names of its three largest classes."""
+        """Return each image with an overlay of its class colors, and the names of its three largest classes."""
         names, colors = [plain_line(name) for name in self.class_names], class_colors(self.num_classes)
         found: list[tuple[Image.Image | str, str]] = []
         for picture, target in zip(self.shown(inputs, input), targets, strict=True):
@@ -208,30 +197,23 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
         return MaskDataset(part, self.classes, transform, self._seed, exif, labeled, self.decoding)
 
     def _readable(self, name: str, part: MaskSamples) -> MaskSamples:
-        """Return the samples whose files can be used, and record the other samples as skipped."""
         images = self._samples(part, False, name == "train")
         failures = find_failures(images.read, range(len(part)), len(part), f"reading {name}")
         self._skipped.update({part.images[i]: why for i, why in failures.items()})
         left = [i for i in range(len(part)) if i not in failures]
         if not left:
-            raise UserError(f"No usable image is left in the {name} split (data.on_corrupt=skip). Replace its files.")
+            raise UserError(f"The {name} split has no usable image (data.on_corrupt=skip). Replace its files.")
         return part.take(left)
 
     def examples(self, count: int) -> list[tuple[Image.Image, np.ndarray]]:
-        """Return `count` evenly spread images and masks of the test split, or else of the validation split."""
+        """Return `count` evenly spread images and masks of the test split if it exists, or of the validation split."""
         split = "test" if "test" in self._parts else self.best_split
         images, size = self._dataset(split, training=False), len(self._parts[split])
         return [images.read(i) for i in sorted({round(k * (size - 1) / max(count - 1, 1)) for k in range(count)})]
 
 
 def overlaid(picture: Image.Image, mask: np.ndarray, colors: np.ndarray) -> Image.Image:
-    """Mix a picture with the colors of its classes; pixels without a label stay as they are.
-
-    Args:
-        picture: RGB.
-        mask: uint8 (H, W), indices of classes, or `IGNORED`.
-        colors: uint8 (classes, 3).
-    """
+    """Blend an RGB picture with the class colors, uint8 (classes, 3), of its mask, uint8 (H, W)."""
     labeled = mask != IGNORED
     mixed = Image.blend(picture, Image.fromarray(colors[np.where(labeled, mask, 0)]), OPACITY)
     return Image.composite(mixed, picture, Image.fromarray(labeled.astype(np.uint8) * 255))

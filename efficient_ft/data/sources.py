@@ -16,31 +16,29 @@ from efficient_ft.data.image_data import ImageData
 from efficient_ft.data.listing import Listing
 from efficient_ft.data.mask_folder import missing_mask_folder, read_mask_folder
 from efficient_ft.data.masks import MaskListing
-from efficient_ft.data.published import PUBLISHED, PublishedSet, read_published
-from efficient_ft.data.published_masks import MASK_SETS
-from efficient_ft.data.published_texts import TEXT_SETS
+from efficient_ft.data.published import MASK_SETS, PUBLISHED, TEXT_SETS, PublishedSet, read_published
 from efficient_ft.data.segmentation_data import SegmentationData
 from efficient_ft.data.text_data import TextData
 from efficient_ft.data.texts import TextListing, missing_text_folder, read_texts
 
-#: Functions that return the error message for a missing folder, by data set.
+#: Functions that return the error message for a missing folder, by data set name.
 _MISSING = {"folder": missing_folder, "mask_folder": missing_mask_folder, "text_folder": missing_text_folder}
 
 
 class DataSource(Protocol):
-    """A data set that a kind of task of another package adds."""
+    """A data set that a task kind in another package adds."""
 
     def missing(self, config: DataConfig) -> str | None:
         """Return a message if files are missing; see `missing_data`."""
 
     def class_count(self, config: DataConfig) -> int | None:
-        """Return the number of outputs of a network for the data; None if the files do not exist."""
+        """Return the number of network outputs for the data, or None if the files do not exist."""
 
     def read(self, config: DataConfig) -> Any:
-        """Return the lists of the data set, which have the attributes of `listing.Listing`."""
+        """Return the lists of the data set, with the attributes of `listing.Listing`."""
 
 
-#: The data sets of other packages by name; `training.kinds.registry.register` adds them.
+#: Data sets of other packages by name, added by `training.kinds.registry.register`.
 SOURCES: dict[str, DataSource] = {}
 
 
@@ -65,7 +63,7 @@ def missing_data(config: DataConfig) -> str | None:
 
 
 def class_count(config: DataConfig) -> int | None:
-    """Count the classes without opening an image; None for a folder that cannot be read."""
+    """Count the classes without opening an image. Return None for a folder that cannot be read."""
     if config.name == "digits":
         return 10
     if config.name in SOURCES:
@@ -85,10 +83,10 @@ def class_count(config: DataConfig) -> int | None:
 
 
 def read_data(config: DataConfig) -> Listing | MaskListing | TextListing:
-    """Download the files if necessary, and read the lists.
+    """Download missing files, and read the lists.
 
     Raises:
-        UserError: the data are missing or damaged.
+        UserError: If the data are missing or damaged.
     """
     if config.name == "digits":
         return read_digits()
@@ -104,7 +102,7 @@ def read_data(config: DataConfig) -> Listing | MaskListing | TextListing:
 
 
 def open_data(config: DataConfig, input: InputSpec, seed: int) -> ImageData | SegmentationData:
-    """Open an image data set: download the files if necessary, read the lists, and split the samples.
+    """Open an image data set: download missing files, read the lists, and split the samples.
 
     Args:
         config: the `data` section of the configuration.
@@ -112,7 +110,7 @@ def open_data(config: DataConfig, input: InputSpec, seed: int) -> ImageData | Se
         seed: seed of the run, which determines the validation split, the order and the augmentation.
 
     Raises:
-        UserError: the data are missing, damaged, or cannot be split as configured.
+        UserError: If the data are missing, damaged, or cannot be split as configured.
     """
     listing = read_data(config)
     if isinstance(listing, MaskListing):
@@ -123,22 +121,15 @@ def open_data(config: DataConfig, input: InputSpec, seed: int) -> ImageData | Se
 
 
 def open_texts(config: DataConfig, tokenizer: Tokenizer, max_length: int, seed: int) -> TextData:
-    """Open a text data set; see `open_data` for `config` and `seed`.
-
-    Args:
-        config: the `data` section of the configuration.
-        tokenizer: tokenizer of the network.
-        max_length: maximum number of tokens of a sample.
-        seed: seed of the run.
+    """Open a text data set; see `TextData` for the arguments.
 
     Raises:
-        UserError: the data are missing, damaged, or cannot be split as configured.
+        UserError: If the data are missing, damaged, or cannot be split as configured.
     """
     return TextData(_read_texts(config), config, tokenizer, max_length, seed)
 
 
 def _fetched(config: DataConfig, source: PublishedSet) -> Path:
-    """Download and unpack the files of a published data set if necessary, and return its root folder."""
     root = source.root(config.root)
     problem = source.missing(config.name, root, config.download)
     if problem is not None:

@@ -1,6 +1,6 @@
 """Recognize splits by the names of folders and files of images, masks and texts.
 
-A name denotes a split if it contains one of the words in `_WORDS`, possibly with neutral affixes: ``train_set``,
+A name denotes a split if it contains one of the words in `_WORDS`, with or without neutral affixes: ``train_set``,
 ``Validation-images``, ``seg_test``, ``train2017``. Several names with the same other words also denote splits:
 ``birds_train`` and ``birds_test``.
 """
@@ -18,7 +18,7 @@ from typing import Literal
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean
 from efficient_ft.core.text import printable
 from efficient_ft.data.counts import some
-from efficient_ft.data.paths import is_hidden
+from efficient_ft.data.file_list import is_hidden
 
 Split = Literal["train", "val", "test"]
 #: The setting ``data.splits``: the folders or files of each split, relative to ``data.root``.
@@ -40,7 +40,7 @@ _WORDS: dict[str, Split] = {
     ),
     **dict.fromkeys(("prueba", "pruebas", "teste", "тест", "测试", "测试集", "テスト"), "test"),
 }  # type: ignore[dict-item]  # fmt: skip
-#: Words that may accompany the word of a split.
+#: Words that may accompany a word that denotes a split.
 _AFFIXES = frozenset(
     ["data", "dataset", "datasets", "set", "sets", "split", "splits", "subset", "part", "folder", "folders", "file",
      "files", "image", "images", "img", "imgs", "pic", "pics", "picture", "pictures", "photo", "photos", "sample",
@@ -55,16 +55,15 @@ _JOINED = re.compile(rf"({'|'.join(sorted(_WORDS, key=len, reverse=True))})(data
 
 
 def split_of(name: str) -> Split | None:
-    """Return the split that a folder name or file stem denotes; None if it denotes none or several."""
+    """Return the split that a folder name or file stem denotes, or None if it denotes no split or several splits."""
     split, rest = _read(name)
     return split if not rest else None
 
 
-def name_splits(names: Iterable[str]) -> dict[str, Split]:
-    """Return the split of each name that denotes one, alone or together with another name.
+def splits_in(names: Iterable[str]) -> dict[str, Split]:
+    """Return the split of each name that denotes a split, either alone or together with another name.
 
-    Args:
-        names: subfolder names or file stems in one folder.
+    The names are subfolder names or file stems in one folder.
     """
     found: dict[str, Split] = {}
     together: dict[tuple[str, ...], dict[str, Split]] = defaultdict(dict)
@@ -92,11 +91,10 @@ def part_names(names: Iterable[str]) -> list[str]:
     return [name for name in names if is_part(name)]
 
 
-def chosen_places(root: Path, chosen: Chosen) -> dict[Split, list[Path]]:
-    """Return the folders or files that the setting ``data.splits`` names, by split; ``.`` is `root` itself.
+def places_of(root: Path, chosen: Chosen) -> dict[Split, list[Path]]:
+    """Return the folders or files named by the setting ``data.splits``, by split. The name ``.`` denotes `root` itself.
 
-    Raises:
-        SettingError: there is no training data, or a path does not exist, is outside of `root`, or occurs twice.
+    Raise `SettingError` if there is no training data, or a path does not exist, is outside of `root`, or occurs twice.
     """
     if not chosen.get("train"):
         raise SettingError("data.splits", show(chosen), "a mapping that names the training data", "Add train: FOLDER.")
@@ -110,15 +108,11 @@ def chosen_places(root: Path, chosen: Chosen) -> dict[Split, list[Path]]:
             top = Path(os.path.normpath(root))
             if real != top and top not in real.parents:
                 raise SettingError(f"data.splits.{split}", name, f"a path below data.root={printable(root)}")
-            if not os.path.lexists(place) or not os.path.exists(place):
+            if not os.path.exists(place):
                 there = sorted(entry.name for entry in root.iterdir() if not is_hidden(entry.name))
                 shown = f"It has {some(there)}." if there else "It is empty."
-                raise SettingError(
-                    f"data.splits.{split}",
-                    name,
-                    f"a folder or file in {printable(root)}",
-                    shown + did_you_mean(name, there),
-                )
+                known = f"a folder or file in {printable(root)}"
+                raise SettingError(f"data.splits.{split}", name, known, shown + did_you_mean(name, there))
             for other, of in seen.items():
                 if other == real or other in real.parents or real in other.parents:
                     raise SettingError(f"data.splits.{split}", name, f"outside of {printable(other)} ({of})")
@@ -128,21 +122,18 @@ def chosen_places(root: Path, chosen: Chosen) -> dict[Split, list[Path]]:
 
 
 def ambiguous(root: Path, found: str, readings: Sequence[tuple[str, Chosen]]) -> UserError:
-    """Return the error for an ambiguous layout.
+    """Create the error for an ambiguous layout.
 
-    Args:
-        root: ``data.root``.
-        found: sentence that describes the contents of `root`, with counts.
-        readings: possible interpretations as text, each with the value of ``data.splits`` that selects it.
+    The sentence `found` describes the contents of `root`. Each of the `readings` is a possible interpretation as text,
+    with the value of ``data.splits`` that selects it.
     """
     choices = "; ".join(f"if {words}: 'data.splits={show(chosen)}'" for words, chosen in readings)
     return UserError(f"{printable(root)} can be read in several ways. {found} Choose one: {choices}.")
 
 
-def repeated(root: Path, split: Split, places: Sequence[Path], others: Mapping[Split, Sequence[Path]]) -> UserError:
-    """Return the error for several folders or files of one split (`places`), given those of all splits (`others`)."""
-    rest: Chosen = {one: [place.name for place in of] for one, of in others.items() if one != split}
-    names = [place.name for place in places]
+def repeated(root: Path, split: Split, places: Mapping[Split, Sequence[str]]) -> UserError:
+    """Create the error for several folders or files of one split, given the names of all splits' folders."""
+    names, rest = list(places[split]), {one: of for one, of in places.items() if one != split}
     readings: list[tuple[str, Chosen]] = [(f"{names[0]} alone is the {split} split", {**rest, split: names[0]})]
     readings.append((f"all are the {split} split", {**rest, split: names}))
     if split == "val" and "test" not in rest and len(names) == 2:
@@ -151,25 +142,25 @@ def repeated(root: Path, split: Split, places: Sequence[Path], others: Mapping[S
 
 
 def show(chosen: Chosen) -> str:
-    """Format a value of ``data.splits`` for the command line; a list with a single name becomes that name."""
+    """Format a value of ``data.splits`` for the command line. A list with one name is formatted as this name."""
     parts = []
     for split in SPLITS:
         value = chosen.get(split)
         if value:
             names = [value] if isinstance(value, str) else list(value)
-            quoted = [_quoted(name) for name in names]
-            parts.append(f"{split}: {quoted[0] if len(quoted) == 1 else '[' + ', '.join(quoted) + ']'}")
+            listed = ", ".join(map(quoted, names))
+            parts.append(f"{split}: {listed if len(names) == 1 else f'[{listed}]'}")
     return "{" + ", ".join(parts) + "}"
 
 
-def _quoted(name: str) -> str:
-    """Return a name in Hydra's grammar: quoted unless it is a plain word."""
+def quoted(name: str) -> str:
+    """Return a name in Hydra's grammar, in quotes unless it is a plain word."""
     plain = re.fullmatch(r"[A-Za-z_][\w.\-/]*", name, re.ASCII) and name.lower() not in _READ_AS_VALUES
     return name if plain or name == "." else '"{}"'.format(name.replace('"', '\\"'))
 
 
 def _read(name: str) -> tuple[Split | None, tuple[str, ...]]:
-    """Return the only split in a name (otherwise None), and the other words."""
+    """Return the split that a name contains (None unless it contains exactly one), and the other words."""
     words = _words(name)
     at = [i for i, word in enumerate(words) if word in _WORDS]
     if len(at) != 1:
@@ -185,7 +176,6 @@ def name_words(name: str) -> list[str]:
 
 
 def _words(name: str) -> list[str]:
-    """Return the words and numbers in a name; words such as ``trainset`` are split."""
     words: list[str] = []
     for word in name_words(name):
         joined = _JOINED.fullmatch(word)

@@ -1,4 +1,4 @@
-"""Text data sets ready for training; loaders tokenize each batch."""
+"""Text data sets that are ready for training. Loaders tokenize each batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.tokenizer import Tokenizer
 from efficient_ft.data.inspect_texts import inspect_texts
 from efficient_ft.data.inspection import Inspection
-from efficient_ft.data.listing import stratified_split
+from efficient_ft.data.listing import splits_of, stratified_split
 from efficient_ft.data.opened import OpenedData
 from efficient_ft.data.reading import Reading
 from efficient_ft.data.texts import TextListing, Texts, reasons_of
@@ -32,7 +32,7 @@ class TextDataset(Dataset[tuple[dict[str, Tensor], Tensor]]):
         return len(self._samples)
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> tuple[dict[str, Tensor], Tensor]:
-        """Load a batch: the inputs of the network, int64 (B, L) each, and the labels, int64 (B,)."""
+        """Load a batch: the network inputs, int64 (B, L) each, and the labels, int64 (B,)."""
         numbers = [index for _, index in keys]
         texts = [self._samples.texts[index] for index in numbers]
         return self._tokenizer.batch(texts, self._max_length), self._labels[numbers]
@@ -42,18 +42,13 @@ class TextData(OpenedData[Texts, TextDataset]):
     """A text data set ready for training and evaluation.
 
     Args:
-        listing: lists of the data set.
-        config: the `data` section of the configuration.
+        listing, config, seed: see `OpenedData`.
         tokenizer: tokenizer of the network.
         max_length: maximum number of tokens; longer texts are truncated.
-        seed: seed of the run, which determines the validation split and the order.
-
-    Attributes:
-        tokenizer: tokenizer of the network.
 
     Raises:
-        SettingError: a setting does not fit the data set.
-        UserError: the data set cannot be split, or some rows cannot be used.
+        SettingError: If a setting does not fit the data set.
+        UserError: If the data set cannot be split, or some rows cannot be used.
     """
 
     task, noun = "text", "text"
@@ -70,15 +65,14 @@ class TextData(OpenedData[Texts, TextDataset]):
                 raise UserError(f"{found} First: {first} Correct them, or set data.on_corrupt=skip to skip them.")
             self._skipped.update(listing.skipped)
             self._notes.append(f"{found} They are skipped (data.on_corrupt=skip).")
-        self._parts = self._choose_splits(listing.train, listing.val, listing.test, stratified_split)
+        self._parts = self._choose_splits(splits_of(listing), stratified_split)
 
     @property
     def columns(self) -> int:
-        """Number of texts of each sample: 1, or 2 for pairs."""
+        """Number of texts per sample: 1, or 2 for pairs."""
         return len(self._parts["train"].texts[0])
 
     def inspect(self, *, thorough: bool = False) -> Inspection:
-        """Inspect the texts; see `inspect_texts`."""
         return inspect_texts(self._parts, self.class_names, self.tokenizer, self._max_length, thorough=thorough)
 
     def reading(self, *, training: bool) -> Reading:

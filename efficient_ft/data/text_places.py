@@ -1,88 +1,130 @@
-"""Find and read a user's texts: the files and class folders of each split."""
+"""Find and read a user's texts, in the files and class folders of each split."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from efficient_ft.config.schema import TextConfig
-from efficient_ft.core.errors import UserError
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.text import printable
 from efficient_ft.data.counts import and_more, counted, some
-from efficient_ft.data.file_list import links_in
-from efficient_ft.data.splits import (
-    SPLITS,
-    Chosen,
-    Split,
-    ambiguous,
-    chosen_places,
-    name_splits,
-    part_names,
-    repeated,
-    show,
-    split_of,
-)  # fmt: skip
-from efficient_ft.data.text_folders import LAYOUT, ClassFolders, SplitRows, folders_in, has_texts, texts_in, visible
-from efficient_ft.data.text_rows import EXTENSIONS, NoColumnError, Row, RowFile, extension_of, read_rows
+from efficient_ft.data.file_list import FileList, links_in, visible_entries
+from efficient_ft.data.splits import SPLITS, Chosen, Split, ambiguous, part_names, places_of, repeated, show, splits_in
+from efficient_ft.data.text_rows import EXTENSIONS, ColumnError, Row, Rows, clean_name, read_rows, read_text, suffix_of
 
-#: The name of a shard, as Hugging Face datasets writes it: train-00000-of-00002.
+LAYOUT = (
+    "Expected: a file of rows (.csv, .tsv or .jsonl); a folder with such files named train, val and test; or a folder"
+    " with CLASS/*.txt or {train,val,test}/CLASS/*.txt."
+)
+#: Names of folders with unlabeled texts next to class folders.
+_UNLABELED = frozenset(["unsup", "unsupervised", "unlabeled", "unlabelled"])
+#: Maximum number of notes about encodings.
+_NOTES = 8
+
+
+@dataclass
+class SplitRows:
+    """The rows of a data set by split, and facts found while reading the rows."""
+
+    rows: dict[Split, list[Row]] = field(default_factory=dict)  # rows by split
+    files: dict[Split, list[str]] = field(default_factory=dict)  # paths relative to the root, by split
+    origins: dict[str, str] = field(default_factory=dict)  # short description of the source of each split
+    notes: list[str] = field(default_factory=list)  # facts that a user should know, one sentence each
+    left_out: Counter[str] = field(default_factory=Counter)  # number of unused files by reason
+    columns: list[str] = field(default_factory=list)  # columns of the training files; empty for class folders
+
+    def without(self, split: str) -> str:
+        """Return a sentence with the setting that excludes a split, or an empty string if there is no such setting."""
+        rest: Chosen = {one: names for one, names in self.files.items() if one != split}
+        return f" To exclude the split: 'data.splits={show(rest)}'." if rest.get("train") else ""
+
+
+def visible(folder: Path) -> list[Path]:
+    """Return the visible files and folders in a folder, sorted by name."""
+    return sorted(Path(entry.path) for entry in visible_entries(folder))
+
+
+def folders_in(folder: Path) -> list[Path]:
+    """Return the visible folders in a folder, sorted by name."""
+    return [path for path in visible(folder) if path.is_dir()]
+
+
+def _only_folder(place: Path) -> Path | None:
+    """Return the only subfolder of a folder if it contains folders, otherwise None."""
+    folders = folders_in(place) if place.is_dir() else []
+    return folders[0] if len(folders) == 1 and folders_in(folders[0]) else None
+
+
+def texts_in(folder: Path) -> int:
+    """Count the .txt files directly in a folder."""
+    return sum(path.suffix.lower() == ".txt" and path.is_file() for path in visible(folder))
+
+
+def _is_text(path: Path, *, bare: bool) -> bool:
+    suffix = path.suffix.lower()
+    return suffix == ".txt" or (bare and (not suffix or suffix[1:].isdigit()))
+
+
+def has_texts(folder: Path, *, bare: bool = False) -> bool:
+    """Return True if a folder contains a text file at any depth."""
+    names = (name for _, _, files in os.walk(folder) for name in files if not name.startswith("."))
+    return any(_is_text(Path(name), bare=bare) for name in names)
+
+
+#: The name of a shard as written by Hugging Face datasets: train-00000-of-00002.
 _SHARD = re.compile(r"(.+?)[-_.](\d+)[-_]of[-_](\d+)")
 
 
 class Reader:
-    """Find and read the texts of a folder.
-
-    Args:
-        root: ``data.root``, a folder.
-        settings: ``data.text``.
-        follow_links: use the targets of links that lead out of `root`.
-    """
+    """Find and read the texts of the folder ``data.root``."""
 
     def __init__(self, root: Path, settings: TextConfig, follow_links: bool) -> None:
         self.root, self._settings, self._follow = root, settings, follow_links
+        self._places: Mapping[Split, Sequence[Path]] = {}
         self.found = SplitRows()
 
     def read(self, chosen: Chosen | None) -> SplitRows:
         """Return the rows of all splits. If `chosen` (``data.splits``) is None, splits are recognized by name.
 
-        Raises:
-            UserError: there are no training texts, the folder is ambiguous, or a file cannot be read.
-            SettingError: ``data.splits`` does not fit the folder.
+        Raise `UserError` if there are no training texts, the folder is ambiguous, or a file cannot be read.
         """
-        places = self._recognized() if chosen is None else chosen_places(self.root, chosen)
+        places = self._recognized() if chosen is None else places_of(self.root, chosen)
         used = [path for of in places.values() for path in of if path != self.root]
         self.found.notes += links_in(used, self.root, self._follow)
-        folders = ClassFolders(self.root, self._settings, self._follow, self.found, places)
+        self._places = places
+        self.found.files = {split: list(map(self._name, of)) for split, of in places.items()}
         for split in SPLITS:
             if split in places:
-                self._read_split(split, places[split], folders, check=chosen is None)
+                self._read_split(split, places[split], check=chosen is None)
         return self.found
 
-    def _read_split(self, split: Split, places: Sequence[Path], folders: ClassFolders, *, check: bool) -> None:
+    def _read_split(self, split: Split, places: Sequence[Path], *, check: bool) -> None:
         rows: list[Row] = []
         origins = []
-        self.found.files[split] = [self._name(place) for place in places]
         for place in places:
             if place.is_dir() and not (files := self._files_of(place)):
                 if check:
-                    folders.refuse_unclear(split, place)
-                rows += folders.read(split, place)
+                    self._refuse_unclear(split, place)
+                rows += self._read_classes(split, place)
                 origins.append("class folders" if place == self.root else f"{self._name(place)}/")
                 continue
             for file in files if place.is_dir() else [place]:
                 try:
                     read = self.rows_of(file)
-                except NoColumnError as error:
+                except ColumnError as error:
                     raise UserError(f"{error}{self.found.without(split)}") from error
                 rows += read.rows
-                origins.append(f"{self._name(file)} ({origin(read)})")
+                origins.append(f"{self._name(file)} ({read.origin})")
                 if split == "train":
                     self.found.columns = self.found.columns or read.columns
         self.found.rows[split], self.found.origins[split] = rows, some(origins, 3)
 
-    def rows_of(self, file: Path) -> RowFile:
+    def rows_of(self, file: Path) -> Rows:
         """Read a file of rows and append its notes to `self.found.notes`."""
         read = read_rows(file, self._settings)
         self.found.notes += read.notes
@@ -97,7 +139,7 @@ class Reader:
         if lost:
             self.found.left_out[f"broken links ({some(lost, 2)})"] += len(lost)
         bases = {path: _base(path) if path in files else path.name for path in (*files, *folders)}
-        splits = name_splits(dict.fromkeys(bases.values()))
+        splits = splits_in(dict.fromkeys(bases.values()))
         here: dict[Split, list[Path]] = {}
         for path, base in bases.items():
             if base in splits:
@@ -105,14 +147,14 @@ class Reader:
         for split, places in here.items():
             shards = self._shards(places)
             if shards is None:
-                raise repeated(self.root, split, places, here)
+                raise repeated(self.root, split, {one: [path.name for path in of] for one, of in here.items()})
             here[split] = shards
         rest = [path for path in bases if bases[path] not in splits]
         if "train" in here:
             train = here["train"][0]
             if train.is_dir() and not self._files_of(train) and not folders_in(train) and texts_in(train):
                 raise UserError(
-                    f"{printable(train)} has {counted(texts_in(train), '.txt file')} and no class folders. {LAYOUT} If"
+                    f"{printable(train)} has {counted(texts_in(train), '.txt file')} but no class folders. {LAYOUT} If"
                     f" the folders of {printable(self.root)} are classes: 'data.splits={{train: .}}'."
                 )
             self._refuse_half_named(here, rest)
@@ -128,18 +170,16 @@ class Reader:
         used: Chosen = {one: [place.name for place in places] for one, places in here.items()}
         for path in rest:
             words = re.split(r"[\W_]+", _base(path) if path.is_file() else path.name)
-            split = next((found for word in words if (found := split_of(word)) is not None), None)
+            split = next((found for word in words if (found := splits_in([word]).get(word)) is not None), None)
             if split is not None and split not in here:
-                raise ambiguous(
-                    self.root,
-                    f"The name {printable(path.name)} may denote a {split} split.",
-                    [(f"it is the {split} split", {**used, split: path.name}), ("it is not used", used)],
-                )
+                about = f"The name {printable(path.name)} may denote a {split} split."
+                readings = [(f"it is the {split} split", {**used, split: path.name}), ("it is not used", used)]
+                raise ambiguous(self.root, about, readings)
 
     def note_siblings(self, file: Path) -> None:
-        """Add a note on files of other splits next to the only file that is read."""
+        """Add a note on files of other splits that are stored next to the only file that is read."""
         bases = {path: _base(path) for path in _row_files(file.parent)}
-        splits = name_splits(dict.fromkeys(bases.values()))
+        splits = splits_in(dict.fromkeys(bases.values()))
         others = [path.name for path in bases if splits.get(bases[path], "train") != "train"]
         if splits.get(_base(file)) == "train" and others:
             self.found.notes.append(
@@ -181,7 +221,6 @@ class Reader:
         raise self._several(files)
 
     def _several(self, files: Sequence[Path]) -> UserError:
-        """Return the error for files whose names denote no split."""
         rows: dict[str, int | None] = {}
         for file in files[:6]:
             try:
@@ -197,7 +236,6 @@ class Reader:
         return ambiguous(self.root, f"No file name denotes a split: {shown}{and_more(len(files) - 6)}.", readings)
 
     def _refuse_wrapper(self, folders: Sequence[Path]) -> None:
-        """Reject a folder whose data are one level deeper."""
         if len(folders) == 1 and (_row_files(folders[0]) or folders_in(folders[0])):
             inside = some([path.name for path in (*folders_in(folders[0]), *_row_files(folders[0]))], 4)
             raise UserError(
@@ -220,12 +258,12 @@ class Reader:
             )
 
     def _shards(self, places: Sequence[Path]) -> list[Path] | None:
-        """Return the shards of one file in order; None if the files are not shards."""
+        """Return the shards of one file in order, or None if the files are not shards."""
         if len(places) == 1 and not _SHARD.fullmatch(_stem(places[0])):
             return list(places)
         numbered = {path: _SHARD.fullmatch(_stem(path)) for path in places if path.is_file()}
         parts = {path: match for path, match in numbered.items() if match}
-        if len(parts) < len(places) or len({(m[1], m[3], extension_of(p)) for p, m in parts.items()}) > 1:
+        if len(parts) < len(places) or len({(m[1], m[3], suffix_of(p)) for p, m in parts.items()}) > 1:
             return None
         order = sorted(parts, key=lambda path: int(parts[path][2]))
         numbers, total = [int(parts[path][2]) for path in order], int(next(iter(parts.values()))[3])
@@ -235,7 +273,7 @@ class Reader:
             raise UserError(
                 f"{printable(order[0].parent)} has {len(numbers)} of {total} parts of {parts[order[0]][1]}; number"
                 f" {lacking[0] if lacking else numbers[0]}"
-                f" {'is missing. Add it' if lacking else 'occurs twice. Remove one'}, or use these:"
+                f" {'is missing. Add it' if lacking else 'occurs twice. Remove one'}, or use the others:"
                 f" 'data.splits={show({'train': [self._name(path) for path in order[:3]]})}'."
             )
         if total > 1:
@@ -243,7 +281,6 @@ class Reader:
         return order
 
     def _files_of(self, folder: Path) -> list[Path]:
-        """Return the file or the shards in a folder without class folders."""
         files = _row_files(folder)
         if not files or any(map(has_texts, folders_in(folder))):
             return []
@@ -255,14 +292,112 @@ class Reader:
             )
         return shards
 
+    def _read_classes(self, split: Split, folder: Path) -> list[Row]:
+        """Return the texts at any depth in the class folders of `folder`."""
+        if len(self._settings.columns) > 1:
+            known = f"a single column, because {printable(folder)} contains one file per text"
+            raise SettingError("data.text.columns", self._settings.columns, known)
+        classes = folders_in(folder)
+        loose = texts_in(folder)
+        if loose:
+            where = "" if folder == self.root else f" in {self._name(folder)}"
+            self.found.left_out[f"outside of class folders{where} (.txt)"] += loose
+        self.found.notes += links_in(classes, self.root, self._follow)
+        files = FileList(self.root, classes, self._follow)
+        below = {place: files.below(place, strict=True) for place in classes}
+        self.found.notes += files.notes(folder)
+        bare = not any(path.lower().endswith(".txt") for paths in below.values() for path in paths)
+        rows: list[Row] = []
+        empty: list[str] = []
+        for place, paths in below.items():
+            texts = [path for path in map(Path, paths) if _is_text(path, bare=bare)]
+            others = Counter(Path(path).suffix.lower() or "no extension" for path in paths)
+            others.subtract(path.suffix.lower() or "no extension" for path in texts)
+            for extension, count in (+others).items():
+                self.found.left_out[f"not .txt ({extension})"] += count
+            if place.name.casefold() in _UNLABELED:
+                self.found.left_out[f"unlabeled ({place.name}/)"] += len(texts)
+                continue
+            if not texts:
+                empty.append(place.name)
+            rows += [self._row(path, place.name) for path in texts]
+        if not rows:
+            there = some([path.name for path in visible(folder)]) or "nothing"
+            not_used = "".join(f" Not used: {reason} ({count})." for reason, count in self.found.left_out.items())
+            found = f"Found: {there}.{not_used}"
+            raise UserError(f"{printable(folder.absolute())} has no texts in class folders. {found} {LAYOUT}")
+        if empty and split == "train":
+            raise UserError(
+                f"{printable(folder.absolute())} has folders without .txt files: {some(empty)}. Fill or remove these."
+            )
+        if bare:
+            self.found.notes.append(f"Files without an extension in {printable(folder)} are read as texts.")
+        return rows
 
-def origin(read: RowFile) -> str:
-    """Return the number of rows and lines of a file as text."""
-    return f"{counted(len(read.rows), 'row')} in {counted(read.lines, 'line')}"
+    def _row(self, path: Path, label: str) -> Row:
+        text, note = read_text(path, self._settings.encoding)
+        if note and note not in self.found.notes and len(self.found.notes) < _NOTES:
+            self.found.notes.append(note)
+        text = text.strip()
+        return Row((text,), clean_name(printable(label)), printable(path), None, None if text else "no text")
+
+    def _refuse_unclear(self, split: Split, folder: Path) -> None:
+        """Reject folders that may be either parts of the data set or classes."""
+        labeled = [place for place in folders_in(folder) if place.name.casefold() not in _UNLABELED]
+        used = [place for place in labeled if has_texts(place, bare=True)]
+        inner = {place: sorted(sub.name for sub in folders_in(place) if has_texts(sub, bare=True)) for place in used}
+        direct = [place for place in used if texts_in(place)]
+        nested = [place for place in used if inner[place] and place not in direct]
+        mixed = [place for place in direct if inner[place]]
+        if mixed:
+            self.found.notes.append(
+                f"Texts in subfolders of {some([place.name for place in mixed], 3)}, such as {inner[mixed[0]][0]},"
+                " belong to the class of the outer folder."
+            )
+        if not nested:
+            return
+        if len(used) == 1:
+            raise self._wrapped(folder, used[0], inner[used[0]])
+        top_classes: Chosen = {**self.found.files, split: self._name(folder)}
+        inner_classes: Chosen = {**self.found.files, split: list(map(self._name, nested))}
+        top = some([place.name for place in nested], 4)
+        if "train" in splits_in(inner[nested[0]]).values():
+            raise UserError(
+                f"{printable(folder)} contains folders with their own splits: {top} with {some(inner[nested[0]])}. Pass"
+                f" one of them, such as data.root={printable(nested[0])}."
+            )
+        if direct:
+            raise UserError(
+                f"{printable(folder)} has texts at two depths: directly in {some([p.name for p in direct], 3)}, and in"
+                f" subfolders of {top} ({some(inner[nested[0]], 3)}). If the top folders are classes:"
+                f" 'data.splits={show(top_classes)}'. Otherwise move the inner folders up."
+            )
+        shared = Counter(name for place in nested for name in inner[place])
+        common = sorted(name for name, count in shared.items() if count > 1)
+        if common and len(common) >= len(shared) / 2:
+            inner_reading = ("the inner folders are the classes", inner_classes)
+            top_reading = ("the top folders are the classes", top_classes)
+            found = f"{top} contain the same folders: {some(common, 4)}."
+            raise ambiguous(self.root, found, [inner_reading, top_reading])
+        self.found.notes.append(
+            f"The classes are the top folders of {printable(folder)} ({top}). Texts in their subfolders, such as"
+            f" {inner[nested[0]][0]}, belong to these classes."
+        )
+
+    def _wrapped(self, folder: Path, only: Path, inside: Sequence[str]) -> UserError:
+        chosen: Chosen = {
+            split: [self._name(_only_folder(place) or place) for place in places]
+            for split, places in self._places.items()
+        }
+        setting = f"data.root={printable(only)}" if folder == self.root else f"'data.splits={show(chosen)}'"
+        return UserError(
+            f"The texts of {printable(folder)} are in its only folder, {only.name}, which contains {some(inside, 4)}."
+            f" Pass {setting}."
+        )
 
 
 def _row_files(folder: Path) -> list[Path]:
-    return [path for path in visible(folder) if extension_of(path) in EXTENSIONS and path.is_file()]
+    return [path for path in visible(folder) if suffix_of(path) in EXTENSIONS and path.is_file()]
 
 
 def _stem(path: Path) -> str:
@@ -271,6 +406,5 @@ def _stem(path: Path) -> str:
 
 
 def _base(path: Path) -> str:
-    """Return the name of a file without its extension and shard number."""
     shard = _SHARD.fullmatch(_stem(path))
     return shard[1] if shard else _stem(path)

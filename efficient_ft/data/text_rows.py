@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import functools
+import gzip
 import io
 import json
 import math
 import re
 import unicodedata
+import zlib
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,13 +21,127 @@ from typing import Any
 from efficient_ft.config.schema import TextConfig
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean, first_line
 from efficient_ft.core.text import plain_line, printable
-from efficient_ft.data.counts import counted, shortened, some
-from efficient_ft.data.text_files import read_text
+from efficient_ft.data.counts import counted, shortened, some, verb
+from efficient_ft.data.file_list import unreadable
+
+#: Byte order marks. UTF-32 precedes UTF-16, because the mark of UTF-32 begins with the mark of UTF-16.
+MARKS = (
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF32_LE, "utf-32-le"),
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+)
+#: First bytes of files that are not text.
+_OTHERS = (
+    (b"PK\x03\x04", "a ZIP archive (.xlsx spreadsheets are ZIP archives). Unpack it, or save the sheet as .csv"),
+    (b"\xd0\xcf\x11\xe0", "an old spreadsheet or document. Save it as .csv"),
+    (b"PAR1", "a Parquet file. Convert it, e.g. by pandas' read_parquet(…).to_json(…, orient='records', lines=True)"),
+    (b"BZh", "compressed (bzip2). Unpack it"),
+    (b"\xfd7zXZ", "compressed (xz). Unpack it"),
+    (b"\x28\xb5\x2f\xfd", "compressed (zstd). Unpack it"),
+    (b"%PDF", "a PDF file. Extract its text"),
+    (b"version https://git-lfs", "a Git LFS pointer instead of the file. Run: git lfs pull"),
+    (b"SQLite format 3", "a database. Export the table as .csv"),
+)
+
+
+def read_text(path: Path, encoding: str | None) -> tuple[str, str | None]:
+    """Read a text file, which may be compressed with gzip. A byte order mark takes precedence over `encoding`.
+
+    Return the text without a byte order mark, and a sentence about its encoding (None for plain UTF-8). Raise
+    `UserError` if the file cannot be read, is not text, or has a different encoding, which the message suggests.
+    """
+    raw = _bytes(path)
+    name = printable(path)
+    marked = next(((mark, known) for mark, known in MARKS if raw.startswith(mark)), None)
+    chosen = marked[1] if marked else encoding or "utf-8"
+    zeros = raw[:2000:2].count(0), raw[1:2000:2].count(0)
+    if not marked and encoding is None and sum(zeros) > min(len(raw), 2000) / 5:
+        likely = "utf-16-le" if zeros[1] > zeros[0] else "utf-16-be"
+        raise UserError(f"{name} looks like {likely} without a byte order mark: set data.text.encoding={likely}.")
+    try:
+        text = (raw[len(marked[0]) :] if marked else raw).decode(chosen)
+    except (LookupError, ValueError) as error:
+        if isinstance(error, UnicodeDecodeError):
+            raise _undecodable(name, raw, error, chosen) from error
+        raise SettingError("data.text.encoding", chosen, "a Python encoding such as cp1252") from error
+    if "\0" in text:
+        line = text.count("\n", 0, text.index("\0")) + 1
+        count = counted(text.count("\0"), "NUL character")
+        raise UserError(
+            f"{name}, line {line}: found {count}. The file is damaged or has a different encoding. Remove these"
+            " characters, or set data.text.encoding."
+        )
+    if encoding is not None and not marked and codecs.lookup(encoding).name != "utf-8" and _is_utf8(raw):
+        return text, f"{name} is valid UTF-8, but is read as {encoding} (data.text.encoding)."
+    return text, f"{name} is read as {chosen} (byte order mark)." if marked and chosen != "utf-8" else None
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        raw = path.read_bytes()
+        if raw.startswith(b"\x1f\x8b"):
+            raw = gzip.decompress(raw)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(f"{printable(path)} is a damaged gzip file ({error}). Copy it again.") from error
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except MemoryError as error:
+        raise UserError(f"{printable(path)} does not fit into memory. Split it into several files.") from error
+    for first, kind in _OTHERS:
+        if raw.startswith(first):
+            raise UserError(f"{printable(path)} is {kind}.")
+    return raw
+
+
+def _is_utf8(raw: bytes) -> bool:
+    try:
+        return not raw.decode().isascii()
+    except UnicodeDecodeError:
+        return False
+
+
+def _undecodable(name: str, raw: bytes, error: UnicodeDecodeError, chosen: str) -> UserError:
+    """Create the error for bytes that are invalid in the encoding. The message suggests a likely encoding."""
+    line = raw.count(b"\n", 0, error.start) + 1
+    where = f"{name}, line {line}: invalid {'UTF-8' if chosen == 'utf-8' else chosen} (byte {raw[error.start]:#04x})."
+    if chosen != "utf-8":
+        return UserError(f"{where} Set data.text.encoding to the file's encoding, or to null for UTF-8.")
+    replaced = raw.decode(errors="replace")
+    bad = replaced.count("\ufffd")
+    good = sum(not character.isascii() for character in replaced) - bad
+    if good > bad:
+        return UserError(
+            f"{where} The file is damaged or mixes encodings: {counted(good, 'non-ASCII character')}"
+            f" {verb(good, 'is', 'are')} UTF-8, {bad} {verb(bad, 'is', 'are')} not."
+            " Correct these lines, or remove the invalid bytes: iconv -c -f utf-8 -t utf-8."
+        )
+    high = sum(byte >= 0x80 for byte in raw)
+    letters = sum(byte in range(0x41, 0x7B) for byte in raw)
+    if high > letters / 2 or _is_eastern(raw):
+        guess = "Set data.text.encoding to its encoding, e.g. cp1251 (Cyrillic), gb18030 (Chinese) or shift_jis."
+    else:
+        western = "latin-1"
+        try:
+            raw.decode("cp1252")
+            western = "cp1252"
+        except UnicodeDecodeError:
+            pass
+        guess = f"It looks like {western}: set data.text.encoding={western}, and check the accented letters."
+    return UserError(f"{where} {guess} Or convert the file: iconv -f ENCODING -t utf-8.")
+
+
+def _is_eastern(raw: bytes) -> bool:
+    """Return True if most non-ASCII bytes are adjacent, as in multi-byte encodings and unlike accented letters."""
+    runs = re.findall(rb"[\x80-\xff]+", raw)
+    return sum(len(run) for run in runs if len(run) >= 4) * 2 > sum(map(len, runs))
+
 
 _TABLES, _JSON = (".csv", ".tsv"), (".jsonl", ".ndjson")
 EXTENSIONS = (*_TABLES, *_JSON)
 _DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|"}
-#: Missing labels as written by common programs, in addition to ``data.text.missing``.
+#: Missing labels as written by common programs. ``data.text.missing`` adds further values.
 _MISSING = frozenset(
     ["", "nan", "NaN", "NAN", "-nan", "<NA>", "NaT", r"\N", "#N/A", "#REF!", "#VALUE!", "#NAME?", "#DIV/0!", "#NUM!",
      "#NULL!"]
@@ -35,8 +152,8 @@ _LETTERS = 40
 csv.field_size_limit(1 << 30)
 
 
-class NoColumnError(UserError):
-    """A file lacks a required column."""
+class ColumnError(UserError):
+    """The error for a file without a required column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +161,7 @@ class Row:
     """A text or a pair of texts, with its label and location."""
 
     text: tuple[str, ...]  # one or two texts
-    label: str  # class name; empty if missing
+    label: str  # class name; empty if the label is missing
     file: str  # name of the file, for messages
     line: int | None = None  # line number; None if the file contains a single text
     problem: str | None = None  # reason why the row cannot be used, in a few words; None if it can be used
@@ -56,7 +173,7 @@ class Row:
 
 
 @dataclass
-class RowFile:
+class Rows:
     """The rows of a file."""
 
     rows: list[Row] = field(default_factory=list)  # all rows, including unusable rows
@@ -64,10 +181,15 @@ class RowFile:
     notes: list[str] = field(default_factory=list)  # assumptions made while reading the file, one sentence each
     columns: list[str] = field(default_factory=list)  # column names
 
+    @property
+    def origin(self) -> str:
+        """The number of rows and lines."""
+        return f"{counted(len(self.rows), 'row')} in {counted(self.lines, 'line')}"
+
 
 @dataclass
 class _Record:
-    """The cells of a row by column, its first and last line, and the number of cells if it is wrong."""
+    """The cells of a row by column, its first and last line, and the number of cells if this is wrong."""
 
     cells: dict[str, Any]
     first: int
@@ -75,33 +197,32 @@ class _Record:
     width: int | None = None
 
 
-def extension_of(path: Path) -> str:
+def suffix_of(path: Path) -> str:
     """Return the extension of a file in lower case, without ``.gz``."""
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
 @functools.lru_cache(maxsize=4096)
 def clean_name(name: str) -> str:
-    """Normalize a class name: NFC, without repeated, leading or trailing spaces and zero-width characters."""
+    """Normalize a class name to NFC, without repeated, leading or trailing spaces and without zero-width characters."""
     return " ".join(re.sub("[\ufeff\u200b\u2060]", "", unicodedata.normalize("NFC", name)).split())
 
 
-def read_rows(path: Path, settings: TextConfig) -> RowFile:
-    """Read the rows of a .csv, .tsv or .jsonl file, which may be gzip-compressed.
+def read_rows(path: Path, settings: TextConfig) -> Rows:
+    """Read the rows of a .csv, .tsv or .jsonl file, which may be compressed with gzip.
 
-    Raises:
-        UserError: the file type or encoding is not supported, a column is missing, or the rows are malformed.
-        SettingError: a setting does not fit the file.
+    Raise `UserError` if the format is not supported, a column is missing, or the rows are malformed, and `SettingError`
+    if a setting does not fit the file.
     """
-    kind, name = extension_of(path), printable(path)
+    kind, name = suffix_of(path), printable(path)
     if kind not in EXTENSIONS:
         other = " Write one object per line: jq -c '.[]' FILE > FILE.jsonl." if kind == ".json" else ""
         raise UserError(f"{name}: the extension must be one of {' '.join(EXTENSIONS)}.{other}")
     text, note = read_text(path, settings.encoding)
     if re.match(r"\s*<(!doctype html|html)", text, re.IGNORECASE):
         raise UserError(f"{name} is a web page, not a file of rows. Download the file itself.")
-    lines = io.StringIO(text, newline="").readlines()  # unlike splitlines, keeps other Unicode line separators
-    found = RowFile(lines=len(lines), notes=[note] if note else [])
+    lines = io.StringIO(text, newline="").readlines()  # readlines does not split at Unicode line separators
+    found = Rows(lines=len(lines), notes=[note] if note else [])
     if kind in _JSON:
         records = list(_json_records(name, lines))
         found.columns = list(dict.fromkeys(key for record in records for key in record.cells))
@@ -134,15 +255,14 @@ def _require_columns(name: str, line: int, columns: Sequence[str], settings: Tex
             advice += " Its cells are in quotes: set data.text.quotes=true."
         elif table and settings.names is None:
             advice += (
-                " The first line is read as the names of the columns. Set data.text.columns=[NAME] and"
-                " data.text.label=NAME. If the line is a row, name all columns in order:"
-                f" {_names_of(columns, settings)}."
+                " The first line is read as column names. Set data.text.columns=[NAME] and data.text.label=NAME. If the"
+                f" first line contains data, list all columns in order: {_names_of(columns, settings)}."
             )
-        raise NoColumnError(f"{place}: no column {column!r} (data.text.{setting}). Columns: {shown}.{advice}")
+        raise ColumnError(f"{place}: no column {column!r} (data.text.{setting}). Columns: {shown}.{advice}")
 
 
 def _names_of(cells: Sequence[str], settings: TextConfig) -> str:
-    """Suggest ``data.text.names`` for a file without a header. The longest cell of its first row is the text."""
+    """Suggest ``data.text.names`` for a file without a header, on the assumption that the longest cell is the text."""
     if not 2 <= len(cells) <= 8 or len(settings.columns) != 1:
         return "data.text.names=[label,text]"
     order = sorted(range(len(cells)), key=lambda index: len(cells[index]))
@@ -153,7 +273,7 @@ def _names_of(cells: Sequence[str], settings: TextConfig) -> str:
 def _row(
     name: str, record: _Record, settings: TextConfig, missing: Container[str], numbers: Counter[str], width: int
 ) -> Row:
-    """Convert a record to a row, and count values that are not text by column in `numbers`."""
+    """Convert a record to a row. `numbers` counts values that are not text, by column."""
     for column in (*settings.columns, settings.label):
         value = record.cells.get(column)
         if isinstance(value, list | dict):
@@ -221,22 +341,19 @@ def _json_records(name: str, lines: Sequence[str]) -> Iterator[_Record]:
 
 
 class _Table:
-    """Read a table: detect the delimiter, and detect quotes that merge rows.
+    """Read a table, and add its column names and notes to `found`."""
 
-    The column names and notes are added to `found`.
-    """
-
-    def __init__(self, name: str, kind: str, lines: Sequence[str], settings: TextConfig, found: RowFile) -> None:
+    def __init__(self, name: str, kind: str, lines: Sequence[str], settings: TextConfig, found: Rows) -> None:
         self._name, self._kind, self._lines, self._settings, self._found = name, kind, lines, settings, found
         self._start = next((number for number, line in enumerate(lines) if line.strip()), 0)
         default = _DELIMITERS[settings.delimiter] if settings.delimiter else "\t" if kind == ".tsv" else ","
         sep = re.fullmatch(r'"?sep=(.)"?\s*', lines[self._start]) if lines else None
-        if sep and settings.delimiter is None:  # written by spreadsheet programs
+        if sep and settings.delimiter is None:  # spreadsheet programs write this line
             self._start, default = self._start + 1, sep[1]
         self._delimiter = default if settings.delimiter or sep else self._likely(default)
         if self._delimiter != default:
             names = {character: word for word, character in _DELIMITERS.items()}
-            self._note(f"the delimiter is read as {names[self._delimiter]} (data.text.delimiter)")
+            self._note(f"the delimiter is detected as {names[self._delimiter]} (data.text.delimiter)")
 
     def _note(self, text: str) -> None:
         self._found.notes.append(f"{self._name}: {text}.")
@@ -257,7 +374,7 @@ class _Table:
             return []
 
     def _likely(self, default: str) -> str:
-        """Return the delimiter that yields the required columns, or else the delimiter that yields the most cells."""
+        """Return the delimiter that yields the required columns, or otherwise the most cells."""
         settings = self._settings
 
         def fits(delimiter: str) -> bool:
@@ -270,12 +387,7 @@ class _Table:
         return next(filter(fits, order), max(order, key=lambda one: len(self._first_cells(one))))
 
     def records(self) -> list[_Record]:
-        """Return the rows.
-
-        Raises:
-            UserError: quotes are unbalanced, or enclose entire rows.
-            SettingError: ``data.text.names`` does not fit the first line.
-        """
+        """Detect the columns, and return the rows."""
         quotes = self._quotes(self._delimiter)
         reader = self._cells(self._lines[self._start :], self._delimiter, quotes=quotes)
         before, found = 0, []
@@ -298,7 +410,6 @@ class _Table:
         return found
 
     def _note_cells(self, records: Sequence[_Record], *, quotes: bool) -> None:
-        """Add notes on quotes that are read as characters, and on values in columns without a name."""
         if not quotes and self._settings.quotes is None:
             quoted = sum(any(re.fullmatch('".*"', cell.strip()) for cell in one.cells.values()) for one in records)
             if quoted:
@@ -337,7 +448,7 @@ class _Table:
         )
 
     def _look_at_long_cells(self, records: Sequence[_Record]) -> None:
-        """Add a note on rows that span several lines, and reject them if their lines look like rows."""
+        """Add a note on rows that span several lines. Reject such rows if their lines look like separate rows."""
         long = [record for record in records if record.last > record.first]
         if not long:
             return

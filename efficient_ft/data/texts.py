@@ -2,44 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import math
 import re
-from collections import Counter
+import unicodedata
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from efficient_ft.config.schema import TextConfig
-from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.core.text import printable
-from efficient_ft.data.counts import and_more, counted, some, verb
-from efficient_ft.data.listing import hold_out_test, splits_of
+from efficient_ft.core.errors import SettingError, UserError, did_you_mean
+from efficient_ft.core.text import plain_line, printable
+from efficient_ft.data.counts import and_more, counted, shortened, some, verb
+from efficient_ft.data.listing import AnyListing, hold_out_test, splits_of
 from efficient_ft.data.splits import Chosen, show
-from efficient_ft.data.text_folders import LAYOUT, SplitRows
-from efficient_ft.data.text_labels import (
-    in_order,
-    refuse_unknown,
-    refuse_unlabeled,
-    require_classes,
-    require_texts,
-    spellings,
-)  # fmt: skip
-from efficient_ft.data.text_places import Reader, origin
+from efficient_ft.data.text_places import LAYOUT, Reader, SplitRows
 from efficient_ft.data.text_rows import Row
 
 
 @dataclass
 class Texts:
-    """Texts or pairs of texts, with labels.
+    """Texts or pairs of texts, with labels, int64 (N,)."""
 
-    Attributes:
-        texts: N tuples of one or two texts.
-        labels: int64 (N,).
-    """
-
-    texts: list[tuple[str, ...]]
+    texts: list[tuple[str, ...]]  # N tuples of one or two texts
     labels: np.ndarray
 
     def __len__(self) -> int:
@@ -58,26 +49,18 @@ class Texts:
 
 
 @dataclass
-class TextListing:
-    """The lists of a text data set, with the splits of its publisher or of the user's files; see `listing.Listing`.
-
-    Attributes:
-        class_names: class names by label.
-        skipped: reason by place, for rows and files that cannot be used.
-    """
+class TextListing(AnyListing):
+    """The samples of a text data set by split (official or user-defined splits); see `listing.Listing`."""
 
     class_names: list[str]
     train: Texts
     val: Texts | None = None
     test: Texts | None = None
-    notes: list[str] = field(default_factory=list)
-    skipped: dict[str, str] = field(default_factory=dict)
-    origins: dict[str, str] = field(default_factory=dict)
-    left_out: dict[str, int] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)  # reasons by place, for unusable rows and files
 
     @property
     def size(self) -> int:
-        """Number of all texts, including unusable texts."""
+        """Number of texts, including unusable texts."""
         return len(self.skipped) + sum(map(len, splits_of(self).values()))
 
     def digest(self) -> str:
@@ -96,15 +79,15 @@ def missing_text_folder(root: Path) -> str | None:
 def read_texts(
     root: Path, settings: TextConfig, follow_links: bool = False, splits: Chosen | None = None
 ) -> TextListing:
-    """List the texts of a file or a folder.
+    """List the texts of a file or a folder. See `read_folder` for the arguments.
 
     If there is neither a validation nor a test split, one fifth of every class is held out for testing, the same texts
-    for every seed. See `read_folder` for the arguments.
+    for every seed.
 
     Raises:
-        UserError: a file or column does not exist, a file cannot be read, the labels are not classes, the folder is
+        UserError: If a file or column does not exist, a file cannot be read, the labels are not classes, the folder is
             ambiguous, or a link leads out of `root` and `follow_links` is False.
-        SettingError: a setting does not fit the files.
+        SettingError: If a setting does not fit the files.
     """
     problem = missing_text_folder(root)
     if problem is not None:
@@ -118,7 +101,7 @@ def read_texts(
     reader = Reader(root.parent, settings, follow_links)
     read = reader.rows_of(root)
     reader.found.rows["train"], reader.found.columns = read.rows, read.columns
-    reader.found.origins["train"] = f"{printable(root.name)} ({origin(read)})"
+    reader.found.origins["train"] = f"{printable(root.name)} ({read.origin})"
     reader.note_siblings(root)
     return listing_of(reader.found, root, settings)
 
@@ -126,10 +109,8 @@ def read_texts(
 def listing_of(found: SplitRows, root: Path, settings: TextConfig) -> TextListing:
     """Map labels to classes, and hold out test texts if there is neither a validation nor a test split.
 
-    The rows of the training split must come first. The file or folder `root` is named in messages.
-
-    Raises:
-        UserError: a split has no usable texts, or the labels are not classes.
+    The rows of the training split must come first. Messages name the file or folder `root`. Raise `UserError` if a
+    split has no usable texts, or the labels are not classes.
     """
     top = printable(root.absolute())
     usable: dict[str, list[Row]] = {}
@@ -162,22 +143,20 @@ def listing_of(found: SplitRows, root: Path, settings: TextConfig) -> TextListin
         for split, rows in usable.items()
     }
     train, val, test = parts["train"], parts.get("val"), parts.get("test")
-    origins, left_out = dict(found.origins), dict(found.left_out)
+    origins = dict(found.origins)
     if val is None and test is None:
         whole = len(train)
         train, test = hold_out_test(train)
-        notes.append(
-            f"{len(test)} of {whole} texts {verb(len(test), 'is', 'are')} held out for testing, the same for every"
-            " seed."
-        )
+        number = f"{len(test)} of {whole} texts {verb(len(test), 'is', 'are')}"
+        notes.append(f"{number} held out for testing, the same for every seed.")
         origins["test"] = f"held out of {re.sub(' [(][^)]*[)]', '', origins.get('train', 'train'))}"
-    return TextListing(class_names, train, val, test, [*notes, *found.notes], skipped, origins, left_out)
+    facts: dict[str, Any] = {"notes": [*notes, *found.notes], "origins": origins, "left_out": dict(found.left_out)}
+    return TextListing(class_names, train, val, test, skipped, **facts)
 
 
 def _classes(
     usable: Mapping[str, Sequence[Row]], top: str, settings: TextConfig, found: SplitRows
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the class of each label, and notes on the labels."""
     raw = {split: Counter(row.label for row in rows) for split, rows in usable.items()}
     names, notes = spellings(sum(raw.values(), Counter[str]()), settings.ignore_case)
     counts: dict[str, Counter[str]] = {split: Counter() for split in raw}
@@ -202,3 +181,142 @@ def reasons_of(skipped: Mapping[str, str]) -> str:
     counts = Counter(why.removeprefix(f"{place}: ").rstrip(".") for place, why in skipped.items())
     shown = ", ".join(f"{why} ×{count:,}" for why, count in counts.most_common(4))
     return shown + and_more(len(counts) - 4, "reason")
+
+
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
+#: Number of distinct decimal numbers above which labels are a quantity. Ratings in half stars have ten values.
+_DECIMALS = 20
+#: Minimum number of distinct labels that may be considered free text.
+_FREE = 10
+#: Maximum number of labels, or groups of labels, in a message.
+_SHOWN = 3
+
+
+def is_number(name: str) -> bool:
+    """Return True if a label is a number."""
+    return _NUMBER.fullmatch(name) is not None
+
+
+def in_order(name: str) -> tuple[int, float, str]:
+    """Return a sort key that orders numbers by value and before words."""
+    with contextlib.suppress(ValueError):
+        if math.isfinite(value := float(name)):
+            return (0, value, name)
+    return (1, 0.0, name)
+
+
+def spellings(counts: Mapping[str, int], ignore_case: bool | None) -> tuple[dict[str, str], list[str]]:
+    """Return the class of each label, given the number of texts by label, and notes on merged labels.
+
+    Labels that are equal numbers form one class. Labels that differ only in case, quotes or compatible characters are
+    merged if `ignore_case` is True, kept separate if it is False, and rejected with a `UserError` if it is None.
+    """
+    same, notes = {name: name for name in counts}, []
+    numbers: dict[Decimal, list[str]] = defaultdict(list)
+    for name in counts:
+        if _NUMBER.fullmatch(name):
+            numbers[Decimal(name)].append(name)
+    equal = [group for group in numbers.values() if len(group) > 1]
+    for group in equal:
+        best = min(group, key=lambda name: (not re.fullmatch("-?(0|[1-9][0-9]*)", name), -counts[name], name))
+        same |= dict.fromkeys(group, best)
+    if equal:
+        notes.append(f"Labels that are equal numbers are one class: {_groups(equal, counts)}.")
+    similar: dict[str, dict[str, None]] = defaultdict(dict)
+    for name in counts:
+        similar[unicodedata.normalize("NFKC", name).strip("\"'").casefold()][same[name]] = None
+    alike = [list(group) for group in similar.values() if len(group) > 1]
+    if not alike:
+        return same, notes
+    shown = _groups(alike, counts)
+    if ignore_case is None:
+        raise UserError(
+            f"Labels differ only in case or quotes: {shown}. If they are one class, set data.text.ignore_case=true; if"
+            " they are separate classes, set data.text.ignore_case=false."
+        )
+    if ignore_case:
+        for group in alike:
+            best = min(group, key=lambda name: (-counts[name], name))
+            same |= {name: best for name, current in same.items() if current in group}
+        notes.append(f"Labels that differ only in case are one class (data.text.ignore_case): {shown}.")
+    return same, notes
+
+
+def require_classes(labels: Sequence[str], source: str, column: str | None, columns: Sequence[str]) -> None:
+    """Raise `UserError` if the labels of the training texts in `source` are a quantity or free text.
+
+    The message names the label column and all columns. Labels that are folder names (`column` is None) are not checked.
+    """
+    if column is None:
+        return
+    counts = Counter(labels)
+    choose = f"Set data.text.label to the class column; the columns are {', '.join(map(plain_line, columns))}."
+    if all(_NUMBER.fullmatch(name) for name in counts):
+        fractions = sum(Decimal(name) % 1 != 0 for name in counts)
+        if fractions and (len(counts) > _DECIMALS or len(counts) > max(2, len(labels) / 2)):
+            raise UserError(
+                f"{source}: the labels in column {column!r} are decimal numbers with {len(counts)} values in"
+                f" {len(labels)} rows, such as {next(name for name in counts if Decimal(name) % 1)}. They look like"
+                f" a quantity, not classes. Map ranges of values to classes. {choose}"
+            )
+    single = sum(count == 1 for count in counts.values())
+    if len(counts) >= _FREE and single > len(labels) / 2:
+        raise UserError(
+            f"{source}: the {len(labels)} rows have {len(counts)} different labels in column {column!r}, such as"
+            f" {plain_line(shortened(max(counts, key=len), 40))!r}. They look like free text or identifiers. {choose}"
+        )
+
+
+def require_texts(counts: Mapping[str, int], source: str, places: Mapping[str, str]) -> None:
+    """Raise `UserError` if there is only one class, or a class with a single training text."""
+    if len(counts) < 2:
+        name, count = next(iter(counts.items()))
+        raise UserError(
+            f"{source} contains only one class, {plain_line(name)!r} ({counted(count, 'text')}). Classification needs"
+            " at least two classes."
+        )
+    single = [name for name, count in counts.items() if count == 1]
+    if single:
+        shown = some([f"{plain_line(name)!r} ({places[name]})" for name in single], _SHOWN)
+        raise UserError(
+            f"{source}: {counted(len(single), 'class')} {verb(len(single))} a single training text: {shown}. Each class"
+            " needs at least two. Add texts, or remove the class."
+        )
+
+
+def refuse_unknown(
+    counts: Mapping[str, int], places: Mapping[str, str], train: Sequence[str], split: str, advice: str
+) -> None:
+    """Raise `UserError` if a class of a split has no training texts. `places` maps classes to example locations."""
+    unknown = [name for name in counts if name not in train]
+    if not unknown:
+        return
+    first = unknown[0]
+    more = f" {len(unknown)} classes are unknown." if len(unknown) > 1 else ""
+    raise UserError(
+        f"{places[first]}: the class {plain_line(first)!r} ({counted(counts[first], f'{split} text')}) is unknown."
+        f" Training classes: {', '.join(map(plain_line, train[:8]))}{', …' if len(train) > 8 else ''}."
+        f"{did_you_mean(first, train)}{more} Correct the labels.{advice}"
+    )
+
+
+def refuse_unlabeled(labels: Sequence[str], missing: int, split: str, source: str, advice: str) -> None:
+    """Raise `UserError` if the texts of a split have no labels, or only the label -1 as in test sets of benchmarks.
+
+    `missing` is the number of texts without a label. The message ends with `advice`.
+    """
+    if set(labels) - {"-1"} or not (labels or missing):
+        return
+    why = (
+        f"{'all ' * (len(labels) > 1)}{counted(len(labels), 'label')} {verb(len(labels), 'is', 'are')} -1"
+        if labels
+        else f"none of {counted(missing, 'text')} has a label"
+    )
+    raise UserError(f"{source} is unlabeled: {why}. It cannot be the {split} split.{advice}")
+
+
+def _groups(groups: Sequence[Sequence[str]], counts: Mapping[str, int]) -> str:
+    shown = "; ".join(
+        " and ".join(f"{plain_line(name)!r} ({counts[name]})" for name in group[:4]) for group in groups[:_SHOWN]
+    )
+    return shown + and_more(len(groups) - _SHOWN)

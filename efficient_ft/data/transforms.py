@@ -1,6 +1,6 @@
-"""Transform images into input tensors of a network: resize, augment and normalize.
+"""Transform images into network inputs: resize, augment and normalize.
 
-All steps before normalization work on PIL images, so that training, evaluation and prediction resample in the same way.
+All steps before normalization process PIL images, so training, evaluation and prediction resample in the same way.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _BANDS = (
 
 
 class Transform:
-    """Transform a PIL image into a normalized tensor, as in the recipe of LBP-WHT.
+    """Transform a PIL image into a normalized tensor, as in the LBP-WHT recipe.
 
-    The steps of evaluation are Resize(size) and normalization. The steps of training with ``resize_crop`` are
+    The evaluation steps are Resize(size) and normalization. The training steps with ``resize_crop`` are
     Resize(`resize`), RandomResizedCrop(size), flips and normalization. Random numbers are drawn from torch's CPU
     generator, which the caller seeds.
 
@@ -37,10 +37,10 @@ class Transform:
         input: input size, normalization and interpolation of the network.
         augment: ``resize_crop`` or ``none``.
         scale: minimum and maximum area of the crop, as fractions of the image.
-        flip: mirror half of the images horizontally.
+        flip: True to mirror half of the images horizontally.
         resize: size before the crop: ``input`` for the input size of the network, a number of pixels for a square, or
             ``none`` for the original size (only with ``resize_crop``).
-        vertical_flip: mirror half of the images vertically.
+        vertical_flip: True to mirror half of the images vertically.
         pick: number of augmentations (the crop and the enabled flips) that are drawn for each image; None for all.
         decoding: options for decoding files; None for the default.
 
@@ -48,8 +48,8 @@ class Transform:
         resize_size: (height, width) before the crop; None for the original size.
 
     Raises:
-        SettingError: the augmentation or interpolation is unknown, the scale is outside of (0, 1], or the number of
-            values of mean or std does not match the channels.
+        SettingError: If the augmentation or interpolation is unknown, the scale is outside of (0, 1], or the number of
+            mean or std values does not match the channels.
     """
 
     def __init__(
@@ -108,11 +108,7 @@ class Transform:
         return self.resize_size if self._gray else (*self.resize_size, 3)
 
     def read(self, path: str | os.PathLike[str]) -> Image.Image:
-        """Read a file as RGB, with at least the size that `resize` requires.
-
-        Raises:
-            UserError: the file cannot be read as an image.
-        """
+        """Read an image as RGB, with at least the size that `resize` requires. Raise `UserError` on failure."""
         return read_image(path, self.resize_size, self.decoding)
 
     def resize(self, image: Image.Image) -> Image.Image:
@@ -125,7 +121,7 @@ class Transform:
         return image if self._augment is None else self._augment(image)
 
     def normalize(self, images: Sequence[Image.Image]) -> Tensor:
-        """Stack and normalize B images of the input size: float32 (B, C, H, W) with C = 3, or C = 1 for gray."""
+        """Stack and normalize B images of the input size: float32 (B, C, H, W), where C is 3, or 1 for gray images."""
         pixels = torch.from_numpy(np.stack([np.asarray(image) for image in images]))
         if self._gray:
             pixels = pixels.unsqueeze(-1)
@@ -133,11 +129,7 @@ class Transform:
         return floats.div_(255).sub_(self._mean).div_(self._std)
 
     def __call__(self, image: Image.Image | str | os.PathLike[str]) -> Tensor:
-        """Transform an RGB image or an image file into float32 (C, H, W).
-
-        Raises:
-            UserError: the file cannot be read as an image.
-        """
+        """Transform an RGB image or an image file into float32 (C, H, W). Raise `UserError` if reading fails."""
         if not isinstance(image, Image.Image):
             image = self.read(image)
         return self.normalize([self.augment(self.resize(image))])[0]
@@ -151,10 +143,7 @@ def to_pictures(pixels: Tensor, input: InputSpec) -> list[Image.Image]:
 
 
 class _Pick(torch.nn.Module):
-    """Apply a random subset of augmentations to each image, in order.
-
-    The first augmentation is the crop. Images without the crop are resized to the input size by `resize`.
-    """
+    """Apply a random subset of augmentations, whose first is the crop. Without the crop, apply `resize` instead."""
 
     def __init__(self, steps: Sequence[torch.nn.Module], count: int, resize: torch.nn.Module | None) -> None:
         super().__init__()

@@ -206,7 +206,7 @@ class DataReport(TypedDict):
 
     `scores` are further measures by split: of a segmentation pixel accuracy and the IoU of each class by name (None:
     neither masks nor predictions have it). `summary` states how each data set was understood
-    (`data.summary.Summary.record`), by task; a single data set has the key "".
+    (`data.inspection.Summary.record`), by task; a single data set has the key "".
     """
 
     splits: NotRequired[dict[str, int]]

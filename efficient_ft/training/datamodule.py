@@ -15,7 +15,7 @@ from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.text import printable
 from efficient_ft.data import read_data
 from efficient_ft.data.contents import Contents, files_contents, joined, looked_at
-from efficient_ft.data.summary import Summary
+from efficient_ft.data.inspection import Summary
 from efficient_ft.training.kinds.base import RunData, settings_of_task
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.optimizer import WARMUP_AT_MOST
@@ -46,7 +46,7 @@ def run_contents(config: Config, images: RunData | None = None) -> Contents:
     """
     if images is None:
         data = {task: (one, read_data(one)) for task, one in (config.tasks or {"": config.data}).items()}
-        found = {task: looked_at(lists, Path(one.root).expanduser()).contents() for task, (one, lists) in data.items()}
+        found = {task: looked_at(lists, Path(one.root).expanduser()).read() for task, (one, lists) in data.items()}
     else:
         found = {task: part.contents() for task, part in images.parts.items()}
     every = {f"{task} " if task else "": one for task, one in found.items()}

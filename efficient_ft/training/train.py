@@ -18,8 +18,8 @@ from efficient_ft.core import stopping
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.process_memory import release_freed_memory, resident_bytes
 from efficient_ft.core.terminal import shown_path
+from efficient_ft.data.inspection import Summary
 from efficient_ft.data.loader import refuse_killed_worker
-from efficient_ft.data.summary import Summary
 from efficient_ft.integrations.lightning import MethodCallback
 from efficient_ft.methods.base import Method, plain_state_dict
 from efficient_ft.methods.build import build_methods

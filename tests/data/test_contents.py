@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from efficient_ft.data import contents
+from efficient_ft.data.file_list import Paths
 from efficient_ft.data.listing import Listing, Samples
 from efficient_ft.data.masks import Classes, MaskListing, MaskSamples
-from efficient_ft.data.paths import Paths
 from efficient_ft.data.texts import TextListing, Texts
 
 
@@ -31,15 +31,15 @@ def masks(tmp_path: Path) -> Path:
 
 
 def changes(before: object, after: object, root: Path | str = "") -> list[str]:
-    noted = contents.looked_at(before, root).contents().record()
-    return contents.looked_at(after, root).contents().changes(noted)
+    noted = contents.looked_at(before, root).read().record()
+    return contents.looked_at(after, root).read().changes(noted)
 
 
 def test_an_edited_mask_is_named(masks: Path) -> None:
-    noted = contents.looked_at(of_masks(masks), masks).contents().record()
-    assert contents.looked_at(of_masks(masks), masks).contents().changes(noted) == []
+    noted = contents.looked_at(of_masks(masks), masks).read().record()
+    assert contents.looked_at(of_masks(masks), masks).read().changes(noted) == []
     Image.fromarray(np.full((4, 4), 0, dtype=np.uint8)).save(masks / "masks" / "1.png")
-    found = contents.looked_at(of_masks(masks), masks).contents().changes(noted)
+    found = contents.looked_at(of_masks(masks), masks).read().changes(noted)
     assert found == [f"train masks: 1 of 3 changed (masks{os.sep}1.png)"]
 
 
@@ -77,8 +77,8 @@ def test_of_many_files_some_are_read_and_the_first_of_each_class(
     names = [str(tmp_path / f"{number:03}") for number in range(100)]
     labels = np.array([0] * 50 + [1] * 49 + [2])
     looked = contents.looked_at(Listing(["x", "y", "z"], Samples(Paths(names), labels)), tmp_path)
-    assert looked.names["train"] == ["000", "033", "050", "066", "099"]
-    assert looked.counts["train"] == 100
+    assert looked.parts["train"].names == ["000", "033", "050", "066", "099"]
+    assert looked.parts["train"].count == 100
 
 
 def test_of_a_long_file_pieces_are_read(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_file_that_is_not_long_and_weights_of_any_length_are_read_whole(tmp_pa
             data = bytearray(size)
             data[100_000] = value  # between two pieces
             file.write_bytes(data)
-            hashes = contents.files_contents("x", [file]).hashes["x"] if whole else contents._of_file(str(file))
+            hashes = contents.files_contents("x", [file]).parts["x"].hashes if whole else contents._of_file(str(file))
             found.append(hashes)
         return found[0] != found[1]
 

@@ -108,7 +108,7 @@ def test_a_full_disk_ends_the_keeping_and_not_the_run(
     def full(*_: Any) -> None:
         raise StoreFullError
 
-    monkeypatch.setattr("efficient_ft.data.decoded.RowStore.write", full)
+    monkeypatch.setattr("efficient_ft.data.loader.RowStore.write", full)
     data = opened()
     with caplog.at_level(logging.WARNING):
         assert torch.equal(epoch_of(data)[0], epoch_of(opened("off"))[0])
@@ -140,7 +140,7 @@ def test_what_cannot_be_kept_is_refused_or_left(
 
 def test_a_disk_without_room_is_refused(opened: Callable[..., ImageData], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_store.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
-    with pytest.raises(SettingError, match=r"data\.decoded_folder must be on a disk with .* left for these decoded"):
+    with pytest.raises(SettingError, match=r"data\.decoded_folder must be on a disk with .* free for these decoded"):
         opened()
 
 

@@ -112,7 +112,7 @@ def test_a_partial_archive_is_recognized_and_replaced(
     root.mkdir()
     (root / "food-101.tar.gz").write_bytes(handler.files["food-101.tar.gz"][:500])
     message = str(missing_data(data_config("food101", root=str(root), download=False)))
-    assert "500 B are present: incomplete" in message
+    assert "500 B are present; incomplete" in message
     assert len(open_data(data_config("food101", root=str(root), download=True), SPEC, 0).class_names) == 2
 
 
@@ -160,7 +160,7 @@ def test_a_host_that_refuses_or_is_silent_is_reported_in_time(
     assert "HTTP 404" in str(missing_data(config))
     handler.mode = "silent"
     monkeypatch.setattr(network, "PROBE_SECONDS", 0.3)
-    assert "cannot be fetched" in str(missing_data(config))
+    assert "cannot be downloaded" in str(missing_data(config))
     monkeypatch.setattr(network, "_ask", lambda *_: time.sleep(2))  # a host name that never resolves
     assert "no answer within" in str(missing_data(config))
 

@@ -131,5 +131,5 @@ def test_links_between_the_parts_of_a_segmentation_data_set_are_refused(tmp_path
     with pytest.raises(UserError, match=r"already part of the data set are not counted: .*val/images/000\.jpg"):
         read_data(config)
     (tmp_path / "test").symlink_to("train")
-    with pytest.raises(UserError, match=r"test is a link to .*, a folder of the same data set"):
+    with pytest.raises(UserError, match=r"test is a link to .*, which is inside or above the data set"):
         read_data(config)

@@ -205,17 +205,17 @@ def test_a_class_missing_in_test_is_noted(folders: Make, data_config: Config) ->
     [
         (
             {"train": {"cats": 2, "dogs": 2}, "test": {"cat": 2}},
-            "classes that the training split lacks: 'cat'.*mean 'cats'",
+            "classes that are not in the training split: 'cat'.*mean 'cats'",
         ),
         ({"train": {"a": 2, "b": 0}, "test": {"a": 2}}, "without images: 'b'"),
-        ({"train": {"a": 2}, "test": {"a": 2}}, "single class, 'a'"),
-        ({"a": 2}, "single class, 'a'"),
+        ({"train": {"a": 2}, "test": {"a": 2}}, "only one class, 'a'"),
+        ({"a": 2}, "only one class, 'a'"),
         ({"train": {"a": 2, "b": 2}, "test": {"a": 0}}, "no images in class folders"),
         ({"train": {"a": 2, "b": 2}, "val": {"a": 1}, "valid": {"a": 1}}, "val, valid all denote the val split"),
         ({"test": {"a": 2, "b": 2}}, "no train/"),
         ({"train": {"": 3}, "test": {"a": 1}}, r"train/ \(3 images\) has no class folders"),
         ({"a": 0, "b": 0}, "no class folders with images"),
-        ({"a": 1, "b": 1}, r"'a', 'b' of the 2 classes in .*images have a single training image \(2 images in all\)"),
+        ({"a": 1, "b": 1}, r"'a', 'b' of the 2 classes in .*images have a single training image \(2 images in total\)"),
         ({"train": {"a": 3, "b": 1}, "test": {"a": 2, "b": 2}}, r"'b' .*/train has a single training image"),
     ],
 )

@@ -105,11 +105,11 @@ def test_skip_leaves_corrupt_images_out_of_everything_and_reports_them(folders: 
 def test_skip_does_not_lose_a_class_or_a_split_silently(folders: Make, data_config: Config) -> None:
     root = folders(train={"a": 4, "b": 2}, test={"a": 1})
     (root / "test/a/0.jpg").write_bytes(b"")
-    with pytest.raises(UserError, match="left in the test split"):
+    with pytest.raises(UserError, match="test split has no readable image"):
         open_data(data_config("folder", root=str(root), on_corrupt="skip"), SPEC, 0)
     for name in ("0.jpg", "1.jpg"):
         (root / "train/b" / name).write_bytes(b"")
-    with pytest.raises(UserError, match="left of the class 'b'"):
+    with pytest.raises(UserError, match="class 'b' has no readable training image"):
         open_data(data_config("folder", root=str(root), on_corrupt="skip"), SPEC, 0)
 
 

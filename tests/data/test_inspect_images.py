@@ -94,7 +94,7 @@ def test_images_that_become_one_color(opened: tuple[Path, Open]) -> None:
     assert "data.value_range=[0,255]" in text
     assert not warned(make(value_range=(0, 100)).inspect(), "single color")
     Image.new("RGB", (9, 9), "gray").save(root / "train/b/blank.png")
-    assert warned(make(value_range=(0, 100)).inspect(), "A single color fills 1 of ", "blank.png")
+    assert warned(make(value_range=(0, 100)).inspect(), "1 of ", "has a single color", "blank.png")
 
 
 def test_a_range_without_effect_and_one_that_clips(opened: tuple[Path, Open]) -> None:
@@ -122,7 +122,7 @@ def test_gray_and_color_extensions_frames(opened: tuple[Path, Open]) -> None:
     picture(55).save(root / "train/b/one.gif")
     found = make().inspect()
     assert warned(found, "3 of 33 images are gray")
-    assert any(line.startswith("1 file has an extension of another format: ") for line in found.lines)
+    assert any(line.startswith("1 file has the extension of a different format: ") for line in found.lines)
     assert warned(found, "2 files have several frames or pages; only the first is used", "x.gif")
     assert found.facts["several_frames"] == 2
 

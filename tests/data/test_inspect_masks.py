@@ -80,7 +80,7 @@ def test_warnings_of_labels_and_sizes(folder: Path) -> None:
     assert any("of the pixels of the train masks have no label (2, 255)" in warning for warning in found.warnings) == (
         np.mean([(mask == 2) | (mask == 255) for mask in _masks(folder, "train")]) > 0.9
     )
-    assert "1 val mask has no labeled pixels, and no effect on the scores." in found.warnings
+    assert "1 val mask has no labeled pixels. Such masks do not affect the scores." in found.warnings
     assert any("1 of 13 masks differs in size from its image, such as" in warning for warning in found.warnings)
     assert list(found.problems) == [str(folder / "test/masks/000.png")]
 

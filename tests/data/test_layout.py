@@ -89,7 +89,7 @@ def test_classes_named_like_parts_of_a_data_set_are_noted(tree: Make) -> None:
 def test_notes_of_accepted_layouts(tree: Make, tmp_path: Path) -> None:
     notes = read_folder(tree({"dogs/poodle": 5, "dogs/pug": 5, "cats/siamese": 5})).notes
     assert len(notes) == 1
-    assert "(cats, dogs). The images in their 3 subfolders belong to them" in notes[0]
+    assert "(cats, dogs). The images in their 3 subfolders belong to these classes" in notes[0]
     root = tree({})
     for name in ("dogs", "cats"):
         (root / name).rename(tmp_path / name)
@@ -126,7 +126,7 @@ REJECTED: dict[str, tuple[dict[str, int | str], list[str]]] = {
     "wrapper in train": (both("train/data", "test/data"), ["{train: train/data, test: test}"]),
     "no class folders": ({".": 4, "labels.csv": "a,b"}, ["images (4 images) has no class folders", "labels.csv"]),
     "flat splits": ({"train": 4, "test": 3, "train.csv": "a"}, ["train/ (4 images), test/ (3 images)", "train.csv"]),
-    "a single folder": ({"photos": 4, "labels.xlsx": "a"}, ["single class, 'photos', with 4 images", "labels.xlsx"]),
+    "a single folder": ({"photos": 4, "labels.xlsx": "a"}, ["only one class, 'photos', with 4 images", "labels.xlsx"]),
     "images and masks": ({"images": 4, "masks": 4}, ["data=mask_folder", "{train: .}"]),
     "flat test": ({**both("train"), "test": 3}, ["3 images without a class", "{train: train}"]),
     "no training images": (both("test", "val"), ["no train/"]),

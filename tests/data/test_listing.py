@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from efficient_ft.data.file_list import Paths
 from efficient_ft.data.listing import Listing, Samples, stratified_split
-from efficient_ft.data.paths import Paths
 
 
 @settings(max_examples=60, deadline=None)

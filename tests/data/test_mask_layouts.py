@@ -118,7 +118,7 @@ def test_two_folders_of_one_split_are_ambiguous(tmp_path: Path) -> None:
     folders = {f"{split}/{kind}": 2 for split in ("train", "training", "val") for kind in ("images", "masks")}
     root = write(tmp_path, folders)
     message = _message(root)
-    assert "train/images/ (2 files), training/images/ (2 files) are all named after a train split" in message
+    assert "train, training all denote the train split" in message
     chosen = re.findall(r"'data\.splits=(.*?)'", message)
     assert chosen == ["{train: train, val: val}", "{train: [train, training], val: val}"]
     assert sizes(read(root, {"train": ["train", "training"], "val": "val"})) == [4, 2, None]
@@ -280,7 +280,7 @@ def test_one_of_several_kinds_of_masks_is_chosen_by_the_end_of_their_names(tmp_p
         mask.split("/")[-1] == image.split("/")[-1].replace("leftImg8bit", "gtFine_labelIds")
         for image, mask in paired(listing, root)
     )
-    assert listing.left_out == {"masks with another suffix": 21}
+    assert listing.left_out == {"masks with a different suffix": 21}
     assert any("named NAME_gtFine_labelIds (images: NAME_leftImg8bit)" in note for note in listing.notes)
     with pytest.raises(SettingError, match=r"data\.masks\.suffix must be .*, got _ids\. Found: aachen"):
         read(root, suffix="_ids")

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from efficient_ft.core.errors import UserError
-from efficient_ft.data.mask_pixels import read_header, read_pixels, stored_size
+from efficient_ft.data.masks import read_header, read_pixels, stored_size
 
 IDS = np.array([[0, 1, 2], [3, 1, 0]], dtype=np.uint8)
 

@@ -57,7 +57,7 @@ def test_folders_may_be_nested(tmp_path: Path) -> None:
         (lambda root: (root / "classes.txt").unlink(), "has no classes.txt, which lists the class names"),
         (
             lambda root: (root / "classes.txt").write_text("void\nsky\n"),
-            r"has 1 class \(classes.txt\). Segmentation needs at least two",
+            r"has 1 class \(classes.txt\). Segmentation requires at least two",
         ),
         (lambda root: (root / "train/masks/001.png").unlink(), r"001.jpg has no mask .*masks/001.png\. Add the mask"),
         (lambda root: [p.unlink() for p in (root / "train/images").iterdir()], "train/images has no images"),
@@ -75,7 +75,7 @@ def test_a_folder_that_cannot_be_used_is_explained(tmp_path: Path, spoil: object
 def test_no_folder_and_a_single_image(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder"):
         read_mask_folder(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="single image"):
+    with pytest.raises(UserError, match="only one image"):
         read_mask_folder(write_folder(tmp_path / "set", {"": 1}))
 
 

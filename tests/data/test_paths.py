@@ -7,7 +7,7 @@ import pickle
 
 import numpy as np
 
-from efficient_ft.data.paths import Paths
+from efficient_ft.data.file_list import Paths
 
 #: Nested, without a folder, not ASCII, and with bytes that are no UTF-8, as in old archives.
 _PATHS = [

@@ -167,10 +167,10 @@ def test_listed_images_that_are_not_there_and_damaged_lists(tmp_path: Path, data
     with pytest.raises(UserError, match=r"the lists in .*food-101 cannot be read"):
         open_data(config, SPEC, 0)
     (tmp_path / "food-101/meta/test.json").unlink()
-    assert "it lacks meta/test.json" in str(missing_data(config))
+    assert "incomplete and lacks meta/test.json" in str(missing_data(config))
     folder = write_cub(tmp_path)
     (folder / "image_class_labels.txt").write_text("1 1\n")
-    with pytest.raises(UserError, match="name different images"):
+    with pytest.raises(UserError, match="list different images"):
         open_data(data_config("cub200", root=str(tmp_path)), SPEC, 0)
 
 
@@ -187,7 +187,7 @@ def test_lists_that_name_files_outside_of_the_data_set_are_refused(
     lines[3] = f"4 {line.replace('ABSOLUTE', str(tmp_path / 'data' / 'secret.jpg'))}"
     (folder / "images.txt").write_text("\n".join(lines) + "\n")
     config = data_config("cub200", root=str(tmp_path / "data" / "inside"), follow_links=True)
-    with pytest.raises(UserError, match=r"a file outside of this folder|does not exist"):
+    with pytest.raises(UserError, match=r"which is outside of this folder|does not exist"):
         open_data(config, SPEC, 0)
 
 

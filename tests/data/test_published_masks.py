@@ -101,6 +101,6 @@ def test_what_is_missing_is_said_with_its_source(tmp_path: Path, name: str) -> N
     message = missing_data(_config(name, tmp_path))
     assert message is not None
     assert message.startswith(f"data={name} (")
-    assert "Get it from http" in message
+    assert "Download it from http" in message
     with pytest.raises(UserError, match=f"data={name}"):
         read_data(_config(name, tmp_path))

@@ -13,9 +13,7 @@ from efficient_ft.data import (
     class_count,
     open_data,
 )
-from efficient_ft.data.published import PUBLISHED
-from efficient_ft.data.published_masks import MASK_SETS
-from efficient_ft.data.published_texts import TEXT_SETS
+from efficient_ft.data.published import MASK_SETS, PUBLISHED, TEXT_SETS
 from tests.data.pictures import SPEC
 
 Make = Callable[..., Path]

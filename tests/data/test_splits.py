@@ -8,7 +8,7 @@ import pytest
 
 from efficient_ft.config import DataConfig
 from efficient_ft.core.errors import SettingError
-from efficient_ft.data.splits import chosen_places, name_splits, part_names, show, split_of
+from efficient_ft.data.splits import part_names, places_of, show, split_of, splits_in
 
 
 @pytest.mark.parametrize(
@@ -32,14 +32,14 @@ def test_names_denote_splits_in_any_case_and_with_affixes(name: str, split: str)
 )
 def test_names_of_things_denote_no_split(name: str) -> None:
     assert split_of(name) is None
-    assert name_splits([name, "cat", "dog"]) == {}
+    assert splits_in([name, "cat", "dog"]) == {}
 
 
 def test_names_with_a_common_rest_denote_splits_together() -> None:
     names = ["asl_alphabet_train", "asl_alphabet_test", "notes"]
-    assert name_splits(names) == {"asl_alphabet_train": "train", "asl_alphabet_test": "test"}
-    assert name_splits(["train_station", "test_tube"]) == {}
-    assert name_splits(["bus_train", "bus_training"]) == {}
+    assert splits_in(names) == {"asl_alphabet_train": "train", "asl_alphabet_test": "test"}
+    assert splits_in(["train_station", "test_tube"]) == {}
+    assert splits_in(["bus_train", "bus_training"]) == {}
 
 
 @pytest.mark.parametrize(
@@ -57,9 +57,9 @@ def test_names_of_parts_of_a_data_set(names: list[str], parts: list[str] | None)
 def test_places_are_below_the_root_and_named_once(tmp_path: Path) -> None:
     for name in ("a", "b", "c d"):
         (tmp_path / name).mkdir()
-    places = chosen_places(tmp_path, {"train": ["a", "b"], "test": "c d"})
+    places = places_of(tmp_path, {"train": ["a", "b"], "test": "c d"})
     assert places == {"train": [tmp_path / "a", tmp_path / "b"], "test": [tmp_path / "c d"]}
-    assert chosen_places(tmp_path, {"train": "."}) == {"train": [tmp_path]}
+    assert places_of(tmp_path, {"train": "."}) == {"train": [tmp_path]}
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_mistakes_in_the_setting(tmp_path: Path, chosen: dict, message: str) -> 
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     with pytest.raises(SettingError, match=message):
-        chosen_places(tmp_path, chosen)
+        places_of(tmp_path, chosen)
 
 
 def test_the_setting_is_shown_as_hydra_reads_it() -> None:

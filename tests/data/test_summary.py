@@ -13,8 +13,7 @@ from efficient_ft.config import DataConfig
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.data import open_data
-from efficient_ft.data.inspection import Inspection, in_threads, spread
-from efficient_ft.data.summary import SplitSummary, Summary, abridged
+from efficient_ft.data.inspection import Inspection, SplitSummary, Summary, abridged, in_threads, spread
 
 SPEC = InputSpec((32, 32), (0.5,) * 3, (0.5,) * 3)
 

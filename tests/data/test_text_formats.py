@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.data.text_files import read_text
+from efficient_ft.data.text_rows import read_text
 from tests.data.text_sets import json_lines, open_set, printed, table, write_all
 from tests.models.text_models import sentences
 
@@ -60,11 +60,11 @@ def test_quotes_of_a_tsv_are_noted_and_can_enclose(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "note"),
     [
-        ("a.csv", table(12, ";"), "the delimiter is read as semicolon (data.text.delimiter)"),
-        ("a.csv", table(12, "\t"), "the delimiter is read as tab (data.text.delimiter)"),
-        ("a.csv", table(12, "|"), "the delimiter is read as pipe (data.text.delimiter)"),
+        ("a.csv", table(12, ";"), "the delimiter is detected as semicolon (data.text.delimiter)"),
+        ("a.csv", table(12, "\t"), "the delimiter is detected as tab (data.text.delimiter)"),
+        ("a.csv", table(12, "|"), "the delimiter is detected as pipe (data.text.delimiter)"),
         ("a.csv", "sep=;\n" + table(12, ";"), ""),
-        ("a.tsv", table([(f'"{text}, {text}"', label) for text, label in sentences(12)]), "delimiter is read as comma"),
+        ("a.tsv", table([(f'"{text}, {text}"', label) for text, label in sentences(12)]), "detected as comma"),
         ("a.csv", table([(f'"{text}, x"', f' "{label}"') for text, label in sentences(12)]), ""),
         ("a.csv", table(12).replace("\n", "\r"), ""),
         ("a.csv", table(12).replace("\n", ",\n"), ""),
@@ -88,7 +88,7 @@ def test_a_given_delimiter_is_used(tmp_path: Path) -> None:
 
 def test_a_table_without_names_is_refused_or_named(tmp_path: Path) -> None:
     write_all(tmp_path, {"a.tsv": "".join(f"{label}\t{text}\n" for text, label in sentences(20))})
-    with pytest.raises(UserError, match=r"Columns: fruit, .* first line is read as the names .*names=\[label,text\]"):
+    with pytest.raises(UserError, match=r"Columns: fruit, .* read as column names.*names=\[label,text\]"):
         open_set(tmp_path)
     assert size(open_set(tmp_path, names=["label", "text"])) == 20
     with pytest.raises(SettingError, match=r"data\.text\.names must be 2 names, one for each cell of line 1"):

@@ -85,8 +85,8 @@ def test_the_setting_names_files_and_folders(tmp_path: Path) -> None:
         (class_files("x", "train") | class_files("x", "test"), r"folder x, with test, train\. Pass data\.root=.*/x"),
         (class_files("train", "train") | class_files("test", "test"),
          r"only folder, train.*'data\.splits=\{train: \"?train/train\"?, test: \"?test/test\"?\}'"),
-        ({"train/1.txt": "a", "train/2.txt": "b", "test/3.txt": "c"}, r"2 \.txt files and no class folders"),
-        (class_files() | {"stone/a.pdf": "x"}, r"class folders without \.txt files: stone\."),
+        ({"train/1.txt": "a", "train/2.txt": "b", "test/3.txt": "c"}, r"2 \.txt files but no class folders"),
+        (class_files() | {"stone/a.pdf": "x"}, r"folders without \.txt files: stone\."),
         ({"train.txt": "__label__a x"}, r"no texts in class folders. Found: train\.txt"),
         ({"train.parquet": b"PAR1"}, r"Found: train\.parquet\..* a file of rows \(\.csv, \.tsv or \.jsonl\)"),
         ({"train.csv": TRAIN, "test.csv": "text\na\n"}, r"test\.csv: no column 'label'.*splits=\{train: train\.csv"),
@@ -125,7 +125,7 @@ def test_files_without_extension_are_texts_and_inner_folders_belong_to_their_cla
     files = class_files("rec", classes=["autos"]) | class_files("sci", classes=["space"])
     data = open_set(write_all(tmp_path / "tree", files))
     assert data.class_names == ["rec", "sci"]
-    assert "Texts in their subfolders, such as autos, belong to them" in printed(data)
+    assert "Texts in their subfolders, such as autos, belong to these classes" in printed(data)
     data = open_set(write_all(tmp_path / "mixed", class_files() | {"fruit/sour/1.txt": "lemon"}))
     assert "Texts in subfolders of fruit, such as sour, belong to the class of the outer folder" in printed(data)
 

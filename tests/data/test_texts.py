@@ -13,7 +13,7 @@ from efficient_ft.config.schema import DataConfig, TextConfig
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.tokenizer import Tokenizer
 from efficient_ft.data import TextData, class_count, missing_data, open_texts, read_data
-from efficient_ft.data.published_texts import TEXT_SETS
+from efficient_ft.data.published import TEXT_SETS
 from efficient_ft.data.texts import TextListing, read_texts
 from tests.models.text_models import tokenizer, write_texts
 
@@ -177,7 +177,7 @@ def test_any_change_changes_the_digest(tmp_path: Path) -> None:
         ("a.jsonl", '{"text": "a\\ud800", "label": 1}', r"has no usable text for train: .*line 1: not valid Unicode"),
         ("a.csv", "text,label\n", r"has no rows"),
         ("a.csv", "", r"has no rows"),
-        ("a.csv", "text,label\nx,one\ny,one\n", r"has the single class 'one'"),
+        ("a.csv", "text,label\nx,one\ny,one\n", r"contains only one class, 'one'"),
         ("a.jsonl", '{"text": "x", "label": 1}\n{"text": ', r"line 2: invalid JSON"),
         ("a.jsonl", "[1]\n", r"each line must be an object"),
         ("a.xml", "x", r"must be one of \.csv \.tsv \.jsonl"),

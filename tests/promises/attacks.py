@@ -107,7 +107,7 @@ def _list(folder: Path) -> None:
         done = run_child(program, command, output=folder / f"{number}.log")
         wanted = 0 if number == 0 else 2  # the first list is valid
         require(done.status == wanted, f"{path}: status {done.status}\n{done.printed[-2000:]}")
-        require(number == 0 or "a file outside of this folder" in done.unwrapped, done.printed[-2000:])
+        require(number == 0 or "which is outside of this folder" in done.unwrapped, done.printed[-2000:])
 
 
 def _names(folder: Path) -> None:

@@ -20,9 +20,9 @@ from efficient_ft.config import Config
 from efficient_ft.config.kinds import KindRules
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.data import ImageData, Transform, read_data
+from efficient_ft.data.file_list import Paths
 from efficient_ft.data.inspection import Inspection
-from efficient_ft.data.listing import Listing, Samples
-from efficient_ft.data.paths import Paths
+from efficient_ft.data.listing import Listing, Samples, splits_of
 from efficient_ft.task import Scores, Task
 from efficient_ft.training.kinds.base import Kind, Prediction, Predictions, PredictOptions, RunData, Trained
 from efficient_ft.training.kinds.files import image_files
@@ -93,7 +93,7 @@ class NumberData(ImageData):
     task = "regression"
 
     def _split(self, listing: Listing) -> dict[str, Samples]:
-        return self._choose_splits(listing.train, listing.val, listing.test, _hold_out)
+        return self._choose_splits(splits_of(listing), _hold_out)
 
     def _labels(self, part: Samples) -> None:  # type: ignore[override]
         return None

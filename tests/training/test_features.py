@@ -213,7 +213,7 @@ def test_a_disk_without_room_is_refused(
     tmp_path: Path, small: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(row_store.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
-    with pytest.raises(SettingError, match=r"trainer\.cache_folder must be on a disk with .* left for these features"):
+    with pytest.raises(SettingError, match=r"trainer\.cache_folder must be on a disk with .* free for these features"):
         run(small(), tmp_path / "run")
     assert not stores(tmp_path)
 

@@ -13,7 +13,7 @@ from efficient_ft.core.errors import SettingError, UserError
 
 if TYPE_CHECKING:
     from efficient_ft.config import Config
-    from efficient_ft.data.summary import Summary
+    from efficient_ft.data.inspection import Summary
     from efficient_ft.training.kinds.base import RunData
 
 DESCRIPTION = """\
@@ -75,8 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def with_task(words: Sequence[str]) -> tuple[list[str], str]:
     """Return the settings of a run with the task of its data and a model, and a note if the model is not given."""
-    from efficient_ft.data.published_masks import MASK_SETS
-    from efficient_ft.data.published_texts import TEXT_SETS
+    from efficient_ft.data.published import MASK_SETS, TEXT_SETS
 
     given = dict(word.split("=", 1) for word in words if "=" in word)
     data = given.get("data", "digits")

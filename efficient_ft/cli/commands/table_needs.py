@@ -45,9 +45,7 @@ def _weights(model: str, of_task: tuple[str, ...] | None = None) -> bool:
 
 def present(data: str, root: str = "./data") -> bool:
     """Return True if the files of a published data set are in `root`."""
-    from efficient_ft.data.published import PUBLISHED
-    from efficient_ft.data.published_masks import MASK_SETS
-    from efficient_ft.data.published_texts import TEXT_SETS
+    from efficient_ft.data.published import MASK_SETS, PUBLISHED, TEXT_SETS
 
     if data in MASK_SETS:
         return MASK_SETS[data].missing(data, Path(root)) is None
