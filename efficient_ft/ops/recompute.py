@@ -35,16 +35,16 @@ def recompute(
     generators are restored, so that dropout is equal in both.
 
     Args:
-        function: the forward method of a module. It returns a tensor, or a tuple, list or dictionary of tensors.
-        x: (B, ...) activations.
-        others, keywords: the other arguments of `function`. Tensors in them are saved unchanged and get gradients.
-        parameters: the parameters of the part that need a gradient.
-        packer: packs x.
-        context: the context in which x is packed.
+        function: Forward method of a module. It returns a tensor, or a tuple, list or dictionary of tensors.
+        x: Activations, (B, ...).
+        others, keywords: Other arguments of `function`. Tensors in them are saved unchanged and receive gradients.
+        parameters: Parameters of the part that require a gradient.
+        packer: Packer of x.
+        context: Context in which x is packed.
     """
     leaves, form = tree_flatten((others, keywords))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    # Autograd receives the tensors; the other leaves stay in their positions.
+    # Autograd receives the tensors. The other leaves stay in their positions.
     fixed = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
@@ -86,7 +86,7 @@ class _Recompute(torch.autograd.Function):
     def backward(ctx: Any, _: None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *others = load(ctx)
         x = x.detach().to(ctx.type)
-        # Arguments are detached from their graph. Parameters are leaves already, which the function references itself.
+        # Arguments are detached from their graph. Parameters are leaves that the function references directly.
         arguments = [x, *(tensor.detach() for tensor in others[: ctx.count])]
         inputs = [*arguments, *others[ctx.count :]]
         needed = ctx.needs_input_grad[4:]

@@ -4,7 +4,6 @@
 """
 
 from efficient_ft.optim.in_backward import SteppedInBackward, step_in_backward, steps_in_backward
-from efficient_ft.optim.low_bit import LowBitAdam, LowBitAdamW
-from efficient_ft.optim.states import state_tensors
+from efficient_ft.optim.low_bit import LowBitAdam, LowBitAdamW, state_tensors
 
 __all__ = ["LowBitAdam", "LowBitAdamW", "SteppedInBackward", "state_tensors", "step_in_backward", "steps_in_backward"]

@@ -1,16 +1,18 @@
 """The block-wise storage format of Adam's moments m and v: codes of the ratio m / √v and of the root √v.
 
-The codes of the root are equal steps between the smallest and the largest positive root of a block, in the order of
-float32 numbers, which is nearly logarithmic. A positive root never becomes 0, however large the range of a block is; 0
-has a separate code. The ratio does not depend on this range, and is a signed square of its code. Storing the ratio
-instead of m preserves Adam's bound on a step: an error of the root changes m and √v by the same factor.
+The codes of the root divide the range between the smallest and the largest positive root of a block. The steps are
+equal in the order of float32 numbers, which is nearly logarithmic. A positive root therefore never becomes 0,
+regardless of the range. The root 0 has a separate code. The ratio does not depend on this range, and is a signed square
+of its code times a scale. Storing the ratio instead of m preserves Adam's bound on a step, because an error of the root
+changes m and √v by the same factor.
 
-v changes by a thousandth per step (beta2 = 0.999), which rounding to nearest would lose. Codes are therefore rounded
-stochastically by a hash of the position and the step, which is the same in every run. The ratio is unbiased. The root
-is rounded up slightly more often, so that coarse codes make steps smaller rather than larger. Over thousands of steps,
-this bias would accumulate until steps vanish. Each block therefore stores the mean rounding error of its roots, the
-shift, and decoding adds the shift to each root. In 4 bits, the remaining errors grow to a fifth of a root within about
-60 steps. They increase the mean of 1 / √v by their square, 5 %, and the step is divided by the same factor.
+With beta2 = 0.999, v changes by a thousandth per step, which rounding to nearest would lose. Codes are therefore
+rounded stochastically by a hash of the position and the step, which is the same in every run. The ratio is unbiased.
+The root is rounded up slightly more often, so that coarse codes make steps smaller rather than larger. Over thousands
+of steps, this bias would accumulate until steps vanish. Each block therefore stores the mean rounding error of its
+roots, the shift, and decoding adds the shift to each root. With 4 bits, the remaining errors grow to a fifth of a root
+within about 60 steps. They increase the mean of 1 / √v by their square, 5 %, and the step is divided by the same
+factor.
 
 Source of blocks: Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", ICLR 2022.
 """
@@ -28,11 +30,11 @@ from efficient_ft.ops.storage.eight_bits import uniform
 BLOCK = 128
 #: Tensors with fewer values are not quantized.
 MIN_SIZE = 4096
-#: Number of float32 numbers in one unit of the distance between codes, by bits.
+#: Number of consecutive float32 numbers in one unit of the distance between codes, by number of bits.
 UNIT = {8: 256, 4: 4096}
 #: Resolution of the shift of a block, as a fraction of the distance between codes.
 SHIFT = 2.0**-14
-#: Relative growth of the divisor of a step as rounding errors accumulate, by bits.
+#: Relative growth of a step's divisor as rounding errors accumulate, by number of bits.
 GROWTH = {8: 0.0, 4: 0.05}
 #: Fraction of this growth that remains after each step.
 GROWTH_LEFT = 0.97
@@ -46,11 +48,11 @@ class Moments(NamedTuple):
     """Moments in the block-wise storage format.
 
     Attributes:
-        ratio: (n · bits / 8,) uint8, codes of m / √v. In 4 bits, a byte stores two codes, the first in its high half.
-        ratio_scale: (blocks,) float32, the ratio at code 1.
-        root: (n · bits / 8,) uint8, codes of √v. Code 0 is exactly 0.
-        root_range: (blocks, 3) int16: the upper half of the smallest positive root's bits, the distance between codes
-            in units, and the shift.
+        ratio: Codes of m / √v, (n · bits / 8,) uint8. With 4 bits, a byte stores two codes, the first in its high half.
+        ratio_scale: Ratio at code 1, (blocks,) float32.
+        root: Codes of √v, (n · bits / 8,) uint8. Code 0 is exactly 0.
+        root_range: Range of each block, (blocks, 3) int16: the upper half of the smallest positive root's bits, the
+            distance between codes in units, and the shift.
     """
 
     ratio: Tensor
@@ -89,10 +91,10 @@ def quantize(m: Tensor, root: Tensor, bits: int, step: int) -> Moments:
     """Quantize moments.
 
     Args:
-        m: (n,) float32, where n is a multiple of `BLOCK`.
-        root: (n,) float32, the root of v.
-        bits: 8 or 4.
-        step: number of the optimizer step, which determines the rounding.
+        m: First moment, (n,) float32, where n is a multiple of `BLOCK`.
+        root: Root of v, (n,) float32.
+        bits: Number of bits per code, 8 or 4.
+        step: Number of the optimizer step, which determines the rounding.
     """
     noise = uniform(m.numel(), torch.tensor(seed_of(step)), m.device).view(-1, BLOCK)
     ratio, scale = _ratio_codes((m / root).view(-1, BLOCK), bits, noise * 4096 % 1)
@@ -114,7 +116,7 @@ def dequantize(moments: Moments, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def _ratio_codes(ratio: Tensor, bits: int, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes (blocks, BLOCK) int32 and scales. A non-finite ratio becomes 0."""
+    """Return the codes (blocks, BLOCK) int32, and the scales (blocks,). A non-finite ratio becomes 0."""
     top, _ = levels(bits)
     ratio = torch.where(ratio.isfinite(), ratio, 0.0)
     size = ratio.abs()
@@ -127,7 +129,7 @@ def _ratio_codes(ratio: Tensor, bits: int, noise: Tensor) -> tuple[Tensor, Tenso
 
 
 def _root_codes(root: Tensor, bits: int, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes (blocks, BLOCK) int32 and ranges."""
+    """Return the codes (blocks, BLOCK) int32, and the ranges (blocks, 3) int16."""
     _, top = levels(bits)
     integers = (root.view(torch.int32) & 0x7FFFFFFF).clamp_max_(LARGEST)
     positive = integers > 0
@@ -138,7 +140,7 @@ def _root_codes(root: Tensor, bits: int, noise: Tensor) -> tuple[Tensor, Tensor]
     place = (integers - (low << 16)[:, None]).float() * (1 / one)
     code = place.floor()
     rest = place - code
-    # The more octaves (2^23 numbers) are between two codes, the more often codes are rounded up than in proportion.
+    # The bias towards rounding up increases with the number of octaves (2^23 numbers) between two codes.
     up = noise < rest + (one * 2.0**-22).clamp_max_(1) * (rest - rest * rest)
     code = (code + up).clamp_(0, top).int() + 1
     down = torch.where(positive, (rest * (1 / SHIFT)).int() - up * round(1 / SHIFT), 0)

@@ -1,6 +1,6 @@
-"""The Triton kernel of `blockwise.kernels`. Importing this module requires Triton."""
+"""The Triton kernel of the block-wise Adam step. Importing this module requires Triton."""
 # mypy: ignore-errors
-# (annotations are types of Triton)
+# mypy cannot check code that Triton compiles.
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def _noise(at, seed):
-    """Return `ops.storage.eight_bits.uniform` at these positions."""
+    """Return the values of `ops.storage.eight_bits.uniform` at these positions."""
     h = (at + seed).to(tl.uint32, bitcast=True)
     h = (h ^ (h >> 16)) * 0x7FEB352D
     h = (h ^ (h >> 15)) * 0x846CA68B
@@ -18,7 +18,7 @@ def _noise(at, seed):
 
 @triton.jit
 def _load_codes(codes, at, mask, BITS: tl.constexpr):
-    """Load the codes `at` as int32."""
+    """Load the codes at the positions `at` as int32."""
     if BITS == 8:
         return tl.load(codes + at, mask=mask, other=0).to(tl.int32)
     both = tl.load(codes + at // 2, mask=mask, other=0).to(tl.int32)
@@ -90,7 +90,7 @@ def adam_step(
     code = tl.minimum(tl.floor(place).to(tl.int32) + up, ROOT_TOP) + 1
     down = tl.sum(tl.where(bits > 0, (rest * SHIFTS).to(tl.int32) - up * SHIFTS, 0), 1)
     positive = tl.maximum(tl.sum((bits > 0).to(tl.int32), 1), 1)
-    # Rounded down, even if it is negative.
+    # The quotient is rounded down, even if it is negative.
     shift = tl.where(down < 0, -((positive - 1 - down) // positive), down // positive)
     tl.store(range_ + 3 * row + 2, shift.to(tl.int16), mask=inside)
     _store_codes(root, at, tl.where(bits > 0, code, 0), row, blocks, BITS, ROWS, SIZE)

@@ -1,7 +1,7 @@
 """Tensor projections, grouped by tiles that share a small matrix.
 
-Maps are logical (B, N, C) tensors of any strides: tokens directly, and channels-first maps as a transposed view. The
-matrices are constants. A projection caches them by device and dtype, and they are never part of a ``state_dict``.
+Maps are logical (B, N, C) tensors of any strides. Channels-first maps are transposed views. The matrices are constants.
+A projection caches the matrices by device and dtype, and they are never part of a ``state_dict``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from efficient_ft.ops.projection.transforms import Tile, dense, disjoint
 
-#: Up to this number of positions, one dense matrix is faster than gathering tiles.
+#: Maximum number of positions for which one dense matrix is faster than gathering tiles.
 DENSE_LIMIT = 256
 
 
@@ -25,8 +25,8 @@ class Group:
     """Tiles that share their matrices.
 
     Attributes:
-        positions: (T, l) positions of each tile; None: a single tile covers the full map in order.
-        analysis, synthesis: (r, l) matrices.
+        positions: Positions of each tile, (T, l). If None, a single tile covers the full map in order.
+        analysis, synthesis: Matrices, (r, l).
     """
 
     positions: np.ndarray | None
@@ -35,12 +35,12 @@ class Group:
 
     @property
     def tiles(self) -> int:
-        """T, the number of tiles."""
+        """Number of tiles, T."""
         return 1 if self.positions is None else self.positions.shape[0]
 
     @property
     def multiply_adds(self) -> int:
-        """Number of multiply-adds of one projection, or reverse projection, of one channel."""
+        """Number of multiply-adds of one projection, or one reverse projection, of one channel."""
         return self.tiles * self.analysis.size
 
 
@@ -49,10 +49,11 @@ class Constants:
     """The tensors of a projection on one device and in one dtype, in the order of its groups.
 
     Attributes:
-        matrices: analysis, synthesis, analysis, synthesis, … If both are equal, the tensor is listed twice.
-        gather: (N,) positions in the order of the groups; None: one group covers the full map.
-        scatter: (N,) the inverse of `gather`.
-        ones: (R,) the combination of coefficients that gives the sum over tokens, or None.
+        matrices: Matrices in the order analysis, synthesis, analysis, synthesis, … If the two matrices of a group are
+            equal, the tensor is listed twice.
+        gather: Positions in the order of the groups, (N,). If None, one group covers the full map.
+        scatter: Inverse of `gather`, (N,).
+        ones: Coefficients of the sum over tokens, (R,), or None.
     """
 
     matrices: tuple[Tensor, ...]
@@ -65,15 +66,15 @@ class Constants:
 class Projection:
     """A pair of matrices over the tokens of a layer, split into independent tiles.
 
-    Prefix tokens (class token, distillation token, registers) are not on the grid. Their gradients are exact: each is a
-    separate tile with the matrix 1.
+    Prefix tokens (class token, distillation token, registers) are not on the grid. Their gradients are exact, because
+    each prefix token is a separate tile with the matrix 1.
 
     Attributes:
-        tokens: N = prefix + H·W.
-        rank: R, the number of coefficients per channel, including prefix tokens.
-        groups: the matrices.
-        ones: c (R,) with cᵀ·analysis = 1ᵀ. It expresses the exact sum over tokens, a bias gradient, as a combination
-            of the coefficients. None: no such c exists.
+        tokens: Number of tokens, N = prefix + H·W.
+        rank: Number of coefficients per channel, R, including prefix tokens.
+        groups: Tiles and their matrices.
+        ones: Vector c (R,) with cᵀ·analysis = 1ᵀ. It expresses the exact sum over tokens, a bias gradient, as a
+            combination of the coefficients. None if no such vector exists.
     """
 
     tokens: int
@@ -91,7 +92,7 @@ class Projection:
     def from_tiles(cls, tiles: list[Tile], grid: tuple[int, int], prefix: int = 0) -> Projection:
         """Create a projection from tiles over the positions of a grid (H, W) that follows `prefix` prefix tokens.
 
-        A small map becomes one dense matrix, and a large map becomes groups of equal tiles.
+        A small map becomes one dense matrix. A large map becomes groups of equal tiles.
         """
         positions = grid[0] * grid[1]
         one = np.eye(1)
@@ -111,7 +112,7 @@ class Projection:
         )
 
     def constants(self, device: torch.device, dtype: torch.dtype) -> Constants:
-        """Return the tensors on `device` and in `dtype`. They are built once."""
+        """Return the tensors on `device` and in `dtype`. The tensors are built once."""
         key = (device, dtype)
         if key not in self._cache:
             # A fake tensor created while costs are traced must not be cached for real steps.
@@ -135,7 +136,7 @@ class Projection:
         return Constants(tuple(matrices), gather, scatter, None if self.ones is None else tensor(self.ones))
 
     def matrices(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return dense analysis and synthesis matrices (R, N) over all tokens. If equal, they are the same tensor."""
+        """Return dense analysis and synthesis matrices (R, N) over all tokens. Equal matrices are the same tensor."""
         key = (device, dtype, "dense")
         if key not in self._cache:
             tiles = [
@@ -180,15 +181,15 @@ class Projection:
 
 @dataclass(frozen=True, eq=False)
 class SubsetProjection:
-    """A projection of the tokens that remain after a drop, from the columns of its matrices for each image.
+    """A projection of the tokens that remain after a drop, built from columns of the full matrices for each image.
 
-    It is exact if the full projection is exact. Fused tokens are not on the grid. Like prefix tokens, each is a
-    separate tile with the matrix 1.
+    It is exact if the full projection is exact. Fused tokens are not on the grid. Like a prefix token, each fused token
+    is a separate tile with the matrix 1.
 
     Attributes:
-        tokens: N, number of remaining tokens.
+        tokens: Number of remaining tokens, N.
         rank: R of the full projection, plus one per fused token.
-        analysis_BNR, synthesis_BNR: transposed matrices. If equal, they are the same tensor.
+        analysis_BNR, synthesis_BNR: Transposed matrices. Equal matrices are the same tensor.
     """
 
     tokens: int
@@ -201,10 +202,10 @@ class SubsetProjection:
         """Select columns of a projection.
 
         Args:
-            whole: the projection of all tokens.
-            columns_BN: the column of each remaining token. Columns after those of `whole` belong to fused tokens.
-            fused: number of fused tokens so far.
-            dtype: dtype of the matrices.
+            whole: Projection of all tokens.
+            columns_BN: Column of each remaining token. Columns after the last column of `whole` belong to fused tokens.
+            fused: Number of fused tokens so far.
+            dtype: Dtype of the matrices.
         """
         taken: list[Tensor] = []
         analysis, synthesis = whole.matrices(columns_BN.device, dtype)
@@ -218,7 +219,7 @@ class SubsetProjection:
         return 2 * self.rank * self.tokens
 
     def constants(self, device: torch.device, dtype: torch.dtype) -> Constants:
-        """Return the tensors, which already have the right device and dtype."""
+        """Return the tensors, which already have the requested device and dtype."""
         return Constants((self.analysis_BNR, self.synthesis_BNR), None, None, None)
 
     def project(self, x_BNC: Tensor, constants: Constants) -> Tensor:
@@ -234,7 +235,7 @@ class SubsetProjection:
 def _group(tiles: list[Tile]) -> list[Group]:
     equal: dict[tuple, list[Tile]] = {}
     for t in tiles:
-        # Rounded, since the matrices of equal tiles may differ in the last bit.
+        # The matrices are rounded, since the matrices of equal tiles may differ in the last bit.
         equal.setdefault((t.analysis.shape, t.analysis.round(9).tobytes(), t.synthesis.round(9).tobytes()), []).append(
             t
         )

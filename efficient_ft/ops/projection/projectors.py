@@ -1,7 +1,7 @@
-"""Projectors: rules that select the projection for a grid. The paper's choice is one of them.
+"""Projectors: rules that select the projection for a grid.
 
 A projector is a small hashable object. Projections are built once per (projector, grid, prefix) and shared by all
-layers. Copies and pickles of a model therefore do not contain them.
+layers. Copies and pickles of a model therefore do not contain projections.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Projector(Protocol):
         """Return the projection for maps of `grid` after `prefix` tokens, in a layer with (C_in, C_out) channels.
 
         Raises:
-            ValueError: maps of this grid cannot be projected.
+            ValueError: If maps of this grid cannot be projected.
         """
         ...
 
@@ -40,8 +40,8 @@ class WalshProjector:
     """Block-wise Walsh–Hadamard bases (LBP-WHT, Equations 6 to 9).
 
     Attributes:
-        pairs: the (i, j) sequencies used in every 8×8 block.
-        padding: ``ortho``, ``zero`` or ``reflect``; see `transforms.wht_tiles`.
+        pairs: Sequencies (i, j) that are used in every 8×8 block.
+        padding: Padding of the grid, ``ortho``, ``zero`` or ``reflect``. See `transforms.wht_tiles`.
     """
 
     pairs: Pairs
@@ -51,26 +51,26 @@ class WalshProjector:
         """Return the projection for maps of `grid`, which does not depend on `channels`.
 
         Raises:
-            ValueError: with ``reflect``, an axis is too short to be mirrored.
+            ValueError: If an axis is too short for reflection.
         """
         return _walsh_projection(self, grid, prefix)
 
 
 @dataclass(frozen=True)
 class CosineProjector:
-    """Low-pass DCT-II rows, as many as the orthonormalized WHT of an LP_L1 order selects on the grid.
+    """Low-pass DCT-II rows. The orthonormalized WHT of an LP_L1 order on the same grid determines the number of rows.
 
     Grids of up to 256 positions use a single transform. Larger grids use tiles of 16² or 14² if their executed FLOPs,
-    including projections, do not exceed those of the zero-padded WHT, and tiles of about 8² otherwise.
+    including projections, do not exceed the FLOPs of the zero-padded WHT. Otherwise, they use tiles of about 8².
 
     Attributes:
-        order: order of the LP_L1 selection, from 1 to 15.
+        order: Order of the LP_L1 selection, from 1 to 15.
     """
 
     order: int
 
     def projection(self, grid: Grid, prefix: int, channels: tuple[int, int]) -> Projection:
-        """Return the projection for maps of `grid`; see `Projector.projection`."""
+        """Return the projection for maps of `grid`. See `Projector.projection`."""
         if grid[0] * grid[1] <= DENSE_LIMIT:
             return _cosine_projection(self, grid, prefix, None)
         wht = WalshProjector(low_pass_l1(self.order), "zero")

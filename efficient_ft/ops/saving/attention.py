@@ -15,15 +15,14 @@ from torch.autograd.function import once_differentiable
 from efficient_ft.ops.autocast import to_single_precision
 from efficient_ft.ops.saving.mode import PackedOperations
 from efficient_ft.ops.saving.products import matmul, product
-from efficient_ft.ops.saving.saving import load, save
+from efficient_ft.ops.saving.saving import as_kept, load, save
 from efficient_ft.ops.saving.sharing import SharedUnpack, apply_to
-from efficient_ft.ops.saving.straight_through import as_kept
 from efficient_ft.ops.saving.table import name_of, packed_operation, packs
 from efficient_ft.ops.storage import Packed, Packer
 
 aten = torch.ops.aten
 
-#: Lower bound of the sum of a softmax output. The sum is 0 if all of its values were dropped.
+#: Lower bound of the sum of a softmax output. The sum is 0 if all values were dropped.
 _TINY = 1e-30
 
 
@@ -72,8 +71,8 @@ def _functional_softmax(
 class _FusedAttention(torch.autograd.Function):
     """softmax(q kᵀ · scale + bias) v with torch's fused kernel and a constant bias.
 
-    The backward pass recomputes attention from the unpacked q, k and v. The layer that follows can compute its input
-    from the same recomputation.
+    The backward pass recomputes attention from the unpacked q, k and v. The next layer can compute its input from the
+    same recomputation.
     """
 
     @staticmethod
@@ -122,14 +121,14 @@ def _attention_again(parts: Sequence[tuple[Any, int]], scale: Any, has_bias: boo
 
 
 def _merge_heads(y: Tensor) -> Tensor:
-    """Reshape the result of attention from (B, H, N, D) to (B, N, H·D), without its graph."""
+    """Reshape the result of attention from (B, H, N, D) to (B, N, H·D), and detach it from its graph."""
     return y.detach().transpose(1, 2).flatten(2)
 
 
 class _Attention(torch.autograd.Function):
     """Unfused softmax(q kᵀ · scale + bias) v of q, k and v (..., N, D), with a constant bias.
 
-    The output of softmax is saved once, for softmax and for the second product.
+    The output of softmax is saved only once, for softmax and for the second product.
     """
 
     @staticmethod
@@ -174,14 +173,14 @@ class _Attention(torch.autograd.Function):
 
 
 def _masked_out(mask: Tensor) -> Tensor:
-    """Return the queries whose mask (..., N, M) excludes every key, as (..., N, 1) bool."""
+    """Return True for the queries whose mask (..., N, M) excludes every key, as (..., N, 1) bool."""
     if mask.dtype == torch.bool:
         return mask.any(-1, keepdim=True).logical_not()
     return mask.detach().amax(-1, keepdim=True) == -torch.inf
 
 
 def _scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Compute scale · a b of (..., n, k) and (..., k, m) in one kernel."""
+    """Compute scale · a b for (..., n, k) and (..., k, m) in one kernel."""
     batch = a.shape[:-2]
     y = torch.baddbmm(a.new_empty(1, 1, 1), a.flatten(0, -3), b.flatten(0, -3), beta=0, alpha=scale)
     return y.view(*batch, *y.shape[1:])
@@ -203,7 +202,7 @@ def _attention(
     if mode.policy.plain_attention or is_causal or enable_gqa or not mode.supports(query, key, value):
         return NotImplemented
     batch = query.shape[:-2]
-    broadcast = query.dim() < 3 or key.shape[:-2] != batch or value.shape[:-2] != batch  # heads shared by queries
+    broadcast = query.dim() < 3 or key.shape[:-2] != batch or value.shape[:-2] != batch  # queries share heads
     if attn_mask is not None:
         scores_shape = (*query.shape[:-1], key.shape[-2])
         broadcast |= torch.broadcast_shapes(attn_mask.shape, scores_shape) != scores_shape
@@ -263,7 +262,7 @@ def _multi_head_attention(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> Any:
-    """Compute `nn.MultiheadAttention` of (N, B, C) without masks and without returning its weights.
+    """Compute `nn.MultiheadAttention` of (N, B, C) without masks and without returning attention weights.
 
     The parameters are those of `F.multi_head_attention_forward`, which this function replaces.
     """
@@ -301,7 +300,7 @@ def _packed_or_plain(mode: PackedOperations, function: Any, *args: Any) -> Tenso
 
 
 class _Normalize(torch.autograd.Function):
-    """x / max(‖x‖, ε) along `dim`. It saves its output, which the product that follows saves too."""
+    """x / max(‖x‖, ε) along `dim`. It saves its output, which the next product also saves."""
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, x: Tensor, dim: int, eps: float) -> Tensor:
@@ -315,7 +314,7 @@ class _Normalize(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         y, norm = load(ctx)
-        along = (g * y).sum(ctx.dim, keepdim=True).where(norm >= ctx.eps, 0)  # below ε the divisor is constant
+        along = (g * y).sum(ctx.dim, keepdim=True).where(norm >= ctx.eps, 0)  # the divisor is constant below ε
         return None, (g - y * along) / norm.clamp_min(ctx.eps), None, None
 
 

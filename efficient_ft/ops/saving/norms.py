@@ -13,8 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from efficient_ft.ops.autocast import to_single_precision
 from efficient_ft.ops.saving.mode import PackedOperations
-from efficient_ft.ops.saving.saving import load, save
-from efficient_ft.ops.saving.straight_through import as_kept
+from efficient_ft.ops.saving.saving import as_kept, load, save
 from efficient_ft.ops.saving.table import packs
 from efficient_ft.ops.storage import Packed, Sparse
 
@@ -67,7 +66,7 @@ def _normalized(
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64) or weight is None or bias is None:
         y, _, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
         return y, torch.native_layer_norm(x, shape, None, None, eps)[0], rstd
-    # torch's CPU kernel takes twice the time without γ and β.
+    # torch's CPU kernel takes twice as long without γ and β.
     x_hat, _, rstd = torch.native_layer_norm(x, shape, torch.ones_like(weight), torch.zeros_like(bias), eps)
     return torch.addcmul(bias, x_hat, weight), x_hat, rstd
 
@@ -147,7 +146,7 @@ class _GroupNorm(torch.autograd.Function):
         x, weight, rstd, *mean = load(ctx)
         wanted = [ctx.needs_input_grad[i] for i in (1, 3, 4)]
         statistics = (torch.zeros_like(rstd), torch.ones_like(rstd)) if ctx.normalized else (mean[0], rstd)
-        # The kernel reads both tensors in the memory format of the first.
+        # The kernel reads both tensors in the memory format of the first tensor.
         g, x = g.contiguous(), x.contiguous()
         found = aten.native_group_norm_backward(g, x, *statistics, weight, *ctx.sizes, wanted)
         g_x = found[0] if wanted[0] else None
@@ -175,7 +174,7 @@ def _group_norm(
 def _from_normalized(
     mode: PackedOperations, y: Tensor, kept: Packed, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """Register the packed x̂ as the source of y = x̂ · γ + β. With `Policy.forward`, y is recomputed from it."""
+    """Register the packed x̂ as the source of y = x̂ · γ + β. With `Policy.forward`, recompute y from the packed x̂."""
     affine = [p for p in (weight, bias) if p is not None]
     unpack = partial(_affine, kept.unpack, weight is not None, bias is not None)
     if mode.policy.forward:
@@ -194,7 +193,7 @@ def _affine(unpack: Callable[..., Tensor], has_weight: bool, has_bias: bool, *te
 
 
 def _exact_or_packed(mode: PackedOperations, input: Tensor, heads: int | None = None) -> Tensor:
-    """Return the input of a normalization in its precision, packed and unpacked if `Policy.forward` requires it."""
+    """Return the input of a normalization in at least single precision. With `Policy.forward`, pack and unpack it."""
     input = to_single_precision(input)
     return as_kept(mode, input, mode.policy.norm, not mode.policy.normalized, heads, autocast=False)
 
@@ -229,7 +228,7 @@ class _BatchNorm(torch.autograd.Function):
         eps: float,
     ) -> Tensor:
         y = F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
-        # Pruning drops values near 0. After centering, these are the values that matter least.
+        # Pruning drops values near 0, which are the least important values after centering.
         policy = mode.policy
         ctx.centered = policy.normalized and isinstance(policy.norm, Sparse) and not policy.forward
         kept = None
@@ -254,7 +253,7 @@ class _BatchNorm(torch.autograd.Function):
         if ctx.needs_input_grad[5]:
             g_b = g.sum(others, dtype=mean.dtype)
         if x is not None:
-            # Centered before the sum: the mean may be far larger than the deviation.
+            # The input is centered before the sum, since the mean may be far larger than the deviation.
             center = torch.zeros_like(mean) if ctx.centered else mean
             wanted = [False, True, False]
             g_w = aten.native_batch_norm_backward(g, x, weight, center, var, None, None, False, ctx.eps, wanted)[1]
@@ -314,7 +313,7 @@ def _set_map_source(
     scale = rstd if weight is None else weight * rstd
     shift = -mean * scale if bias is None else bias - mean * scale
     source = Packed((*kept.tensors, scale, shift), partial(_mapped, kept.unpack), kept.shared)
-    # A packed x is shared with BatchNorm's own backward pass. For a dense x, the users share the result of the map.
+    # A packed x is shared with BatchNorm's backward pass. For a dense x, the users share the result of the map.
     mode.set_source(y, mode.share(source) if mode.policy.exact else source)
 
 

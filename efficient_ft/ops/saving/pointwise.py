@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from efficient_ft.ops.saving.mode import PackedOperations
-from efficient_ft.ops.saving.saving import load, save
+from efficient_ft.ops.saving.saving import as_kept, load, save
 from efficient_ft.ops.saving.sharing import BothShared, apply_to
-from efficient_ft.ops.saving.straight_through import as_kept
 from efficient_ft.ops.saving.table import packs
 from efficient_ft.ops.storage import Packed, pack_bits, unpack_bits
 
@@ -22,7 +21,7 @@ aten = torch.ops.aten
 
 
 class _Scale(torch.autograd.Function):
-    """x · s, where s has fewer values than x and stays dense (LayerScale, a logit scale, a gate per channel)."""
+    """x · s, where s has fewer values than x and stays dense (LayerScale, a logit scale, or a gate per channel)."""
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, x: Tensor, s: Tensor) -> Tensor:
@@ -122,7 +121,7 @@ class _Smooth(torch.autograd.Function):
         return None, ctx.gradient(g, x), None, None
 
 
-# The activation functions below ignore `inplace`, since the input is stored in packed form.
+# The activation functions below ignore `inplace`, since the packed input is saved.
 @packs(F.silu)
 def _silu(mode: PackedOperations, input: Tensor, inplace: bool = False) -> Any:
     return _Smooth.apply(mode, input, F.silu, aten.silu_backward) if mode.supports(input) else NotImplemented
@@ -163,14 +162,14 @@ def _sigmoid(mode: PackedOperations, input: Tensor) -> Any:
 
 
 class _Clamp(torch.autograd.Function):
-    """ReLU and its bounded variants. They save one bit per element, or nothing if x can be recomputed exactly."""
+    """ReLU and its bounded variants. They save one bit per element, or no tensor if x can be recomputed exactly."""
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, x: Tensor, low: float, high: float) -> Tensor:
         clamp = partial(torch.clamp, min=low, max=None if high == torch.inf else high)
         y = clamp(x)
         ctx.limits, ctx.shape = (low, high), x.shape
-        # If x was packed lossily, a value near a limit could change sides.
+        # With lossy packing, a value near a limit could move to the other side of the limit.
         source = mode.find_source(x) if mode.policy.exact and mode.policy.derived_all else None
         ctx.from_result = source is not None
         if source is not None:

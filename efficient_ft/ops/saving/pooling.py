@@ -1,4 +1,4 @@
-"""Pooling: average pooling saves nothing, and maximum pooling saves one byte per output."""
+"""Pooling. Average pooling saves no tensor, and maximum pooling saves one byte per output value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 class _AveragePool(torch.autograd.Function):
-    """Average pooling. Its gradient needs only the shape of its input; torch would save the input."""
+    """Average pooling. Its gradient requires only the shape of the input, whereas torch saves the input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, function: Any, gradient: Any) -> Tensor:
@@ -69,7 +69,7 @@ def _adaptive_avg_pool2d(mode: PackedOperations, input: Tensor, output_size: Any
 
 
 class _MaxPool2d(torch.autograd.Function):
-    """Maximum pooling. It saves the position in the window, one byte per output. torch saves the input and 8 bytes."""
+    """Maximum pooling. It saves a one-byte position per output value, whereas torch saves the input and 8 bytes."""
 
     @staticmethod
     def forward(
@@ -92,7 +92,7 @@ class _MaxPool2d(torch.autograd.Function):
         index = (top + position // width * dilation[0]) * ctx.shape[3] + left + position % width * dilation[1]
         g_x = g.new_zeros(*ctx.shape[:2], ctx.shape[2:].numel())
         g_x = g_x.scatter_add_(2, index.flatten(2), g.flatten(2)).view(ctx.shape)
-        # The memory format of g: the layers below then need no copy.
+        # g_x has the memory format of g, so that the layers below do not copy it.
         g_x = g_x if g.is_contiguous() else g_x.contiguous(memory_format=torch.channels_last)
         return g_x, None, None, None, None, None
 

@@ -1,4 +1,4 @@
-"""Products: linear layers, convolutions, and products of two activations."""
+"""Linear layers, convolutions, and products of two activations."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from efficient_ft.ops.saving.mode import PackedOperations
-from efficient_ft.ops.saving.saving import load, save
-from efficient_ft.ops.saving.straight_through import as_kept
+from efficient_ft.ops.saving.saving import as_kept, load, save
 from efficient_ft.ops.saving.table import packs
 
 aten = torch.ops.aten
 
 
 class _Linear(torch.autograd.Function):
-    """Linear layer: g_x = g w and g_b are exact, and g_w = gᵀ x uses the packed x."""
+    """Linear layer. g_x = g w and g_b are exact, and g_w = gᵀ x uses the packed x."""
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -51,7 +50,7 @@ def _linear(mode: PackedOperations, input: Tensor, weight: Tensor, bias: Tensor 
 
 
 class _Conv2d(torch.autograd.Function):
-    """Convolution, like `_Linear`. Without g_w, only the shape of the input is saved."""
+    """Convolution, like `_Linear`. If g_w is not required, only the shape of the input is saved."""
 
     @staticmethod
     def forward(
@@ -126,7 +125,7 @@ class _Matmul(torch.autograd.Function):
         packer = mode.policy.attention
         kept_a = mode.keep(a, packer, y.dtype, 1, role="a") if ctx.needs_input_grad[2] else None
         kept_b = mode.keep(b, packer, y.dtype, 1, role="b") if ctx.needs_input_grad[1] else None
-        save(ctx, kept_b, kept_a)  # a is unpacked last: it is the output of softmax, which softmax needs next
+        save(ctx, kept_b, kept_a)  # a is unpacked last, since the softmax that returned it needs it next
         ctx.types = a.dtype, b.dtype
         return y
 
@@ -146,7 +145,7 @@ def _bmm(mode: PackedOperations, input: Tensor, mat2: Tensor) -> Any:
 
 @packs(torch.matmul, Tensor.matmul, Tensor.__matmul__)
 def matmul(mode: PackedOperations, input: Tensor, other: Tensor) -> Any:
-    """Multiply two activations with equal leading dimensions; return NotImplemented for other tensors."""
+    """Multiply two activations with equal leading dimensions. Return NotImplemented for other tensors."""
     batched = input.dim() == other.dim() >= 3 and input.shape[:-2] == other.shape[:-2]
     if not batched or not mode.supports(input, other):
         return NotImplemented

@@ -28,9 +28,10 @@ class Packed:
     """A packed tensor.
 
     Attributes:
-        tensors: the tensors to save for the backward pass.
-        unpack: restores the dense tensor from these tensors, as autograd returns them. It references no tensor itself.
-        shared: user count of a packed tensor that several operations save (`efficient_ft.ops.saving`).
+        tensors: Tensors to save for the backward pass.
+        unpack: Function that restores the dense tensor from `tensors`, as returned by autograd. It references no
+            tensor.
+        shared: User count of a packed tensor that several operations save (`efficient_ft.ops.saving`).
     """
 
     tensors: tuple[Tensor, ...]
@@ -39,13 +40,10 @@ class Packed:
 
 
 class Packer(Protocol):
-    """Protocol of the packers.
-
-    A packer whose attribute `named` is true keeps state under the name of a tensor.
-    """
+    """Protocol of the packers. A packer with a true attribute `named` keeps state by tensor name."""
 
     def pack(self, x: Tensor, context: PackContext) -> Packed:
-        """Pack a non-empty tensor of any shape, whose dimensions are in the order of its memory."""
+        """Pack a non-empty tensor of any shape, with dimensions in the order of its memory."""
         ...
 
 
@@ -54,7 +52,7 @@ class Dense:
     """Store the tensor unchanged.
 
     Args:
-        alone: copy a view of less than half of a tensor, so that the rest of that tensor can be freed.
+        alone: Copy a view of less than half of a tensor, so that the rest of that tensor can be freed.
     """
 
     alone: bool = False
@@ -67,7 +65,7 @@ class Dense:
 
 @dataclass(frozen=True)
 class Half:
-    """Store the tensor in a 2-byte `dtype`. Tensors of at most two bytes per value are stored unchanged."""
+    """Store the tensor in a 2-byte `dtype`. Tensors with at most two bytes per value are stored unchanged."""
 
     dtype: torch.dtype
 
@@ -81,11 +79,12 @@ class Sparse:
     """Store the `values_kept(n, sparsity)` largest-magnitude values of each sample and a bitmap (Back Razor).
 
     Args:
-        sparsity: share of the values that are dropped.
-        dtype: 2-byte dtype of the stored values. Values of two bytes are stored unchanged. None: the input's dtype.
-        eight_bits: store the values in 8 bits with one running range per tensor (Back Razor with Mesa), and ignore
+        sparsity: Share of the values that are dropped.
+        dtype: 2-byte dtype of the stored values. Values of two bytes are stored unchanged. Default: the dtype of the
+            input.
+        eight_bits: Store the values in 8 bits with one running range per tensor (Back Razor with Mesa), and ignore
             `dtype`.
-        exact: see `sparse_pack`.
+        exact: See `sparse_pack`.
     """
 
     sparsity: float
@@ -130,9 +129,9 @@ class GroupBits:
     """Store the tensor in few bits per value, with a minimum and a step per group of values (ActNN, GACT).
 
     Args:
-        bits: bits per value: 8, 4, 3 or 2.
-        group: number of values, consecutive in memory, that share a minimum and a step; a multiple of 8.
-        stochastic: round stochastically with mean x, instead of to the nearest step.
+        bits: Number of bits per value, 8, 4, 3 or 2.
+        group: Number of values, consecutive in memory, that share a minimum and a step. It must be a multiple of 8.
+        stochastic: Round stochastically with mean x instead of to the nearest step.
     """
 
     bits: int
@@ -147,7 +146,7 @@ class GroupBits:
         return Packed((codes, ranges), partial(_groups_back, x.shape, x.dtype, self.bits))
 
 
-# Functions for `Packed.unpack`. They are module-level functions and partials, which reference no tensor.
+# Functions for `Packed.unpack`. Module-level functions and their partials do not reference tensors.
 def _identity(x: Tensor) -> Tensor:
     return x
 

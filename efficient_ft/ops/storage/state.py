@@ -18,7 +18,7 @@ from efficient_ft.ops.storage.kernels import gpu
 _LARGEST_HALF = 65504
 
 
-#: Fraction by which a range moves towards the current values in a step (Mesa).
+#: Fraction by which a range moves towards the current values in each step (Mesa).
 _SHARE = 0.1
 
 
@@ -27,23 +27,24 @@ class Ranges:
     """Running ranges of quantized tensors (Mesa: running mean with factor 0.9).
 
     If a tensor is not finite in a step, all ranges are restored to their values before that step. After n steps without
-    use, a range moves by the amount of n steps, since the weights below it have changed.
+    use, a range moves by the amount of n steps, since the weights of earlier layers have changed.
 
     Attributes:
-        by_name: (low, high), (G,) float32 each, by the name of the `PackContext`.
-        step: number of finished optimizer steps.
-        updated: step of the last update, by name.
+        by_name: Ranges (low, high) by the name of the `PackContext`, each (G,) float32.
+        step: Number of completed optimizer steps.
+        updated: Step of the last update, by name.
     """
 
     by_name: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     step: int = 0
     updated: dict[str, int] = field(default_factory=dict)
-    #: State of the current step: the ranges and their last updates before it, and a () bool, true if all are finite.
+    #: Ranges and steps of their last updates before the current step, by name.
     _before: dict[str, tuple[tuple[Tensor, Tensor] | None, int]] = field(default_factory=dict)
+    #: True if all tensors of the current step are finite, () bool.
     _finite: Tensor | None = None
 
     def update(self, name: str, x_OGI: Tensor) -> tuple[Tensor, Tensor]:
-        """Move a range towards that of x (outer, G, inner); return its low and high values, (G,) float32 each.
+        """Move a range towards that of x (outer, G, inner), and return its low and high values, each (G,) float32.
 
         If x is not finite, the returned range is not finite either, so that x is unpacked to non-finite values. The
         stored range does not change.
@@ -68,7 +69,7 @@ class Ranges:
         return low, high
 
     def end_step(self) -> None:
-        """Finish an optimizer step. If one of its tensors was not finite, restore the ranges before the step."""
+        """Finish an optimizer step. If a tensor of the step was not finite, restore the ranges before the step."""
         if self._finite is not None and not self._finite:
             for name, (old, step) in self._before.items():
                 self.by_name.pop(name, None)
@@ -84,7 +85,7 @@ class Ranges:
         return {"step": self.step, "by_name": ranges}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state of `state_dict`."""
+        """Restore the state returned by `state_dict`."""
         self.step, self._before, self._finite = state_dict["step"], {}, None
         self.by_name, self.updated = {}, {}
         for name, (low, high, step) in state_dict["by_name"].items():
@@ -96,13 +97,13 @@ class Ranges:
 class Noise:
     """Seeds of stochastic rounding: a hash of the seed, the rank, the step, and the index in the step.
 
-    The generators of torch are not used. Dropout and stochastic depth therefore equal those of a run without packing.
+    The generators of torch are not used. Dropout and stochastic depth are therefore the same as without packing.
 
     Attributes:
         seed: torch's initial seed when the object is created.
-        step: number of finished optimizer steps.
-        count: number of seeds returned in this step.
-        used: True once a seed was returned.
+        step: Number of completed optimizer steps.
+        count: Number of seeds returned in this step.
+        used: True after a seed was returned.
     """
 
     seed: int = field(default_factory=torch.initial_seed)
@@ -125,17 +126,18 @@ class Noise:
         return {"seed": self.seed, "step": self.step, "count": self.count}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state of `state_dict`."""
+        """Restore the state returned by `state_dict`."""
         self.seed, self.step, self.count = (state_dict[key] for key in ("seed", "step", "count"))
         self.used = True
 
 
 @dataclass
 class Overflow:
-    """Record whether a value was too large for fp16, without synchronizing with the device.
+    """Record of values that are too large for fp16, without synchronization with the device.
 
     Attributes:
-        flag: () bool on the device of the tensors; None if no value was converted since the last check.
+        flag: True if a finite value became infinite, () bool on the device of the tensors. None if no value was
+            converted since the last check.
     """
 
     flag: Tensor | None = None
@@ -155,7 +157,7 @@ class Overflow:
         return x.to(torch.float16)
 
     def watch(self, half: Tensor) -> None:
-        """Set the flag if a value of `half`, which was converted from finite values, is infinite."""
+        """Set the flag if `half`, which was converted from finite values, contains an infinite value."""
         if not isinstance(half, FakeTensor):
             flag = self._flag(half.device)
             flag |= half.isinf().any().to(flag.device)
@@ -169,7 +171,7 @@ class Overflow:
         """Clear the flag.
 
         Raises:
-            UserError: a finite value became infinite since the last check.
+            UserError: If a finite value became infinite since the last check.
         """
         flag, self.flag = self.flag, None
         if flag is not None and bool(flag):
@@ -184,12 +186,13 @@ class PackContext:
     """The context in which a tensor is packed, for packers that keep state.
 
     Attributes:
-        name: name of the tensor, the same in every step.
-        samples: B. The elements of a sample are adjacent along the first dimension, whose size is a multiple of B.
-        ranges: running ranges, by name.
-        overflow: record of fp16 overflow.
-        heads: (dimension of x, number of groups along it) for one range per head; None: one range.
-        noise: seeds of stochastic rounding.
+        name: Name of the tensor, the same in every step.
+        samples: Number of samples, B. The elements of a sample are adjacent along the first dimension, whose size is a
+            multiple of B.
+        ranges: Running ranges, by name.
+        overflow: Record of fp16 overflow.
+        heads: Dimension of x and number of groups along it, for one range per head. If None, the tensor has one range.
+        noise: Seeds of stochastic rounding.
     """
 
     name: str

@@ -1,11 +1,10 @@
 """Functions that score, drop, fuse and merge tokens, and the record of the remaining tokens.
 
 Tokens are (B, N, C). The first P tokens are prefix tokens (class token, distillation token, registers), which are never
-dropped. The other tokens are called patch tokens, even after they were fused or merged.
+dropped. The other tokens are called patch tokens, even after fusion or merging.
 """
 
-from efficient_ft.ops.tokens.attention import class_attention
-from efficient_ft.ops.tokens.dropping import drop, num_kept, take
+from efficient_ft.ops.tokens.dropping import class_attention, drop, num_kept, take
 from efficient_ft.ops.tokens.merging import match, merge, unmerge
 from efficient_ft.ops.tokens.record import (
     Tokens,

@@ -21,15 +21,17 @@ def match(metric_BNC: Tensor, r: int, prefix: int) -> Tensor:
     most similar token of B, and the r edges of highest similarity are merged.
 
     Args:
-        metric_BNC: features whose cosine similarity is compared in at least single precision: keys, averaged over
-            heads.
-        r: number of merged tokens, at most half of the patch tokens.
-        prefix: P, number of prefix tokens, which are not merged.
+        metric_BNC: Features whose cosine similarity is compared in at least single precision. ToMe uses the keys,
+            averaged over heads.
+        r: Number of merged tokens, at most half of the patch tokens.
+        prefix: Number of prefix tokens, P. Prefix tokens are not merged.
 
     Returns:
-        (B, N): the new index of each token, from 0 to N − r − 1, which is equal for both tokens of a pair. The order is
-        prefix tokens, unmerged tokens of A, then B, each in the order of the input: the paper concatenates the two
-        sets. The order only determines the two sets of the next matching.
+        New index of each token, (B, N), from 0 to N − r − 1. Both tokens of a pair have the same index. The order is
+        prefix
+        tokens, unmerged tokens of A, then B, each in the order of the input. The paper concatenates the two sets
+        instead.
+        The order only determines the two sets of the next matching.
     """
     metric = metric_BNC.to(torch.promote_types(metric_BNC.dtype, torch.float32))
     metric = metric / metric.norm(dim=-1, keepdim=True).clamp_min(1e-12)
@@ -55,10 +57,10 @@ def merge(x_BNC: Tensor, size_BN: Tensor, index_BN: Tensor, left: int) -> tuple[
     """Merge the tokens with equal indices into the mean of all patches that they represent.
 
     Args:
-        x_BNC: tokens.
-        size_BN: number of patches that each token represents, in at least single precision.
-        index_BN: new index of each token, from `match`.
-        left: N − r.
+        x_BNC: Tokens.
+        size_BN: Number of patches that each token represents, in at least single precision.
+        index_BN: New index of each token, from `match`.
+        left: Number of remaining tokens, N − r.
 
     Returns:
         Tokens (B, N − r, C), and their sizes (B, N − r).
@@ -71,18 +73,19 @@ def unmerge(x_BUC: Tensor, index_BN: Tensor) -> Tensor:
     """Repeat each merged token once for each token that was merged into it. The result has the shape before `merge`.
 
     Args:
-        x_BUC: merged tokens.
-        index_BN: for each of the N tokens before any merge, the index of the token that represents it now.
+        x_BUC: Merged tokens.
+        index_BN: For each of the N tokens before any merge, the index of the token that represents it now.
 
     Returns:
         Tokens (B, N, C) in their order before any merge. Their mean is the mean of x weighted by sizes. Attention over
-        them equals attention over x with the log of the sizes added to its scores.
+        these
+        tokens equals attention over x with the log of the sizes added to its scores.
     """
     return _Unmerge.apply(x_BUC, index_BN)
 
 
 class _Merge(torch.autograd.Function):
-    """Σ share · x over the tokens of each index. It saves shares and indices but no activation."""
+    """Σ share · x over the tokens of each index. It saves shares and indices, but no activations."""
 
     @staticmethod
     def forward(ctx: Any, x_BNC: Tensor, share_BN: Tensor, index_BN: Tensor, left: int) -> Tensor:
@@ -99,7 +102,7 @@ class _Merge(torch.autograd.Function):
 
 
 class _Unmerge(torch.autograd.Function):
-    """x at the indices, some of which are repeated. It saves the indices."""
+    """x at the indices, some of which are repeated. It saves only the indices."""
 
     @staticmethod
     def forward(ctx: Any, x_BUC: Tensor, index_BN: Tensor) -> Tensor:
@@ -117,7 +120,7 @@ class _Unmerge(torch.autograd.Function):
 
 def _sums(x_BNC: Tensor, index_BN: Tensor, left: int) -> Tensor:
     """Sum the tokens of each index to (B, left, C)."""
-    # CPUs sum rows of the flattened batch many times faster.
+    # On CPUs, sums over rows of the flattened batch are many times faster.
     first = torch.arange(len(index_BN), device=index_BN.device).unsqueeze(1) * left
     rows = (index_BN + first).flatten().unsqueeze(-1).expand(-1, x_BNC.shape[-1])
     sums = x_BNC.new_zeros(len(x_BNC) * left, x_BNC.shape[-1]).scatter_add_(0, rows, x_BNC.flatten(0, 1))

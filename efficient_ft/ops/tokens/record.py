@@ -1,7 +1,8 @@
 """The record of a batch's tokens: the grid positions of the remaining tokens, and the patches that each represents.
 
 The record is passed from block to block as an attribute of the tensor of tokens (`attach_tokens`, `pop_tokens`). It
-belongs to one forward pass, and recomputation reproduces it. Layers inside a block access it by `current_tokens`.
+belongs to one forward pass, and recomputation reproduces it. Layers inside a block access the record by
+`current_tokens`.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ from efficient_ft.ops.tokens.dropping import over_channels
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """The record of a batch's tokens after some were dropped or merged.
+    """The record of a batch's tokens after some tokens were dropped or merged.
 
     Attributes:
-        grid_index_BL: index on the grid, row by row, of each token except prefix tokens. The j-th fused token of a
-            forward pass has the index H·W + j. None: unknown (merged tokens, or another image size).
-        fused: number of fused tokens so far.
-        sizes_BN: number of patches that each token represents, including prefix tokens; None: one patch each.
-        merged_into_BN: for each token before any merge, the index of the token that represents it; None: not recorded.
-        cache: results that layers on these tokens share.
+        grid_index_BL: Index on the grid, row by row, of each token except prefix tokens. The j-th fused token of a
+            forward pass has the index H·W + j. None if unknown (merged tokens, or a different image size).
+        fused: Number of fused tokens so far.
+        sizes_BN: Number of patches that each token represents, including prefix tokens. None if each token represents
+            one.
+        merged_into_BN: For each token before any merge, the index of the token that represents it. None if not
+            recorded.
+        cache: Results that layers on these tokens share.
     """
 
     grid_index_BL: Tensor | None = None
@@ -40,11 +43,11 @@ class Tokens:
 
     @classmethod
     def full(cls, x_BNC: Tensor, prefix: int, positions: int) -> Tokens:
-        """Create the record of tokens before any drop, given the numbers of prefix tokens and of grid positions.
+        """Create the record of tokens before any drop, from the numbers of prefix tokens and of grid positions.
 
-        Indices are set only if the number of patch tokens equals that of the grid positions.
+        Indices are set only if the numbers of patch tokens and of grid positions are equal.
         """
-        if x_BNC.shape[1] - prefix != positions:  # images of another size, or randomly dropped patches
+        if x_BNC.shape[1] - prefix != positions:  # images of a different size, or randomly dropped patches
             return cls()
         index = torch.arange(x_BNC.shape[1] - prefix, device=x_BNC.device)
         return cls(index.expand(len(x_BNC), -1))
@@ -81,7 +84,7 @@ def _rebuild(leaves: Iterable[Any], fused: Any) -> Tokens:
 # Recomputation saves the tensors of a record.
 register_pytree_node(Tokens, lambda t: ([t.grid_index_BL, t.sizes_BN, t.merged_into_BN], t.fused), _rebuild)
 
-#: The attribute of a tensor of tokens that stores their record.
+#: Name of the attribute of a tensor of tokens that stores their record.
 _ATTRIBUTE = "efficient_ft_tokens"
 
 
@@ -93,9 +96,9 @@ def attach_tokens(x_BNC: Tensor, tokens: Tokens | None) -> Tensor:
 
 
 def pop_tokens(x_BNC: Tensor) -> tuple[Tensor, Tokens | None]:
-    """Return x without its record, and the record. None: no token was removed.
+    """Return x without its record, and the record, which is None if no token was removed.
 
-    The returned tensor has no record. Otherwise a tensor saved for the backward pass would also save its record, which
+    The returned tensor has no record. Otherwise, a tensor saved for the backward pass would also save its record, which
     is not measured.
     """
     tokens: Tokens | None = getattr(x_BNC, _ATTRIBUTE, None)
@@ -103,7 +106,7 @@ def pop_tokens(x_BNC: Tensor) -> tuple[Tensor, Tokens | None]:
 
 
 class _Identity(torch.autograd.Function):
-    """Return a tensor with the same values, without the attributes of x. It is not a view of x."""
+    """Return a tensor with the same values, without the attributes of x. The result is not a view of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -120,13 +123,13 @@ def token_context(tokens: Tokens | None) -> AbstractContextManager[None]:
 
 
 def current_tokens() -> Tokens | None:
-    """Return the record of the tokens that the current layer receives; None: no token was removed."""
+    """Return the record of the tokens that the current layer receives, or None if no token was removed."""
     tokens: Tokens | None = context.tokens
     return tokens
 
 
 def token_reduction_suspended() -> AbstractContextManager[None]:
-    """Make blocks keep all tokens inside a ``with`` block, for probing a model."""
+    """Make blocks keep all tokens inside a ``with`` block, for example to probe a model."""
     return set_context("token_reduction_suspended", True)
 
 

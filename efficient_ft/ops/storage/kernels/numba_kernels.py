@@ -2,14 +2,14 @@
 
 Each job is a C function whose argument is a pointer to an array of 64-bit integers: sizes and data addresses. A caller
 takes rows from the shared counter ``job[0]`` until none remain, so any number of threads may call a job at once. A job
-is compiled at its first use (seconds) and cached on disk.
+is compiled at its first use, which takes seconds, and is cached on disk.
 
 Only jobs are cached, and each variant has a unique name (`as_job`). Within a process, numba distinguishes variants of
-functions that share a name. Code cached by different processes may however use equal symbols for them. A call would
-then reach the wrong variant and return wrong results without an error.
+functions that share a name. Code cached by different processes may however use equal symbols for these variants. A call
+would then reach the wrong variant and return wrong results without an error.
 """
 # mypy: ignore-errors
-# (annotations are types of numba)
+# mypy cannot check code that numba compiles.
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from numba.extending import intrinsic
 
 _jit: Any = njit(nogil=True, boundscheck=False)
 _INTEGERS = {2: int16, 4: int32, 8: int64}
-_CHUNK = 2048  # number of elements whose flags stay in the L1 cache; a multiple of 8
-_GATHER = np.uint64(0x0102040810204080)  # multiplied by eight bytes of 0 or 1, collects their bits in the highest byte
+_CHUNK = 2048  # number of elements whose flags fit in the L1 cache, a multiple of 8
+_GATHER = np.uint64(0x0102040810204080)  # factor that collects eight bytes of 0 or 1 as bits of the highest byte
 
 
 @intrinsic
@@ -56,8 +56,8 @@ def as_job(*variant: object, **options: Any) -> Callable[[Any], Any]:
     """Compile a function of one pointer to a C function, whose name includes the variant and the processor.
 
     Args:
-        variant: the values on which the function depends, except constants of its module.
-        options: options of ``numba.cfunc``. With ``cache=True``, the function must not close over compiled functions.
+        variant: Values that the function depends on, except constants of its module.
+        options: Options of ``numba.cfunc``. With ``cache=True``, the function must not close over compiled functions.
     """
 
     def compiled(function: Any) -> Any:
@@ -78,9 +78,9 @@ def _flags(row, largest, threshold, flags):
 
 @_jit
 def _pack_row(x, where, largest, threshold, extra, values, byte_of, out, flags):
-    """Keep the values of at least `threshold` until `values` is full; drop the last `extra` values equal to it.
+    """Keep values of at least `threshold` until `values` is full. Drop the last `extra` values equal to it.
 
-    `out` has space for the full row: every element is written, and the position advances only after a kept element. A
+    `out` has space for the full row. Every element is written, and the position advances only after a kept element. A
     compiled function receives every array and number as a separate argument.
     """
     kept = len(values)
@@ -102,7 +102,7 @@ def _pack_row(x, where, largest, threshold, extra, values, byte_of, out, flags):
                 byte_of[at + m] = (eight[m] * _GATHER) >> uint64(56)
             at += padded
     if extra != 0 or j > kept:
-        # Rare: ties at the threshold, or a sampled threshold that is too low
+        # This case is rare: ties at the threshold, or a sampled threshold that is too low.
         equal = -extra
         for piece in range(pieces):
             for v in x[start + piece * step : start + piece * step + length]:
@@ -139,7 +139,7 @@ def _subsample(x, where, hop, largest, sample):
 
 @_jit
 def _in_rank(sample, rank, largest):
-    """Return the value of `rank` (from 0) of integers from 0 to `largest`, by bisection: counting is fast."""
+    """Return the value of `rank` (from 0) of integers from 0 to `largest`, by bisection with vectorized counting."""
     low, high = int64(0), int64(largest)
     while low < high:
         middle = low + (high - low) // 2
@@ -241,8 +241,8 @@ def _unpack(values, bitmap, x, job):
             j += bit
 
 
-# A quantized tensor consists of rows of groups. Short groups are processed in one loop over the row, with a range per
-# element. Long groups are processed in one loop each, with the range in registers.
+# A quantized tensor consists of rows of groups. One loop over a row processes all short groups, with a range for each
+# element. A separate loop processes each long group, with the range in registers.
 @_jit
 def _noise(i, base):
     h = uint32(base + uint32(i))
@@ -386,7 +386,7 @@ def dequantize() -> Any:
 
 @functools.cache
 def extremes() -> Any:
-    """Compile the kernel that computes the minimum and maximum of each block of rows."""
+    """Compile the job that computes the minimum and maximum of each block of rows."""
 
     @as_job(cache=True)
     def job_of(pointer):
