@@ -6,8 +6,8 @@ cannot pack its input. It stores the input in a closure, where saved-tensor hook
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -74,7 +74,8 @@ class _Recompute(torch.autograd.Function):
         *others: Tensor,
     ) -> tuple[Any, ...]:
         """Return the tree structure and the leaves of the result. `others` are `count` arguments, then parameters."""
-        ctx.state = _RandomState(x.device)
+        cuda = torch.cuda.get_rng_state(x.device) if x.device.type == "cuda" else None
+        ctx.state = x.device, torch.get_rng_state(), cuda
         ctx.autocast = current_autocast(x.device.type)
         form, results = call(x, *others[:count])
         save(ctx, packer.pack(x, context), *others)
@@ -92,10 +93,7 @@ class _Recompute(torch.autograd.Function):
         needed = ctx.needs_input_grad[4:]
         for tensor, needs in zip(arguments, needed, strict=False):
             tensor.requires_grad_(needs)
-        with ExitStack() as stack:
-            stack.enter_context(ctx.state.restored())
-            stack.enter_context(ctx.autocast())
-            stack.enter_context(torch.enable_grad())
+        with _restored(*ctx.state), ctx.autocast(), torch.enable_grad():
             _form, results = ctx.call(*arguments)
         recorded = [(y, g) for y, g in zip(results, grads, strict=True) if isinstance(y, Tensor) and y.requires_grad]
         outputs, grad_outputs = zip(*recorded, strict=True)
@@ -104,18 +102,11 @@ class _Recompute(torch.autograd.Function):
         return None, None, None, None, *(next(found) if needs else None for needs in needed)
 
 
-class _RandomState:
-    """The states of the random number generators of the CPU and of one device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.cpu = device, torch.get_rng_state()
-        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def restored(self) -> ExitStack:
-        """Restore these states inside a ``with`` block, and the current states at its end."""
-        stack = ExitStack()
-        stack.enter_context(torch.random.fork_rng(devices=[self.device] if self.cuda is not None else []))
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda, self.device)
-        return stack
+@contextmanager
+def _restored(device: torch.device, cpu: Tensor, cuda: Tensor | None) -> Iterator[None]:
+    """Restore the states of the random number generators of the CPU and of `device` inside a ``with`` block."""
+    with torch.random.fork_rng(devices=[] if cuda is None else [device]):
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device)
+        yield

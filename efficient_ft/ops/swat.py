@@ -151,7 +151,7 @@ class SparseProducts(PackedOperations):
     ) -> Any:
         kwargs = kwargs or {}
         operation = packed_operation(func) if func in _SUPPORTED else None
-        if operation is None or self._suspended:
+        if operation is None or self.is_suspended:
             return func(*args, **kwargs)
         if self.training and torch.is_grad_enabled():
             self.begin(name_of(func))

@@ -11,8 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.ops.blockwise import AdamStep, Moments, adam_step, empty_moments, is_blockwise
-from efficient_ft.ops.blockwise.update import dense_step
+from efficient_ft.ops.blockwise import AdamStep, Moments, adam_step, dense_step, empty_moments, is_blockwise
 
 
 class LowBitAdamW(Optimizer):

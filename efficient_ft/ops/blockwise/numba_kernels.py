@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numba import carray, float32, int16, int32, njit, uint8, uint32
 
-from efficient_ft.ops.blockwise.form import BLOCK, LARGEST, SHIFT, UNIT, levels
+from efficient_ft.ops.blockwise import BLOCK, LARGEST, SHIFT, UNIT, levels
 from efficient_ft.ops.storage.kernels.numba_kernels import _address, _noise, _take, as_job
 
 # With this error model, division by 0 returns infinity instead of raising an error, and loops are vectorized.

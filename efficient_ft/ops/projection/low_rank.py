@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from efficient_ft.ops.saving import current_packing, load, save
 from efficient_ft.ops.storage import Packed
 
 
-@torch.compiler.disable  # layers identify a shared x̂ at run time, by the identity of its source
+@torch.compiler.disable  # a shared x̂ is identified at run time, by the identity of its source
 def low_rank_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection | SubsetProjection
 ) -> Tensor:
@@ -44,7 +45,7 @@ def low_rank_linear(
     return _LowRankLinear.apply(*to_autocast_dtype(x, weight, bias), projection, weakref.ref(x))
 
 
-@torch.compiler.disable  # layers identify a shared x̂ at run time, by the identity of its source
+@torch.compiler.disable  # a shared x̂ is identified at run time, by the identity of its source
 def low_rank_conv1x1(x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection) -> Tensor:
     """Compute an ungrouped 1×1 `F.conv2d` of stride 1 with a low-rank backward pass.
 
@@ -100,15 +101,9 @@ class _LowRankConv1x1(torch.autograd.Function):
         return g_x, None if g_w is None else g_w[:, :, None, None], g_b, None, None
 
 
-class _LastProjected:
-    """The last x̂, which the next layer reuses if it reads the same tensor. The backward pass frees it."""
-
-    def __init__(self) -> None:
-        # One attribute, replaced atomically: with several devices, the backward pass runs in several threads.
-        self.held: tuple[weakref.ref[Tensor], tuple[Any, ...], Tensor | Packed] | None = None
-
-
-_last = _LastProjected()
+#: The last x̂ (`held`), which the next layer reuses if it reads the same tensor. The backward pass frees it. The single
+#: attribute is replaced atomically, because the backward pass runs in several threads with several devices.
+_last = SimpleNamespace(held=None)
 
 
 def _save(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from functools import partial
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ aten = torch.ops.aten
 
 #: Lower bound of the sum of a softmax output. The sum is 0 if all values were dropped.
 _TINY = 1e-30
+
+_MULTI_HEAD_ATTENTION = inspect.signature(F.multi_head_attention_forward)
 
 
 class _Softmax(torch.autograd.Function):
@@ -234,60 +238,28 @@ def _attention(
 
 
 @packs(F.multi_head_attention_forward)
-def _multi_head_attention(
-    mode: PackedOperations,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    embed_dim_to_check: int,
-    num_heads: int,
-    in_proj_weight: Tensor | None,
-    in_proj_bias: Tensor | None,
-    bias_k: Tensor | None,
-    bias_v: Tensor | None,
-    add_zero_attn: bool,
-    dropout_p: float,
-    out_proj_weight: Tensor,
-    out_proj_bias: Tensor | None,
-    training: bool = True,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    use_separate_proj_weight: bool = False,
-    q_proj_weight: Tensor | None = None,
-    k_proj_weight: Tensor | None = None,
-    v_proj_weight: Tensor | None = None,
-    static_k: Tensor | None = None,
-    static_v: Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> Any:
-    """Compute `nn.MultiheadAttention` of (N, B, C) without masks and without returning attention weights.
-
-    The parameters are those of `F.multi_head_attention_forward`, which this function replaces.
-    """
-    inputs = [t.transpose(0, 1) for t in (query, key, value)]
-    unusual = (need_weights, add_zero_attn, use_separate_proj_weight, is_causal, in_proj_weight is None)
-    given = (bias_k, bias_v, key_padding_mask, attn_mask, static_k, static_v)
-    trained = (in_proj_weight, in_proj_bias, out_proj_weight, out_proj_bias)
-    if (
-        any(unusual)
-        or any(t is not None for t in given)
-        or query.dim() != 3
-        or not mode.supports(*inputs, trained=trained)
-    ):
+def _multi_head_attention(mode: PackedOperations, *args: Any, **kwargs: Any) -> Any:
+    """Compute `nn.MultiheadAttention` of (N, B, C) without masks and without returning attention weights."""
+    bound = _MULTI_HEAD_ATTENTION.bind(*args, **kwargs)
+    bound.apply_defaults()
+    a = SimpleNamespace(**bound.arguments)
+    inputs = [t.transpose(0, 1) for t in (a.query, a.key, a.value)]
+    unusual = (a.need_weights, a.add_zero_attn, a.use_separate_proj_weight, a.is_causal, a.in_proj_weight is None)
+    given = (a.bias_k, a.bias_v, a.key_padding_mask, a.attn_mask, a.static_k, a.static_v)
+    trained = (a.in_proj_weight, a.in_proj_bias, a.out_proj_weight, a.out_proj_bias)
+    supported = a.query.dim() == 3 and mode.supports(*inputs, trained=trained)
+    if any(unusual) or any(t is not None for t in given) or not supported:
         return NotImplemented
-    assert in_proj_weight is not None
-    if query is key and key is value:
-        parts = [*_packed_or_plain(mode, F.linear, inputs[0], in_proj_weight, in_proj_bias).chunk(3, -1)]
+    if a.query is a.key and a.key is a.value:
+        parts = [*_packed_or_plain(mode, F.linear, inputs[0], a.in_proj_weight, a.in_proj_bias).chunk(3, -1)]
     else:
-        weights, biases = in_proj_weight.chunk(3), (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
-        projections = zip(inputs, weights, biases, strict=True)
+        biases = (None,) * 3 if a.in_proj_bias is None else a.in_proj_bias.chunk(3)
+        projections = zip(inputs, a.in_proj_weight.chunk(3), biases, strict=True)
         parts = [_packed_or_plain(mode, F.linear, x, w, b) for x, w, b in projections]
-    q, k, v = (x.unflatten(-1, (num_heads, -1)).transpose(1, 2) for x in parts)
-    p = dropout_p if training else 0.0
+    q, k, v = (x.unflatten(-1, (a.num_heads, -1)).transpose(1, 2) for x in parts)
+    p = a.dropout_p if a.training else 0.0
     y = _packed_or_plain(mode, F.scaled_dot_product_attention, q, k, v, None, p).transpose(1, 2).flatten(2)
-    return _packed_or_plain(mode, F.linear, y, out_proj_weight, out_proj_bias).transpose(0, 1), None
+    return _packed_or_plain(mode, F.linear, y, a.out_proj_weight, a.out_proj_bias).transpose(0, 1), None
 
 
 def _packed_or_plain(mode: PackedOperations, function: Any, *args: Any) -> Tensor:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -32,15 +32,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from efficient_ft.core.context import context
-from efficient_ft.ops.saving.sharing import (
-    LastUnpacked,
-    SharedUnpack,
-    add_user,
-    apply_to,
-    in_order,
-    memory_order,
-    permuted,
-)
+from efficient_ft.ops.saving.sharing import LastUnpacked, SharedUnpack, apply_to, in_order, memory_order
 from efficient_ft.ops.saving.table import DenseKept, name_of, packed_operation
 from efficient_ft.ops.storage import Dense, Noise, Overflow, PackContext, Packed, Packer, Ranges
 
@@ -163,13 +155,21 @@ def current_packing() -> PackedOperations | None:
     return mode
 
 
-def packing_suspended() -> AbstractContextManager[None]:
+@contextmanager
+def packing_suspended() -> Iterator[None]:
     """Run operations unchanged inside a ``with`` block, even in a packed part of a model.
 
     Use it for tensors that are not activations of the images.
     """
     mode = current_packing()
-    return nullcontext() if mode is None else mode.suspended()
+    if mode is None:
+        yield
+        return
+    before, mode.is_suspended = mode.is_suspended, True
+    try:
+        yield
+    finally:
+        mode.is_suspended = before
 
 
 class PackedOperations(TorchFunctionMode):
@@ -186,6 +186,7 @@ class PackedOperations(TorchFunctionMode):
 
     Attributes:
         records: True if the pass saves tensors and therefore counts as a call of the part.
+        is_suspended: True if operations run unchanged (`packing_suspended`).
     """
 
     records = True
@@ -204,7 +205,7 @@ class PackedOperations(TorchFunctionMode):
         self._modules, self._running, self._hooks = modules, [""], []  # type: ignore[var-annotated]
         self._calls: Counter[tuple[str, str]] = Counter()
         self._operation = ""
-        self._suspended = False
+        self.is_suspended = False
         self._kept: dict[tuple[Any, ...], tuple[weakref.ref, Packed]] = {}
 
     def __enter__(self) -> PackedOperations:
@@ -249,7 +250,7 @@ class PackedOperations(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         operation = packed_operation(func)
-        if self._suspended or not torch.is_grad_enabled():
+        if self.is_suspended or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         if operation is not None:
             self.begin(name_of(func))
@@ -260,15 +261,6 @@ class PackedOperations(TorchFunctionMode):
             return func(*args, **kwargs)
         with self.state.dense.watch(func):
             return func(*args, **kwargs)
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Run operations unchanged inside a ``with`` block (see `packing_suspended`)."""
-        before, self._suspended = self._suspended, True
-        try:
-            yield
-        finally:
-            self._suspended = before
 
     def keep(
         self,
@@ -307,11 +299,8 @@ class PackedOperations(TorchFunctionMode):
             shared = SharedUnpack(packed.unpack, self.state.last)
             packed = Packed(packed.tensors, shared, shared)
             self._kept[key] = (weakref.ref(storage), packed)
-        return add_user(packed, order, dtype or x.dtype)
-
-    def keep_for_attention(self, x: Tensor, role: str) -> Packed:
-        """Pack x, which is q, k or v (B, H, N, D), like attention does. For unfused attention, x must be contiguous."""
-        return self.keep(x, self.policy.fused or self.policy.attention, x.dtype, 1, role=role)
+        packed.shared.add_user()
+        return in_order(packed, order, dtype or x.dtype)
 
     def weight(self, weight: Tensor) -> tuple[Tensor, Tensor | Packed]:
         """Return the weight that a linear layer or convolution uses, and the tensor that is saved for it."""
@@ -321,7 +310,10 @@ class PackedOperations(TorchFunctionMode):
         """Return the packed tensor from which x can be computed, or None."""
         order, _, identity = memory_order(x)
         packed = self._find((*identity, "derived"), x.untyped_storage())
-        return packed and add_user(packed, order, x.dtype)
+        if packed is None:
+            return None
+        packed.shared.add_user()
+        return in_order(packed, order, x.dtype)
 
     def derive(self, y: Tensor, x: Tensor, function: Callable[[Tensor], Tensor]) -> None:
         """If x has a source, register it as the source of y = function(x)."""
@@ -334,7 +326,9 @@ class PackedOperations(TorchFunctionMode):
     def set_source(self, y: Tensor, packed: Packed) -> None:
         """Register `packed`, which unpacks to the values of y, as the source of y for operations that save y."""
         order, _, identity = memory_order(y)
-        from_kept = Packed(packed.tensors, partial(permuted, packed.unpack, order), packed.shared)
+        from_kept = Packed(
+            packed.tensors, partial(apply_to, partial(torch.permute, dims=order), packed.unpack), packed.shared
+        )
         self._kept[*identity, "derived"] = (weakref.ref(y.untyped_storage()), from_kept)
 
     def share(self, packed: Packed) -> Packed:

@@ -44,14 +44,8 @@ def _avg_pool2d(
     if not mode.supports(input):
         return NotImplemented
     kernel = pair(kernel_size)
-    settings = (
-        kernel,
-        kernel if stride is None else pair(stride),
-        pair(padding),
-        ceil_mode,
-        count_include_pad,
-        divisor_override,
-    )
+    step = kernel if stride is None else pair(stride)
+    settings = kernel, step, pair(padding), ceil_mode, count_include_pad, divisor_override
     return _AveragePool.apply(
         input, lambda x: F.avg_pool2d(x, *settings), lambda g, like: aten.avg_pool2d_backward(g, like, *settings)
     )

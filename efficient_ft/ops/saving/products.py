@@ -68,22 +68,15 @@ class _Conv2d(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = load(ctx)
-        of_x, of_weight, of_bias = ctx.types
         stride, padding, dilation, groups = ctx.geometry
         if x is None:
             x = g.new_empty(1).expand(ctx.shape)
         wanted = [ctx.needs_input_grad[i] for i in (1, 2, 3)]
-        sizes = None if of_bias is None else [weight.shape[0]]
-        g_x, g_w, g_b = aten.convolution_backward(
+        sizes = None if ctx.types[2] is None else [weight.shape[0]]
+        found = aten.convolution_backward(
             g, x, weight.to(g.dtype), sizes, stride, padding, dilation, False, [0, 0], groups, wanted
         )
-        return (
-            None,
-            g_x.to(of_x) if wanted[0] else None,
-            g_w.to(of_weight) if wanted[1] else None,
-            g_b.to(of_bias) if wanted[2] else None,
-            None,
-        )
+        return None, *(t.to(d) if w else None for t, d, w in zip(found, ctx.types, wanted, strict=True)), None
 
 
 @packs(F.conv2d, torch.conv2d)

@@ -88,12 +88,6 @@ def memory_order(x: Tensor) -> tuple[tuple[int, ...], Tensor, tuple[Any, ...]]:
     return order, memory, identity
 
 
-def add_user(packed: Packed, order: tuple[int, ...], dtype: torch.dtype) -> Packed:
-    """Register another operation that saves `packed`, and return `packed` with this order of dimensions and dtype."""
-    packed.shared.add_user()
-    return in_order(packed, order, dtype)
-
-
 def in_order(packed: Packed, order: tuple[int, ...], dtype: torch.dtype) -> Packed:
     """Convert `packed`, which unpacks in memory order, to an order of dimensions and a dtype."""
     return Packed(packed.tensors, partial(_in_order, packed.unpack, order, dtype), packed.shared)
@@ -102,11 +96,6 @@ def in_order(packed: Packed, order: tuple[int, ...], dtype: torch.dtype) -> Pack
 def apply_to(function: Callable[[Tensor], Tensor], unpack: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """Compute a function of the unpacked tensor."""
     return function(unpack(*tensors))
-
-
-def permuted(unpack: Callable[..., Tensor], order: tuple[int, ...], *tensors: Tensor) -> Tensor:
-    """Unpack a tensor and permute it to memory order."""
-    return unpack(*tensors).permute(order)
 
 
 def _in_order(unpack: Callable[..., Tensor], order: tuple[int, ...], dtype: torch.dtype, *tensors: Tensor) -> Tensor:

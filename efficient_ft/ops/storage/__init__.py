@@ -5,9 +5,20 @@ that use them. The operations in `efficient_ft.ops.saving` save the packed tenso
 """
 
 from efficient_ft.ops.storage.groups import BITS, group_length, group_pack, group_unpack
-from efficient_ft.ops.storage.packers import Dense, EightBits, GroupBits, Half, Packed, Packer, Sparse
+from efficient_ft.ops.storage.packers import (
+    Dense,
+    EightBits,
+    GroupBits,
+    Half,
+    Noise,
+    Overflow,
+    PackContext,
+    Packed,
+    Packer,
+    Ranges,
+    Sparse,
+)
 from efficient_ft.ops.storage.sparse import bitmap_bytes, magnitude_bits, pack_bits, unpack_bits
-from efficient_ft.ops.storage.state import Noise, Overflow, PackContext, Ranges
 
 __all__ = [
     "BITS",

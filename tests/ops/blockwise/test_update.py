@@ -10,8 +10,18 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from efficient_ft.ops.blockwise import BLOCK, AdamStep, Moments, adam_step, dequantize, empty_moments, update
-from efficient_ft.ops.blockwise.update import adam_step_reference
+from efficient_ft.ops.blockwise import (
+    BLOCK,
+    AdamStep,
+    Moments,
+    _on_cpu,
+    _on_gpu,
+    adam_step,
+    adam_step_reference,
+    dequantize,
+    empty_moments,
+    supports,
+)
 from tests.ops.blockwise.reference import adam, bound
 
 SETTINGS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
@@ -25,9 +35,9 @@ def form_of(name: str) -> Callable[..., None]:
         pytest.importorskip("triton")
         if torch.cuda.is_available():
             pytest.skip("interpreted only without a GPU; test_on_a_gpu runs it on one")
-        return update._on_gpu
-    assert update.supports(torch.zeros(1))
-    return update._on_cpu
+        return _on_gpu
+    assert supports(torch.zeros(1))
+    return _on_cpu
 
 
 def gradients(n: int, steps: int, spread: float = 2.0) -> list[torch.Tensor]:
@@ -157,7 +167,7 @@ def test_any_number_of_threads_gives_the_same() -> None:
 def test_on_a_gpu(bits: int) -> None:
     n = 67 * BLOCK
     states = [(torch.ones(n, device=d), Moments(*(t.to(d) for t in empty_moments(n, bits)))) for d in ("cpu", "cuda")]
-    assert update.supports(states[1][0])
+    assert supports(states[1][0])
     for number, grad in enumerate(gradients(n, 4), 1):
         for p, moments in states:
             adam_step(p, grad.to(p.device), moments, bits, AdamStep(**SETTINGS, decoupled=True, step=number))
