@@ -71,8 +71,7 @@ def frozen_conv2d(
     Args:
         x: Input, (B, C_in, H, W).
         weight: Weight, (C_out, C_in / groups, kernel height, kernel width). It must not require a gradient.
-        bias: Bias, (C_out,) or None.
-        stride, padding, dilation, groups: Settings of the convolution.
+        bias, stride, padding, dilation, groups: Bias (C_out,) or None, and settings of the convolution.
     """
     return _FrozenConv2d.apply(*to_autocast_dtype(x, weight, bias), (stride, padding, dilation, groups))
 

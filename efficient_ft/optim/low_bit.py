@@ -141,13 +141,9 @@ class LowBitAdamW(Optimizer):
 
 
 class LowBitAdam(LowBitAdamW):
-    """`torch.optim.Adam` with quantized moments, like `LowBitAdamW`. Weight decay is added to the gradient.
+    """`torch.optim.Adam` with quantized moments. Weight decay is added to the gradient, and its default is 0.
 
-    Args:
-        params, lr, betas, eps, weight_decay, bits: See `LowBitAdamW`. The default of `weight_decay` is 0.
-
-    Raises:
-        SettingError: If a value is out of range, see `LowBitAdamW`.
+    `LowBitAdamW` describes the arguments and errors.
     """
 
     decoupled = False

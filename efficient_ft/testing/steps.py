@@ -16,10 +16,7 @@ Gradients = dict[str, Tensor | None]
 def gradients(model: nn.Module, name: str, seed: int = 0) -> Gradients:
     """Return the gradients after the forward and backward pass of one training step.
 
-    Args:
-        model: The small model `name`, or a copy with methods applied.
-        name: Name of the small model.
-        seed: Seed of the images and of torch's generator.
+    `name` is the small model of which `model` is a copy. The images and torch's generator are seeded by `seed`.
     """
     torch.manual_seed(seed)
     run_pass(model, name, seed)

@@ -172,16 +172,7 @@ def _from_bytes(codes: Tensor, bits: int) -> Tensor:
 
 
 class AdamStep(NamedTuple):
-    """The settings of one step.
-
-    Attributes:
-        lr: Learning rate.
-        beta1, beta2: Decay rates of the moments.
-        eps: Constant added to the root of the second moment.
-        weight_decay: Coefficient of the weight decay.
-        decoupled: True for decoupled weight decay (AdamW). False adds the weight decay to the gradient (Adam).
-        step: Number of the step, starting at 1.
-    """
+    """The settings of one step of AdamW if `decoupled`, or else of Adam. The first step has the number 1."""
 
     lr: float
     beta1: float
@@ -210,14 +201,9 @@ class AdamStep(NamedTuple):
 
 
 def adam_step(p: Tensor, grad: Tensor, moments: Moments, bits: int, step: AdamStep) -> None:
-    """Update a parameter and its block-wise moments in place.
+    """Update a parameter and its block-wise moments in place, with 8 or 4 bits per code.
 
-    Args:
-        p: Parameter, (n,) float32, contiguous.
-        grad: Gradient, (n,) float32, contiguous. It is not changed.
-        moments: Moments of the parameter.
-        bits: Number of bits per code, 8 or 4.
-        step: Settings of the step.
+    `p` and `grad` are (n,) float32 and contiguous. `grad` is not changed.
     """
     if not supports(p):
         adam_step_reference(p, grad, moments, bits, step)

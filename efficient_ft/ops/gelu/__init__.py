@@ -38,11 +38,7 @@ def batch_norm_gelu(
 ) -> Tensor:
     """Compute `F.gelu` of `F.batch_norm` with running statistics, with gradients for x, `weight` and `bias`.
 
-    Args:
-        x: Input, (B, C, H, W), contiguous in channels-last memory.
-        mean, variance: Running statistics, (C,).
-        weight, bias: Affine parameters, (C,) or None.
-        eps: Constant added to the variance.
+    x is (B, C, H, W), contiguous in channels-last memory. `frozen.frozen_batch_norm` describes the other arguments.
     """
     return _BatchNormGelu.apply(x, mean, variance, weight, bias, eps)
 

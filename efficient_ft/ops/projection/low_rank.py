@@ -37,8 +37,7 @@ def low_rank_linear(
 
     Args:
         x: Tokens (B, N, C_in), or a map (B, H, W, C_in).
-        weight: Weight, (C_out, C_in).
-        bias: Bias, (C_out,) or None.
+        weight, bias: Weight (C_out, C_in), and bias (C_out,) or None.
         projection: Projection over the N tokens (prefix tokens and grid), over the H·W positions, or over the remaining
             tokens of each image.
     """
@@ -51,8 +50,7 @@ def low_rank_conv1x1(x: Tensor, weight: Tensor, bias: Tensor | None, projection:
 
     Args:
         x: Map (B, C_in, H, W), channels-first or channels-last in memory.
-        weight: Weight, (C_out, C_in, 1, 1).
-        bias: Bias, (C_out,) or None.
+        weight, bias: Weight (C_out, C_in, 1, 1), and bias (C_out,) or None.
         projection: Projection over the H·W positions.
     """
     return _LowRankConv1x1.apply(*to_autocast_dtype(x, weight, bias), projection, weakref.ref(x))

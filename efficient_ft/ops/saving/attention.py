@@ -20,7 +20,7 @@ from efficient_ft.ops.saving.products import matmul, product
 from efficient_ft.ops.saving.saving import as_kept, load, save
 from efficient_ft.ops.saving.sharing import SharedUnpack, apply_to
 from efficient_ft.ops.saving.table import name_of, packed_operation, packs
-from efficient_ft.ops.storage import Packed, Packer
+from efficient_ft.ops.storage import Packed
 
 aten = torch.ops.aten
 
@@ -58,18 +58,10 @@ def _softmax(mode: PackedOperations, input: Tensor, dim: int | None = None, dtyp
     if dim is None or not mode.supports(input):
         return NotImplemented
     p = _Softmax.apply(mode, to_single_precision(input) if dtype is None else input.to(dtype), dim)
-    return as_kept(mode, p, mode.policy.attention, heads=1, autocast=False)
+    return as_kept(mode, p, mode.policy.attention, heads=1, cast=False)
 
 
-@packs(F.softmax)
-def _functional_softmax(
-    mode: PackedOperations,
-    input: Tensor,
-    dim: int | None = None,
-    _stacklevel: int = 3,
-    dtype: torch.dtype | None = None,
-) -> Any:
-    return _softmax(mode, input, dim, dtype)
+packs(F.softmax)(lambda mode, input, dim=None, _stacklevel=3, dtype=None: _softmax(mode, input, dim, dtype))
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -81,15 +73,10 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        mode: PackedOperations,
-        packer: Packer,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: Any,
-        bias: Tensor | None,
+        ctx: Any, mode: PackedOperations, q: Tensor, k: Tensor, v: Tensor, scale: Any, bias: Tensor | None
     ) -> Tensor:
+        packer = mode.policy.fused
+        assert packer is not None
         y = F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
         parts = [mode.keep(x, packer, y.dtype, 1, role=role) for x, role in zip((q, k, v), "qkv", strict=True)]
         unpack = partial(_attention_again, [(p.unpack, len(p.tensors)) for p in parts], scale, bias is not None)
@@ -109,7 +96,7 @@ class _FusedAttention(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (y,) = load(ctx)
         found = torch.autograd.grad(y, y.attention_inputs, g)
-        return None, None, *(g.to(t) for g, t in zip(found, ctx.types, strict=True)), None, None
+        return None, *(g.to(t) for g, t in zip(found, ctx.types, strict=True)), None, None
 
 
 def _attention_again(parts: Sequence[tuple[Any, int]], scale: Any, has_bias: bool, *tensors: Tensor) -> Tensor:
@@ -212,7 +199,7 @@ def _attention(
         broadcast |= torch.broadcast_shapes(attn_mask.shape, scores_shape) != scores_shape
     constant = attn_mask is None or (attn_mask.is_floating_point() and not attn_mask.requires_grad)
     if mode.policy.fused is not None and constant and not dropout_p:
-        return _FusedAttention.apply(mode, mode.policy.fused, query, key, value, scale, attn_mask)
+        return _FusedAttention.apply(mode, query, key, value, scale, attn_mask)
     if broadcast:
         return NotImplemented
     if constant and not dropout_p and not mode.policy.forward:
@@ -232,7 +219,7 @@ def _attention(
         scores = scores + attn_mask if excluded is None else scores.masked_fill(excluded, -torch.inf)
     mode.begin("softmax")
     p = _Softmax.apply(mode, to_single_precision(scores), -1, masked_out)
-    p = as_kept(mode, p, mode.policy.attention, heads=1, autocast=False).to(value.dtype)
+    p = as_kept(mode, p, mode.policy.attention, heads=1, cast=False).to(value.dtype)
     mode.begin("values")
     return product(mode, F.dropout(p, dropout_p), value)
 
@@ -297,4 +284,4 @@ def _normalize(
     if p != 2 or not isinstance(dim, int) or out is not None or not mode.supports(input):
         return NotImplemented
     y = _Normalize.apply(mode, to_single_precision(input), dim, eps)
-    return as_kept(mode, y, mode.policy.attention, heads=1, autocast=False)
+    return as_kept(mode, y, mode.policy.attention, heads=1, cast=False)

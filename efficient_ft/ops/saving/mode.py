@@ -157,10 +157,7 @@ def current_packing() -> PackedOperations | None:
 
 @contextmanager
 def packing_suspended() -> Iterator[None]:
-    """Run operations unchanged inside a ``with`` block, even in a packed part of a model.
-
-    Use it for tensors that are not activations of the images.
-    """
+    """Suspend packing inside a ``with`` block, for tensors that are not activations of the images."""
     mode = current_packing()
     if mode is None:
         yield

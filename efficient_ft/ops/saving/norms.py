@@ -195,7 +195,7 @@ def _affine(unpack: Callable[..., Tensor], has_weight: bool, has_bias: bool, *te
 def _exact_or_packed(mode: PackedOperations, input: Tensor, heads: int | None = None) -> Tensor:
     """Return the input of a normalization in at least single precision. With `Policy.forward`, pack and unpack it."""
     input = to_single_precision(input)
-    return as_kept(mode, input, mode.policy.norm, not mode.policy.normalized, heads, autocast=False)
+    return as_kept(mode, input, mode.policy.norm, not mode.policy.normalized, heads, cast=False)
 
 
 @packs(F.layer_norm)
@@ -301,18 +301,12 @@ class _TrainingBatchNorm(torch.autograd.Function):
 
 
 def _set_map_source(
-    mode: PackedOperations,
-    y: Tensor,
-    kept: Packed,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    mode: PackedOperations, y: Tensor, x: Packed, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> None:
-    """Register the packed input of a BatchNorm as the source of its output y."""
+    """Register the packed input x of a BatchNorm as the source of its output y."""
     scale = rstd if weight is None else weight * rstd
     shift = -mean * scale if bias is None else bias - mean * scale
-    source = Packed((*kept.tensors, scale, shift), partial(_mapped, kept.unpack), kept.shared)
+    source = Packed((*x.tensors, scale, shift), partial(_mapped, x.unpack), x.shared)
     # A packed x is shared with BatchNorm's backward pass. For a dense x, the users share the result of the map.
     mode.set_source(y, mode.share(source) if mode.policy.exact else source)
 
@@ -341,7 +335,7 @@ def _batch_norm(
     if not mode.supports(input, trained=(weight, bias)):
         return NotImplemented
     trains = weight is not None and weight.requires_grad
-    input = as_kept(mode, input, mode.policy.norm, training or trains, autocast=False)
+    input = as_kept(mode, input, mode.policy.norm, training or trains, cast=False)
     if training:
         return _TrainingBatchNorm.apply(mode, input, running_mean, running_var, weight, bias, momentum, eps)
     return _BatchNorm.apply(mode, input, running_mean, running_var, weight, bias, eps)

@@ -88,10 +88,10 @@ def _mul(mode: PackedOperations, input: Any, other: Any) -> Any:
     if torch.broadcast_shapes(x.shape, s.shape) != x.shape:
         return NotImplemented
     if s.requires_grad and 4 * s.numel() <= x.numel() and mode.supports(x, trained=(s,)):
-        return _Scale.apply(mode, as_kept(mode, x, mode.policy.norm, autocast=False), s)
+        return _Scale.apply(mode, as_kept(mode, x, mode.policy.norm, cast=False), s)
     if not x.requires_grad or not s.requires_grad or x.dim() != s.dim() or not mode.supports(x, s):
         return NotImplemented
-    x, s = (as_kept(mode, t, mode.policy.product, autocast=False) for t in (x, s))
+    x, s = (as_kept(mode, t, mode.policy.product, cast=False) for t in (x, s))
     return _Product.apply(mode, x, s)
 
 
@@ -100,11 +100,7 @@ class _Smooth(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        mode: PackedOperations,
-        x: Tensor,
-        function: Callable[[Tensor], Tensor],
-        gradient: Callable[[Tensor, Tensor], Tensor],
+        ctx: Any, mode: PackedOperations, x: Tensor, function: Callable[..., Tensor], gradient: Callable[..., Tensor]
     ) -> Tensor:
         y = function(x)
         kept = mode.keep(x, mode.policy.activation, None, -1 if x.dim() == 3 else None)

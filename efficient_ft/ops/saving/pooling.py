@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,11 +56,8 @@ def _avg_pool2d(
 def _adaptive_avg_pool2d(mode: PackedOperations, input: Tensor, output_size: Any) -> Any:
     if not mode.supports(input):
         return NotImplemented
-    return _AveragePool.apply(
-        input,
-        lambda x: F.adaptive_avg_pool2d(x, output_size),
-        lambda g, like: aten._adaptive_avg_pool2d_backward(g, like),
-    )
+    function = partial(F.adaptive_avg_pool2d, output_size=output_size)
+    return _AveragePool.apply(input, function, aten._adaptive_avg_pool2d_backward)
 
 
 class _MaxPool2d(torch.autograd.Function):

@@ -61,25 +61,14 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def as_kept(
-    mode: PackedOperations,
-    x: Tensor,
-    packer: Packer,
-    needed: bool = True,
-    heads: int | None = None,
-    autocast: bool = True,
+    mode: PackedOperations, x: Tensor, packer: Packer, needed: bool = True, heads: int | None = None, cast: bool = True
 ) -> Tensor:
     """Return x, or with `Policy.forward` the packed and unpacked x (Back Razor, Figure 3: a negative control).
 
-    Args:
-        mode: Packing mode.
-        x: Input of an operation.
-        packer: Packer of x.
-        needed: True if the operation saves x.
-        heads: See `PackedOperations.keep`.
-        autocast: True if the operation converts x to autocast's dtype.
+    `needed` is True if the operation saves x, and `cast` is True if it converts x to autocast's dtype.
     """
     if not mode.policy.forward or not needed:
         return x
     device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if autocast and torch.is_autocast_enabled(device) else None
+    dtype = torch.get_autocast_dtype(device) if cast and torch.is_autocast_enabled(device) else None
     return _StraightThrough.apply(mode, x, packer, dtype, heads)

@@ -101,13 +101,10 @@ def extremes(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def group_pack(x: Tensor, bits: int, length: int, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute `ops.storage.group_pack`.
+    """Compute `ops.storage.group_pack` for groups of `length` values.
 
-    Args:
-        x: Pieces, (M, L). The last dimension is contiguous, and L is a multiple of `length` unless M is 1.
-        bits: Number of bits per value.
-        length: Number of values per group.
-        seed: Seed, () int64. If None, values are rounded to nearest.
+    x (M, L) consists of M pieces. Its last dimension is contiguous, and L is a multiple of `length` unless M is 1.
+    `seed` is () int64. If `seed` is None, values are rounded to nearest.
     """
     x, n = x.float(), x.numel()
     groups = -(-n // length)
@@ -137,10 +134,9 @@ def _in_blocks(groups: int, length: int) -> tuple[int, int]:
 def _rows(x: Tensor, *of_groups: Tensor) -> tuple[list[int], list[Tensor]]:
     """Divide a tensor (outer, G, inner) into blocks of rows.
 
-    Returns:
-        The numbers of blocks, rows per block, rows, groups, elements per group, and ranges, and True if groups are
-        short.
-        The second result is `of_groups` with one value per group, or per element of a row if groups are short.
+    Return two lists. The first contains the numbers of blocks, rows per block, rows, groups, elements per group, and
+    ranges, and True if groups are short. The second contains `of_groups`, with one value per group, or one value per
+    element of a row if groups are short.
     """
     rows, groups, inner = x.shape
     block = -(-_BLOCK // (groups * inner))
@@ -151,7 +147,6 @@ def _rows(x: Tensor, *of_groups: Tensor) -> tuple[list[int], list[Tensor]]:
     return [blocks, block, rows, groups, inner, groups, False], [t.contiguous() for t in of_groups]
 
 
-# ------------------------------------------------------------------------------------------------ threads
 def run_in_threads(kernel: Any, job: list[int]) -> None:
     """Call a kernel in the threads of torch. The arguments `job` follow the row counter."""
     numbers = np.zeros(16, np.int64)

@@ -69,7 +69,6 @@ def as_job(*variant: object, **options: Any) -> Callable[[Any], Any]:
     return compiled
 
 
-# ------------------------------------------------------------------------------------------------ rows
 @_jit
 def _flags(row, largest, threshold, flags):
     for i in range(len(row)):
@@ -195,52 +194,6 @@ def _exact_threshold(x, where, hop, largest, kept, sample, out):
     return threshold, at_least
 
 
-@_jit
-def _pack(x, job, values, bitmap):
-    rows, pieces, length, kept = job[1], job[2], job[3], values.shape[1]
-    exact, rank, m, hop = job[8], job[9], job[10], job[14]
-    n = pieces * length
-    largest = x.dtype.type(job[11])
-    out = np.empty(n + 1, x.dtype)
-    flags = np.empty(_CHUNK, np.uint8)
-    sample = np.empty(min(m, n), x.dtype)
-    while True:
-        s = _take(job)
-        if s >= rows:
-            return
-        where = (s * job[12], job[13], pieces, length)
-        if exact:
-            threshold, at_least = _exact_threshold(x, where, hop, largest, kept, sample, out)
-            extra = at_least - kept
-        else:
-            _subsample(x, where, hop, largest, sample)
-            threshold, extra = _in_rank(sample, rank, largest), 0
-        _pack_row(x, where, largest, threshold, extra, values[s], bitmap[s], out, flags)
-
-
-@_jit
-def _unpack(values, bitmap, x, job):
-    rows, n = x.shape
-    kept = values.shape[1]
-    padded = np.zeros(kept + 1, values.dtype)
-    while True:
-        s = _take(job)
-        if s >= rows:
-            return
-        padded[:kept] = values[s]
-        row, j = x[s], uint64(0)
-        for m in range(uint64(n // 8)):
-            byte = uint64(bitmap[s, m])
-            for i in range(uint64(8)):
-                bit = (byte >> i) & uint64(1)
-                row[uint64(8) * m + i] = padded[j] & -int64(bit)
-                j += bit
-        for i in range(n - n % 8, n):
-            bit = (uint64(bitmap[s, n // 8]) >> uint64(i % 8)) & uint64(1)
-            row[i] = padded[j] & -int64(bit)
-            j += bit
-
-
 # A quantized tensor consists of rows of groups. One loop over a row processes all short groups, with a range for each
 # element. A separate loop processes each long group, with the range in registers.
 @_jit
@@ -298,7 +251,6 @@ def _extremes_long(bits, low, high):
     return low, high
 
 
-# ------------------------------------------------------------------------------------------------ jobs
 @functools.cache
 def pack(size: int) -> Any:
     """Compile the job that packs rows of values of `size` bytes."""
@@ -308,10 +260,24 @@ def pack(size: int) -> Any:
     def job_of(pointer):
         job = carray(pointer, 16)
         rows, pieces, length, kept = job[1], job[2], job[3], job[4]
+        exact, rank, m, hop, n = job[8], job[9], job[10], job[14], pieces * length
         x = carray(_address(job[5]), ((rows - 1) * job[12] + (pieces - 1) * job[13] + length,), integer)
         values = carray(_address(job[6]), (rows, kept), integer)
-        bitmap = carray(_address(job[7]), (rows, (pieces * length + 7) // 8), uint8)
-        _pack(x, job, values, bitmap)
+        bitmap = carray(_address(job[7]), (rows, (n + 7) // 8), uint8)
+        largest = x.dtype.type(job[11])
+        out, flags, sample = np.empty(n + 1, x.dtype), np.empty(_CHUNK, np.uint8), np.empty(min(m, n), x.dtype)
+        while True:
+            s = _take(job)
+            if s >= rows:
+                return
+            where = (s * job[12], job[13], pieces, length)
+            if exact:
+                threshold, at_least = _exact_threshold(x, where, hop, largest, kept, sample, out)
+                extra = at_least - kept
+            else:
+                _subsample(x, where, hop, largest, sample)
+                threshold, extra = _in_rank(sample, rank, largest), 0
+            _pack_row(x, where, largest, threshold, extra, values[s], bitmap[s], out, flags)
 
     return job_of
 
@@ -327,7 +293,24 @@ def unpack(size: int) -> Any:
         rows, n, kept = job[1], job[2], job[3]
         x = carray(_address(job[4]), (rows, n), integer)
         values = carray(_address(job[5]), (rows, kept), integer)
-        _unpack(values, carray(_address(job[6]), (rows, (n + 7) // 8), uint8), x, job)
+        bitmap = carray(_address(job[6]), (rows, (n + 7) // 8), uint8)
+        padded = np.zeros(kept + 1, values.dtype)
+        while True:
+            s = _take(job)
+            if s >= rows:
+                return
+            padded[:kept] = values[s]
+            row, j = x[s], uint64(0)
+            for m in range(uint64(n // 8)):
+                byte = uint64(bitmap[s, m])
+                for i in range(uint64(8)):
+                    bit = (byte >> i) & uint64(1)
+                    row[uint64(8) * m + i] = padded[j] & -int64(bit)
+                    j += bit
+            for i in range(n - n % 8, n):
+                bit = (uint64(bitmap[s, n // 8]) >> uint64(i % 8)) & uint64(1)
+                row[i] = padded[j] & -int64(bit)
+                j += bit
 
     return job_of
 
