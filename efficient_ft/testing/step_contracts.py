@@ -7,7 +7,7 @@ import gc
 import io
 import math
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,12 +46,7 @@ class StepContracts(ContractTests):
         model, method = self.applied(row, name)
         stir(model)
         for step in range(3):
-            for phase, call in (
-                ("step_begin", lambda step=step: method.step_begin(step)),
-                ("a training pass", lambda step=step: run_pass(model, name, step, method)),
-                ("evaluation", lambda: evaluate(model, name)),
-                ("step_end", method.step_end),
-            ):
+            for phase, call in _phases(model, method, name, step):
                 before, buffers = values(model), {n for n, _ in model.named_buffers()}
                 call()
                 names = [n for n in moved(before, model) if phase != "a training pass" or n not in buffers]
@@ -101,15 +96,10 @@ class StepContracts(ContractTests):
             assert not changed, f"apply changes requires_grad of {', '.join(changed[:5])}"
         frozen = {n for n, trains in after.items() if not trains}
         for step in range(3):
-            for phase, call in (
-                ("step_begin", lambda step=step: method.step_begin(step)),
-                ("a pass", lambda step=step: run_pass(model, name, step, method)),
-                ("step_end", method.step_end),
-            ):
+            for phase, call in _phases(model, method, name, step):
                 call()
-                freed = [
-                    n for n, p in model.named_parameters() if n in frozen and (p.requires_grad or p.grad is not None)
-                ]
+                parameters = {n: p for n, p in model.named_parameters() if n in frozen}
+                freed = [n for n, p in parameters.items() if p.requires_grad or p.grad is not None]
                 assert not freed, f"{phase} of step {step} trains frozen parameters: {', '.join(freed[:5])}"
 
     @on_models(lambda row: row.models[:1])
@@ -139,8 +129,7 @@ class StepContracts(ContractTests):
             if self.rows[row].random:
                 torch.manual_seed(0)
             run_pass(one, name, 0, its)
-        difference = largest_difference(gradients_of(untouched), gradients_of(model))
-        assert difference == 0, f"evaluation changes the gradients of the next pass by {difference:.2g}"
+        _assert_equal(gradients_of(untouched), gradients_of(model), "evaluation changes the gradients of the next pass")
 
     @on_models(lambda row: row.models[:1])
     def test_random_choices_follow_from_seed_and_step(self, row: str, name: str) -> None:
@@ -166,11 +155,8 @@ class StepContracts(ContractTests):
                 seed_everything(2000 * run + step)
                 method.step_end()
         for step, (first, second) in enumerate(zip(*runs, strict=True)):
-            difference = largest_difference(first, second)
-            assert difference == 0, (
-                f"step {step}: two runs of the same seed differ by {difference:.2g}. Seed random choices of a step by"
-                " (seed, step). If the method draws in every forward pass, like dropout, set the reason in Row.random."
-            )
+            hint = "Seed random choices by (seed, step), or set Row.random if every forward pass draws, like dropout."
+            _assert_equal(first, second, f"two runs of the same seed differ in step {step}. {hint}")
 
     @on_models(lambda row: row.models[:1] if not row.random else ())
     def test_two_passes_of_a_step_are_equal(self, row: str, name: str) -> None:
@@ -183,10 +169,7 @@ class StepContracts(ContractTests):
             copied, copied_method = copy.deepcopy((model, method))
             run_pass(copied, name, 0, copied_method)
             found.append(gradients_of(copied))
-        difference = largest_difference(*found)
-        assert difference == 0, (
-            f"two passes of a step differ by {difference:.2g}: they draw random numbers (Row.random)"
-        )
+        _assert_equal(*found, "two passes of a step differ: they draw random numbers (Row.random)")
 
     @on_models(lambda row: row.models[:1])
     def test_the_state_of_the_process_stays(self, row: str, name: str) -> None:
@@ -238,9 +221,8 @@ class StepContracts(ContractTests):
             restored = _same_state(again.state_dict(), saved["method"])
             assert restored, f"state_dict differs after load_state_dict (saved after {saved_after} steps)"
             for step, found in _training(resumed, again, name, range(saved_after, _STEPS)):
-                difference = largest_difference(expected[step], found)
-                assert difference == 0, (
-                    f"step {step} of a run continued after {saved_after} steps differs by {difference:.2g}"
+                _assert_equal(
+                    expected[step], found, f"step {step} of a run continued after {saved_after} steps differs"
                 )
 
     @on_models(lambda row: row.models[:1])
@@ -257,10 +239,7 @@ class StepContracts(ContractTests):
             runs.append((state, [found for _, found in _training(fresh, method, name, range(3))]))
         assert _same_state(runs[0][0], runs[1][0]), "the method still has state of the model that it was removed from"
         for step, (again, new) in enumerate(zip(runs[0][1], runs[1][1], strict=True)):
-            difference = largest_difference(new, again)
-            assert difference == 0, (
-                f"step {step} of the re-applied method differs from a new method by {difference:.2g}"
-            )
+            _assert_equal(new, again, f"step {step} of the re-applied method differs from a new method")
 
     def test_nothing_hides_from_the_meter(self, row: str, name: str) -> None:
         """The bytes counted by saved-tensors hooks equal the bytes in memory after the forward pass."""
@@ -321,6 +300,21 @@ class StepContracts(ContractTests):
         assert all(p.grad.dtype == p.dtype == torch.float32 for p in trained.values() if p.grad is not None)
         assert all(torch.isfinite(p).all() for p in trained.values())
         assert any((p != before[n]).any() for n, p in trained.items())
+
+
+def _phases(model: nn.Module, method: Method, name: str, step: int) -> list[tuple[str, Callable[[], Any]]]:
+    """Return the phases of a step in their order, each with a function that runs it."""
+    return [
+        ("step_begin", lambda: method.step_begin(step)),
+        ("a training pass", lambda: run_pass(model, name, step, method)),
+        ("evaluation", lambda: evaluate(model, name)),
+        ("step_end", method.step_end),
+    ]
+
+
+def _assert_equal(expected: Gradients, found: Gradients, message: str) -> None:
+    difference = largest_difference(expected, found)
+    assert difference == 0, f"{message} (largest relative error {difference:.2g})"
 
 
 def _training(model: nn.Module, method: Method, name: str, steps: range) -> Iterator[tuple[int, Gradients]]:
