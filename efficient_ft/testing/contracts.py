@@ -49,7 +49,7 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
 
     Attributes:
         rows: Table of settings, by row name.
-        conf: Folder of the methods' YAML files. None: YAML files are not tested.
+        conf: Folder of the methods' YAML files. If None, YAML files are not tested.
     """
 
     def test_the_class_keeps_the_contract(self, row: str) -> None:
@@ -99,7 +99,6 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
         assert all(isinstance(why, Skipped) and str(why) for why in report.skipped.values())
         assert report.method == method.name
         assert method.name in str(report)
-
         keys, classes = list(model.state_dict()), [type(m) for m in model.modules()]
         assert method.apply(model) is report is method.applied
         assert list(model.state_dict()) == keys
@@ -149,7 +148,6 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
         # Only first passes are compared, since the next pass of a step rounds with different noise.
         expected = gradients(copied, name)
         assert largest_difference(expected, gradients(pickled, name)) == 0
-
         # Changes of a copy do not affect the original.
         keys = list(model.state_dict())
         copied_method.remove(copied)
@@ -191,7 +189,6 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
         shared = plain_state_dict(model, [method], copy_weights=False)
         torch.testing.assert_close(shared, exported, rtol=0, atol=0)
         torch.testing.assert_close(dict(model.state_dict()), kept, rtol=0, atol=0)
-
         fresh = model_of(name)
         assert fresh.state_dict().keys() <= exported.keys()
         if not method.merges:

@@ -23,17 +23,11 @@ SETS_REQUIRES_GRAD = (Axis.SELECTION, Axis.ADAPTERS)
 
 
 class Instead(Enum):
-    """The property that is tested instead of "off equals plain training", for a method without an off value.
+    """The property that is tested instead of "off equals plain training", for a method without an off value."""
 
-    Attributes:
-        SAME_GRADIENTS: The gradients of the trainable parameters equal those of plain training (selections).
-        SAME_OUTPUT: The output is unchanged at initialization, and changed after training (adapters).
-        NEAR_GRADIENTS: The gradients are close to those of plain training (rounding).
-    """
-
-    SAME_GRADIENTS = "gradients of the trainable parameters equal those of plain training"
-    SAME_OUTPUT = "the output is unchanged at initialization"
-    NEAR_GRADIENTS = "gradients are close to those of plain training"
+    SAME_GRADIENTS = "gradients of the trainable parameters equal those of plain training (selections)"
+    SAME_OUTPUT = "the output is unchanged at initialization, and changed after training (adapters)"
+    NEAR_GRADIENTS = "gradients are close to those of plain training (rounding)"
 
 
 def _itself(model: nn.Module) -> nn.Module:

@@ -79,7 +79,6 @@ def _encode(m, v_bits, inverse, low, one, tops, base, ratio, root):
         root[i] = uint8((min(code, root_top) + int32(1)) * some)
         down += int32((int32(rest * float32(_SHIFTS)) - up * _SHIFTS) * some)
         positive += some
-
         noise = noise * float32(4096)
         noise = noise - float32(int32(noise))
         size = abs(m[i]) * inverse

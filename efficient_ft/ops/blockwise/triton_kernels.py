@@ -53,7 +53,6 @@ def adam_step(
     l2, decay, beta1, rest1 = tl.load(factors), tl.load(factors + 1), tl.load(factors + 2), tl.load(factors + 3)
     beta2, rest2, correction = tl.load(factors + 4), tl.load(factors + 5), tl.load(factors + 6)
     eps, rate, smallest = tl.load(factors + 7), tl.load(factors + 8), tl.load(factors + 9)
-
     low = tl.load(range_ + 3 * row, mask=inside, other=0).to(tl.int32) << 16
     one = tl.load(range_ + 3 * row + 1, mask=inside, other=0).to(tl.int32) * UNIT
     shift = tl.load(range_ + 3 * row + 2, mask=inside, other=0).to(tl.float32)
@@ -63,14 +62,12 @@ def adam_step(
     s = tl.where(code > 0, bits, 0).to(tl.float32, bitcast=True)
     signed = _load_codes(ratio, at, mask, BITS) - ZERO
     m = (signed * tl.abs(signed)).to(tl.float32) * tl.load(scale + row, mask=inside, other=0)[:, None] * s
-
     x = tl.load(p + at, mask=mask, other=0)
     g = tl.load(grad + at, mask=mask, other=0)
     g = tl.where(l2 == 0, g, x * l2 + g)
     m = m * beta1 + g * rest1
     s = tl.sqrt_rn(s * s * beta2 + g * g * rest2)
     tl.store(p + at, x * decay - tl.div_rn(m, s * correction + eps) * rate, mask=mask)
-
     u = tl.div_rn(m, s)
     u = tl.where(tl.abs(u) <= 3.4028234663852886e38, u, 0.0)
     new_scale = tl.maximum(tl.max(tl.abs(u), 1), smallest) * (1 / RATIO_TOP**2)
@@ -82,7 +79,6 @@ def adam_step(
     distance = tl.where(span > 0, (span + (ROOT_TOP * UNIT - 1)) // (ROOT_TOP * UNIT), 1)
     tl.store(range_ + 3 * row, low.to(tl.int16), mask=inside)
     tl.store(range_ + 3 * row + 1, distance.to(tl.int16), mask=inside)
-
     one = (distance * UNIT).to(tl.float32)[:, None]
     place = (bits - (low << 16)[:, None]).to(tl.float32) * tl.div_rn(1.0, one)
     rest = place - tl.floor(place)
@@ -94,7 +90,6 @@ def adam_step(
     shift = tl.where(down < 0, -((positive - 1 - down) // positive), down // positive)
     tl.store(range_ + 3 * row + 2, shift.to(tl.int16), mask=inside)
     _store_codes(root, at, tl.where(bits > 0, code, 0), row, blocks, BITS, ROWS, SIZE)
-
     noise = noise * 4096 - tl.floor(noise * 4096)
     size = tl.abs(u) * tl.div_rn(1.0, new_scale)[:, None]
     whole = tl.floor(tl.sqrt_rn(size))

@@ -9,6 +9,7 @@ layers. Copies and pickles of a model therefore do not contain projections.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, Protocol
@@ -41,11 +42,6 @@ class Group:
     def tiles(self) -> int:
         """Number of tiles, T."""
         return 1 if self.positions is None else self.positions.shape[0]
-
-    @property
-    def multiply_adds(self) -> int:
-        """Number of multiply-adds of one projection, or one reverse projection, of one channel."""
-        return self.tiles * self.analysis.size
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +86,7 @@ class Projection:
     @property
     def flops(self) -> int:
         """Executed FLOPs of one projection, or one reverse projection, of one channel (2 per multiply-add)."""
-        return 2 * sum(g.multiply_adds for g in self.groups)
+        return 2 * sum(g.tiles * g.analysis.size for g in self.groups)
 
     @classmethod
     def from_tiles(cls, tiles: list[Tile], grid: tuple[int, int], prefix: int = 0) -> Projection:
@@ -158,14 +154,7 @@ class Projection:
         """Compute the coefficients (B, R, C), contiguous, of tokens (B, N, C)."""
         if constants.gather is None:
             return torch.matmul(constants.matrices[0], x_BNC)
-        x_BNC = x_BNC.index_select(1, constants.gather)
-        parts, start = [], 0
-        for g, matrix in zip(self.groups, constants.matrices[::2], strict=True):
-            rank, size = matrix.shape
-            tiles = x_BNC[:, start : start + g.tiles * size].unflatten(1, (g.tiles, size))
-            parts.append(torch.matmul(matrix, tiles).reshape(len(x_BNC), g.tiles * rank, -1))
-            start += g.tiles * size
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return self._multiply(constants.matrices[::2], x_BNC.index_select(1, constants.gather))
 
     def back(self, x_BRC: Tensor, constants: Constants, channels_first: bool = False) -> Tensor:
         """Compute tokens (B, N, C), or contiguous (B, C, N) with `channels_first`, from coefficients (B, R, C)."""
@@ -173,14 +162,19 @@ class Projection:
             if channels_first:
                 return torch.matmul(x_BRC.transpose(1, 2), constants.matrices[1])
             return torch.matmul(constants.matrices[1].T, x_BRC)
-        parts, start = [], 0
-        for g, matrix in zip(self.groups, constants.matrices[1::2], strict=True):
-            rank, size = matrix.shape
-            tiles = x_BRC[:, start : start + g.tiles * rank].unflatten(1, (g.tiles, rank))
-            parts.append(torch.matmul(matrix.T, tiles).reshape(len(x_BRC), g.tiles * size, -1))
-            start += g.tiles * rank
-        x_BNC = (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).index_select(1, constants.scatter)
+        matrices = [matrix.T for matrix in constants.matrices[1::2]]
+        x_BNC = self._multiply(matrices, x_BRC).index_select(1, constants.scatter)
         return x_BNC.transpose(1, 2).contiguous() if channels_first else x_BNC
+
+    def _multiply(self, matrices: Sequence[Tensor], x: Tensor) -> Tensor:
+        """Multiply each tile of x, in the order of the groups, by the matrix of its group."""
+        parts, start = [], 0
+        for g, matrix in zip(self.groups, matrices, strict=True):
+            rows, size = matrix.shape
+            tiles = x[:, start : start + g.tiles * size].unflatten(1, (g.tiles, size))
+            parts.append(torch.matmul(matrix, tiles).reshape(len(x), g.tiles * rows, -1))
+            start += g.tiles * size
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,9 +234,8 @@ def _group(tiles: list[Tile]) -> list[Group]:
     equal: dict[tuple, list[Tile]] = {}
     for t in tiles:
         # The matrices are rounded, since the matrices of equal tiles may differ in the last bit.
-        equal.setdefault((t.analysis.shape, t.analysis.round(9).tobytes(), t.synthesis.round(9).tobytes()), []).append(
-            t
-        )
+        key = t.analysis.shape, t.analysis.round(9).tobytes(), t.synthesis.round(9).tobytes()
+        equal.setdefault(key, []).append(t)
     return [Group(np.stack([t.positions for t in ts]), ts[0].analysis, ts[0].synthesis) for ts in equal.values()]
 
 

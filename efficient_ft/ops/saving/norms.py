@@ -49,14 +49,11 @@ class _LayerNorm(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, rstd, *mean = load(ctx)
         wanted = [ctx.needs_input_grad[i] for i in (1, 3, 4)]
-        if ctx.normalized:
-            zero, one = torch.zeros_like(rstd), torch.ones_like(rstd)
-            found = aten.native_layer_norm_backward(g, x, ctx.shape, zero, one, weight, bias, wanted)
-            g_x = found[0].mul_(rstd) if wanted[0] else None
-        else:
-            found = aten.native_layer_norm_backward(g, x, ctx.shape, mean[0], rstd, weight, bias, wanted)
-            g_x = found[0]
-        return None, g_x, None, found[1], found[2], None
+        statistics = (torch.zeros_like(rstd), torch.ones_like(rstd)) if ctx.normalized else (mean[0], rstd)
+        g_x, g_w, g_b = aten.native_layer_norm_backward(g, x, ctx.shape, *statistics, weight, bias, wanted)
+        if ctx.normalized and wanted[0]:
+            g_x.mul_(rstd)
+        return None, g_x, None, g_w, g_b, None
 
 
 def _normalized(

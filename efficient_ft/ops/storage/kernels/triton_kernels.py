@@ -170,7 +170,6 @@ def write(
     room = tl.maximum(kept - tl.sum(above_of), 0) if EXACT else 0
     above_before = tl.sum(tl.where(t < tile, above_of, 0))
     equal_before = tl.sum(equal_of)
-
     at = tile * TILE + tl.arange(0, TILE)
     inside = at < n
     value = _load(x + row * stride, at, n, step, length, PIECES)
