@@ -123,7 +123,7 @@ def _spread(shape: torch.Size, values: Tensor, bits: Tensor) -> Tensor:
 
 
 class SparseProducts(PackedOperations):
-    """A mode with SWAT's linear layers and convolutions, in which ReLU saves one bit per element.
+    """A mode with SWAT's linear layers and convolutions. ReLU saves one bit per element.
 
     Args:
         thresholds: Thresholds that persist from step to step.

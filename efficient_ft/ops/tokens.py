@@ -237,7 +237,7 @@ class _Merge(torch.autograd.Function):
 
 
 class _Unmerge(torch.autograd.Function):
-    """x at the indices, some of which are repeated. It saves only the indices."""
+    """Gather tokens at indices that may repeat. It saves only the indices."""
 
     @staticmethod
     def forward(ctx: Any, x_BUC: Tensor, index_BN: Tensor) -> Tensor:
@@ -331,7 +331,7 @@ _ATTRIBUTE = "efficient_ft_tokens"
 
 
 def attach_tokens(x_BNC: Tensor, tokens: Tokens | None) -> Tensor:
-    """Attach a record to x for the next block, and return x. None (no token was removed) attaches nothing."""
+    """Attach a record, which is None if no token was removed, to x for the next block, and return x."""
     if tokens is not None:
         setattr(x_BNC, _ATTRIBUTE, tokens)
     return x_BNC

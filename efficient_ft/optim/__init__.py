@@ -1,4 +1,4 @@
-"""Optimizers that need less memory: Adam with states in 8 or 4 bits, and optimizer steps inside the backward pass.
+"""Memory-efficient optimizers: Adam with states in 8 or 4 bits, and optimizer steps inside the backward pass.
 
 >>> optimizer = step_in_backward(LowBitAdamW(model.parameters(), lr=1e-4, bits=8))
 """

@@ -30,8 +30,8 @@ _SEEDS = 24
 #: Gradients smaller than this share of the largest gradient are compared relative to that share. Such gradients may be
 #: zero in theory (a bias before a normalization) and consist of rounding noise.
 _SMALL = {"fp64": 1e-4, "fp32": 1e-2, "bf16": 1e-2}
-#: Allowed relative errors of a gradient and of its length along the reference, before the row's `rtol` and 3 × the
-#: reference's error in that precision are added. Under bf16, a method may select other values than the reference.
+#: Allowed relative errors of a gradient, and of its length along the reference. The row's `rtol` and 3 × the error of
+#: the reference in the same precision are added. Under bf16, a method may select other values than the reference.
 _LOWER = {"fp64": (0.0, 0.0), "fp32": (1e-3, 1e-3), "bf16": (0.25, 0.05)}
 #: Folder of this package.
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -74,7 +74,7 @@ class Case:
 
 
 def check_case(row: Row, model: nn.Module, method: Method, name: str, case: Case, *, in_place: bool = False) -> None:
-    """Compare logits, gradients and buffers of one optimizer step with those of the row's reference.
+    """Compare the logits, gradients and buffers of one optimizer step with the row's reference.
 
     Args:
         row: Row of the method's settings.
@@ -243,7 +243,7 @@ class ReferenceContracts(ContractTests):
 
     @on_models(_referenced)
     def test_gradients_are_those_of_the_reference(self, row: str, name: str) -> None:
-        """In training, logits, gradients and buffers equal those of the reference in float64, even in a later step."""
+        """In training, logits, gradients and buffers equal the reference in float64, even in a later step."""
         cases = [Case(), Case(count=1), Case(seeds=(0, 1), count=3), Case(channels_last=True)]
         if self.rows[row].method.axis not in SETS_REQUIRES_GRAD:
             cases.append(Case(frozen=True))
@@ -254,7 +254,7 @@ class ReferenceContracts(ContractTests):
 
     @on_models(_referenced)
     def test_gradients_in_evaluation_are_those_of_the_reference(self, row: str, name: str) -> None:
-        """In evaluation mode with gradients, logits and gradients equal those of the reference in float64."""
+        """In evaluation mode with gradients, logits and gradients equal the reference in float64."""
         self._check(row, name, Case(training=False))
 
     @on_models(_referenced)

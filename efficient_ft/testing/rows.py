@@ -64,7 +64,7 @@ class Row:
             disable shortcuts, so that the method's own computation runs.
         models: Small models (keys of `MODELS`) that the method is tested on.
         refused: Small models that the method must refuse, each with a part of the error message.
-        own_evaluation: Reason why the output in evaluation differs from that of the pretrained model. Empty if the
+        own_evaluation: Reason why the output in evaluation differs from the pretrained model's output. Empty if the
             outputs are equal.
         initial_model: Function that maps a plain model to the model whose output the method's model has at
             initialization. The default returns the plain model.

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 def structure(model: nn.Module) -> dict[str, Any]:
     """Return everything that a method can change in a model except values, by description.
 
-    The snapshot contains the classes, training flags, hooks and attributes of modules, the names, dtypes and shapes of
-    parameters and buffers, and the `requires_grad` flags and hooks of parameters.
+    The snapshot contains the classes, training flags, hooks and attributes of modules. For parameters and buffers, it
+    contains names, dtypes and shapes, and for parameters also `requires_grad` flags and hooks.
     """
     found: dict[str, Any] = {}
     for name, module in model.named_modules(remove_duplicate=False):

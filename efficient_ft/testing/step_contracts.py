@@ -169,7 +169,8 @@ class StepContracts(ContractTests):
             copied, copied_method = copy.deepcopy((model, method))
             run_pass(copied, name, 0, copied_method)
             found.append(gradients_of(copied))
-        _assert_equal(*found, "two passes of a step differ: they draw random numbers (Row.random)")
+        first, second = found
+        _assert_equal(first, second, "two passes of a step differ: they draw random numbers (Row.random)")
 
     @on_models(lambda row: row.models[:1])
     def test_the_state_of_the_process_stays(self, row: str, name: str) -> None:

@@ -16,7 +16,7 @@ Gradients = dict[str, Tensor | None]
 def gradients(model: nn.Module, name: str, seed: int = 0) -> Gradients:
     """Return the gradients after the forward and backward pass of one training step.
 
-    `name` is the small model of which `model` is a copy. The images and torch's generator are seeded by `seed`.
+    `model` is a copy of the small model `name`, with or without methods. `seed` seeds the images and torch's generator.
     """
     torch.manual_seed(seed)
     run_pass(model, name, seed)

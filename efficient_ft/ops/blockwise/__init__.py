@@ -1,4 +1,4 @@
-"""Block-wise storage of Adam's moments m and v, and the Adam step on them, in kernels or in plain PyTorch.
+"""Block-wise storage of Adam's moments m and v, and the Adam step with these moments.
 
 A block stores codes of the ratio m / √v and of the root √v. The codes of the root divide the range between the smallest
 and the largest positive root of a block. The steps are equal in the order of float32 numbers, which is nearly
@@ -183,7 +183,7 @@ class AdamStep(NamedTuple):
     step: int
 
     def factors(self, growth: float = 0.0) -> tuple[float, ...]:
-        """Return the factors of the formulas, in the order in which `dense_step` and the kernels read them.
+        """Return the factors of the update formulas, in the order that `dense_step` and the kernels expect.
 
         `growth` is the relative growth of the divisor as rounding errors accumulate (`GROWTH`).
         """

@@ -45,7 +45,7 @@ def low_pass_linf(order: int) -> Pairs:
 
 
 def lowest_first(pairs: Iterable[tuple[int, int]]) -> Pairs:
-    """Sort pairs of sequencies into their canonical order, in which the constant (0, 0) is first."""
+    """Sort pairs of sequencies into their canonical order, starting with the constant (0, 0)."""
     return tuple(sorted(pairs, key=lambda p: (sum(p), p)))
 
 

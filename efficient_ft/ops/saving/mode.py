@@ -273,8 +273,7 @@ class PackedOperations(TorchFunctionMode):
         Args:
             x: Tensor to save.
             packer: Packer of x, used unless x is already packed.
-            dtype: Dtype to which the operation converts x (autocast), and in which x is unpacked. Default: the dtype of
-                x.
+            dtype: Dtype of x in the operation (autocast) and after unpacking. Default: the dtype of x.
             heads: Dimension of x that is divided into heads.
             result: True if x is the operation's own output. Saving a view of it would create a reference cycle.
             role: Role of x in the operation.

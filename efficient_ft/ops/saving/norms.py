@@ -265,7 +265,7 @@ def _per_channel(values: Tensor, like: Tensor) -> Tensor:
 class _TrainingBatchNorm(torch.autograd.Function):
     """BatchNorm with exact statistics of the batch.
 
-    The parameters of `forward` are those of `F.batch_norm`: an autograd function passes each tensor separately.
+    `forward` has the parameters of `F.batch_norm`, because an autograd function receives each tensor separately.
     """
 
     @staticmethod

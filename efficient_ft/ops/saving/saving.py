@@ -49,7 +49,7 @@ class _StraightThrough(torch.autograd.Function):
     ) -> Tensor:
         kept = mode.keep(x, packer, dtype, heads)
         y = kept.shared.in_forward(kept.unpack, *kept.tensors)
-        kept.shared.users -= 1  # this function saves nothing
+        kept.shared.users -= 1  # this function does not save x
         mode.set_source(y, kept)  # operations that save y reuse the packed tensor
         ctx.type = x.dtype
         return y

@@ -15,8 +15,8 @@ from efficient_ft.ops.storage import Packed
 class LastUnpacked:
     """The last unpacked tensor, which is stored until all its users have received it or another tensor is unpacked.
 
-    In the backward pass, the users of a tensor often run consecutively, for example a normalization and the layer that
-    follows, or the softmax and the second product of attention.
+    In the backward pass, the users of a tensor often run consecutively. Examples are a normalization and the layer that
+    follows, and the softmax and the second product of attention.
     """
 
     def __init__(self) -> None:

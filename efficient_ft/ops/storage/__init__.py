@@ -1,7 +1,7 @@
-"""Storage formats: the compact formats in which activations are stored for the backward pass.
+"""Compact storage formats of activations for the backward pass.
 
-`sparse`, `eight_bits` and `groups` define the formats, `kernels` their CPU and GPU kernels, and `packers` the classes
-that use them. The operations in `efficient_ft.ops.saving` save the packed tensors.
+`sparse`, `eight_bits` and `groups` define the formats, and `kernels` contains CPU and GPU kernels. `packers` contains
+the classes that use the formats. The operations in `efficient_ft.ops.saving` save the packed tensors.
 """
 
 from efficient_ft.ops.storage.groups import BITS, group_length, group_pack, group_unpack

@@ -52,7 +52,7 @@ class Ranges:
     _finite: Tensor | None = None
 
     def update(self, name: str, x_OGI: Tensor) -> tuple[Tensor, Tensor]:
-        """Move a range towards that of x (outer, G, inner), and return its low and high values, each (G,) float32.
+        """Move a range towards the range of x (outer, G, inner), and return its low and high values, each (G,) float32.
 
         If x is not finite, the returned range is not finite either, so that x is unpacked to non-finite values. The
         stored range does not change.

@@ -1,6 +1,6 @@
-"""Kernels of the storage formats. Their results equal those of the reference implementations bit for bit.
+"""Kernels of the storage formats. Their results equal the results of the reference implementations bit for bit.
 
-`cpu` runs numba kernels and `gpu` runs Triton kernels. Both libraries are optional: without them, the reference
+`cpu` runs numba kernels and `gpu` runs Triton kernels. Both libraries are optional. Without them, the reference
 implementations run.
 """
 

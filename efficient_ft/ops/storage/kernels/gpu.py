@@ -45,7 +45,7 @@ def supports(x: Tensor) -> bool:
 
 @_on_its_device
 def sparse_pack(x: Tensor, kept: int, rank: int | None, subsample: int, hop: int) -> tuple[Tensor, Tensor]:
-    """Compute `ops.storage.sparse_pack`. The arguments are those of `cpu.sparse_pack`."""
+    """Compute `ops.storage.sparse_pack`. `cpu.sparse_pack` describes the arguments."""
     kernels = _kernels()
     (rows, pieces, length), size, device = x.shape, x.element_size(), x.device
     n, integer = pieces * length, _INTEGERS[size]
@@ -176,7 +176,7 @@ def extremes(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @_on_its_device
 def group_pack(x: Tensor, bits: int, length: int, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute `ops.storage.group_pack`. The arguments are those of `cpu.group_pack`."""
+    """Compute `ops.storage.group_pack`. `cpu.group_pack` describes the arguments."""
     n, device = x.numel(), x.device
     groups = -(-n // length)
     codes = torch.empty(groups, length * bits // 8, dtype=torch.uint8, device=device)

@@ -370,7 +370,7 @@ def group_unpack(
     codes, ranges, x, groups, length, part, n,
     BITS: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Write the values of T groups to x. The parts are those of `group_pack`."""
+    """Write the values of T groups to x. `group_pack` describes the parts."""
     group = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
     exists = group < groups
     low = tl.load(ranges + group, mask=exists, other=0).to(tl.float32)[:, None]
