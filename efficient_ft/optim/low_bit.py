@@ -21,9 +21,9 @@ class LowBitAdamW(Optimizer):
     run. A block contains 128 values. Parameters with fewer than 4096 values, or whose size is not a multiple of 128,
     have float32 moments.
 
-    The bound on the steps of AdamW also holds, regardless of the range of the gradients in a block. The state stores the
-    ratio m / √v, and √v in steps of nearly equal relative size. It consists of ``ratio`` and ``root`` (codes, uint8),
-    ``ratio_scale`` (float32, one per block) and ``root_range`` (int16, three per block).
+    The bound on the steps of AdamW also holds, regardless of the range of the gradients in a block. The state stores
+    the ratio m / √v, and √v in steps of nearly equal relative size. It consists of ``ratio`` and ``root`` (codes,
+    uint8), ``ratio_scale`` (float32, one per block) and ``root_range`` (int16, three per block).
 
     Source of blocks: Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", ICLR 2022.
 
