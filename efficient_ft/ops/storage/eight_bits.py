@@ -1,7 +1,6 @@
 """The 8-bit format: steps between a minimum and a maximum per group, with unbiased stochastic rounding.
 
-Source: Mesa (Pan et al., 2021). This module contains the reference implementation in plain PyTorch, which runs on every
-device. For fake tensors, it returns only shapes. `kernels` contains faster implementations with the same results.
+Source: Mesa (Pan et al., 2021).
 """
 
 from __future__ import annotations

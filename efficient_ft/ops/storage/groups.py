@@ -8,9 +8,6 @@ The codes of a group are stored in planes, so that whole vectors are packed at o
 contains values j and j + G/2 in its low and high half. With 2 bits, it contains values j, j + G/4, j + G/2 and j +
 3G/4. With 3 bits, a plane of the two low bits has the 2-bit layout. It is followed by a plane of the high bits, whose
 byte j contains values j, j + G/8, …
-
-This module contains the reference implementation in plain PyTorch, which runs on every device. For fake tensors, it
-returns only shapes. `kernels` contains faster implementations with bit-identical results.
 """
 
 from __future__ import annotations

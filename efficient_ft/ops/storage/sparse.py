@@ -2,9 +2,6 @@
 
 Source: Back Razor (Jiang et al., NeurIPS 2022), Section 3. The number of stored values depends only on the shape. The
 size of a packed tensor is therefore known in advance, and never exceeds the budget.
-
-This module contains the reference implementation in plain PyTorch, which runs on every device. For fake tensors, it
-returns only shapes. `kernels` contains faster implementations with the same results.
 """
 
 from __future__ import annotations
