@@ -1,4 +1,4 @@
-"""Autocast for our autograd functions, whose inputs torch does not cast."""
+"""Autocast for custom autograd functions, whose inputs torch does not convert."""
 
 from __future__ import annotations
 
@@ -33,10 +33,7 @@ def autocast_disabled(like: Tensor) -> AbstractContextManager[Any]:
 
 
 def current_autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Return a factory of context managers that re-enter the current autocast state, later and in any thread.
-
-    `device` is the device type, e.g. ``cuda``.
-    """
+    """Return a function that re-enters the current autocast state of a device type, at any time and in any thread."""
     if not torch.is_autocast_enabled(device):
         return nullcontext
     dtype, cache = torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()

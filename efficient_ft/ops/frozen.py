@@ -1,7 +1,7 @@
-"""BatchNorm and convolution with frozen weights, which do not save their input.
+"""BatchNorm and convolution with frozen weights that do not save their input.
 
-torch's BatchNorm in evaluation mode and its convolution save their input even if the weight needs no gradient. Its
-linear layers do not. If the scale of a BatchNorm is trained, torch's fused backward pass is faster and is used instead.
+In torch, BatchNorm in evaluation mode and convolutions save their input even if the weight does not require a gradient.
+Linear layers do not. If the scale of a BatchNorm is trained, torch's fused backward pass is faster and is used instead.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ def frozen_batch_norm(
     """Compute `F.batch_norm` with running statistics, with gradients for x and `bias` but not for `weight`.
 
     Args:
-        x: (B, C, H, W).
-        mean, variance: (C,) running statistics.
-        weight, bias: (C,) or None. `weight` must not need a gradient.
-        eps: constant added to the variance.
+        x: Input, (B, C, H, W).
+        mean, variance: Running statistics, (C,).
+        weight, bias: Affine parameters, (C,) or None. `weight` must not require a gradient.
+        eps: Constant added to the variance.
     """
     return _FrozenBatchNorm.apply(x, mean, variance, weight, bias, eps)
 
 
 class _FrozenBatchNorm(Function):
-    """g_x = g · γ / √(σ² + ε), g_b = Σ g."""
+    """g_x = g · γ / √(σ² + ε) and g_b = Σ g."""
 
     @staticmethod
     def forward(
@@ -69,16 +69,15 @@ def frozen_conv2d(
     """Compute `F.conv2d`, with gradients for x and `bias` but not for `weight`.
 
     Args:
-        x: (B, C_in, H, W).
-        weight: (C_out, C_in / groups, kernel height, kernel width). It must not need a gradient.
-        bias: (C_out,) or None.
-        stride, padding, dilation, groups: settings of the convolution.
+        x: Input, (B, C_in, H, W).
+        weight: Weight, (C_out, C_in / groups, kernel height, kernel width). It must not require a gradient.
+        bias, stride, padding, dilation, groups: Bias (C_out,) or None, and settings of the convolution.
     """
     return _FrozenConv2d.apply(*to_autocast_dtype(x, weight, bias), (stride, padding, dilation, groups))
 
 
 class _FrozenConv2d(Function):
-    """g_x is the transposed convolution of g, g_b = Σ g."""
+    """g_x is the transposed convolution of g, and g_b = Σ g."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: tuple[Any, ...]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Modules that need an optional library."""
+"""Import of modules that require an optional library."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ cannot pack its input. It stores the input in a closure, where saved-tensor hook
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,16 +35,16 @@ def recompute(
     generators are restored, so that dropout is equal in both.
 
     Args:
-        function: the forward method of a module. It returns a tensor, or a tuple, list or dictionary of tensors.
-        x: (B, ...) activations.
-        others, keywords: the other arguments of `function`. Tensors in them are saved unchanged and get gradients.
-        parameters: the parameters of the part that need a gradient.
-        packer: packs x.
-        context: the context in which x is packed.
+        function: Forward method of a module. It returns a tensor, or a tuple, list or dictionary of tensors.
+        x: Activations, (B, ...).
+        others, keywords: Other arguments of `function`. Tensors in them are saved unchanged and receive gradients.
+        parameters: Parameters of the part that require a gradient.
+        packer: Packer of x.
+        context: Context in which x is packed.
     """
     leaves, form = tree_flatten((others, keywords))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    # Autograd receives the tensors; the other leaves stay in their positions.
+    # Autograd receives the tensors. The other leaves stay in their positions.
     fixed = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
@@ -74,7 +74,8 @@ class _Recompute(torch.autograd.Function):
         *others: Tensor,
     ) -> tuple[Any, ...]:
         """Return the tree structure and the leaves of the result. `others` are `count` arguments, then parameters."""
-        ctx.state = _RandomState(x.device)
+        cuda = torch.cuda.get_rng_state(x.device) if x.device.type == "cuda" else None
+        ctx.state = x.device, torch.get_rng_state(), cuda
         ctx.autocast = current_autocast(x.device.type)
         form, results = call(x, *others[:count])
         save(ctx, packer.pack(x, context), *others)
@@ -86,16 +87,13 @@ class _Recompute(torch.autograd.Function):
     def backward(ctx: Any, _: None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *others = load(ctx)
         x = x.detach().to(ctx.type)
-        # Arguments are detached from their graph. Parameters are leaves already, which the function references itself.
+        # Arguments are detached from their graph. Parameters are leaves that the function references directly.
         arguments = [x, *(tensor.detach() for tensor in others[: ctx.count])]
         inputs = [*arguments, *others[ctx.count :]]
         needed = ctx.needs_input_grad[4:]
         for tensor, needs in zip(arguments, needed, strict=False):
             tensor.requires_grad_(needs)
-        with ExitStack() as stack:
-            stack.enter_context(ctx.state.restored())
-            stack.enter_context(ctx.autocast())
-            stack.enter_context(torch.enable_grad())
+        with _restored(*ctx.state), ctx.autocast(), torch.enable_grad():
             _form, results = ctx.call(*arguments)
         recorded = [(y, g) for y, g in zip(results, grads, strict=True) if isinstance(y, Tensor) and y.requires_grad]
         outputs, grad_outputs = zip(*recorded, strict=True)
@@ -104,18 +102,11 @@ class _Recompute(torch.autograd.Function):
         return None, None, None, None, *(next(found) if needs else None for needs in needed)
 
 
-class _RandomState:
-    """The states of the random number generators of the CPU and of one device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.cpu = device, torch.get_rng_state()
-        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def restored(self) -> ExitStack:
-        """Restore these states inside a ``with`` block, and the current states at its end."""
-        stack = ExitStack()
-        stack.enter_context(torch.random.fork_rng(devices=[self.device] if self.cuda is not None else []))
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda, self.device)
-        return stack
+@contextmanager
+def _restored(device: torch.device, cpu: Tensor, cuda: Tensor | None) -> Iterator[None]:
+    """Restore the states of the random number generators of the CPU and of `device` inside a ``with`` block."""
+    with torch.random.fork_rng(devices=[] if cuda is None else [device]):
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device)
+        yield

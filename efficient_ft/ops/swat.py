@@ -3,7 +3,7 @@
 A linear layer or convolution computes with its largest weights, w̃, and saves the largest values of its input, x̃, for
 the backward pass::
 
-    y = x ∗ w̃ + b,    g_x from g_y and w̃,    g_w from g_y and x̃ (dense: dropped weights train too),    g_b exact
+    y = x ∗ w̃ + b,    g_x from g_y and w̃,    g_w from g_y and x̃ (dense, so that dropped weights train),    g_b exact
 
 Values below a threshold are dropped. Each weight has a threshold, and each input has one for all images of the batch. A
 threshold is used for several steps. Between two refreshes, the number of stored values varies with the data. Zeros are
@@ -28,7 +28,7 @@ from efficient_ft.ops.saving.table import name_of
 from efficient_ft.ops.storage import Dense, PackContext, Packed, bitmap_bytes, magnitude_bits, pack_bits, unpack_bits
 
 _PRODUCTS = (F.linear, F.conv2d, torch.conv2d)
-#: The other operations are not sparse in SWAT. Those below have packed versions that save less, with equal results.
+#: Operations that run in packed versions. Except for products, they are not sparse and have the same results.
 _SUPPORTED = (
     *(*_PRODUCTS, F.relu, torch.relu, Tensor.relu, F.relu6, F.hardtanh),
     *(F.batch_norm, F.avg_pool2d, F.adaptive_avg_pool2d, F.max_pool2d, torch.max_pool2d),
@@ -37,15 +37,15 @@ _SUPPORTED = (
 
 @dataclass
 class Thresholds(PackingState):
-    """Thresholds of magnitudes that persist from step to step.
+    """Magnitude thresholds that persist from step to step.
 
     Attributes:
-        sparsity: share of the values that are dropped.
-        refresh: thresholds are recomputed in every step whose number is a multiple of `refresh`. A threshold that was
-            not used in such a step, because its layer was frozen, is recomputed at its next use.
-        step: number of finished optimizer steps.
-        by_name: threshold by parameter name, or by the name of an input's `PackContext`.
-        computed: the step in which each threshold was computed.
+        sparsity: Share of the values that are dropped.
+        refresh: Number of steps between refreshes. Thresholds are recomputed in every step whose number is a multiple
+            of `refresh`. If a layer is frozen in such a step, its threshold is recomputed at its next use.
+        step: Number of completed optimizer steps.
+        by_name: Threshold by parameter name, or by the name of an input's `PackContext`.
+        computed: Step in which each threshold was computed, by name.
     """
 
     sparsity: float = 0.8
@@ -55,19 +55,19 @@ class Thresholds(PackingState):
     computed: dict[str, int] = field(default_factory=dict)
 
     def in_training(self, name: str, x: Tensor) -> float:
-        """Return the threshold of x in a training step. Recompute it if a refresh is due."""
+        """Return the threshold of x in a training step, and recompute it if a refresh is due."""
         if isinstance(x, FakeTensor):
             return 0.0
         last = self.computed.get(name)
         due = last is None or self.step % self.refresh == 0 or last // self.refresh != self.step // self.refresh
-        if due and not bool(x.isfinite().all()):  # the stored threshold does not change
+        if due and not bool(x.isfinite().all()):  # keep the stored threshold
             return self.by_name[name] if name in self.by_name else self._compute(x)
         if due:
             self.by_name[name], self.computed[name] = self._compute(x), self.step
         return self.by_name[name]
 
     def in_evaluation(self, name: str, x: Tensor) -> float:
-        """Return the threshold of the last step. Before training, compute it from x."""
+        """Return the threshold of the last step. Before training, compute the threshold from x."""
         if isinstance(x, FakeTensor):
             return 0.0
         return self.by_name[name] if name in self.by_name else self._compute(x)
@@ -80,7 +80,7 @@ class Thresholds(PackingState):
         return float(x[magnitude_bits(x).kthvalue(dropped + 1).indices].abs())
 
     def dropped(self, n: int) -> int:
-        """Return the number of dropped values of n."""
+        """Return the number of values that are dropped from n values."""
         return math.floor(n * self.sparsity)
 
     def state_dict(self) -> dict[str, Any]:
@@ -94,13 +94,13 @@ class Thresholds(PackingState):
 
 
 def largest(threshold: float, x: Tensor) -> Tensor:
-    """Return x with zeros where its magnitude is below `threshold`."""
+    """Return x with zeros where the magnitude is below `threshold`."""
     return torch.where(x.abs() >= threshold, x, 0)
 
 
 @dataclass(frozen=True, eq=False)
 class LargestOfBatch:
-    """A packer that stores a bitmap and the values that reach a threshold. All images share the threshold."""
+    """A packer that stores a bitmap and the values that reach a threshold, which all images of a batch share."""
 
     thresholds: Thresholds
 
@@ -123,13 +123,13 @@ def _spread(shape: torch.Size, values: Tensor, bits: Tensor) -> Tensor:
 
 
 class SparseProducts(PackedOperations):
-    """A mode with SWAT's linear layers and convolutions, in which ReLU saves one bit per element.
+    """A mode with SWAT's linear layers and convolutions. ReLU saves one bit per element.
 
     Args:
-        thresholds: thresholds that persist from step to step.
-        region, samples, modules: see `PackedOperations`.
-        weights: names of the sparse weights, by the id of the parameter.
-        training: pack activations. If False, only the forward pass changes, which uses sparse weights.
+        thresholds: Thresholds that persist from step to step.
+        region, samples, modules: See `PackedOperations`.
+        weights: Names of the sparse weights, by the id of the parameter.
+        training: If True, activations are packed. If False, only the forward pass changes, which uses sparse weights.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class SparseProducts(PackedOperations):
     ) -> Any:
         kwargs = kwargs or {}
         operation = packed_operation(func) if func in _SUPPORTED else None
-        if operation is None or self._suspended:
+        if operation is None or self.is_suspended:
             return func(*args, **kwargs)
         if self.training and torch.is_grad_enabled():
             self.begin(name_of(func))
@@ -166,8 +166,8 @@ class SparseProducts(PackedOperations):
     def weight(self, weight: Tensor) -> tuple[Tensor, Tensor | Packed]:
         """Return the sparse weight, and the dense weight to save."""
         name = self.weights.get(id(weight))
-        if name is None:  # computed from a parameter, or a weight of another module
+        if name is None:  # a tensor computed from a parameter, or a weight of a module that is not sparse
             return weight, weight
         threshold = (self.thresholds.in_training if self.training else self.thresholds.in_evaluation)(name, weight)
-        # The dense weight is in memory anyway. The backward pass recomputes the sparse weight.
+        # The dense weight stays in memory. The backward pass recomputes the sparse weight from it.
         return largest(threshold, weight), Packed((weight,), partial(largest, threshold))

@@ -1,10 +1,9 @@
-"""Optimizers that need less memory: Adam with states in 8 or 4 bits, and optimizer steps inside the backward pass.
+"""Memory-efficient optimizers: Adam with states in 8 or 4 bits, and optimizer steps inside the backward pass.
 
 >>> optimizer = step_in_backward(LowBitAdamW(model.parameters(), lr=1e-4, bits=8))
 """
 
 from efficient_ft.optim.in_backward import SteppedInBackward, step_in_backward, steps_in_backward
-from efficient_ft.optim.low_bit import LowBitAdam, LowBitAdamW
-from efficient_ft.optim.states import state_tensors
+from efficient_ft.optim.low_bit import LowBitAdam, LowBitAdamW, state_tensors
 
 __all__ = ["LowBitAdam", "LowBitAdamW", "SteppedInBackward", "state_tensors", "step_in_backward", "steps_in_backward"]

@@ -19,46 +19,39 @@ from efficient_ft.core.in_backward import Wrong, refuse_in_backward
 
 
 def step_in_backward(optimizer: Optimizer) -> SteppedInBackward:
-    """Make ``loss.backward()`` update each parameter once its gradient is complete, and free the gradient.
+    """Make ``loss.backward()`` update each parameter as soon as its gradient is complete, and free the gradient.
 
     >>> optimizer = step_in_backward(torch.optim.AdamW(model.parameters(), lr=1e-4))
     >>> loss.backward()  # updates the parameters
     >>> optimizer.step()  # ends the step, like in any training loop
 
-    Weights after a step equal those of an ordinary step bit for bit. Operations that need all gradients at once are
-    impossible: clipping by the global norm, gradient accumulation, the loss scaling of fp16, and averaging over
-    processes. Do not call ``clip_grad_norm_``: it finds no gradients and does nothing.
+    Weights after a step equal the weights after an ordinary step bit for bit. Operations that require all gradients at
+    once are not supported: clipping by the global norm, gradient accumulation, the loss scaling of fp16, and averaging
+    over processes. Do not call ``clip_grad_norm_``, which finds no gradients and has no effect.
 
     Args:
-        optimizer: the optimizer over the trainable parameters. It must update each parameter from its own gradient and
-            state only.
+        optimizer: Optimizer over the trainable parameters. It must update each parameter only from its own gradient and
+            state.
 
     Returns:
         An optimizer with the same groups and state. Use it instead of `optimizer`.
 
     Raises:
-        SettingError: several processes train.
-        UserError: in the second backward pass of a step, and in ``GradScaler.step``.
+        SettingError: If several processes train.
+        UserError: In the second backward pass of a step, and in ``GradScaler.step``.
     """
     return SteppedInBackward(optimizer)
 
 
 class SteppedInBackward(Optimizer):
-    """An optimizer that steps inside the backward pass. Create it with `step_in_backward`.
-
-    Args:
-        optimizer: the optimizer that computes the updates.
-
-    Raises:
-        SettingError: several processes train.
-    """
+    """An optimizer that steps inside the backward pass, created by `step_in_backward`."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             refuse_in_backward("step_in_backward", processes=Wrong("world_size", dist.get_world_size(), "1"))
         self.optimizer = optimizer
         self._handles: list[Any] = []
-        #: Parameters that were updated in this step.
+        #: Ids of the parameters that were updated in this step.
         self._updated: set[int] = set()
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._share()
@@ -92,10 +85,11 @@ class SteppedInBackward(Optimizer):
         self._updated.add(id(p))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """End a step. Gradients that were set manually are applied.
+        """End a step, and apply gradients that were set manually.
 
         Args:
-            closure: runs the forward pass and the backward pass, which updates the parameters. Its result is returned.
+            closure: Function that runs the forward pass and the backward pass, which updates the parameters. Its result
+                is returned.
         """
         loss = None
         if closure is not None:
@@ -107,7 +101,7 @@ class SteppedInBackward(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Raise UserError in ``torch.amp.GradScaler.step``, the only reader of this attribute."""
+        """Raise a UserError in ``torch.amp.GradScaler.step``, the only reader of this attribute."""
         raise UserError(
             "An optimizer that steps inside the backward pass cannot be used with a GradScaler: it has already updated"
             " the parameters from the scaled gradients. Reload the weights. Then train in bf16 or fp32 without a"
@@ -120,7 +114,7 @@ class SteppedInBackward(Optimizer):
         self._updated.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the inner optimizer, which equals that of ordinary training."""
+        """Return the state of the inner optimizer, which equals the state of ordinary training."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -129,7 +123,7 @@ class SteppedInBackward(Optimizer):
         self._share()
 
     def remove(self) -> None:
-        """Remove the hooks, which reference the parameters and the state. The backward pass then keeps gradients."""
+        """Remove the hooks, which reference the parameters and the state. Backward passes then keep gradients."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

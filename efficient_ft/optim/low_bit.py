@@ -11,35 +11,32 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.ops.blockwise import AdamStep, Moments, adam_step, empty_moments, is_blockwise
-from efficient_ft.ops.blockwise.update import dense_step
-from efficient_ft.optim.states import plain_states
+from efficient_ft.ops.blockwise import AdamStep, Moments, adam_step, dense_step, empty_moments, is_blockwise
 
 
 class LowBitAdamW(Optimizer):
     """`torch.optim.AdamW` with block-wise quantized moments of 8 or 4 bits per value.
 
-    A step computes in float32 and then rounds the moments stochastically to codes, in the same way in every run. Blocks
-    have 128 values. Parameters with fewer than 4096 values, or whose size is not a multiple of 128, have float32
-    moments.
+    A step computes in float32 and then rounds the moments stochastically to codes. The rounding is the same in every
+    run. A block contains 128 values. Parameters with fewer than 4096 values, or whose size is not a multiple of 128,
+    have float32 moments.
 
-    The bound on the steps of AdamW also holds here, however large the range of the gradients in a block is. The state
-    stores the ratio m / √v, and √v in steps of nearly equal relative size. The state of a parameter in blocks consists
-    of ``ratio`` and ``root`` (codes, uint8), ``ratio_scale`` (float32, one per block) and ``root_range`` (int16, three
-    per block).
+    The bound on the steps of AdamW also holds, regardless of the range of the gradients in a block. The state stores
+    the ratio m / √v, and √v in steps of nearly equal relative size. It consists of ``ratio`` and ``root`` (codes,
+    uint8), ``ratio_scale`` (float32, one per block) and ``root_range`` (int16, three per block).
 
     Source of blocks: Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", ICLR 2022.
 
     Args:
-        params: parameters or parameter groups.
-        lr: learning rate.
-        betas: decay rates of the first and second moment.
-        eps: constant added to the root of the second moment.
-        weight_decay: coefficient of the decoupled weight decay (AdamW).
-        bits: bits per value, 8 or 4.
+        params: Parameters or parameter groups.
+        lr: Learning rate.
+        betas: Decay rates of the first and second moment.
+        eps: Constant added to the root of the second moment.
+        weight_decay: Coefficient of the decoupled weight decay (AdamW).
+        bits: Number of bits per value, 8 or 4.
 
     Raises:
-        SettingError: a value is out of range.
+        SettingError: If a value is out of range.
     """
 
     decoupled = True
@@ -69,10 +66,10 @@ class LowBitAdamW(Optimizer):
         """Update the parameters that have a gradient.
 
         Args:
-            closure: reevaluates the loss and its gradients. Its result is returned.
+            closure: Function that reevaluates the loss and its gradients. Its result is returned.
 
         Raises:
-            UserError: a gradient is sparse.
+            UserError: If a gradient is sparse.
         """
         loss = None
         if closure is not None:
@@ -92,13 +89,13 @@ class LowBitAdamW(Optimizer):
         if not state:
             state.update(self._empty_state(p))
         state["step"] += 1
-        if isinstance(p, FakeTensor):  # costs are counted on fake tensors, which have no values
+        if isinstance(p, FakeTensor):  # fake tensors, which are used to count costs, have no values
             return
         beta1, beta2 = group["betas"]
         step = AdamStep(
             float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], self.decoupled, int(state["step"])
         )
-        # If the tensor is float32 and contiguous, this is the same memory, and otherwise a copy.
+        # These tensors share memory with p and its gradient if both are float32 and contiguous.
         values, grad = (t.detach().float().contiguous() for t in (p, p.grad))
         if "ratio" in state:
             moments = Moments(*(state[name] for name in Moments._fields))
@@ -119,15 +116,18 @@ class LowBitAdamW(Optimizer):
         """Restore a state exactly, on the devices of the parameters.
 
         Raises:
-            UserError: the state belongs to another optimizer or to another number of bits.
+            UserError: If the state belongs to a different optimizer or to a different number of bits.
         """
-        states = plain_states(self, state_dict)
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        saved = state_dict["state"]
+        states = {p: saved[index] for index, p in zip(indices, parameters, strict=False) if index in saved}
         for p, state in states.items():
             expected = {name: t.shape for name, t in self._empty_state(p).items()}
             if {name: getattr(t, "shape", None) for name, t in state.items()} != expected:
                 raise UserError(
-                    f"The optimizer's state must be that of {type(self).__name__} with bits={self.bits}, got another"
-                    f" one (a parameter of shape {tuple(p.shape)}). Create the optimizer whose state was saved, or"
+                    f"The optimizer state must belong to {type(self).__name__} with bits={self.bits}, got a different"
+                    f" state for a parameter of shape {tuple(p.shape)}. Create the optimizer whose state was saved, or"
                     " start again: pass resume=never for a run, or omit load_state_dict in a loop."
                 )
         super().load_state_dict({**state_dict, "state": {}})
@@ -140,13 +140,9 @@ class LowBitAdamW(Optimizer):
 
 
 class LowBitAdam(LowBitAdamW):
-    """`torch.optim.Adam` with quantized moments, like `LowBitAdamW`. Weight decay is added to the gradient.
+    """`torch.optim.Adam` with quantized moments. Weight decay is added to the gradient, and its default is 0.
 
-    Args:
-        params, lr, betas, eps, weight_decay, bits: see `LowBitAdamW`. The default of `weight_decay` is 0.
-
-    Raises:
-        SettingError: a value is out of range, see `LowBitAdamW`.
+    `LowBitAdamW` describes the arguments and errors.
     """
 
     decoupled = False
@@ -162,3 +158,15 @@ class LowBitAdam(LowBitAdamW):
         bits: int = 8,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, bits=bits)
+
+
+def state_tensors(optimizer: Optimizer) -> list[Tensor]:
+    """Return the tensors of an optimizer's state. A tensor subclass is replaced by its inner tensors."""
+    tensors: list[Tensor] = []
+    for state in optimizer.state.values():
+        for value in state.values():
+            if hasattr(value, "__tensor_flatten__"):
+                tensors += [getattr(value, name) for name in value.__tensor_flatten__()[0]]
+            elif isinstance(value, Tensor):
+                tensors.append(value)
+    return tensors

@@ -1,20 +1,12 @@
-"""A test kit for methods: the contracts, the small models they run on, and steps of training.
+"""A test kit for methods: contracts, the small models that they run on, and training steps.
 
-Needs pytest to run (`pip install efficient-ft[dev]`); importing it does not.
+Running the contracts requires pytest (`pip install efficient-ft[dev]`). Importing this package does not.
 """
 
 from efficient_ft.testing.contracts import MethodContracts, counted_probes, worked_on_or_refused
 from efficient_ft.testing.models import CLASSES, MODELS, USUAL, SmallModel, batch_of, lively, model_of
 from efficient_ft.testing.rows import Instead, Reference, Row
-from efficient_ft.testing.steps import (
-    Gradients,
-    evaluate,
-    gradients,
-    largest_difference,
-    stir,
-    train_a_little,
-    warm_up,
-)
+from efficient_ft.testing.steps import Gradients, evaluate, gradients, largest_difference, stir, train_a_little, warm_up
 
 __all__ = [
     "CLASSES",

@@ -1,6 +1,6 @@
-"""The contracts of methods, as a test class that anyone runs on their own rows of settings.
+"""The contracts of methods, as a test class that runs on a table of settings.
 
-In a test file::
+For example, in a test file::
 
     from efficient_ft.testing import MethodContracts, Row
 
@@ -8,7 +8,7 @@ In a test file::
         rows = {"every_nth": Row(EveryNth, {"n": 2}, why_no_off="...", on_reference="exact")}
         conf = Path(__file__).parent.parent / "conf" / "method"
 
-pytest then drives every row through every contract, on every small model that the row names.
+pytest then runs every contract on every row, with every small model of the row.
 """
 
 from __future__ import annotations
@@ -34,49 +34,46 @@ from efficient_ft.methods.declarations import Axis
 from efficient_ft.methods.registry import METHODS, broken_contract, broken_settings
 from efficient_ft.models.marks import marks_of
 from efficient_ft.models.view import Skipped, model_view
-from efficient_ft.testing.contract_base import ContractTests, on_models
 from efficient_ft.testing.models import MODELS, model_of
 from efficient_ft.testing.reference_contracts import ReferenceContracts
-from efficient_ft.testing.rows import Row
+from efficient_ft.testing.rows import ContractTests, Row, on_models
 from efficient_ft.testing.snapshots import differing, structure
 from efficient_ft.testing.step_contracts import StepContracts
 from efficient_ft.testing.steps import evaluate, gradients, largest_difference, stir, train_a_little, warm_up
 
 
 class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
-    """Base of a test class that drives rows of settings through the contracts of methods.
+    """Base class of a test class that runs the contracts of methods on rows of settings.
 
-    Derive from it in a test file and set `rows`; pytest runs every contract (``test_…``) on every row and its models.
+    Define a subclass in a test file and set `rows`. pytest runs every contract (``test_…``) on all rows and models.
 
     Attributes:
-        rows: the table of settings, by a name of each row.
-        conf: the folder of the methods' YAML files; None: they are not tested.
+        rows: Table of settings, by row name.
+        conf: Folder of the methods' YAML files. If None, YAML files are not tested.
     """
 
-    # ------------------------------------------------------------------ the row and the class
     def test_the_class_keeps_the_contract(self, row: str) -> None:
-        """The class declares name, axis, settings and the methods to override."""
+        """The class declares its name, axis and settings, and overrides the required methods."""
         method = self.rows[row].method
         assert broken_contract(method) is None, broken_contract(method)
         assert broken_settings(method) is None, broken_settings(method)
         assert METHODS.get(method.name) in (method, None), "another method has this name"
 
     def test_the_row_is_complete(self, row: str) -> None:
-        """The row has models and a reference, and an off value or the reason why there is none."""
+        """The row has models, a reference, and either an off value or the reason why no off value exists."""
         r = self.rows[row]
-        assert r.on_reference == "exact" or callable(r.on_reference), (
-            "the row gives no on_reference: a dense function of what the method computes, or 'exact'"
-        )
+        exact = r.on_reference == "exact"
+        assert exact or callable(r.on_reference), "the row requires on_reference: 'exact', or a Reference"
         assert set(r.models) - set(r.unreferenced), "no model is compared with the reference"
-        assert all(r.unreferenced.values()), "unreferenced names a model without the reason"
-        assert (r.off is None) == bool(r.why_no_off), "a row has an off value, or the reason why there is none"
-        assert r.off is None or r.instead is None, "a row with an off value needs no substitute"
+        assert all(r.unreferenced.values()), "an entry of unreferenced has no reason"
+        assert (r.off is None) == bool(r.why_no_off), "a row requires either off or why_no_off"
+        assert r.off is None or r.instead is None, "a row with an off value must not have instead"
         assert set(r.models) | set(r.refused) <= set(MODELS)
         assert not set(r.models) & set(r.refused)
-        assert r.models, "no model to try it on"
+        assert r.models, "the row has no models"
 
     def test_settings_rebuild_the_method(self, row: str) -> None:
-        """`type(m)(**m.settings())` equals `m`, by settings and state key."""
+        """`type(m)(**m.settings())` has the same settings and state key as `m`."""
         method = self.rows[row].create()
         again = type(method)(**method.settings())
         assert again.settings() == method.settings()
@@ -84,15 +81,14 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
         assert repr(again) == repr(method)
         assert method.state_key.startswith(method.name)
 
-    # ------------------------------------------------------------------ surgery
     def test_apply_reports_what_it_did_and_is_idempotent(self, row: str, name: str) -> None:
-        """The report names modules or parameters of the model; a second `apply` changes nothing."""
+        """The report contains names of modules or parameters of the model, and a second `apply` changes nothing."""
         model, method = model_of(name), self.rows[row].create()
         assert method.applied is None
         torch.manual_seed(1)
         with counted_probes() as probes:
             report = method.apply(model)
-        assert len(probes) <= 1, "one forward pass on fake tensors per application"
+        assert len(probes) <= 1, "apply runs more than one forward pass on fake tensors"
         names = {n for n, _ in model.named_modules()} | {n for n, _ in model.named_parameters()}
         plain = {n.replace(".base_layer", "") for n in names}
         assert report.touched
@@ -103,7 +99,6 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
         assert all(isinstance(why, Skipped) and str(why) for why in report.skipped.values())
         assert report.method == method.name
         assert method.name in str(report)
-
         keys, classes = list(model.state_dict()), [type(m) for m in model.modules()]
         assert method.apply(model) is report is method.applied
         assert list(model.state_dict()) == keys
@@ -114,7 +109,7 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
 
     @on_models(lambda row: row.refused)
     def test_models_it_cannot_serve_are_refused_with_the_reason(self, row: str, name: str) -> None:
-        """A model the method cannot serve raises UserError that names method and reason, and stays as it was."""
+        """An unsupported model raises a UserError that names the method and the reason, and is not changed."""
         model = model_of(name)
         before = _state(model)
         text = _refusal(self.rows[row].create(), model)
@@ -124,7 +119,7 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
         assert not marks_of(model)
 
     def test_a_wrapped_model_is_refused(self, row: str) -> None:
-        """A compiled or wrapped model raises UserError."""
+        """A compiled or wrapped model raises a UserError."""
         model = model_of(self.rows[row].models[0])
         distributed = torch.nn.parallel.DistributedDataParallel.__new__(torch.nn.parallel.DistributedDataParallel)
         nn.Module.__init__(distributed)
@@ -135,7 +130,7 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
             assert method.applied is None
 
     def test_a_second_one_is_refused(self, row: str) -> None:
-        """A second method object of the same kind is refused on one model."""
+        """A second method of the same class raises a UserError, and the model is not changed."""
         model, method = self.applied(row, self.rows[row].models[0])
         before = _state(model)
         text = _refusal(self.rows[row].create(), model)
@@ -143,18 +138,17 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
         assert _state(model) == before
 
     def test_copies_and_pickles_train_alike(self, row: str, name: str) -> None:
-        """Deep copies and pickles of model and method have the same gradients."""
+        """Deep copies and unpickled copies of model and method have equal gradients."""
         model, method = self.applied(row, name)
         stir(model)
         warm_up(model, method, name)
         copied, copied_method = copy.deepcopy((model, method))
         pickled, pickled_method = pickle.loads(pickle.dumps((model, method)))
         assert copied_method.applied == pickled_method.applied == method.applied
-        # Each is compared in its first pass: the next pass of a step rounds with other noise.
+        # Only first passes are compared, since the next pass of a step rounds with different noise.
         expected = gradients(copied, name)
         assert largest_difference(expected, gradients(pickled, name)) == 0
-
-        # What is done to a copy leaves the original as it is.
+        # Changes of a copy do not affect the original.
         keys = list(model.state_dict())
         copied_method.remove(copied)
         assert list(copied.state_dict()) == list(model_of(name).state_dict())
@@ -162,7 +156,7 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
         assert largest_difference(expected, gradients(model, name)) == 0
 
     def test_remove_gives_the_plain_model_back(self, row: str, name: str) -> None:
-        """`remove` restores classes, names, values, `requires_grad`, hooks and attributes."""
+        """`remove` restores classes, names, `requires_grad`, hooks and attributes."""
         plain = model_of(name)
         next(plain.parameters()).requires_grad = False
         model, method = copy.deepcopy(plain), self.rows[row].create()
@@ -172,19 +166,18 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
         assert method.applied is None
         assert not marks_of(model)
         changed = differing(structure(plain), structure(model))
-        assert not changed, f"left after remove: {'; '.join(changed[:5])}"
+        assert not changed, f"remove does not restore {'; '.join(changed[:5])}"
         plain.load_state_dict(model.state_dict())
         again = copy.deepcopy(model)  # before running statistics of BatchNorm change
         assert largest_difference(gradients(plain, name), gradients(model, name)) == 0
-        # It can be applied again, to this model or to another one.
+        # The method can be applied again, to this model or to a different one.
         if name == self.rows[row].models[0]:
             assert method.apply(again).touched
 
-    # ------------------------------------------------------------------ evaluation and export
     def test_what_is_exported_is_the_pretrained_models_own(self, row: str, name: str) -> None:
-        """After training the weights load into plain timm, by its names, and give there what the method's model gives.
+        """The exported weights load into the plain timm model, which then returns the logits of the method's model.
 
-        What cannot be merged is added there first; all of the model's own names are there.
+        If a method does not merge its modules, they are added to the plain model first.
         """
         model, method = self.applied(row, name)
         before = evaluate(self.rows[row].initial_model(model_of(name)), name)
@@ -196,7 +189,6 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
         shared = plain_state_dict(model, [method], copy_weights=False)
         torch.testing.assert_close(shared, exported, rtol=0, atol=0)
         torch.testing.assert_close(dict(model.state_dict()), kept, rtol=0, atol=0)
-
         fresh = model_of(name)
         assert fresh.state_dict().keys() <= exported.keys()
         if not method.merges:
@@ -206,31 +198,29 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
         torch.testing.assert_close(after, evaluate(model, name), rtol=1e-10, atol=1e-12)
         assert (after - before).abs().max() > 1e-5
 
-    # ------------------------------------------------------------------ YAML
     def test_a_yaml_holds_the_constructors_arguments(self, file: Path) -> None:
-        """Each YAML file of a method contains exactly the constructor's arguments; a variant may inherit some."""
+        """The settings of each YAML file, including inherited settings, are the arguments of the constructor."""
         package = re.match(r"# @package method\.(\w+)\n", file.read_text(encoding="utf-8"))
         assert package, f"{file.name} must begin with its package, e.g. # @package method.{file.stem}"
         (method,) = {r.method for r in self.rows.values() if r.method.name == package[1]}
         values = option_settings(file)
         parameters = inspect.signature(method).parameters
         select = values.pop("select", None)
-        assert (select is None) == (method.axis == Axis.SELECTION), "all but selections bring a default selection"
+        assert (select is None) == (method.axis == Axis.SELECTION), "only a selection has no default selection"
         assert values.keys() == parameters.keys()
         if file.stem == method.name:
             assert values == {n: "???" if p.default is p.empty else p.default for n, p in parameters.items()}
         else:
-            assert any(values[n] != p.default for n, p in parameters.items()), "a variant differs from its method"
+            assert any(values[n] != p.default for n, p in parameters.items()), "a variant must differ from its method"
 
     def test_every_method_has_a_yaml_of_its_name(self) -> None:
-        """Each method has a YAML file of its name."""
+        """Each method has a YAML file with its name."""
         if self.conf is not None:
             names = {r.method.name for r in self.rows.values()}
             missing = names - {file.stem for file in self.conf.glob("*.yaml")}
-            assert not missing, f"{self.conf} has no YAML of {', '.join(sorted(missing))}"
+            assert not missing, f"{self.conf} has no YAML file for {', '.join(sorted(missing))}"
 
 
-# ---------------------------------------------------------------------------------------------- plain functions
 @contextmanager
 def counted_probes() -> Iterator[list[str]]:
     """Record the forward passes that model views run on fake tensors, one entry per pass."""
@@ -246,14 +236,15 @@ def counted_probes() -> Iterator[list[str]]:
 
 
 def worked_on_or_refused(plain: nn.Module, images: torch.Tensor, rows: Mapping[str, Row]) -> list[str]:
-    """Try every row on a model that nobody named: it works, or is refused with the names of method and model.
+    """Check that every method trains on a model, or raises a UserError with its name and does not change the model.
 
     Args:
-        plain: any classifier of two classes or more.
-        images: two images for it.
+        plain: Classifier with at least two classes.
+        images: Two images, (2, 3, H, W).
+        rows: Table of settings, by row name.
 
     Returns:
-        The rows that worked.
+        Names of the rows that train.
     """
     names = list(plain.state_dict())
     worked = []
@@ -281,15 +272,15 @@ def worked_on_or_refused(plain: nn.Module, images: torch.Tensor, rows: Mapping[s
 
 
 def _state(model: nn.Module) -> list[Any]:
-    """Return what surgery can change: classes of the modules, and which parameters train."""
+    """Return the classes of the modules, and the `requires_grad` flags of the parameters."""
     modules = [(name, type(module), "forward" in vars(module)) for name, module in model.named_modules()]
     return [*modules, *((name, p.requires_grad) for name, p in model.named_parameters())]
 
 
 def _refusal(method: Method, model: nn.Module) -> str:
-    """Return the text of the error with which `method` refuses `model`."""
+    """Return the message of the UserError that applying `method` to `model` raises."""
     try:
         method.apply(model)
     except UserError as error:
         return str(error)
-    raise AssertionError(f"{method!r} was applied to {type(model).__name__}, and should have been refused")
+    raise AssertionError(f"applying {method!r} to {type(model).__name__} must raise a UserError")

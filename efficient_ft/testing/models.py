@@ -1,4 +1,4 @@
-"""Small models for tests of methods, and smooth images for them."""
+"""Small models for tests of methods, and smooth images for these models."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-#: Classes of every small model.
+#: Number of classes of every small model.
 CLASSES = 5
 
 
 @dataclass(frozen=True)
 class SmallModel:
-    """A timm model made small.
+    """A reduced timm model.
 
     Attributes:
-        architecture: timm's name.
-        size: height and width of its images in pixels.
-        kwargs: further arguments of `timm.create_model`.
+        architecture: Name of the timm model.
+        size: Height and width of the images in pixels.
+        kwargs: Further arguments of `timm.create_model`.
     """
 
     architecture: str
@@ -31,24 +31,20 @@ class SmallModel:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def create(self, **changes: Any) -> nn.Module:
-        """Build it with random weights."""
+        """Create the model with random weights. `changes` update `kwargs`."""
         return timm.create_model(self.architecture, **{"num_classes": CLASSES, **self.kwargs, **changes})
 
 
 MODELS = {
-    # A class token before an 8×8 grid.
+    # A class token and an 8×8 grid.
     "vit": SmallModel(
-        "vit_tiny_patch16_224",
-        32,
-        {"img_size": 32, "patch_size": 4, "depth": 4, "embed_dim": 48, "num_heads": 3},
+        "vit_tiny_patch16_224", 32, {"img_size": 32, "patch_size": 4, "depth": 4, "embed_dim": 48, "num_heads": 3}
     ),
-    # Convolutions on maps, then attention on tokens; two heads. Its attention biases fix the size.
+    # Convolutions on maps, followed by attention with two heads on tokens. Attention biases fix the image size.
     "efficientformer": SmallModel(
-        "efficientformer_l1",
-        224,
-        {"depths": (1, 1, 1, 2), "embed_dims": (16, 16, 32, 64), "num_vit": 1},
+        "efficientformer_l1", 224, {"depths": (1, 1, 1, 2), "embed_dims": (16, 16, 32, 64), "num_vit": 1}
     ),
-    # Windows of 4×4, patch merging, qkv whose forward is not called by default.
+    # Windows of 4×4, patch merging, and a qkv layer whose forward method is not called by default.
     "swinv2": SmallModel(
         "swinv2_tiny_window8_256",
         64,
@@ -61,13 +57,13 @@ MODELS = {
             "drop_path_rate": 0.0,
         },
     ),
-    # A network without attention.
+    # A convolutional network without attention.
     "resnet": SmallModel("resnet26", 64, {"layers": (1, 1, 1, 1), "channels": (16, 16, 32, 32)}),
-    # Inverted residual blocks; normalization and activation in one layer.
+    # Inverted residual blocks, with normalization and activation in one layer.
     "mobilenet": SmallModel("mobilenetv2_035", 64),
 }
 
-#: The models that a row is tried on by default.
+#: Models that a row is tested on by default.
 USUAL = ("vit", "resnet", "swinv2", "efficientformer")
 
 
@@ -78,12 +74,15 @@ def _prototype(name: str) -> nn.Module:
 
 
 def model_of(name: str) -> nn.Module:
-    """Return a float64 copy of the small model `name` in training mode, always with the same weights."""
+    """Return a float64 copy of the small model `name` in training mode. All copies have equal weights."""
     return copy.deepcopy(_prototype(name))
 
 
 def lively(model: nn.Module) -> nn.Module:
-    """Give every weight of `model` a value that hides no mistake (not a scale of 0 or 1e-5, not a bias of 0)."""
+    """Randomize biases, scales and near-zero weights, since initial values such as 0 or 1e-5 could hide mistakes.
+
+    The model is modified in place and returned in training mode.
+    """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
@@ -94,7 +93,10 @@ def lively(model: nn.Module) -> nn.Module:
 
 
 def batch_of(name: str, dtype: torch.dtype = torch.float64, seed: int = 0, count: int = 2) -> tuple[Tensor, Tensor]:
-    """Return smooth images (count, 3, H, W) and their labels: of noise a low-pass method would keep next to nothing."""
+    """Return smooth images (count, 3, H, W) and their labels.
+
+    A low-pass method would remove almost all of a noise image.
+    """
     generator = torch.Generator().manual_seed(seed)
     size = MODELS[name].size
     coarse = torch.randn(count, 3, 6, 6, generator=generator, dtype=torch.float64)

@@ -1,44 +1,249 @@
-"""Contracts about what a method computes: its reference, and the case in which it is switched off."""
+"""Contracts of a method's gradients: comparison with the row's reference, and with plain training for the off value."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import sys
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.func import functional_call
 
 from efficient_ft.methods.base import Method
-from efficient_ft.testing.contract_base import SETS_REQUIRES_GRAD, ContractTests, on_models
-from efficient_ft.testing.models import model_of
-from efficient_ft.testing.references import Case, check_case
-from efficient_ft.testing.rows import Instead, Row
+from efficient_ft.testing.models import batch_of, model_of
+from efficient_ft.testing.rows import SETS_REQUIRES_GRAD, ContractTests, Instead, Row, apply_seeded, on_models
 from efficient_ft.testing.snapshots import Lines, traced_lines
-from efficient_ft.testing.steps import evaluate, gradients, largest_difference, stir, train_a_little, warm_up
+from efficient_ft.testing.steps import Gradients, evaluate, gradients, largest_difference, stir, train_a_little, warm_up
 
-#: The folder of this package.
+#: A row with a larger `rtol` has a method that rounds values.
+_ROUNDS = 1e-6
+#: Number of passes whose mean gradient is compared if a method rounds values.
+_SEEDS = 24
+#: Gradients smaller than this share of the largest gradient are compared relative to that share. Such gradients may be
+#: zero in theory (a bias before a normalization) and consist of rounding noise.
+_SMALL = {"fp64": 1e-4, "fp32": 1e-2, "bf16": 1e-2}
+#: Allowed relative errors of a gradient, and of its length along the reference. The row's `rtol` and 3 × the error of
+#: the reference in the same precision are added. Under bf16, a method may select other values than the reference.
+_LOWER = {"fp64": (0.0, 0.0), "fp32": (1e-3, 1e-3), "bf16": (0.25, 0.05)}
+#: Folder of this package.
 _PACKAGE = Path(__file__).resolve().parents[1]
-#: Number of the step in which gradients are compared again: one in which what is refreshed every ten steps is new.
+#: Number of the later step in which gradients are compared. State that is refreshed every ten steps is new in it.
 _LATER = 10
-#: The name of this package in Python.
+#: Name of this package in Python.
 OURS = "efficient_ft"
 
 
+@dataclass(frozen=True)
+class Case:
+    """The configuration of a forward and backward pass.
+
+    Attributes:
+        precision: ``fp64``, ``fp32``, or ``bf16`` (autocast with fp32 weights).
+        training: True for training mode. False for evaluation mode with gradients.
+        count: Number of images.
+        seeds: Seed of the images of each micro-batch. The gradients of micro-batches are added.
+        channels_last: True if model and images are in channels-last memory format.
+        frozen: True if every second parameter is frozen.
+    """
+
+    precision: str = "fp64"
+    training: bool = True
+    count: int = 2
+    seeds: tuple[int, ...] = (0,)
+    channels_last: bool = False
+    frozen: bool = False
+
+    def __str__(self) -> str:
+        words = [self.precision, "training" if self.training else "evaluation with gradients", f"batch {self.count}"]
+        words += [f"{len(self.seeds)} micro-batches"] if len(self.seeds) > 1 else []
+        words += ["channels_last"] if self.channels_last else []
+        return ", ".join(words + (["half of the parameters frozen"] if self.frozen else []))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights."""
+        return torch.float64 if self.precision == "fp64" else torch.float32
+
+
+def check_case(row: Row, model: nn.Module, method: Method, name: str, case: Case, *, in_place: bool = False) -> None:
+    """Compare the logits, gradients and buffers of one optimizer step with the row's reference.
+
+    Args:
+        row: Row of the method's settings.
+        model: The small model `name` with the method applied. By default, a copy of the model is run.
+        method: Method whose step has begun.
+        name: Name of the small model.
+        case: Configuration of the pass.
+        in_place: Run the model itself, since a copy has no hooks on parameters.
+
+    Raises:
+        AssertionError: If a value differs by more than the row allows. The message names the parameter.
+    """
+    if not in_place:
+        model, method = copy.deepcopy((model, method))
+    model.to(case.dtype)
+    if case.channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if case.frozen:
+        for parameter in list(model.parameters())[::2]:
+            parameter.requires_grad_(False)
+    rounds = row.rtol > _ROUNDS
+    found: list[Gradients] = []
+    expected: Gradients | None = None
+    in_lower: Gradients | None = None
+    for again in range(_SEEDS if rounds and row.random else 1):
+        model.zero_grad()
+        for seed in case.seeds:
+            reference = None if again else _expected(row, model, method, name, case, seed, in_double=True)
+            if reference is not None:
+                expected = _added(expected, reference.gradients)
+                if case.precision != "fp64":
+                    lower = _expected(row, model, method, name, case, seed, in_double=False)
+                    in_lower = _added(in_lower, lower.gradients)
+            torch.manual_seed(seed + 100 * again)
+            logits = _run(model, method, name, case, seed)
+            if reference is not None and case.precision == "fp64":
+                _check_logits(logits, reference, model, case)
+        found.append({n: None if p.grad is None else p.grad.double() for n, p in model.named_parameters()})
+    assert expected is not None
+    _check_gradients(row, model, _mean(found), expected, in_lower, case)
+
+
+@dataclass(frozen=True)
+class _Expected:
+    logits: Tensor
+    gradients: Gradients
+    buffers: Mapping[str, Tensor]
+
+
+def _run(model: nn.Module, method: Method, name: str, case: Case, seed: int) -> Tensor:
+    """Run a pass that accumulates gradients in the model, and return the logits."""
+    model.train(case.training)
+    images, labels = _batch(name, case, seed)
+    with torch.enable_grad():
+        with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16"):
+            logits = model(images)
+            loss = F.cross_entropy(logits, labels)
+        if case.training:
+            loss = method.total_loss(loss)
+        loss.backward()
+    model.train()
+    return logits.detach()
+
+
+def _batch(name: str, case: Case, seed: int) -> tuple[Tensor, Tensor]:
+    images, labels = batch_of(name, case.dtype, seed, case.count)
+    return images.contiguous(memory_format=torch.channels_last) if case.channels_last else images, labels
+
+
+def _expected(
+    row: Row, model: nn.Module, method: Method, name: str, case: Case, seed: int, in_double: bool
+) -> _Expected:
+    """Compute the reference in float64, or in the precision of the case."""
+    dtype = torch.float64 if in_double else case.dtype
+    plain = model_of(name)
+    if case.channels_last:
+        plain.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    buffers = dict(plain.named_buffers())
+    with torch.no_grad():
+        for n, buffer in model.named_buffers():
+            if n in buffers and buffers[n].shape == buffer.shape:
+                buffers[n].copy_(buffer)
+    plain.to(dtype).train(case.training)
+    parameters = {n: p.detach().to(dtype).clone().requires_grad_(p.requires_grad) for n, p in model.named_parameters()}
+    images, labels = _batch(name, case, seed)
+    images = images.to(dtype)
+    torch.manual_seed(seed)
+    with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16" and not in_double):
+        assert row.on_reference is not None, "the row has no on_reference"
+        if row.on_reference == "exact":
+            result = functional_call(plain, parameters, (images,))
+        else:
+            result = row.on_reference(method, plain, dict(parameters), images)
+        logits, own_loss = result if isinstance(result, tuple) else (result, None)
+        loss = F.cross_entropy(logits, labels)
+    loss = loss if own_loss is None else loss + own_loss
+    loss.backward()
+    return _Expected(logits.detach(), {n: p.grad for n, p in parameters.items()}, dict(plain.named_buffers()))
+
+
+def _check_logits(logits: Tensor, reference: _Expected, model: nn.Module, case: Case) -> None:
+    close = functools.partial(torch.testing.assert_close, rtol=1e-8, atol=1e-9)
+    close(logits, reference.logits, msg=lambda text: f"logits ({case}): {text}")
+    for name, buffer in model.named_buffers():
+        expected = reference.buffers.get(name)
+        if expected is not None and expected.shape == buffer.shape:
+            close(buffer, expected, msg=functools.partial("buffer {} ({}): {}".format, name, case))
+
+
+def _check_gradients(
+    row: Row, model: nn.Module, found: Gradients, expected: Gradients, in_lower: Gradients | None, case: Case
+) -> None:
+    """Compare the gradient of every parameter with the reference, relative to the norm of the gradient."""
+    trains = {n for n, p in model.named_parameters() if p.requires_grad}
+    rounds = row.rtol > _ROUNDS
+    largest = max((g.norm().item() for g in expected.values() if g is not None), default=0.0)
+    small = max(_SMALL[case.precision], 1e-2 if rounds else 0) * largest
+    of_precision = _LOWER[case.precision]
+    wrong = []
+    for name, g in found.items():
+        if name not in trains:
+            assert g is None, f"{name} is frozen, but has a gradient ({case})"
+            continue
+        reference = expected[name]
+        zeros = torch.zeros_like(model.get_parameter(name), dtype=torch.float64)
+        g, reference = zeros if g is None else g, zeros if reference is None else reference
+        size = max(reference.norm().item(), small)
+        error = (g - reference).norm().item() / size if size else g.norm().item()
+        lower = None if in_lower is None else in_lower[name]
+        own = 0.0 if lower is None or not size else (lower.double() - reference).norm().item() / size
+        allowed, bias = (
+            row.rtol * share + least + 3 * own for share, least in zip((1, 0.5), of_precision, strict=True)
+        )
+        scale = (g * reference).sum().item() / reference.square().sum().item() if reference.any() else 1.0
+        if not error <= allowed or (reference.norm() > small and not abs(scale - 1) <= bias):
+            wrong.append((name, error, allowed, scale))
+    worst = sorted(wrong, key=lambda x: -x[1])
+    assert not wrong, f"{len(wrong)} gradients differ from the reference ({case}): " + "; ".join(
+        f"{name}: relative error {error:.2g} (allowed {allowed:.2g}), {scale:.3g} × the reference along its direction"
+        for name, error, allowed, scale in worst[:3]
+    )
+
+
+def _added(total: Gradients | None, more: Gradients) -> Gradients:
+    if total is None:
+        return more
+    pairs = {n: (total[n], g) for n, g in more.items()}
+    return {n: b if a is None else a if b is None else a + b for n, (a, b) in pairs.items()}
+
+
+def _mean(found: list[Gradients]) -> Gradients:
+    def mean(each: list[Tensor | None]) -> Tensor | None:
+        some = [g for g in each if g is not None]
+        return torch.stack(some).sum(0) / len(each) if some else None
+
+    return {n: mean([gradients[n] for gradients in found]) for n in found[0]}
+
+
 def _referenced(row: Row) -> tuple[str, ...]:
-    """The small models on which a row is compared with its reference."""
+    """Return the small models on which a row is compared with its reference."""
     return tuple(name for name in row.models if name not in row.unreferenced)
 
 
 class ReferenceContracts(ContractTests):
-    """The method computes the same as the row's reference; switched off it is plain training."""
+    """A method computes the same as the row's reference. With the off value, it equals plain training."""
 
-    # ------------------------------------------------------------------ the reference
     @on_models(_referenced)
     def test_gradients_are_those_of_the_reference(self, row: str, name: str) -> None:
-        """In training, logits, gradients and buffers equal the reference's in float64, in a later step too."""
+        """In training, logits, gradients and buffers equal the reference in float64, even in a later step."""
         cases = [Case(), Case(count=1), Case(seeds=(0, 1), count=3), Case(channels_last=True)]
         if self.rows[row].method.axis not in SETS_REQUIRES_GRAD:
             cases.append(Case(frozen=True))
@@ -49,18 +254,16 @@ class ReferenceContracts(ContractTests):
 
     @on_models(_referenced)
     def test_gradients_in_evaluation_are_those_of_the_reference(self, row: str, name: str) -> None:
-        """In evaluation mode with gradients, logits and gradients equal the reference's in float64."""
+        """In evaluation mode with gradients, logits and gradients equal the reference in float64."""
         self._check(row, name, Case(training=False))
 
     @on_models(_referenced)
     def test_gradients_in_lower_precision_are_those_of_the_reference(self, row: str, name: str) -> None:
-        """In fp32 and under bf16 autocast, gradients are as near to the reference as its own rounding allows."""
+        """In fp32 and under bf16 autocast, the error of gradients is bounded by the rounding error of the reference."""
         self._check(row, name, Case("fp32"), Case("bf16"))
 
     def _check(self, row: str, name: str, *cases: Case) -> tuple[nn.Module, Method]:
-        model, method = model_of(name), self.rows[row].create()
-        torch.manual_seed(1)
-        method.apply(model)
+        model, method = apply_seeded(model_of(name), self.rows[row].create())
         stir(model)
         warm_up(model, method, name)
         for case in cases:
@@ -68,29 +271,24 @@ class ReferenceContracts(ContractTests):
                 check_case(self.rows[row], model, method, name, case)
         return model, method
 
-    # ------------------------------------------------------------------ off means off
     @on_models(lambda row: row.models if row.off is not None else ())
     def test_off_is_plain_training_and_on_is_not(self, row: str, name: str) -> None:
-        """The off value equals plain training with shortcuts disabled; the row's own settings differ from it."""
+        """The off value equals plain training with shortcuts disabled. The row's settings differ from it."""
         r = self.rows[row]
         plain = gradients(model_of(name), name)
-        with ExitStack() as stack:
-            for owner, attribute, replacement in r.shortcuts:
-                stack.enter_context(mock.patch.object(owner, attribute, replacement))
-            model, method = model_of(name), r.create(**(r.off or {}))
-            torch.manual_seed(1)
-            method.apply(model)
+        with _replaced(r.shortcuts):
+            model, method = apply_seeded(model_of(name), r.create(**(r.off or {})))
             warm_up(model, method, name)
             assert largest_difference(plain, gradients(model, name)) < 1e-8
-        if not r.off:
-            return  # off as it is
+        if not r.off:  # the row's settings are the off value
+            return
         model, method = self.applied(row, name)
         warm_up(model, method, name)
         assert largest_difference(plain, gradients(model, name)) > 1e-2
 
     @on_models(lambda row: row.models if row.instead == Instead.SAME_GRADIENTS else ())
     def test_gradients_of_what_trains_are_the_plain_ones(self, row: str, name: str) -> None:
-        """Selections leave the gradients of what trains exact."""
+        """With a selection, the gradients of the trainable parameters are exact."""
         plain = gradients(model_of(name), name)
         model, _ = self.applied(row, name)
         chosen = gradients(model, name)
@@ -101,7 +299,7 @@ class ReferenceContracts(ContractTests):
 
     @on_models(lambda row: row.models if row.instead == Instead.SAME_OUTPUT else ())
     def test_output_is_unchanged_at_first_and_changed_after_training(self, row: str, name: str) -> None:
-        """Adapters leave the output unchanged at initialization, and change it after training."""
+        """With an adapter, the output is unchanged at initialization, and changed after training."""
         plain = self.rows[row].initial_model(model_of(name))
         model, method = self.applied(row, name)
         torch.testing.assert_close(evaluate(model, name), evaluate(plain, name), rtol=1e-10, atol=1e-12)
@@ -110,7 +308,7 @@ class ReferenceContracts(ContractTests):
 
     @on_models(lambda row: row.models if row.instead == Instead.NEAR_GRADIENTS else ())
     def test_gradients_are_near_the_plain_ones(self, row: str, name: str) -> None:
-        """The mean gradient over several seeds is close to the exact one."""
+        """Gradients are close to those of plain training, but not equal."""
         plain = gradients(model_of(name), name)
         model, _ = self.applied(row, name)
         near = gradients(model, name)
@@ -122,17 +320,15 @@ class ReferenceContracts(ContractTests):
 
     @on_models(lambda row: row.models[:1] if row.off else ())
     def test_off_runs_the_methods_own_code(self, row: str, name: str) -> None:
-        """The off value is evidence only if it runs the code that the row's own settings run.
+        """The off value executes at least half of the lines that a step with the row's settings executes.
 
-        At least half of the lines of the method's package that run in a step must run, and, if the method has autograd
-        functions, a backward pass of one of them.
+        Only lines of the method's package are counted. If the step runs backward passes of autograd functions, the off
+        value must run at least one. Otherwise the off value would not be evidence for the method's code.
         """
         r = self.rows[row]
         ran: list[Lines] = []
         for settings, shortcuts in (({}, ()), (r.off or {}, r.shortcuts)):
-            with ExitStack() as stack:
-                for owner, attribute, replacement in shortcuts:
-                    stack.enter_context(mock.patch.object(owner, attribute, replacement))
+            with _replaced(shortcuts):
                 model, method = model_of(name), r.create(**settings)
                 method.apply(model)
                 warm_up(model, method, name)
@@ -147,17 +343,23 @@ class ReferenceContracts(ContractTests):
         if on.backwards and not off.backwards:
             why = f"runs no backward pass of the method's own autograd functions ({', '.join(sorted(on.backwards))})"
         elif len(on.lines - off.lines) > len(on.lines) / 2:
-            why = (
-                f"leaves out {len(on.lines - off.lines)} of the {len(on.lines)} lines that run with the row's settings"
-            )
+            why = f"skips {len(on.lines - off.lines)} of the {len(on.lines)} lines that the row's settings execute"
         assert not why, (
-            f"off={r.off} {why}, and so is no evidence for them. Choose a value with which the method's own computation"
-            " runs, disable the shortcut in Row.shortcuts, or give Row.why_no_off instead."
+            f"off={r.off} {why}, and is therefore not evidence for them. Choose a value with which the method's own"
+            " computation runs, disable the shortcut in Row.shortcuts, or set Row.why_no_off instead."
         )
 
 
+def _replaced(shortcuts: tuple[tuple[type, str, Callable[..., Any]], ...]) -> ExitStack:
+    """Replace the attributes of `Row.shortcuts` inside a ``with`` block."""
+    stack = ExitStack()
+    for owner, attribute, replacement in shortcuts:
+        stack.enter_context(mock.patch.object(owner, attribute, replacement))
+    return stack
+
+
 def _own_code(row: Row) -> list[str]:
-    """Return the folders of the code of a row's method: the packages of its class and of those it derives from."""
+    """Return the folders with the code of a row's method: the packages of its class and base classes."""
     folders = []
     for kind in row.method.__mro__:
         package = sys.modules.get(kind.__module__.partition(".")[0])

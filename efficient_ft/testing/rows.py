@@ -1,30 +1,33 @@
-"""A row of the table of settings: a method, the settings it is tested with, and the exceptions its contracts allow."""
+"""Rows of settings that methods are tested with, and the base class that runs contracts on the rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from efficient_ft.methods.base import Method
-from efficient_ft.testing.models import USUAL
+from efficient_ft.methods.declarations import Axis
+from efficient_ft.testing.models import USUAL, model_of
+
+_Test = TypeVar("_Test", bound=Callable[..., None])
+
+#: Axes whose methods set `requires_grad`.
+SETS_REQUIRES_GRAD = (Axis.SELECTION, Axis.ADAPTERS)
 
 
 class Instead(Enum):
-    """The property that is tested instead of "off equals plain training", for a method without an off value.
+    """The property that is tested instead of "off equals plain training", for a method without an off value."""
 
-    Attributes:
-        SAME_GRADIENTS: gradients of what trains equal the plain ones (selections).
-        SAME_OUTPUT: the output is unchanged at initialization, and changed after training (adapters).
-        NEAR_GRADIENTS: gradients are near the plain ones (rounding).
-    """
-
-    SAME_GRADIENTS = "gradients of what trains equal the plain ones"
-    SAME_OUTPUT = "the output is unchanged at initialization"
-    NEAR_GRADIENTS = "gradients are near the plain ones"
+    SAME_GRADIENTS = "gradients of the trainable parameters equal those of plain training (selections)"
+    SAME_OUTPUT = "the output is unchanged at initialization, and changed after training (adapters)"
+    NEAR_GRADIENTS = "gradients are close to those of plain training (rounding)"
 
 
 def _itself(model: nn.Module) -> nn.Module:
@@ -32,47 +35,48 @@ def _itself(model: nn.Module) -> nn.Module:
     return model
 
 
-#: A dense computation of the logits that the method's model should return, in plain torch operations: its gradients are
-#: those that the method should compute. Called as ``reference(method, model, parameters, images)``:
+#: A dense computation of the logits that the method's model should return, in plain torch operations. Autograd through
+#: this function must give the gradients that the method should compute. The function is called as
+#: ``reference(method, model, parameters, images)``:
 #:
-#: * method: the method, applied, with its settings and the state of the step. It must not be changed.
-#: * model: the plain small model, in the mode (training or evaluation) of the pass, with the buffers of the method's
+#: * method: The applied method, with its settings and the state of the step. It must not be changed.
+#: * model: The plain small model, in the mode (training or evaluation) of the pass, with the buffers of the method's
 #:   model. It may be changed in any way.
-#: * parameters: copies of the parameters of the method's model, by name, as leaves of the graph. Pass them to
+#: * parameters: Copies of the parameters of the method's model by name, as leaves of the graph. Pass them to
 #:   `torch.func.functional_call`.
-#: * images: (B, 3, H, W).
+#: * images: Images, (B, 3, H, W).
 #:
-#: It returns the logits (B, classes), or a pair of them and of the scalar that the method adds to the loss.
+#: The function returns the logits (B, classes), or a pair: the logits, and the scalar that the method adds to the loss.
 Reference = Callable[[Method, nn.Module, dict[str, Tensor], Tensor], "Tensor | tuple[Tensor, Tensor]"]
 
 
 @dataclass(frozen=True)
 class Row:
-    """A method and the settings it is tested with.
+    """A method and the settings that it is tested with.
 
     Attributes:
-        method: the class of the method.
-        settings: settings for which the method differs from plain training.
-        off: changes of `settings` with which it equals plain training, or None with `why_no_off` and `instead`.
-        why_no_off: reason why there is no such value.
-        instead: the property that is tested in its place.
-        shortcuts: (class, attribute, replacement): shortcuts of the off case that are disabled in its test, so that
-            the method's own computation runs.
-        models: the small models (keys of `MODELS`) the method is tested on.
-        refused: small models that it must refuse, each with a part of the message.
-        own_evaluation: reason why evaluation is not the pretrained model's own; empty: it is.
-        initial_model: maps a plain model to the one whose output the method's model has at initialization; by default
-            the plain model itself.
-        on_reference: what the method should compute with these settings: ``"exact"`` (the logits and gradients of the
-            plain network), or a `Reference`, a dense function that computes the logits, and by autograd the gradients.
-            Every row needs one.
-        unreferenced: small models that are excluded from the comparison with `on_reference`, either completely
+        method: Class of the method.
+        settings: Settings that make the method differ from plain training.
+        off: Changes of `settings` that make the method equal plain training. None requires `why_no_off` and `instead`.
+        why_no_off: Reason why no such value exists.
+        instead: Property that is tested instead.
+        shortcuts: Tuples (class, attribute, replacement). The test of the off value replaces these attributes to
+            disable shortcuts, so that the method's own computation runs.
+        models: Small models (keys of `MODELS`) that the method is tested on.
+        refused: Small models that the method must refuse, each with a part of the error message.
+        own_evaluation: Reason why the output in evaluation differs from the pretrained model's output. Empty if the
+            outputs are equal.
+        initial_model: Function that maps a plain model to the model whose output the method's model has at
+            initialization. The default returns the plain model.
+        on_reference: Reference that the method is compared with. ``"exact"`` is the plain network. A `Reference` is a
+            dense function that computes the logits, and through autograd the gradients. Every row requires a reference.
+        unreferenced: Small models that are excluded from the comparison with `on_reference`, either completely
             (``"mobilenet"``) or in one precision (``"swinv2, bf16"``), each with the reason.
-        rtol: largest relative error of a parameter's gradient (by norm) in float64. Larger than the default only for
-            methods that round values: the mean over several passes is then compared, and the error is also bounded in
-            the direction of the reference.
-        random: reason why a forward pass in training draws random numbers (as dropout does); empty: it draws none, and
-            two passes of a step are equal.
+        rtol: Largest relative error of a parameter's gradient (by norm) in float64. Only methods that round values
+            exceed the default. Their mean gradient over several passes is compared, and the error along the reference
+            is bounded as well.
+        random: Reason why a forward pass in training draws random numbers, like dropout. Empty if the pass draws none
+            and two passes of a step are equal.
     """
 
     method: type[Method]
@@ -91,5 +95,59 @@ class Row:
     random: str = ""
 
     def create(self, **changes: Any) -> Method:
-        """Make the method, with changes of the row's settings."""
+        """Create the method with the row's settings, updated by `changes`."""
         return self.method(**{**self.settings, **changes})
+
+
+def on_models(models_of: Callable[[Row], Iterable[str]]) -> Callable[[_Test], _Test]:
+    """Run a contract on the models that `models_of` returns for each row."""
+
+    def mark(test: _Test) -> _Test:
+        test.models_of = models_of  # type: ignore[attr-defined]
+        return test
+
+    return mark
+
+
+class ContractTests:
+    """Base class of the contracts. `MethodContracts` describes the attributes."""
+
+    rows: ClassVar[Mapping[str, Row]] = {}
+    conf: ClassVar[Path | None] = None
+
+    #: Model and applied method by row and model name. Each contract uses a copy.
+    _prototypes: ClassVar[dict[Any, tuple[nn.Module, Method]]] = {}
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """Parametrize each contract with its rows, models and files."""
+        test, names = metafunc.function, metafunc.fixturenames
+        if "name" in names:
+            models_of = getattr(test, "models_of", lambda row: row.models)
+            cases = [(row, name) for row, r in self.rows.items() for name in models_of(r)]
+            metafunc.parametrize(("row", "name"), cases)
+        elif "row" in names:
+            metafunc.parametrize("row", list(self.rows))
+        elif "file" in names:
+            files = sorted(self.conf.glob("*.yaml")) if self.conf is not None else []
+            metafunc.parametrize("file", files, ids=[file.stem for file in files])
+
+    def applied(self, row: str, name: str) -> tuple[nn.Module, Method]:
+        """Return a copy of the small model `name` with the row's method applied, and the method."""
+        key = self._key(row, name)
+        if key not in self._prototypes:
+            self._prototypes[key] = apply_seeded(model_of(name), self.rows[row].create())
+        return copy.deepcopy(self._prototypes[key])
+
+    def precisions(self, row: str, name: str) -> tuple[str, ...]:
+        """Return the precisions in which the counted bytes are compared with the bytes in memory."""
+        return ("fp32", "bf16")
+
+    def _key(self, row: str, name: str) -> Any:
+        return type(self), row, name
+
+
+def apply_seeded(model: nn.Module, method: Method) -> tuple[nn.Module, Method]:
+    """Apply a method with torch's generator seeded by 1, and return the model and the method."""
+    torch.manual_seed(1)
+    method.apply(model)
+    return model, method

@@ -1,4 +1,4 @@
-"""Records of a model and of the process, compared before and after calls of a method."""
+"""Snapshots of a model and of the process, which are compared before and after calls of a method."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 
 def structure(model: nn.Module) -> dict[str, Any]:
-    """Return what surgery can change besides values, by a phrase that names it.
+    """Return everything that a method can change in a model except values, by description.
 
-    Recorded are the modules' classes, training flags, hooks and attributes, the names of parameters and buffers, and of
-    parameters `requires_grad` and hooks.
+    The snapshot contains the classes, training flags, hooks and attributes of modules. For parameters and buffers, it
+    contains names, dtypes and shapes, and for parameters also `requires_grad` flags and hooks.
     """
     found: dict[str, Any] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -42,18 +42,13 @@ def structure(model: nn.Module) -> dict[str, Any]:
 
 
 def _tensor_hooks(tensor: Tensor) -> int:
-    """Return the number of hooks of a tensor, those on the accumulation of its gradient included."""
+    """Return the number of hooks of a tensor, including hooks on the accumulation of its gradient."""
     hooks = (getattr(tensor, "_backward_hooks", None), getattr(tensor, "_post_accumulate_grad_hooks", None))
     return sum(len(registered) for registered in hooks if registered)
 
 
-def identities(model: nn.Module) -> dict[str, int]:
-    """Return the identity of every parameter, by name: an optimizer holds the objects."""
-    return {name: id(parameter) for name, parameter in model.named_parameters()}
-
-
 def values(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of all parameters and buffers, by name, those that are not saved included."""
+    """Return copies of all parameters and buffers by name, including non-persistent buffers."""
     return {name: t.detach().clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
 
 
@@ -64,19 +59,14 @@ def moved(before: dict[str, Tensor], model: nn.Module) -> list[str]:
 
 
 def differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return what differs between two records, with both values."""
-    none = "absent"
-    keys = dict.fromkeys((*before, *after))
-    return [
-        f"{key}: {before.get(key, none)} before, {after.get(key, none)} after"
-        for key in keys
-        if before.get(key, none) != after.get(key, none)
-    ]
+    """Return the entries that differ between two snapshots, with both values."""
+    pairs = {key: (before.get(key, "absent"), after.get(key, "absent")) for key in (*before, *after)}
+    return [f"{key}: {old} before, {new} after" for key, (old, new) in pairs.items() if old != new]
 
 
 def process_state() -> dict[str, Any]:
-    """Return the state of the process that a method must leave as it is, by name."""
-    numpy_state: Any = np.random.get_state()  # noqa: NPY002  # the global generator is what is compared
+    """Return the state of the process that a method must not change, by name."""
+    numpy_state: Any = np.random.get_state()  # noqa: NPY002
     global_hooks = {
         name: len(value)
         for name, value in vars(torch.nn.modules.module).items()
@@ -112,11 +102,11 @@ def seed_everything(seed: int) -> None:
 
 @dataclass
 class Lines:
-    """The code that ran.
+    """The code that was executed.
 
     Attributes:
-        lines: file and number of each line.
-        backwards: qualified names of the backward passes of autograd functions.
+        lines: File and number of each line.
+        backwards: Qualified names of the executed backward methods of autograd functions.
     """
 
     lines: set[tuple[str, int]] = field(default_factory=set)
@@ -125,7 +115,7 @@ class Lines:
 
 @contextmanager
 def traced_lines(folders: list[str]) -> Iterator[Lines]:
-    """Record the lines of files under `folders` that run inside a ``with`` block, including backward passes."""
+    """Record the lines executed inside a ``with`` block in files under `folders`, including backward passes."""
     found = Lines()
     inside: dict[str, bool] = {}
 

@@ -1,4 +1,4 @@
-"""Steps of training and evaluation on the small models."""
+"""Training steps and evaluation on the small models."""
 
 from __future__ import annotations
 
@@ -9,30 +9,38 @@ from torch import Tensor, nn
 from efficient_ft.methods.base import Method
 from efficient_ft.testing.models import batch_of
 
-#: The gradient of every parameter, by name; None: it has none.
+#: The gradient of every parameter by name. None: the parameter has no gradient.
 Gradients = dict[str, Tensor | None]
 
 
 def gradients(model: nn.Module, name: str, seed: int = 0) -> Gradients:
     """Return the gradients after the forward and backward pass of one training step.
 
-    Args:
-        model: the small model `name`, or a copy of it that methods have changed.
-        seed: of the images, and of what is random in the step.
+    `model` is a copy of the small model `name`, with or without methods. `seed` seeds the images and torch's generator.
     """
     torch.manual_seed(seed)
+    run_pass(model, name, seed)
+    return gradients_of(model)
+
+
+def run_pass(model: nn.Module, name: str, seed: int, method: Method | None = None) -> None:
+    """Run the forward and backward pass of one training step, with the method's loss. No generator is seeded."""
     model.train()
-    for parameter in model.parameters():
-        parameter.grad = None
+    model.zero_grad()
     images, labels = batch_of(name, next(model.parameters()).dtype, seed)
-    F.cross_entropy(model(images), labels).backward()
+    loss = F.cross_entropy(model(images), labels)
+    (loss if method is None else method.total_loss(loss)).backward()
+
+
+def gradients_of(model: nn.Module) -> Gradients:
+    """Return copies of the gradients of all parameters."""
     return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
 
 
 def largest_difference(a: Gradients, b: Gradients) -> float:
-    """Return the largest relative error (by norm) of a gradient; infinite where one has a gradient and the other none.
+    """Return the largest relative error (by norm) of a gradient, or infinity if only one of two gradients exists.
 
-    Gradients that are zero in theory (a bias before a normalization) are rounding noise, and so measured by the
+    Gradients that are zero in theory (a bias before a normalization) are rounding noise. Their error is relative to the
     largest gradient.
     """
     assert a.keys() == b.keys()
@@ -48,7 +56,7 @@ def largest_difference(a: Gradients, b: Gradients) -> float:
 
 
 def warm_up(model: nn.Module, method: Method, name: str) -> None:
-    """Take the steps of `method`'s profile, if it has one, and begin the next step; no parameter moves."""
+    """Run the profiling steps of `method`, if it has any, and begin the next step. Parameters do not change."""
     steps = method.warmup_steps
     for step in range(steps):
         method.step_begin(step)
@@ -58,7 +66,7 @@ def warm_up(model: nn.Module, method: Method, name: str) -> None:
 
 
 def train_a_little(model: nn.Module, method: Method, name: str, steps: int = 2, lr: float = 0.05) -> None:
-    """Take a few steps in a plain training loop."""
+    """Run `steps` steps of a plain training loop with SGD."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
     for step in range(steps):
         method.step_begin(step)
@@ -69,7 +77,7 @@ def train_a_little(model: nn.Module, method: Method, name: str, steps: int = 2, 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, name: str) -> Tensor:
-    """Return logits in evaluation mode; `model` stays in training mode."""
+    """Return the logits in evaluation mode, and set `model` to training mode."""
     model.eval()
     logits = model(batch_of(name, next(model.parameters()).dtype, seed=99)[0])
     model.train()
@@ -77,7 +85,7 @@ def evaluate(model: nn.Module, name: str) -> Tensor:
 
 
 def stir(model: nn.Module) -> None:
-    """Give adapters, gates and side modules, which start at zero, a value that shows."""
+    """Set trainable parameters that are zero, for example in new adapters and gates, to random values."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -99,11 +99,11 @@ def test_a_state_of_other_bits_is_refused() -> None:
     optimizer = LowBitAdamW(model.parameters(), bits=8)
     train(model, optimizer, 1)
     for other in (LowBitAdamW(model.parameters(), bits=4), LowBitAdamW(net().parameters(), bits=4)):
-        with pytest.raises(UserError, match=r"must be that of LowBitAdamW with bits=4"):
+        with pytest.raises(UserError, match=r"must belong to LowBitAdamW with bits=4"):
             other.load_state_dict(optimizer.state_dict())
     plain = torch.optim.AdamW(model.parameters())
     train(model, plain, 1)
-    with pytest.raises(UserError, match="got another one"):
+    with pytest.raises(UserError, match="got a different state"):
         optimizer.load_state_dict(plain.state_dict())
 
 
@@ -272,7 +272,7 @@ def test_a_state_without_shifts_is_rejected() -> None:
     for state in state_dict["state"].values():
         if "root_range" in state:
             state["root_range"] = state["root_range"][:, :2]
-    with pytest.raises(UserError, match=r"must be that of LowBitAdamW with bits=8.*resume=never"):
+    with pytest.raises(UserError, match=r"must belong to LowBitAdamW with bits=8.*resume=never"):
         LowBitAdamW(model.parameters()).load_state_dict(state_dict)
 
 
@@ -283,7 +283,7 @@ def test_a_state_of_torchao_is_rejected() -> None:
         model = net()
         theirs = optim.AdamW8bit(model.parameters())
         train(model, theirs, 1)
-        with pytest.raises(UserError, match=r"must be that of LowBitAdamW with bits=8.*resume=never"):
+        with pytest.raises(UserError, match=r"must belong to LowBitAdamW with bits=8.*resume=never"):
             LowBitAdamW(model.parameters()).load_state_dict(theirs.state_dict())
     finally:
         torch.compiler.set_stance("default")

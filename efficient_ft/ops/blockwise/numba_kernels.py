@@ -1,9 +1,9 @@
-"""The numba kernel of `blockwise.kernels`. Importing this module requires numba.
+"""The numba kernel of the block-wise Adam step. Importing this module requires numba.
 
-The job is a C function of one pointer, like those in `ops.storage.kernels.numba_kernels`.
+The job is a C function of one pointer, like the jobs in `ops.storage.kernels.numba_kernels`.
 """
 # mypy: ignore-errors
-# (annotations are types of numba)
+# mypy cannot check code that numba compiles.
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numba import carray, float32, int16, int32, njit, uint8, uint32
 
-from efficient_ft.ops.blockwise.form import BLOCK, LARGEST, SHIFT, UNIT, levels
+from efficient_ft.ops.blockwise import BLOCK, LARGEST, SHIFT, UNIT, levels
 from efficient_ft.ops.storage.kernels.numba_kernels import _address, _noise, _take, as_job
 
-# Hardware division: the result of division by 0 is infinite, and the loop is vectorized.
+# With this error model, division by 0 returns infinity instead of raising an error, and loops are vectorized.
 _jit: Any = njit(nogil=True, boundscheck=False, error_model="numpy")
 _LARGEST, _FINITE = np.int32(LARGEST), np.finfo(np.float32).max
 _SHIFT, _SHIFTS = np.float32(SHIFT), np.int32(1 / SHIFT)
@@ -34,7 +34,7 @@ def _decode(ratio, root, scale, low, one, zero, m, v_bits):
 
 @_jit
 def _step(p, grad, m, v, factors):
-    """Update p. Replace m by its ratio to √v, and v by √v."""
+    """Update p, and replace m by its ratio to √v and v by √v."""
     l2, decay, beta1, rest1 = factors[0], factors[1], factors[2], factors[3]
     beta2, rest2, correction, eps, rate = factors[4], factors[5], factors[6], factors[7], factors[8]
     for i in range(len(p)):
@@ -49,7 +49,7 @@ def _step(p, grad, m, v, factors):
 
 @_jit
 def _bounds(m_bits, v_bits, largest, low, high):
-    """Return the largest ratio, and the smallest positive and the largest root, as integers of the same order."""
+    """Return the bits of the largest ratio, the smallest positive root and the largest root."""
     for i in range(len(m_bits)):
         largest = max(largest, m_bits[i] & int32(0x7FFFFFFF))
         bits = min(v_bits[i] & int32(0x7FFFFFFF), _LARGEST)
@@ -61,7 +61,7 @@ def _bounds(m_bits, v_bits, largest, low, high):
 
 @_jit
 def _encode(m, v_bits, inverse, low, one, tops, base, ratio, root):
-    """Write the codes to ratio and root, and return the shift.
+    """Write the codes to `ratio` and `root`, and return the shift.
 
     A compiled function receives every array and number as a separate argument.
     """
@@ -79,7 +79,6 @@ def _encode(m, v_bits, inverse, low, one, tops, base, ratio, root):
         root[i] = uint8((min(code, root_top) + int32(1)) * some)
         down += int32((int32(rest * float32(_SHIFTS)) - up * _SHIFTS) * some)
         positive += some
-
         noise = noise * float32(4096)
         noise = noise - float32(int32(noise))
         size = abs(m[i]) * inverse
@@ -106,7 +105,7 @@ def _join(codes, held):
 @functools.cache
 def adam_step(bits: int) -> Any:
     """Compile the job that updates a parameter and its moments, several blocks at a time."""
-    of = BLOCK * bits // 8  # number of bytes of the codes of a block
+    of = BLOCK * bits // 8  # number of bytes for the codes of one block
     ratio_top, root_top = (np.int32(top) for top in levels(bits))
     unit, zero = np.int32(UNIT[bits]), np.int32(2 ** (bits - 1))
     part, least = np.float32(1 / ratio_top**2), np.int32(root_top * unit)

@@ -1,6 +1,6 @@
-"""The Triton kernel of `blockwise.kernels`. Importing this module requires Triton."""
+"""The Triton kernel of the block-wise Adam step. Importing this module requires Triton."""
 # mypy: ignore-errors
-# (annotations are types of Triton)
+# mypy cannot check code that Triton compiles.
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def _noise(at, seed):
-    """Return `ops.storage.eight_bits.uniform` at these positions."""
+    """Return the values of `ops.storage.eight_bits.uniform` at these positions."""
     h = (at + seed).to(tl.uint32, bitcast=True)
     h = (h ^ (h >> 16)) * 0x7FEB352D
     h = (h ^ (h >> 15)) * 0x846CA68B
@@ -18,7 +18,7 @@ def _noise(at, seed):
 
 @triton.jit
 def _load_codes(codes, at, mask, BITS: tl.constexpr):
-    """Load the codes `at` as int32."""
+    """Load the codes at the positions `at` as int32."""
     if BITS == 8:
         return tl.load(codes + at, mask=mask, other=0).to(tl.int32)
     both = tl.load(codes + at // 2, mask=mask, other=0).to(tl.int32)
@@ -53,7 +53,6 @@ def adam_step(
     l2, decay, beta1, rest1 = tl.load(factors), tl.load(factors + 1), tl.load(factors + 2), tl.load(factors + 3)
     beta2, rest2, correction = tl.load(factors + 4), tl.load(factors + 5), tl.load(factors + 6)
     eps, rate, smallest = tl.load(factors + 7), tl.load(factors + 8), tl.load(factors + 9)
-
     low = tl.load(range_ + 3 * row, mask=inside, other=0).to(tl.int32) << 16
     one = tl.load(range_ + 3 * row + 1, mask=inside, other=0).to(tl.int32) * UNIT
     shift = tl.load(range_ + 3 * row + 2, mask=inside, other=0).to(tl.float32)
@@ -63,14 +62,12 @@ def adam_step(
     s = tl.where(code > 0, bits, 0).to(tl.float32, bitcast=True)
     signed = _load_codes(ratio, at, mask, BITS) - ZERO
     m = (signed * tl.abs(signed)).to(tl.float32) * tl.load(scale + row, mask=inside, other=0)[:, None] * s
-
     x = tl.load(p + at, mask=mask, other=0)
     g = tl.load(grad + at, mask=mask, other=0)
     g = tl.where(l2 == 0, g, x * l2 + g)
     m = m * beta1 + g * rest1
     s = tl.sqrt_rn(s * s * beta2 + g * g * rest2)
     tl.store(p + at, x * decay - tl.div_rn(m, s * correction + eps) * rate, mask=mask)
-
     u = tl.div_rn(m, s)
     u = tl.where(tl.abs(u) <= 3.4028234663852886e38, u, 0.0)
     new_scale = tl.maximum(tl.max(tl.abs(u), 1), smallest) * (1 / RATIO_TOP**2)
@@ -82,7 +79,6 @@ def adam_step(
     distance = tl.where(span > 0, (span + (ROOT_TOP * UNIT - 1)) // (ROOT_TOP * UNIT), 1)
     tl.store(range_ + 3 * row, low.to(tl.int16), mask=inside)
     tl.store(range_ + 3 * row + 1, distance.to(tl.int16), mask=inside)
-
     one = (distance * UNIT).to(tl.float32)[:, None]
     place = (bits - (low << 16)[:, None]).to(tl.float32) * tl.div_rn(1.0, one)
     rest = place - tl.floor(place)
@@ -90,11 +86,10 @@ def adam_step(
     code = tl.minimum(tl.floor(place).to(tl.int32) + up, ROOT_TOP) + 1
     down = tl.sum(tl.where(bits > 0, (rest * SHIFTS).to(tl.int32) - up * SHIFTS, 0), 1)
     positive = tl.maximum(tl.sum((bits > 0).to(tl.int32), 1), 1)
-    # Rounded down, even if it is negative.
+    # The quotient is rounded down, even if it is negative.
     shift = tl.where(down < 0, -((positive - 1 - down) // positive), down // positive)
     tl.store(range_ + 3 * row + 2, shift.to(tl.int16), mask=inside)
     _store_codes(root, at, tl.where(bits > 0, code, 0), row, blocks, BITS, ROWS, SIZE)
-
     noise = noise * 4096 - tl.floor(noise * 4096)
     size = tl.abs(u) * tl.div_rn(1.0, new_scale)[:, None]
     whole = tl.floor(tl.sqrt_rn(size))

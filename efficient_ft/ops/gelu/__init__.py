@@ -1,11 +1,13 @@
 """GELU, alone or after a BatchNorm with frozen statistics, in one pass over the tensor in each direction.
 
 Only the input is saved for the backward pass: one tensor instead of two for BatchNorm and GELU. Results equal those of
-torch's operations up to rounding. On a CPU in float32, kernels compiled by numba compute them.
+torch's operations up to rounding. On a CPU in float32, kernels compiled by numba compute the results. numba is
+optional. Without it, torch's operations run.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +16,16 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from efficient_ft.ops.gelu import kernels
+from efficient_ft.ops.optional import optional_module
+from efficient_ft.ops.storage.kernels.cpu import run_in_threads
 
 __all__ = ["batch_norm_gelu", "gelu"]
+
+_AT_A_TIME = 1 << 14  # number of values that a thread processes at a time
+_PIECES = 64  # number of pieces of a map with separate sums; it does not depend on the number of threads
+
+#: The compiled kernels, or None without numba.
+_kernels = partial(optional_module, "efficient_ft.ops.gelu.numba_kernels")
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -29,11 +38,7 @@ def batch_norm_gelu(
 ) -> Tensor:
     """Compute `F.gelu` of `F.batch_norm` with running statistics, with gradients for x, `weight` and `bias`.
 
-    Args:
-        x: (B, C, H, W), contiguous in channels-last memory.
-        mean, variance: (C,) running statistics.
-        weight, bias: (C,) or None.
-        eps: constant added to the variance.
+    x is (B, C, H, W), contiguous in channels-last memory. `frozen.frozen_batch_norm` describes the other arguments.
     """
     return _BatchNormGelu.apply(x, mean, variance, weight, bias, eps)
 
@@ -44,25 +49,17 @@ class _Gelu(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        if not kernels.supports(x):
-            return F.gelu(x)
-        y = torch.empty_like(x)
-        kernels.forward(x, None, None, y)
-        return y
+        return _forward(x, None, None) if _supports(x) else F.gelu(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        if not kernels.supports(x):
-            return torch.ops.aten.gelu_backward(g, x)
-        g, g_x = _in_the_layout_of(x, g), torch.empty_like(x)
-        kernels.backward(g, x, None, None, None, g_x)
-        return g_x
+        return _backward(g, x, None, None, None)[0] if _supports(x) else torch.ops.aten.gelu_backward(g, x)
 
 
 class _BatchNormGelu(Function):
-    """y = u · Φ(u) with u = x · scale + shift; scale = γ / √(σ² + ε), shift = β - μ · scale."""
+    """y = u · Φ(u) with u = x · scale + shift, scale = γ / √(σ² + ε) and shift = β - μ · scale."""
 
     @staticmethod
     def forward(
@@ -72,36 +69,71 @@ class _BatchNormGelu(Function):
         scale = rstd if weight is None else rstd * weight
         shift = -mean * scale if bias is None else bias - mean * scale
         ctx.save_for_backward(x, mean, rstd, scale, shift)
-        if not kernels.supports(x):
-            return F.gelu(torch.addcmul(_per_channel(shift), x, _per_channel(scale)))
-        y = torch.empty_like(x)
-        kernels.forward(x, scale, shift, y)
-        return y
+        if _supports(x):
+            return _forward(x, scale, shift)
+        return F.gelu(torch.addcmul(_per_channel(shift), x, _per_channel(scale)))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, rstd, scale, shift = ctx.saved_tensors
-        of_weight, of_bias = ctx.needs_input_grad[3:5]
+        of_x, _, _, of_weight, of_bias, _ = ctx.needs_input_grad
         sums = of_weight or of_bias
-        if kernels.supports(x):
-            g, g_x = _in_the_layout_of(x, g), torch.empty_like(x)
-            found = kernels.backward(g, x, scale, shift, mean if sums else None, g_x)
+        if _supports(x):
+            g_x, g_shift, g_scale = _backward(g, x, scale, shift, mean if sums else None)
         else:
             h = torch.ops.aten.gelu_backward(g, torch.addcmul(_per_channel(shift), x, _per_channel(scale)))
             g_x = h * _per_channel(scale)
-            found = (h.sum((0, 2, 3)), (h * (x - _per_channel(mean))).sum((0, 2, 3))) if sums else None
-        g_w = g_b = None
-        if found is not None:
-            g_b = found[0] if of_bias else None
-            g_w = found[1] * rstd if of_weight else None
-        return g_x if ctx.needs_input_grad[0] else None, None, None, g_w, g_b, None
+            g_shift = h.sum((0, 2, 3)) if sums else None
+            g_scale = (h * (x - _per_channel(mean))).sum((0, 2, 3)) if sums else None
+        g_w = g_scale * rstd if of_weight and g_scale is not None else None
+        return g_x if of_x else None, None, None, g_w, g_shift if of_bias else None, None
 
 
 def _per_channel(t: Tensor) -> Tensor:
     return t[:, None, None]
 
 
-def _in_the_layout_of(x: Tensor, g: Tensor) -> Tensor:
-    """Return g with the strides of x, a dense tensor."""
-    return g if g.stride() == x.stride() else torch.empty_like(x).copy_(g)
+def _supports(x: Tensor) -> bool:
+    """Return True if the kernels support this tensor."""
+    real = type(x) in (Tensor, torch.nn.Parameter)  # a fake tensor has no data
+    return real and x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() > 0 and _kernels() is not None
+
+
+def _forward(x: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
+    """Return GELU(x · scale + shift) in the layout of x. With `scale` and `shift` (C,), the layout is channels-last."""
+    y = torch.empty_like(x)
+    if scale is None or shift is None:
+        _run(_kernels().forward(False), x, _AT_A_TIME, [x, y])
+    else:
+        _run(_kernels().forward(True), x, _AT_A_TIME // len(scale), [x, y, scale, shift], len(scale))
+    return y
+
+
+def _backward(
+    g: Tensor, x: Tensor, scale: Tensor | None, shift: Tensor | None, mean: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the gradient of x, and with a mean (C,) the sums Σ h and Σ h · (x - mean), (C,) each.
+
+    h is the gradient of x · scale + shift. With `scale` and `shift` (C,), the layout of x is channels-last.
+    """
+    g_x = torch.empty_like(x)
+    g = g if g.stride() == x.stride() else torch.empty_like(x).copy_(g)
+    if scale is None or shift is None:
+        _run(_kernels().backward(False, False), x, _AT_A_TIME, [g, x, g_x])
+        return g_x, None, None
+    n = len(scale)
+    if mean is None:
+        _run(_kernels().backward(True, False), x, _AT_A_TIME // n, [g, x, g_x, scale, shift], n)
+        return g_x, None, None
+    rows = x.numel() // n
+    at_a_time = -(-rows // _PIECES)
+    sums = x.new_empty(2, -(-rows // at_a_time), n)
+    _run(_kernels().backward(True, True), x, at_a_time, [g, x, g_x, scale, shift, mean, *sums], n)
+    g_shift, g_scale = sums.sum(1)
+    return g_x, g_shift, g_scale
+
+
+def _run(kernel: Any, x: Tensor, at_a_time: int, tensors: list[Tensor], n: int = 1) -> None:
+    rows, at_a_time = x.numel() // n, max(1, at_a_time)
+    run_in_threads(kernel, [-(-rows // at_a_time), at_a_time, rows, n, *(t.data_ptr() for t in tensors)])

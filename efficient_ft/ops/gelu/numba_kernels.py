@@ -1,10 +1,10 @@
-"""The numba kernels of `gelu.kernels`. Importing this module requires numba.
+"""The numba kernels of GELU. Importing this module requires numba.
 
-A job is a C function of one pointer, like those in `ops.storage.kernels.numba_kernels`. A row of a map in channels-last
-memory has one value per channel. Rows of other tensors have one value, without scale and shift.
+A job is a C function of one pointer, like the jobs in `ops.storage.kernels.numba_kernels`. In channels-last memory, a
+row contains one value per channel. In other tensors, a row contains one value, and scale and shift are not used.
 """
 # mypy: ignore-errors
-# (annotations are types of numba)
+# mypy cannot check code that numba compiles.
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from numba import carray, float32, int32, njit
 
 from efficient_ft.ops.storage.kernels.numba_kernels import _address, _take, as_job
 
-# `contract` fuses a product and a sum if the processor supports it. Nothing else is relaxed, so that vectors and the
-# remaining elements are computed in the same way.
+# `contract` fuses a product and a sum if the processor supports it. Other fast-math options are off, so that vectorized
+# and remaining elements are computed in the same way.
 _jit: Any = njit(nogil=True, boundscheck=False, error_model="numpy", fastmath={"contract"})
 
 _SQRT_HALF = float32(0.5**0.5)
 _DENSITY = float32((2 * np.pi) ** -0.5)
-#: From this value on, erf is 1 in float32.
+#: In float32, erf is 1 for all values of at least this size.
 _ONE = float32(3.92)
 
 
 @_jit
 def _erf(t):
-    """Compute erf(t) by the rational approximation in float32 of the Eigen library."""
+    """Compute erf(t) in float32 by the rational approximation of the Eigen library."""
     t = min(max(t, -_ONE), _ONE)
     s = t * t
     p = s * float32(-2.72614225801306e-10) + float32(2.77068142495902e-08)
@@ -107,7 +107,7 @@ def _affine_row_gradients(g, x, scale, shift, mean, g_x, of_shift, of_scale):
 
 @functools.cache
 def forward(affine: bool) -> Any:
-    """Compile the job that computes GELU, several rows at a time; with `affine`, of x · scale + shift."""
+    """Compile the job that computes GELU of x, or of x · scale + shift with `affine`, several rows at a time."""
 
     def gelu_job(pointer):
         job = carray(pointer, 9)
@@ -133,7 +133,7 @@ def forward(affine: bool) -> Any:
 
 @functools.cache
 def backward(affine: bool, sums: bool) -> Any:
-    """Compile the job of the gradient of x. With `sums`, it also writes a row of sums for scale and shift per piece."""
+    """Compile the job that computes the gradient of x and, with `sums`, the sums for scale and shift per piece."""
 
     def gelu_backward_job(pointer):
         job = carray(pointer, 13)

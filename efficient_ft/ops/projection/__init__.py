@@ -1,19 +1,25 @@
 """Low-rank backward pass: constant matrices, projections built from them, and the layers that use them.
 
-`transforms` builds the matrices, `projection` applies them to tensors, `projectors` selects them for a grid, `low_rank`
-defines the backward pass, and `spectrum` measures the energy of a gradient in each basis (LBP-WHT: Yang et al., NeurIPS
-2023).
+`transforms` builds the matrices, `projection` applies the matrices to tensors and selects them for a grid, and
+`low_rank` defines the backward pass (LBP-WHT: Yang et al., NeurIPS 2023).
 """
 
 from efficient_ft.ops.projection.low_rank import low_rank_conv1x1, low_rank_linear
-from efficient_ft.ops.projection.projection import Projection, SubsetProjection
-from efficient_ft.ops.projection.projectors import CosineProjector, Padding, Projector, WalshProjector, backward_flops
-from efficient_ft.ops.projection.spectrum import block_energy
+from efficient_ft.ops.projection.projection import (
+    CosineProjector,
+    Padding,
+    Projection,
+    Projector,
+    SubsetProjection,
+    WalshProjector,
+    backward_flops,
+)
 from efficient_ft.ops.projection.transforms import (
     BLOCK,
     Grid,
     Pairs,
     Tile,
+    block_energy,
     dct_rows,
     low_pass_l1,
     low_pass_linf,

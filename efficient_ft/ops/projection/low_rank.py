@@ -1,13 +1,13 @@
-"""The low-rank backward pass of a linear layer or 1×1 convolution, as autograd functions.
+"""Autograd functions for the low-rank backward pass of a linear layer or 1×1 convolution.
 
 With the analysis matrix A and the synthesis matrix S of a projection (R × L, see `ops.projection.transforms`)::
 
-    x̂ = A x        in the forward pass: only x̂ is saved of x
+    x̂ = A x        (forward pass; x̂ is saved instead of x)
     ĝ = A g_y
     g_w = ĝᵀ x̂,    g_x = Sᵀ (ĝ w),    g_b = Σ g_y  (exact)
 
-(LBP-WHT, Algorithm 1.) All gradients are exact if SᵀA is the identity. Layers that read the same tensor (q, k and v, or
-the two branches of a gated network) share one x̂.
+Source: LBP-WHT, Algorithm 1. All gradients are exact if SᵀA is the identity. Layers that read the same tensor (q, k and
+v, or the two branches of a gated network) share one x̂.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,31 +29,29 @@ from efficient_ft.ops.saving import current_packing, load, save
 from efficient_ft.ops.storage import Packed
 
 
-@torch.compiler.disable  # layers identify a shared x̂ at run time, by the identity of its source
+@torch.compiler.disable  # a shared x̂ is identified at run time, by the identity of its source
 def low_rank_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection | SubsetProjection
 ) -> Tensor:
     """Compute `F.linear` with a low-rank backward pass.
 
     Args:
-        x: (B, N, C_in) tokens, or (B, H, W, C_in).
-        weight: (C_out, C_in).
-        bias: (C_out,) or None.
-        projection: projection over the N tokens (prefix tokens and grid), the H·W positions, or the remaining tokens
-            of each image.
+        x: Tokens (B, N, C_in), or a map (B, H, W, C_in).
+        weight, bias: Weight (C_out, C_in), and bias (C_out,) or None.
+        projection: Projection over the N tokens (prefix tokens and grid), over the H·W positions, or over the remaining
+            tokens of each image.
     """
     return _LowRankLinear.apply(*to_autocast_dtype(x, weight, bias), projection, weakref.ref(x))
 
 
-@torch.compiler.disable  # layers identify a shared x̂ at run time, by the identity of its source
+@torch.compiler.disable  # a shared x̂ is identified at run time, by the identity of its source
 def low_rank_conv1x1(x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection) -> Tensor:
     """Compute an ungrouped 1×1 `F.conv2d` of stride 1 with a low-rank backward pass.
 
     Args:
-        x: (B, C_in, H, W), channels-first or channels-last in memory.
-        weight: (C_out, C_in, 1, 1).
-        bias: (C_out,) or None.
-        projection: projection over the H·W positions.
+        x: Map (B, C_in, H, W), channels-first or channels-last in memory.
+        weight, bias: Weight (C_out, C_in, 1, 1), and bias (C_out,) or None.
+        projection: Projection over the H·W positions.
     """
     return _LowRankConv1x1.apply(*to_autocast_dtype(x, weight, bias), projection, weakref.ref(x))
 
@@ -93,28 +92,22 @@ class _LowRankConv1x1(torch.autograd.Function):
         constants, g_w, g_b, gx_hat = _backward(ctx, g.flatten(2).transpose(1, 2))
         g_x = None
         if gx_hat is not None:
-            # The memory format of g: the layers below then need no copy.
+            # g_x has the memory format of g, so that the layers below do not copy it.
             first = g.is_contiguous()
             g_x = ctx.projection.back(gx_hat, constants, channels_first=first)
             g_x = (g_x if first else g_x.transpose(1, 2)).unflatten(2, g.shape[2:])
         return g_x, None if g_w is None else g_w[:, :, None, None], g_b, None, None
 
 
-class _LastProjected:
-    """The last x̂, which the next layer reuses if it reads the same tensor. The backward pass frees it."""
-
-    def __init__(self) -> None:
-        # One attribute, replaced atomically: with several devices, the backward pass runs in several threads.
-        self.held: tuple[weakref.ref[Tensor], tuple[Any, ...], Tensor | Packed] | None = None
-
-
-_last = _LastProjected()
+#: The last x̂ (`held`), which the next layer reuses if it reads the same tensor. The backward pass frees it. The single
+#: attribute is replaced atomically, because the backward pass runs in several threads with several devices.
+_last = SimpleNamespace(held=None)
 
 
 def _save(
     ctx: Any, x_BNC: Tensor, weight: Tensor, projection: Projection | SubsetProjection, read: weakref.ref[Tensor]
 ) -> None:
-    """Save x̂ if the weight needs a gradient, the weight if x needs one, and the constants, but never x.
+    """Save x̂ if the weight requires a gradient, the weight if x requires a gradient, and the constants.
 
     In a packed part of a model, x̂ is packed. `read` references the tensor with which the layer was called.
     """
@@ -127,7 +120,7 @@ def _save(
 def _x_hat(
     x_BNC: Tensor, projection: Projection | SubsetProjection, constants: Constants, read: weakref.ref[Tensor]
 ) -> Tensor | Packed:
-    """Return x̂, or a packed tensor from which x̂ is computed. Reuse it if the previous layer read the same tensor."""
+    """Return x̂, or a packed tensor that unpacks to x̂. Reuse x̂ if the previous layer read the same tensor."""
     packing = current_packing()  # a mode does not see the tensors that an autograd function saves
     if packing is not None:
         packing.begin("low_rank")
@@ -147,13 +140,13 @@ def _x_hat(
 
 
 def _projected(unpack: Callable[..., Tensor], projection: Projection | SubsetProjection, *tensors: Tensor) -> Tensor:
-    """Compute x̂ from an x that is restored from a packed tensor."""
+    """Unpack x, and compute x̂."""
     x_BNC = unpack(*tensors)
     return projection.project(x_BNC, projection.constants(x_BNC.device, x_BNC.dtype))
 
 
 def _backward(ctx: Any, g_BNC: Tensor) -> tuple[Constants, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the constants, g_w (C_out, C_in), g_b (C_out,) and ĝw (B, R, C_in), or None for unneeded gradients."""
+    """Return the constants, g_w (C_out, C_in), g_b (C_out,) and ĝw (B, R, C_in). Unneeded gradients are None."""
     _last.held = None
     x_hat, weight, *_ = load(ctx)
     constants = ctx.projection.constants(g_BNC.device, g_BNC.dtype)
@@ -168,7 +161,7 @@ def _backward(ctx: Any, g_BNC: Tensor) -> tuple[Constants, Tensor | None, Tensor
             g_b = g_BNC.sum((0, 1))
     gx_hat = None
     if ctx.needs_input_grad[0]:
-        # (ĝw)ᵀ = wᵀĝᵀ: CPU libraries compute this order up to a quarter faster.
+        # CPU libraries compute (ĝw)ᵀ as wᵀĝᵀ up to a quarter faster.
         gx_hat = torch.mm(weight.flatten(1).T, g_hat.flatten(0, 1).T).unflatten(1, g_hat.shape[:2]).permute(1, 2, 0)
     return constants, g_w, g_b, gx_hat
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from functools import partial
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,16 +17,17 @@ from torch.autograd.function import once_differentiable
 from efficient_ft.ops.autocast import to_single_precision
 from efficient_ft.ops.saving.mode import PackedOperations
 from efficient_ft.ops.saving.products import matmul, product
-from efficient_ft.ops.saving.saving import load, save
+from efficient_ft.ops.saving.saving import as_kept, load, save
 from efficient_ft.ops.saving.sharing import SharedUnpack, apply_to
-from efficient_ft.ops.saving.straight_through import as_kept
 from efficient_ft.ops.saving.table import name_of, packed_operation, packs
-from efficient_ft.ops.storage import Packed, Packer
+from efficient_ft.ops.storage import Packed
 
 aten = torch.ops.aten
 
-#: Lower bound of the sum of a softmax output. The sum is 0 if all of its values were dropped.
+#: Lower bound of the sum of a softmax output. The sum is 0 if all values were dropped.
 _TINY = 1e-30
+
+_MULTI_HEAD_ATTENTION = inspect.signature(F.multi_head_attention_forward)
 
 
 class _Softmax(torch.autograd.Function):
@@ -55,38 +58,25 @@ def _softmax(mode: PackedOperations, input: Tensor, dim: int | None = None, dtyp
     if dim is None or not mode.supports(input):
         return NotImplemented
     p = _Softmax.apply(mode, to_single_precision(input) if dtype is None else input.to(dtype), dim)
-    return as_kept(mode, p, mode.policy.attention, heads=1, autocast=False)
+    return as_kept(mode, p, mode.policy.attention, heads=1, cast=False)
 
 
-@packs(F.softmax)
-def _functional_softmax(
-    mode: PackedOperations,
-    input: Tensor,
-    dim: int | None = None,
-    _stacklevel: int = 3,
-    dtype: torch.dtype | None = None,
-) -> Any:
-    return _softmax(mode, input, dim, dtype)
+packs(F.softmax)(lambda mode, input, dim=None, _stacklevel=3, dtype=None: _softmax(mode, input, dim, dtype))
 
 
 class _FusedAttention(torch.autograd.Function):
     """softmax(q kᵀ · scale + bias) v with torch's fused kernel and a constant bias.
 
-    The backward pass recomputes attention from the unpacked q, k and v. The layer that follows can compute its input
-    from the same recomputation.
+    The backward pass recomputes attention from the unpacked q, k and v. The next layer can compute its input from the
+    same recomputation.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        mode: PackedOperations,
-        packer: Packer,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: Any,
-        bias: Tensor | None,
+        ctx: Any, mode: PackedOperations, q: Tensor, k: Tensor, v: Tensor, scale: Any, bias: Tensor | None
     ) -> Tensor:
+        packer = mode.policy.fused
+        assert packer is not None
         y = F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
         parts = [mode.keep(x, packer, y.dtype, 1, role=role) for x, role in zip((q, k, v), "qkv", strict=True)]
         unpack = partial(_attention_again, [(p.unpack, len(p.tensors)) for p in parts], scale, bias is not None)
@@ -106,7 +96,7 @@ class _FusedAttention(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (y,) = load(ctx)
         found = torch.autograd.grad(y, y.attention_inputs, g)
-        return None, None, *(g.to(t) for g, t in zip(found, ctx.types, strict=True)), None, None
+        return None, *(g.to(t) for g, t in zip(found, ctx.types, strict=True)), None, None
 
 
 def _attention_again(parts: Sequence[tuple[Any, int]], scale: Any, has_bias: bool, *tensors: Tensor) -> Tensor:
@@ -122,14 +112,14 @@ def _attention_again(parts: Sequence[tuple[Any, int]], scale: Any, has_bias: boo
 
 
 def _merge_heads(y: Tensor) -> Tensor:
-    """Reshape the result of attention from (B, H, N, D) to (B, N, H·D), without its graph."""
+    """Reshape the result of attention from (B, H, N, D) to (B, N, H·D), and detach it from its graph."""
     return y.detach().transpose(1, 2).flatten(2)
 
 
 class _Attention(torch.autograd.Function):
     """Unfused softmax(q kᵀ · scale + bias) v of q, k and v (..., N, D), with a constant bias.
 
-    The output of softmax is saved once, for softmax and for the second product.
+    The output of softmax is saved only once, for softmax and for the second product.
     """
 
     @staticmethod
@@ -174,14 +164,14 @@ class _Attention(torch.autograd.Function):
 
 
 def _masked_out(mask: Tensor) -> Tensor:
-    """Return the queries whose mask (..., N, M) excludes every key, as (..., N, 1) bool."""
+    """Return True for the queries whose mask (..., N, M) excludes every key, as (..., N, 1) bool."""
     if mask.dtype == torch.bool:
         return mask.any(-1, keepdim=True).logical_not()
     return mask.detach().amax(-1, keepdim=True) == -torch.inf
 
 
 def _scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Compute scale · a b of (..., n, k) and (..., k, m) in one kernel."""
+    """Compute scale · a b for (..., n, k) and (..., k, m) in one kernel."""
     batch = a.shape[:-2]
     y = torch.baddbmm(a.new_empty(1, 1, 1), a.flatten(0, -3), b.flatten(0, -3), beta=0, alpha=scale)
     return y.view(*batch, *y.shape[1:])
@@ -203,13 +193,13 @@ def _attention(
     if mode.policy.plain_attention or is_causal or enable_gqa or not mode.supports(query, key, value):
         return NotImplemented
     batch = query.shape[:-2]
-    broadcast = query.dim() < 3 or key.shape[:-2] != batch or value.shape[:-2] != batch  # heads shared by queries
+    broadcast = query.dim() < 3 or key.shape[:-2] != batch or value.shape[:-2] != batch  # queries share heads
     if attn_mask is not None:
         scores_shape = (*query.shape[:-1], key.shape[-2])
         broadcast |= torch.broadcast_shapes(attn_mask.shape, scores_shape) != scores_shape
     constant = attn_mask is None or (attn_mask.is_floating_point() and not attn_mask.requires_grad)
     if mode.policy.fused is not None and constant and not dropout_p:
-        return _FusedAttention.apply(mode, mode.policy.fused, query, key, value, scale, attn_mask)
+        return _FusedAttention.apply(mode, query, key, value, scale, attn_mask)
     if broadcast:
         return NotImplemented
     if constant and not dropout_p and not mode.policy.forward:
@@ -229,66 +219,34 @@ def _attention(
         scores = scores + attn_mask if excluded is None else scores.masked_fill(excluded, -torch.inf)
     mode.begin("softmax")
     p = _Softmax.apply(mode, to_single_precision(scores), -1, masked_out)
-    p = as_kept(mode, p, mode.policy.attention, heads=1, autocast=False).to(value.dtype)
+    p = as_kept(mode, p, mode.policy.attention, heads=1, cast=False).to(value.dtype)
     mode.begin("values")
     return product(mode, F.dropout(p, dropout_p), value)
 
 
 @packs(F.multi_head_attention_forward)
-def _multi_head_attention(
-    mode: PackedOperations,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    embed_dim_to_check: int,
-    num_heads: int,
-    in_proj_weight: Tensor | None,
-    in_proj_bias: Tensor | None,
-    bias_k: Tensor | None,
-    bias_v: Tensor | None,
-    add_zero_attn: bool,
-    dropout_p: float,
-    out_proj_weight: Tensor,
-    out_proj_bias: Tensor | None,
-    training: bool = True,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    use_separate_proj_weight: bool = False,
-    q_proj_weight: Tensor | None = None,
-    k_proj_weight: Tensor | None = None,
-    v_proj_weight: Tensor | None = None,
-    static_k: Tensor | None = None,
-    static_v: Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> Any:
-    """Compute `nn.MultiheadAttention` of (N, B, C) without masks and without returning its weights.
-
-    The parameters are those of `F.multi_head_attention_forward`, which this function replaces.
-    """
-    inputs = [t.transpose(0, 1) for t in (query, key, value)]
-    unusual = (need_weights, add_zero_attn, use_separate_proj_weight, is_causal, in_proj_weight is None)
-    given = (bias_k, bias_v, key_padding_mask, attn_mask, static_k, static_v)
-    trained = (in_proj_weight, in_proj_bias, out_proj_weight, out_proj_bias)
-    if (
-        any(unusual)
-        or any(t is not None for t in given)
-        or query.dim() != 3
-        or not mode.supports(*inputs, trained=trained)
-    ):
+def _multi_head_attention(mode: PackedOperations, *args: Any, **kwargs: Any) -> Any:
+    """Compute `nn.MultiheadAttention` of (N, B, C) without masks and without returning attention weights."""
+    bound = _MULTI_HEAD_ATTENTION.bind(*args, **kwargs)
+    bound.apply_defaults()
+    a = SimpleNamespace(**bound.arguments)
+    inputs = [t.transpose(0, 1) for t in (a.query, a.key, a.value)]
+    unusual = (a.need_weights, a.add_zero_attn, a.use_separate_proj_weight, a.is_causal, a.in_proj_weight is None)
+    given = (a.bias_k, a.bias_v, a.key_padding_mask, a.attn_mask, a.static_k, a.static_v)
+    trained = (a.in_proj_weight, a.in_proj_bias, a.out_proj_weight, a.out_proj_bias)
+    supported = a.query.dim() == 3 and mode.supports(*inputs, trained=trained)
+    if any(unusual) or any(t is not None for t in given) or not supported:
         return NotImplemented
-    assert in_proj_weight is not None
-    if query is key and key is value:
-        parts = [*_packed_or_plain(mode, F.linear, inputs[0], in_proj_weight, in_proj_bias).chunk(3, -1)]
+    if a.query is a.key and a.key is a.value:
+        parts = [*_packed_or_plain(mode, F.linear, inputs[0], a.in_proj_weight, a.in_proj_bias).chunk(3, -1)]
     else:
-        weights, biases = in_proj_weight.chunk(3), (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
-        projections = zip(inputs, weights, biases, strict=True)
+        biases = (None,) * 3 if a.in_proj_bias is None else a.in_proj_bias.chunk(3)
+        projections = zip(inputs, a.in_proj_weight.chunk(3), biases, strict=True)
         parts = [_packed_or_plain(mode, F.linear, x, w, b) for x, w, b in projections]
-    q, k, v = (x.unflatten(-1, (num_heads, -1)).transpose(1, 2) for x in parts)
-    p = dropout_p if training else 0.0
+    q, k, v = (x.unflatten(-1, (a.num_heads, -1)).transpose(1, 2) for x in parts)
+    p = a.dropout_p if a.training else 0.0
     y = _packed_or_plain(mode, F.scaled_dot_product_attention, q, k, v, None, p).transpose(1, 2).flatten(2)
-    return _packed_or_plain(mode, F.linear, y, out_proj_weight, out_proj_bias).transpose(0, 1), None
+    return _packed_or_plain(mode, F.linear, y, a.out_proj_weight, a.out_proj_bias).transpose(0, 1), None
 
 
 def _packed_or_plain(mode: PackedOperations, function: Any, *args: Any) -> Tensor:
@@ -301,7 +259,7 @@ def _packed_or_plain(mode: PackedOperations, function: Any, *args: Any) -> Tenso
 
 
 class _Normalize(torch.autograd.Function):
-    """x / max(‖x‖, ε) along `dim`. It saves its output, which the product that follows saves too."""
+    """x / max(‖x‖, ε) along `dim`. It saves its output, which the next product also saves."""
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, x: Tensor, dim: int, eps: float) -> Tensor:
@@ -315,7 +273,7 @@ class _Normalize(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         y, norm = load(ctx)
-        along = (g * y).sum(ctx.dim, keepdim=True).where(norm >= ctx.eps, 0)  # below ε the divisor is constant
+        along = (g * y).sum(ctx.dim, keepdim=True).where(norm >= ctx.eps, 0)  # the divisor is constant below ε
         return None, (g - y * along) / norm.clamp_min(ctx.eps), None, None
 
 
@@ -326,4 +284,4 @@ def _normalize(
     if p != 2 or not isinstance(dim, int) or out is not None or not mode.supports(input):
         return NotImplemented
     y = _Normalize.apply(mode, to_single_precision(input), dim, eps)
-    return as_kept(mode, y, mode.policy.attention, heads=1, autocast=False)
+    return as_kept(mode, y, mode.policy.attention, heads=1, cast=False)

@@ -1,19 +1,19 @@
-"""The packing mode replaces operations of torch by operations that save packed tensors.
+"""The packing mode replaces torch operations by operations that save packed tensors.
 
 A `PackedOperations` mode surrounds a part of a model's forward pass. It intercepts the operations that would save
 activations: linear layers, convolutions, normalizations, the products and softmax of attention, activation functions,
 and products with a learned scale. It computes the same result, but saves tensors in the storage formats that a `Policy`
 selects. The backward pass applies the formulas of the operation to the unpacked tensors (Back Razor: Jiang et al.,
-NeurIPS 2022, Equation 3), so gradients that do not depend on a packed tensor stay exact. Nothing is saved for
-parameters that need no gradient. An operation that is not in the `table` runs unchanged, and so do the operations that
-it calls: ``nn.MultiheadAttention`` is a single function to a mode.
+NeurIPS 2022, Equation 3). Gradients that do not depend on a packed tensor are therefore exact. No tensor is saved for
+parameters that do not require gradients. An operation that is not in the `table` runs unchanged, including the
+operations that it calls: ``nn.MultiheadAttention`` is a single function to a mode.
 
 A tensor that several operations save (the input of separate q, k and v layers, the output of softmax) is packed once.
 
-Packers that keep state identify a tensor by its name. The name consists of the part of the model, the module in that
-part, the operation, and the role of the tensor in the operation. Repeated calls of an operation or a module are
-numbered, even if they save nothing. A tensor therefore has the same name in every step, even if other layers are frozen
-in some steps.
+Packers with state identify a tensor by its name. The name consists of the part of the model, the module in that part,
+the operation, and the role of the tensor in the operation. Repeated calls of an operation or a module are numbered,
+even if they save no tensor. A tensor therefore has the same name in every step, even if other layers are frozen in some
+steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -32,17 +32,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from efficient_ft.core.context import context
-from efficient_ft.ops.saving.dense import DenseKept
-from efficient_ft.ops.saving.sharing import (
-    LastUnpacked,
-    SharedUnpack,
-    add_user,
-    apply_to,
-    in_order,
-    memory_order,
-    permuted,
-)
-from efficient_ft.ops.saving.table import name_of, packed_operation
+from efficient_ft.ops.saving.sharing import LastUnpacked, SharedUnpack, apply_to, in_order, memory_order
+from efficient_ft.ops.saving.table import DenseKept, name_of, packed_operation
 from efficient_ft.ops.storage import Dense, Noise, Overflow, PackContext, Packed, Packer, Ranges
 
 
@@ -51,26 +42,27 @@ class Policy:
     """The storage format of each kind of tensor that is saved for the backward pass.
 
     Attributes:
-        product: packer for the inputs of linear layers and convolutions with a trainable weight.
-        norm: packer for the inputs of normalizations and of products with a learned scale.
-        attention: packer for q, k, v and the output of softmax.
-        activation: packer for the inputs of GELU and other smooth activation functions. ReLU and its variants save one
+        product: Packer for the inputs of linear layers and convolutions with a trainable weight.
+        norm: Packer for the inputs of normalizations and of products with a learned scale.
+        attention: Packer for q, k, v and the output of softmax.
+        activation: Packer for the inputs of GELU and other smooth activation functions. ReLU and its variants save one
             bit per element.
-        normalized: LayerNorm saves its normalized input x̂ instead of its input. Pruning x̂ loses less, since it is
-            centered.
-        derived: tensors that can be computed from a saved tensor are not saved again. A product after an activation
-            function recomputes its input from the saved input of that function. A product after a LayerNorm (with
-            `normalized`) recomputes it from x̂ with the exact γ and β.
-        derived_all: more tensors are recomputed instead of saved: the output of a BatchNorm that saves its input, the
-            output of a ReLU after it, and the result of fused attention for the layer that follows.
-        fused: packer for q, k and v of fused attention. The backward pass recomputes attention from them, so that all
-            its terms are consistent. None: attention is unfused.
-        plain_attention: torch's fused attention stays unchanged, including the tensors that it saves.
-        position_network: a trained network adds a bias to the scores of attention. The gradient of that network
-            consists of terms that nearly cancel. The gradient of softmax therefore has rows that sum to 0, as it does
-            without packing.
-        forward: the forward pass also computes with the packed inputs of products and normalizations, and with the
-            packed q, k, v and output of softmax. This is a negative control; the backward pass uses the same formulas.
+        normalized: If True, LayerNorm saves its normalized input x̂ instead of its input. Pruning x̂ loses less, since
+            x̂ is centered.
+        derived: If True, tensors that can be computed from a saved tensor are not saved again. A product after an
+            activation function recomputes its input from the saved input of that function. A product after a LayerNorm
+            (with `normalized`) recomputes its input from x̂ with the exact γ and β.
+        derived_all: If True, more tensors are recomputed instead of saved: the output of a BatchNorm that saves its
+            input, the output of the ReLU that follows, and the result of fused attention for the next layer.
+        fused: Packer for q, k and v of fused attention. The backward pass recomputes attention from them, so that all
+            its terms are consistent. If None, attention is unfused.
+        plain_attention: If True, torch's fused attention stays unchanged, including the tensors that it saves.
+        position_network: True if a trained network adds a bias to the attention scores. The gradient of that network
+            consists of terms that nearly cancel. The rows of the softmax gradient therefore sum to 0, like without
+            packing.
+        forward: If True, the forward pass also computes with the packed inputs of products and normalizations, and with
+            the packed q, k, v and output of softmax. This is a negative control. The backward pass uses the same
+            formulas.
     """
 
     product: Packer
@@ -102,12 +94,12 @@ class PackingState:
     """Packing state that persists from step to step.
 
     Attributes:
-        ranges: running ranges of 8-bit tensors.
-        noise: seeds of stochastic rounding.
-        overflow: record of values that are too large for fp16.
-        last: the tensor unpacked last.
-        calls: number of times that each part of the model has run in the current forward pass.
-        dense: record of the tensors that stay dense, for a method's report; None: nothing is recorded.
+        ranges: Running ranges of 8-bit tensors.
+        noise: Seeds of stochastic rounding.
+        overflow: Record of values that are too large for fp16.
+        last: Tensor that was unpacked last.
+        calls: Number of times that each part of the model has run in the current forward pass.
+        dense: Record of the tensors that stay dense, for a method's report. If None, they are not recorded.
     """
 
     ranges: Ranges = field(default_factory=Ranges)
@@ -118,7 +110,7 @@ class PackingState:
     dense: DenseKept | None = None
 
     def begin_call(self, name: str) -> str:
-        """Return the name of a part, with the number of its call in this forward pass from the second call on.
+        """Return the name of a part. From the second call in this forward pass on, the name includes the call number.
 
         A forward pass ends when a backward pass or an optimizer step begins.
         """
@@ -142,7 +134,7 @@ class PackingState:
         return {"ranges": self.ranges.state_dict(), "noise": self.noise.state_dict() if self.noise.used else None}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state of `state_dict`."""
+        """Restore the state returned by `state_dict`."""
         if state_dict:
             self.ranges.load_state_dict(state_dict["ranges"])
             if state_dict["noise"] is not None:
@@ -157,35 +149,41 @@ def numbered(name: str, number: int) -> str:
 def current_packing() -> PackedOperations | None:
     """Return the innermost active packing mode, or None.
 
-    A mode does not see the operations inside our autograd functions, which use this function to pack what they save.
+    A mode does not intercept operations inside our autograd functions. They call this function to pack what they save.
     """
     mode: PackedOperations | None = context.packing
     return mode
 
 
-def packing_suspended() -> AbstractContextManager[None]:
-    """Run operations unchanged inside a ``with`` block, even in a packed part of a model.
-
-    Use it for tensors that are not activations of the images.
-    """
+@contextmanager
+def packing_suspended() -> Iterator[None]:
+    """Suspend packing inside a ``with`` block, for tensors that are not activations of the images."""
     mode = current_packing()
-    return nullcontext() if mode is None else mode.suspended()
+    if mode is None:
+        yield
+        return
+    before, mode.is_suspended = mode.is_suspended, True
+    try:
+        yield
+    finally:
+        mode.is_suspended = before
 
 
 class PackedOperations(TorchFunctionMode):
-    """A mode in which operations on tensors that need a gradient save packed tensors.
+    """A mode in which operations on tensors that require gradients save packed tensors.
 
     Args:
-        policy: storage format of each kind of tensor.
-        state: state that persists from step to step.
-        region: name of this part of the model, the same in every step.
-        samples: B, number of images in the batch; the first dimension of every activation is a multiple of it.
-        heads: number of attention heads in this part, for one range per head; None: one range per tensor.
-        modules: names of the modules in this part, which become part of the names of tensors; None: only operations
-            are named.
+        policy: Storage format of each kind of tensor.
+        state: State that persists from step to step.
+        region: Name of this part of the model, the same in every step.
+        samples: Number of images in the batch, B. The first dimension of every activation is a multiple of B.
+        heads: Number of attention heads in this part, for one range per head. If None, each tensor has one range.
+        modules: Names of the modules in this part, which become part of the names of tensors. If None, names contain
+            only operations.
 
     Attributes:
         records: True if the pass saves tensors and therefore counts as a call of the part.
+        is_suspended: True if operations run unchanged (`packing_suspended`).
     """
 
     records = True
@@ -204,17 +202,17 @@ class PackedOperations(TorchFunctionMode):
         self._modules, self._running, self._hooks = modules, [""], []  # type: ignore[var-annotated]
         self._calls: Counter[tuple[str, str]] = Counter()
         self._operation = ""
-        self._suspended = False
+        self.is_suspended = False
         self._kept: dict[tuple[Any, ...], tuple[weakref.ref, Packed]] = {}
 
     def __enter__(self) -> PackedOperations:
         self._outer = current_packing()
         context.packing = self
-        self.state.last.held = None  # left over from an unfinished backward pass
+        self.state.last.held = None  # an unfinished backward pass may have left a tensor
         if self.records:
             self.region = self.state.begin_call(self.region)
         if self._modules is not None:
-            # Global hooks, active while this part runs: the model itself is not modified.
+            # Global hooks are active while this part runs, so that the model itself is not modified.
             self._hooks = [
                 register_module_forward_pre_hook(self._enter_module),
                 register_module_forward_hook(self._leave_module, always_call=True),
@@ -238,7 +236,7 @@ class PackedOperations(TorchFunctionMode):
             self._running.pop()
 
     def begin(self, operation: str) -> None:
-        """Start an operation. Tensors saved from now on carry its name. Call it even if the operation saves nothing."""
+        """Start an operation, which names the tensors saved from now on, even if it saves no tensor."""
         module = self._running[-1]
         self._calls[module, operation] += 1
         operation = numbered(operation, self._calls[module, operation])
@@ -249,7 +247,7 @@ class PackedOperations(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         operation = packed_operation(func)
-        if self._suspended or not torch.is_grad_enabled():
+        if self.is_suspended or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         if operation is not None:
             self.begin(name_of(func))
@@ -260,15 +258,6 @@ class PackedOperations(TorchFunctionMode):
             return func(*args, **kwargs)
         with self.state.dense.watch(func):
             return func(*args, **kwargs)
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Run operations unchanged inside a ``with`` block (see `packing_suspended`)."""
-        before, self._suspended = self._suspended, True
-        try:
-            yield
-        finally:
-            self._suspended = before
 
     def keep(
         self,
@@ -282,12 +271,12 @@ class PackedOperations(TorchFunctionMode):
         """Pack x once for all operations that save it.
 
         Args:
-            x: the tensor to save.
-            packer: packs x, unless x is packed already.
-            dtype: dtype to which the operation converts x (autocast), and in which x is unpacked; None: the dtype of x.
-            heads: the dimension of x that is divided into heads.
+            x: Tensor to save.
+            packer: Packer of x, used unless x is already packed.
+            dtype: Dtype of x in the operation (autocast) and after unpacking. Default: the dtype of x.
+            heads: Dimension of x that is divided into heads.
             result: True if x is the operation's own output. Saving a view of it would create a reference cycle.
-            role: role of x in the operation.
+            role: Role of x in the operation.
         """
         order, memory, identity = memory_order(x)
         storage, key = x.untyped_storage(), (*identity, dtype or x.dtype, packer)
@@ -306,11 +295,8 @@ class PackedOperations(TorchFunctionMode):
             shared = SharedUnpack(packed.unpack, self.state.last)
             packed = Packed(packed.tensors, shared, shared)
             self._kept[key] = (weakref.ref(storage), packed)
-        return add_user(packed, order, dtype or x.dtype)
-
-    def keep_for_attention(self, x: Tensor, role: str) -> Packed:
-        """Pack x, which is q, k or v (B, H, N, D), like attention does. For unfused attention, x is contiguous."""
-        return self.keep(x, self.policy.fused or self.policy.attention, x.dtype, 1, role=role)
+        packed.shared.add_user()
+        return in_order(packed, order, dtype or x.dtype)
 
     def weight(self, weight: Tensor) -> tuple[Tensor, Tensor | Packed]:
         """Return the weight that a linear layer or convolution uses, and the tensor that is saved for it."""
@@ -320,10 +306,13 @@ class PackedOperations(TorchFunctionMode):
         """Return the packed tensor from which x can be computed, or None."""
         order, _, identity = memory_order(x)
         packed = self._find((*identity, "derived"), x.untyped_storage())
-        return packed and add_user(packed, order, x.dtype)
+        if packed is None:
+            return None
+        packed.shared.add_user()
+        return in_order(packed, order, x.dtype)
 
     def derive(self, y: Tensor, x: Tensor, function: Callable[[Tensor], Tensor]) -> None:
-        """Register the source of x, if it has one, as the source of y = function(x)."""
+        """If x has a source, register it as the source of y = function(x)."""
         order, _, identity = memory_order(x)
         packed = self._find((*identity, "derived"), x.untyped_storage())
         if packed is not None:
@@ -333,7 +322,9 @@ class PackedOperations(TorchFunctionMode):
     def set_source(self, y: Tensor, packed: Packed) -> None:
         """Register `packed`, which unpacks to the values of y, as the source of y for operations that save y."""
         order, _, identity = memory_order(y)
-        from_kept = Packed(packed.tensors, partial(permuted, packed.unpack, order), packed.shared)
+        from_kept = Packed(
+            packed.tensors, partial(apply_to, partial(torch.permute, dims=order), packed.unpack), packed.shared
+        )
         self._kept[*identity, "derived"] = (weakref.ref(y.untyped_storage()), from_kept)
 
     def share(self, packed: Packed) -> Packed:
@@ -342,12 +333,12 @@ class PackedOperations(TorchFunctionMode):
         return Packed(packed.tensors, shared, shared)
 
     def supports(self, *tensors: Tensor, trained: Sequence[Tensor | None] = ()) -> bool:
-        """Return True if all `tensors` are activations of this batch, and `tensors` or `trained` require grad."""
+        """Return True if all `tensors` are batch activations, and any of `tensors` or `trained` requires grad."""
         return any(t is not None and t.requires_grad for t in (*tensors, *trained)) and all(
             t.dim() and t.numel() and t.shape[0] % self.samples == 0 for t in tensors
         )
 
     def _find(self, key: tuple[Any, ...], storage: torch.UntypedStorage) -> Packed | None:
-        """Return the tensor packed under `key`, unless a new tensor has reused the memory of a freed one."""
+        """Return the tensor packed under `key`, unless a new tensor has reused the memory of a freed tensor."""
         found = self._kept.get(key)
         return found[1] if found is not None and found[0]() is storage else None

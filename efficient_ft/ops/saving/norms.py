@@ -13,8 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from efficient_ft.ops.autocast import to_single_precision
 from efficient_ft.ops.saving.mode import PackedOperations
-from efficient_ft.ops.saving.saving import load, save
-from efficient_ft.ops.saving.straight_through import as_kept
+from efficient_ft.ops.saving.saving import as_kept, load, save
 from efficient_ft.ops.saving.table import packs
 from efficient_ft.ops.storage import Packed, Sparse
 
@@ -50,14 +49,11 @@ class _LayerNorm(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, rstd, *mean = load(ctx)
         wanted = [ctx.needs_input_grad[i] for i in (1, 3, 4)]
-        if ctx.normalized:
-            zero, one = torch.zeros_like(rstd), torch.ones_like(rstd)
-            found = aten.native_layer_norm_backward(g, x, ctx.shape, zero, one, weight, bias, wanted)
-            g_x = found[0].mul_(rstd) if wanted[0] else None
-        else:
-            found = aten.native_layer_norm_backward(g, x, ctx.shape, mean[0], rstd, weight, bias, wanted)
-            g_x = found[0]
-        return None, g_x, None, found[1], found[2], None
+        statistics = (torch.zeros_like(rstd), torch.ones_like(rstd)) if ctx.normalized else (mean[0], rstd)
+        g_x, g_w, g_b = aten.native_layer_norm_backward(g, x, ctx.shape, *statistics, weight, bias, wanted)
+        if ctx.normalized and wanted[0]:
+            g_x.mul_(rstd)
+        return None, g_x, None, g_w, g_b, None
 
 
 def _normalized(
@@ -67,7 +63,7 @@ def _normalized(
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64) or weight is None or bias is None:
         y, _, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
         return y, torch.native_layer_norm(x, shape, None, None, eps)[0], rstd
-    # torch's CPU kernel takes twice the time without γ and β.
+    # torch's CPU kernel takes twice as long without γ and β.
     x_hat, _, rstd = torch.native_layer_norm(x, shape, torch.ones_like(weight), torch.zeros_like(bias), eps)
     return torch.addcmul(bias, x_hat, weight), x_hat, rstd
 
@@ -147,7 +143,7 @@ class _GroupNorm(torch.autograd.Function):
         x, weight, rstd, *mean = load(ctx)
         wanted = [ctx.needs_input_grad[i] for i in (1, 3, 4)]
         statistics = (torch.zeros_like(rstd), torch.ones_like(rstd)) if ctx.normalized else (mean[0], rstd)
-        # The kernel reads both tensors in the memory format of the first.
+        # The kernel reads both tensors in the memory format of the first tensor.
         g, x = g.contiguous(), x.contiguous()
         found = aten.native_group_norm_backward(g, x, *statistics, weight, *ctx.sizes, wanted)
         g_x = found[0] if wanted[0] else None
@@ -175,7 +171,7 @@ def _group_norm(
 def _from_normalized(
     mode: PackedOperations, y: Tensor, kept: Packed, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """Register the packed x̂ as the source of y = x̂ · γ + β. With `Policy.forward`, y is recomputed from it."""
+    """Register the packed x̂ as the source of y = x̂ · γ + β. With `Policy.forward`, recompute y from the packed x̂."""
     affine = [p for p in (weight, bias) if p is not None]
     unpack = partial(_affine, kept.unpack, weight is not None, bias is not None)
     if mode.policy.forward:
@@ -194,9 +190,9 @@ def _affine(unpack: Callable[..., Tensor], has_weight: bool, has_bias: bool, *te
 
 
 def _exact_or_packed(mode: PackedOperations, input: Tensor, heads: int | None = None) -> Tensor:
-    """Return the input of a normalization in its precision, packed and unpacked if `Policy.forward` requires it."""
+    """Return the input of a normalization in at least single precision. With `Policy.forward`, pack and unpack it."""
     input = to_single_precision(input)
-    return as_kept(mode, input, mode.policy.norm, not mode.policy.normalized, heads, autocast=False)
+    return as_kept(mode, input, mode.policy.norm, not mode.policy.normalized, heads, cast=False)
 
 
 @packs(F.layer_norm)
@@ -229,7 +225,7 @@ class _BatchNorm(torch.autograd.Function):
         eps: float,
     ) -> Tensor:
         y = F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
-        # Pruning drops values near 0. After centering, these are the values that matter least.
+        # Pruning drops values near 0, which are the least important values after centering.
         policy = mode.policy
         ctx.centered = policy.normalized and isinstance(policy.norm, Sparse) and not policy.forward
         kept = None
@@ -254,7 +250,7 @@ class _BatchNorm(torch.autograd.Function):
         if ctx.needs_input_grad[5]:
             g_b = g.sum(others, dtype=mean.dtype)
         if x is not None:
-            # Centered before the sum: the mean may be far larger than the deviation.
+            # The input is centered before the sum, since the mean may be far larger than the deviation.
             center = torch.zeros_like(mean) if ctx.centered else mean
             wanted = [False, True, False]
             g_w = aten.native_batch_norm_backward(g, x, weight, center, var, None, None, False, ctx.eps, wanted)[1]
@@ -269,7 +265,7 @@ def _per_channel(values: Tensor, like: Tensor) -> Tensor:
 class _TrainingBatchNorm(torch.autograd.Function):
     """BatchNorm with exact statistics of the batch.
 
-    The parameters of `forward` are those of `F.batch_norm`: an autograd function passes each tensor separately.
+    `forward` has the parameters of `F.batch_norm`, because an autograd function receives each tensor separately.
     """
 
     @staticmethod
@@ -302,19 +298,13 @@ class _TrainingBatchNorm(torch.autograd.Function):
 
 
 def _set_map_source(
-    mode: PackedOperations,
-    y: Tensor,
-    kept: Packed,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    mode: PackedOperations, y: Tensor, x: Packed, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> None:
-    """Register the packed input of a BatchNorm as the source of its output y."""
+    """Register the packed input x of a BatchNorm as the source of its output y."""
     scale = rstd if weight is None else weight * rstd
     shift = -mean * scale if bias is None else bias - mean * scale
-    source = Packed((*kept.tensors, scale, shift), partial(_mapped, kept.unpack), kept.shared)
-    # A packed x is shared with BatchNorm's own backward pass. For a dense x, the users share the result of the map.
+    source = Packed((*x.tensors, scale, shift), partial(_mapped, x.unpack), x.shared)
+    # A packed x is shared with BatchNorm's backward pass. For a dense x, the users share the result of the map.
     mode.set_source(y, mode.share(source) if mode.policy.exact else source)
 
 
@@ -342,7 +332,7 @@ def _batch_norm(
     if not mode.supports(input, trained=(weight, bias)):
         return NotImplemented
     trains = weight is not None and weight.requires_grad
-    input = as_kept(mode, input, mode.policy.norm, training or trains, autocast=False)
+    input = as_kept(mode, input, mode.policy.norm, training or trains, cast=False)
     if training:
         return _TrainingBatchNorm.apply(mode, input, running_mean, running_var, weight, bias, momentum, eps)
     return _BatchNorm.apply(mode, input, running_mean, running_var, weight, bias, eps)

@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from efficient_ft.ops.saving.mode import PackedOperations
-from efficient_ft.ops.saving.saving import load, save
+from efficient_ft.ops.saving.saving import as_kept, load, save
 from efficient_ft.ops.saving.sharing import BothShared, apply_to
-from efficient_ft.ops.saving.straight_through import as_kept
 from efficient_ft.ops.saving.table import packs
 from efficient_ft.ops.storage import Packed, pack_bits, unpack_bits
 
@@ -22,7 +21,7 @@ aten = torch.ops.aten
 
 
 class _Scale(torch.autograd.Function):
-    """x · s, where s has fewer values than x and stays dense (LayerScale, a logit scale, a gate per channel)."""
+    """x · s, where s has fewer values than x and stays dense (LayerScale, a logit scale, or a gate per channel)."""
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, x: Tensor, s: Tensor) -> Tensor:
@@ -89,10 +88,10 @@ def _mul(mode: PackedOperations, input: Any, other: Any) -> Any:
     if torch.broadcast_shapes(x.shape, s.shape) != x.shape:
         return NotImplemented
     if s.requires_grad and 4 * s.numel() <= x.numel() and mode.supports(x, trained=(s,)):
-        return _Scale.apply(mode, as_kept(mode, x, mode.policy.norm, autocast=False), s)
+        return _Scale.apply(mode, as_kept(mode, x, mode.policy.norm, cast=False), s)
     if not x.requires_grad or not s.requires_grad or x.dim() != s.dim() or not mode.supports(x, s):
         return NotImplemented
-    x, s = (as_kept(mode, t, mode.policy.product, autocast=False) for t in (x, s))
+    x, s = (as_kept(mode, t, mode.policy.product, cast=False) for t in (x, s))
     return _Product.apply(mode, x, s)
 
 
@@ -101,11 +100,7 @@ class _Smooth(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        mode: PackedOperations,
-        x: Tensor,
-        function: Callable[[Tensor], Tensor],
-        gradient: Callable[[Tensor, Tensor], Tensor],
+        ctx: Any, mode: PackedOperations, x: Tensor, function: Callable[..., Tensor], gradient: Callable[..., Tensor]
     ) -> Tensor:
         y = function(x)
         kept = mode.keep(x, mode.policy.activation, None, -1 if x.dim() == 3 else None)
@@ -122,7 +117,7 @@ class _Smooth(torch.autograd.Function):
         return None, ctx.gradient(g, x), None, None
 
 
-# The activation functions below ignore `inplace`, since the input is stored in packed form.
+# The activation functions below ignore `inplace`, since the packed input is saved.
 @packs(F.silu)
 def _silu(mode: PackedOperations, input: Tensor, inplace: bool = False) -> Any:
     return _Smooth.apply(mode, input, F.silu, aten.silu_backward) if mode.supports(input) else NotImplemented
@@ -163,14 +158,14 @@ def _sigmoid(mode: PackedOperations, input: Tensor) -> Any:
 
 
 class _Clamp(torch.autograd.Function):
-    """ReLU and its bounded variants. They save one bit per element, or nothing if x can be recomputed exactly."""
+    """ReLU and its bounded variants. They save one bit per element, or no tensor if x can be recomputed exactly."""
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, x: Tensor, low: float, high: float) -> Tensor:
         clamp = partial(torch.clamp, min=low, max=None if high == torch.inf else high)
         y = clamp(x)
         ctx.limits, ctx.shape = (low, high), x.shape
-        # If x was packed lossily, a value near a limit could change sides.
+        # With lossy packing, a value near a limit could move to the other side of the limit.
         source = mode.find_source(x) if mode.policy.exact and mode.policy.derived_all else None
         ctx.from_result = source is not None
         if source is not None:

@@ -1,8 +1,9 @@
-"""Products: linear layers, convolutions, and products of two activations."""
+"""Linear layers, convolutions, products of two activations, and pooling."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,15 +12,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from efficient_ft.ops.saving.mode import PackedOperations
-from efficient_ft.ops.saving.saving import load, save
-from efficient_ft.ops.saving.straight_through import as_kept
+from efficient_ft.ops.saving.saving import as_kept, load, save
 from efficient_ft.ops.saving.table import packs
 
 aten = torch.ops.aten
 
 
 class _Linear(torch.autograd.Function):
-    """Linear layer: g_x = g w and g_b are exact, and g_w = gᵀ x uses the packed x."""
+    """Linear layer. g_x = g w and g_b are exact, and g_w = gᵀ x uses the packed x."""
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -51,7 +51,7 @@ def _linear(mode: PackedOperations, input: Tensor, weight: Tensor, bias: Tensor 
 
 
 class _Conv2d(torch.autograd.Function):
-    """Convolution, like `_Linear`. Without g_w, only the shape of the input is saved."""
+    """Convolution, like `_Linear`. If g_w is not required, only the shape of the input is saved."""
 
     @staticmethod
     def forward(
@@ -69,22 +69,15 @@ class _Conv2d(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = load(ctx)
-        of_x, of_weight, of_bias = ctx.types
         stride, padding, dilation, groups = ctx.geometry
         if x is None:
             x = g.new_empty(1).expand(ctx.shape)
         wanted = [ctx.needs_input_grad[i] for i in (1, 2, 3)]
-        sizes = None if of_bias is None else [weight.shape[0]]
-        g_x, g_w, g_b = aten.convolution_backward(
+        sizes = None if ctx.types[2] is None else [weight.shape[0]]
+        found = aten.convolution_backward(
             g, x, weight.to(g.dtype), sizes, stride, padding, dilation, False, [0, 0], groups, wanted
         )
-        return (
-            None,
-            g_x.to(of_x) if wanted[0] else None,
-            g_w.to(of_weight) if wanted[1] else None,
-            g_b.to(of_bias) if wanted[2] else None,
-            None,
-        )
+        return None, *(t.to(d) if w else None for t, d, w in zip(found, ctx.types, wanted, strict=True)), None
 
 
 @packs(F.conv2d, torch.conv2d)
@@ -126,7 +119,7 @@ class _Matmul(torch.autograd.Function):
         packer = mode.policy.attention
         kept_a = mode.keep(a, packer, y.dtype, 1, role="a") if ctx.needs_input_grad[2] else None
         kept_b = mode.keep(b, packer, y.dtype, 1, role="b") if ctx.needs_input_grad[1] else None
-        save(ctx, kept_b, kept_a)  # a is unpacked last: it is the output of softmax, which softmax needs next
+        save(ctx, kept_b, kept_a)  # a is unpacked last, since the softmax that returned it needs it next
         ctx.types = a.dtype, b.dtype
         return y
 
@@ -146,7 +139,7 @@ def _bmm(mode: PackedOperations, input: Tensor, mat2: Tensor) -> Any:
 
 @packs(torch.matmul, Tensor.matmul, Tensor.__matmul__)
 def matmul(mode: PackedOperations, input: Tensor, other: Tensor) -> Any:
-    """Multiply two activations with equal leading dimensions; return NotImplemented for other tensors."""
+    """Multiply two activations with equal leading dimensions. Return NotImplemented for other tensors."""
     batched = input.dim() == other.dim() >= 3 and input.shape[:-2] == other.shape[:-2]
     if not batched or not mode.supports(input, other):
         return NotImplemented
@@ -157,3 +150,101 @@ def product(mode: PackedOperations, a: Tensor, b: Tensor) -> Tensor:
     """Multiply two activations (..., n, k) and (..., k, m), both saved with `Policy.attention`."""
     packer, of_a, of_b = mode.policy.attention, b.requires_grad, a.requires_grad
     return _Matmul.apply(mode, as_kept(mode, a, packer, of_a, 1), as_kept(mode, b, packer, of_b, 1))
+
+
+class _AveragePool(torch.autograd.Function):
+    """Average pooling. Its gradient requires only the shape of the input, whereas torch saves the input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Any, gradient: Any) -> Tensor:
+        ctx.shape, ctx.gradient = x.shape, gradient
+        return function(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.gradient(g, g.new_empty(1).expand(ctx.shape)), None, None
+
+
+@packs(F.avg_pool2d)
+def _avg_pool2d(
+    mode: PackedOperations,
+    input: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Any:
+    if not mode.supports(input):
+        return NotImplemented
+    kernel = pair(kernel_size)
+    step = kernel if stride is None else pair(stride)
+    settings = kernel, step, pair(padding), ceil_mode, count_include_pad, divisor_override
+    return _AveragePool.apply(
+        input, lambda x: F.avg_pool2d(x, *settings), lambda g, like: aten.avg_pool2d_backward(g, like, *settings)
+    )
+
+
+@packs(F.adaptive_avg_pool2d)
+def _adaptive_avg_pool2d(mode: PackedOperations, input: Tensor, output_size: Any) -> Any:
+    if not mode.supports(input):
+        return NotImplemented
+    function = partial(F.adaptive_avg_pool2d, output_size=output_size)
+    return _AveragePool.apply(input, function, aten._adaptive_avg_pool2d_backward)
+
+
+class _MaxPool2d(torch.autograd.Function):
+    """Maximum pooling. It saves a one-byte position per output value, whereas torch saves the input and 8 bytes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil: bool
+    ) -> Tensor:
+        y, index = aten.max_pool2d_with_indices(x, kernel, stride, padding, dilation, ceil)
+        ctx.shape, ctx.window = x.shape, (kernel[1], stride, padding, dilation)
+        top, left = _corners(index, stride, padding)
+        row, column = (index // x.shape[3] - top) // dilation[0], (index % x.shape[3] - left) // dilation[1]
+        ctx.save_for_backward((row * kernel[1] + column).to(torch.uint8))
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        (position,) = ctx.saved_tensors
+        width, stride, padding, dilation = ctx.window
+        top, left = _corners(position, stride, padding)
+        position = position.long()
+        index = (top + position // width * dilation[0]) * ctx.shape[3] + left + position % width * dilation[1]
+        g_x = g.new_zeros(*ctx.shape[:2], ctx.shape[2:].numel())
+        g_x = g_x.scatter_add_(2, index.flatten(2), g.flatten(2)).view(ctx.shape)
+        # g_x has the memory format of g, so that the layers below do not copy it.
+        g_x = g_x if g.is_contiguous() else g_x.contiguous(memory_format=torch.channels_last)
+        return g_x, None, None, None, None, None
+
+
+def _corners(output: Tensor, stride: list[int], padding: list[int]) -> tuple[Tensor, Tensor]:
+    """Return the first row (H, 1) and the first column (W,) of the windows of an output (B, C, H, W)."""
+    rows, columns = (
+        torch.arange(n, device=output.device) * s - p for n, s, p in zip(output.shape[2:], stride, padding, strict=True)
+    )
+    return rows[:, None], columns
+
+
+@packs(F.max_pool2d, torch.max_pool2d)
+def _max_pool2d(
+    mode: PackedOperations,
+    input: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Any:
+    kernel = pair(kernel_size)
+    if return_indices or input.dim() != 4 or kernel[0] * kernel[1] > 256 or not mode.supports(input):
+        return NotImplemented
+    step = kernel if stride is None or stride == [] else pair(stride)
+    return _MaxPool2d.apply(input, kernel, step, pair(padding), pair(dilation), ceil_mode)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from efficient_ft.ops.storage import Packed
+from efficient_ft.ops.saving.mode import PackedOperations
+from efficient_ft.ops.storage import Packed, Packer
 
 
 def save(ctx: Any, *parts: Tensor | Packed | None) -> None:
@@ -35,3 +38,37 @@ def load(ctx: Any, one_by_one: bool = False) -> list[Any]:
             parts.append(partial(unpack, *tensors) if one_by_one else unpack(*tensors))
         at += count
     return parts
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Pack and unpack x. The backward pass returns the gradient unchanged."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, mode: PackedOperations, x: Tensor, packer: Packer, dtype: torch.dtype | None, heads: int | None
+    ) -> Tensor:
+        kept = mode.keep(x, packer, dtype, heads)
+        y = kept.shared.in_forward(kept.unpack, *kept.tensors)
+        kept.shared.users -= 1  # this function does not save x
+        mode.set_source(y, kept)  # operations that save y reuse the packed tensor
+        ctx.type = x.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        return None, g.to(ctx.type), None, None, None
+
+
+def as_kept(
+    mode: PackedOperations, x: Tensor, packer: Packer, needed: bool = True, heads: int | None = None, cast: bool = True
+) -> Tensor:
+    """Return x, or with `Policy.forward` the packed and unpacked x (Back Razor, Figure 3: a negative control).
+
+    `needed` is True if the operation saves x, and `cast` is True if it converts x to autocast's dtype.
+    """
+    if not mode.policy.forward or not needed:
+        return x
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if cast and torch.is_autocast_enabled(device) else None
+    return _StraightThrough.apply(mode, x, packer, dtype, heads)

@@ -13,15 +13,14 @@ from efficient_ft.ops.storage import Packed
 
 
 class LastUnpacked:
-    """The tensor unpacked last. It is stored until all its users have received it or another tensor is unpacked.
+    """The last unpacked tensor, which is stored until all its users have received it or another tensor is unpacked.
 
-    In the backward pass, the users of a tensor often run consecutively: the layer after a normalization and the
-    normalization, or the second product of attention and its softmax.
+    In the backward pass, the users of a tensor often run consecutively. Examples are a normalization and the layer that
+    follows, and the softmax and the second product of attention.
     """
 
     def __init__(self) -> None:
-        # A single attribute is replaced atomically, because the backward pass runs in several threads with several
-        # devices.
+        # A single attribute is replaced atomically. With several devices, the backward pass runs in several threads.
         self.held: tuple[SharedUnpack, Tensor] | None = None
         #: True after a tensor was unpacked, until the flag is reset.
         self.in_backward = False
@@ -31,8 +30,8 @@ class SharedUnpack:
     """An unpack function that several operations share.
 
     Attributes:
-        users: number of operations that save the packed tensor.
-        calls: number of users that have unpacked it.
+        users: Number of operations that save the packed tensor.
+        calls: Number of users that have unpacked it.
     """
 
     def __init__(self, unpack: Callable[..., Tensor], last: LastUnpacked) -> None:
@@ -43,7 +42,7 @@ class SharedUnpack:
         held, self.last.held = self.last.held, None
         self.last.in_backward = True
         dense = held[1] if held is not None and held[0] is self else None
-        del held  # frees the other tensor before this tensor is unpacked
+        del held  # frees the last tensor before this tensor is unpacked
         if dense is None:
             dense = self.unpack(*tensors)
         self.calls += 1
@@ -52,11 +51,11 @@ class SharedUnpack:
         return dense
 
     def add_user(self) -> None:
-        """Count one more operation that saves the packed tensor."""
+        """Register one more operation that saves the packed tensor."""
         self.users += 1
 
     def in_forward(self, unpack: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        """Call `unpack` in the forward pass. `unpack` calls this object, which does not count the call as a user."""
+        """Call `unpack` in the forward pass. `unpack` calls this object, which does not count this call as a user."""
         dense = unpack(*tensors)
         self.calls -= 1
         self.last.held, self.last.in_backward = None, False
@@ -64,35 +63,29 @@ class SharedUnpack:
 
 
 class BothShared:
-    """The user count of a product of two packed tensors: a user of the product is a user of both factors."""
+    """The user count of a product of two packed tensors. A user of the product is a user of both factors."""
 
     def __init__(self, *shared: Any) -> None:
         self.shared = shared
 
     def add_user(self) -> None:
-        """Count one more operation that saves the product."""
+        """Register one more operation that saves the product."""
         for shared in self.shared:
             shared.add_user()
 
 
 def memory_order(x: Tensor) -> tuple[tuple[int, ...], Tensor, tuple[Any, ...]]:
-    """Identify x by its memory: a tensor and its transpose have the same identity and are packed once.
+    """Return an identity of x that its transpose shares, so that both are packed once.
 
     Returns:
-        order: the dimensions of x in the order of its memory; the first dimension stays first.
+        order: Dimensions of x in the order of its memory. The first dimension stays first.
         memory: x, permuted to that order.
-        identity: a key that is equal for tensors with the same values.
+        identity: Key that is equal for tensors with the same memory and version.
     """
     order = (0, *sorted(range(1, x.dim()), key=x.stride().__getitem__, reverse=True))
     memory = x.permute(order)
     identity = (x.untyped_storage()._cdata, x.storage_offset(), memory.shape, memory.stride(), x._version)
     return order, memory, identity
-
-
-def add_user(packed: Packed, order: tuple[int, ...], dtype: torch.dtype) -> Packed:
-    """Register another user of `packed`, and return `packed` with this dimension order and dtype."""
-    packed.shared.add_user()
-    return in_order(packed, order, dtype)
 
 
 def in_order(packed: Packed, order: tuple[int, ...], dtype: torch.dtype) -> Packed:
@@ -103,11 +96,6 @@ def in_order(packed: Packed, order: tuple[int, ...], dtype: torch.dtype) -> Pack
 def apply_to(function: Callable[[Tensor], Tensor], unpack: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """Compute a function of the unpacked tensor."""
     return function(unpack(*tensors))
-
-
-def permuted(unpack: Callable[..., Tensor], order: tuple[int, ...], *tensors: Tensor) -> Tensor:
-    """Unpack a tensor and permute it to memory order."""
-    return unpack(*tensors).permute(order)
 
 
 def _in_order(unpack: Callable[..., Tensor], order: tuple[int, ...], dtype: torch.dtype, *tensors: Tensor) -> Tensor:

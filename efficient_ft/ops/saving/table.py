@@ -1,15 +1,20 @@
-"""The table of packed operations. It maps a function of torch to the function that replaces it.
+"""The table of packed operations, and a record of the dense tensors that other operations save.
 
-The modules of this package register their operations on import. Decorate a new operation with `packs`.
+The table maps a function of torch to the function that replaces it. The modules of this package register their
+operations on import. Decorate a new operation with `packs`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from typing import Any
 
-#: Called with the mode and the arguments of torch's function. Returns the result, or NotImplemented if the operation
-#: does not support these arguments.
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+#: A function that is called with the mode and the arguments of torch's function. It returns the result, or
+#: NotImplemented if the operation does not support these arguments.
 Operation = Callable[..., Any]
 
 _OPERATIONS: dict[Any, Operation] = {}
@@ -20,7 +25,7 @@ def packs(*functions: Any) -> Callable[[Operation], Operation]:
 
     def register(operation: Operation) -> Operation:
         for function in functions:
-            # torch exports some functions under two names
+            # torch exports some functions under two names.
             assert _OPERATIONS.get(function, operation) is operation, function
             _OPERATIONS[function] = operation
         return operation
@@ -36,3 +41,37 @@ def packed_operation(function: Any) -> Operation | None:
 def name_of(function: Any) -> str:
     """Return the name of a function of torch, for example ``matmul`` for ``Tensor.__matmul__``."""
     return getattr(function, "__name__", str(function)).strip("_")
+
+
+class DenseKept:
+    """Record the bytes of the activations that operations without a packed version save, by operation name.
+
+    Args:
+        samples: Number of images, B. The first dimension of an activation is a multiple of B.
+
+    Attributes:
+        bytes_of: Number of bytes by operation name. Each storage is counted once, for the first operation that saves
+            it.
+    """
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+        self.bytes_of: defaultdict[str, int] = defaultdict(int)
+        self._known: set[int] = set()
+
+    def exclude(self, tensors: Iterable[Tensor]) -> None:
+        """Exclude tensors from the record, for example parameters and packed tensors."""
+        self._known.update(t.untyped_storage()._cdata for t in tensors)
+
+    def watch(self, function: Any) -> saved_tensors_hooks:
+        """Return a context manager that records the tensors that a function of torch saves."""
+        name = name_of(function)
+
+        def see(t: Tensor) -> Tensor:
+            storage = t.untyped_storage()
+            if storage._cdata not in self._known and t.dim() and t.shape[0] % self.samples == 0:
+                self._known.add(storage._cdata)
+                self.bytes_of[name] += storage.nbytes()
+            return t
+
+        return saved_tensors_hooks(see, lambda t: t)

@@ -1,13 +1,25 @@
-"""Storage formats: the compact formats in which activations are stored for the backward pass.
+"""Compact storage formats of activations for the backward pass.
 
-`sparse`, `eight_bits` and `groups` define the formats, `kernels` their CPU and GPU kernels, and `packers` the classes
-that use them. The operations in `efficient_ft.ops.saving` save the packed tensors.
+`sparse`, `eight_bits` and `groups` define the formats by reference implementations in plain PyTorch, which run on every
+device. For fake tensors, they return only shapes. `kernels` contains CPU and GPU kernels with bit-identical results.
+`packers` contains the classes that use the formats. The operations in `efficient_ft.ops.saving` save packed tensors.
 """
 
 from efficient_ft.ops.storage.groups import BITS, group_length, group_pack, group_unpack
-from efficient_ft.ops.storage.packers import Dense, EightBits, GroupBits, Half, Packed, Packer, Sparse
+from efficient_ft.ops.storage.packers import (
+    Dense,
+    EightBits,
+    GroupBits,
+    Half,
+    Noise,
+    Overflow,
+    PackContext,
+    Packed,
+    Packer,
+    Ranges,
+    Sparse,
+)
 from efficient_ft.ops.storage.sparse import bitmap_bytes, magnitude_bits, pack_bits, unpack_bits
-from efficient_ft.ops.storage.state import Noise, Overflow, PackContext, Ranges
 
 __all__ = [
     "BITS",

@@ -1,7 +1,6 @@
 """The 8-bit format: steps between a minimum and a maximum per group, with unbiased stochastic rounding.
 
-Source: Mesa (Pan et al., 2021). This module contains the reference implementation in plain PyTorch, which runs on every
-device. Fake tensors only get shapes. `kernels` contains faster implementations with the same results.
+Source: Mesa (Pan et al., 2021).
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ def quantize(x: Tensor, low: Tensor, high: Tensor, seed: Tensor) -> Tensor:
     """Round x to 255 steps between `low` and `high`, up or down at random with mean x.
 
     Args:
-        x: (outer, G, inner) of any floating dtype.
-        low, high: (G,) float32. Values outside the range are clamped.
-        seed: () int64. Equal seeds and inputs give equal results on every device.
+        x: Tensor, (outer, G, inner) of any floating dtype.
+        low, high: Range of each group, (G,) float32. Values outside the range are clamped.
+        seed: Seed, () int64. Equal seeds and inputs give equal results on every device.
 
     Returns:
-        (outer, G, inner) uint8.
+        Codes, (outer, G, inner) uint8.
     """
     if isinstance(x, FakeTensor):
         return x.new_empty(x.shape, dtype=torch.uint8)
@@ -39,7 +38,7 @@ def quantize_reference(x: Tensor, low: Tensor, high: Tensor, seed: Tensor) -> Te
 
 
 def uniform(count: int, seed: Tensor, device: torch.device) -> Tensor:
-    """Return `count` multiples of 2⁻²⁴ in [0, 1): a hash of the position and the seed (Wellons' lowbias32)."""
+    """Return `count` multiples of 2⁻²⁴ in [0, 1): hashes of the position and the seed (Wellons' lowbias32)."""
     mask = 0xFFFFFFFF
     h = (torch.arange(count, device=device, dtype=torch.int64) + seed.to(device)) & mask
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & mask
@@ -48,7 +47,7 @@ def uniform(count: int, seed: Tensor, device: torch.device) -> Tensor:
 
 
 def dequantize(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Return the float32 values of the steps q (outer, G, inner) uint8 between `low` and `high` (G,)."""
+    """Return the float32 values of the codes q (outer, G, inner) uint8 between `low` and `high` (G,)."""
     if isinstance(q, FakeTensor):
         return low.new_empty(q.shape)
     if q.numel() and (kernels := kernels_for(low)):
@@ -62,7 +61,7 @@ def dequantize_reference(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 
 def extremes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the minimum and the maximum of each group of x (outer, G, inner), (G,) float32 each."""
+    """Return the minimum and the maximum of each group of x (outer, G, inner), each (G,) float32."""
     if isinstance(x, FakeTensor):
         return x.new_empty(x.shape[1], dtype=torch.float32), x.new_empty(x.shape[1], dtype=torch.float32)
     if kernels := kernels_for(x):

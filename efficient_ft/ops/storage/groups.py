@@ -1,16 +1,13 @@
 """The group format: groups of consecutive values in 8, 4, 3 or 2 bits per value.
 
-A group of G consecutive values stores its minimum and its step in fp16, and b bits per value: b + 32/G bits per value
-in total. Sources: ActNN (Chen et al., ICML 2021) for groups with stochastic rounding; GACT (Liu et al., ICML 2022).
-Rounding to the nearest step is biased, but its error is much smaller.
+A group of G consecutive values stores its minimum and its step in fp16, and b bits per value, which is b + 32/G bits
+per value in total. Sources: ActNN (Chen et al., ICML 2021) for groups with stochastic rounding; GACT (Liu et al., ICML
+2022). Rounding to the nearest step is biased, but its error is much smaller.
 
 The codes of a group are stored in planes, so that whole vectors are packed at once. With 4 bits, byte j of a group
-contains values j and j + G/2 in its low and high half. With 2 bits, it contains values j, j + G/4, j + G/2 and
-j + 3G/4. With 3 bits, a plane of the two low bits has the 2-bit layout. It is followed by a plane of the high bits, in
-which byte j contains values j, j + G/8, …
-
-This module contains the reference implementation in plain PyTorch, which runs on every device. Fake tensors only get
-shapes. `kernels` contains faster implementations with bit-identical results.
+contains values j and j + G/2 in its low and high half. With 2 bits, it contains values j, j + G/4, j + G/2 and j +
+3G/4. With 3 bits, a plane of the two low bits has the 2-bit layout. It is followed by a plane of the high bits, whose
+byte j contains values j, j + G/8, …
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ BITS = (8, 4, 3, 2)
 
 
 def group_length(n: int, group: int) -> int:
-    """Return the group length for n values: `group`, or n rounded up to a multiple of 8 if that is less."""
+    """Return the group length for n values: `group`, or n rounded up to a multiple of 8 if this is less."""
     return min(group, -(-n // 8) * 8)
 
 
@@ -37,15 +34,16 @@ def group_pack(x: Tensor, bits: int, group: int, seed: Tensor | None = None) -> 
     A group that contains a non-finite value becomes NaN. A minimum or step that exceeds fp16 becomes infinite.
 
     Args:
-        x: a tensor of any shape, floating dtype and strides, with n >= 1 values.
-        bits: bits per value: 8, 4, 3 or 2.
-        group: number of values per group, a multiple of 8; see `group_length`.
-        seed: () int64, for stochastic rounding with mean x. Equal seeds and inputs give equal results on every device.
-            The minimum is then rounded down and the step up, so that no value is clamped. None: round to nearest.
+        x: Tensor of any shape, floating dtype and strides, with n >= 1 values.
+        bits: Number of bits per value, 8, 4, 3 or 2.
+        group: Number of values per group, a multiple of 8. See `group_length`.
+        seed: Seed of stochastic rounding with mean x, () int64. Equal seeds and inputs give equal results on every
+            device. The minimum is rounded down and the step up, so that no value is clamped. If None, values are
+            rounded to nearest.
 
     Returns:
-        codes: (groups, G·bits/8) uint8. The codes after the last value are 0.
-        ranges: (2, groups) fp16, the minimum and the step of each group.
+        codes: Codes, (groups, G·bits/8) uint8. The codes after the last value are 0.
+        ranges: Minimum and step of each group, (2, groups) fp16.
     """
     n = x.numel()
     length = group_length(n, group)
@@ -59,7 +57,7 @@ def group_pack(x: Tensor, bits: int, group: int, seed: Tensor | None = None) -> 
 
 
 def as_whole_groups(x: Tensor, length: int) -> Tensor:
-    """View x as (M, L): M equally spaced pieces of L elements, each a multiple of a group (q inside a fused qkv).
+    """View x as M equally spaced pieces of L elements (M, L), each a multiple of a group (q inside a fused qkv).
 
     If x has no such view, it is copied to (1, n).
     """
@@ -125,7 +123,7 @@ def group_unpack_reference(codes: Tensor, ranges: Tensor, n: int, bits: int) -> 
 
 
 def _to_planes(codes_GL: Tensor, bits: int) -> Tensor:
-    """Pack codes (groups, G), one per byte, into (groups, G·bits/8)."""
+    """Pack codes (groups, G), with one code per byte, into (groups, G·bits/8)."""
     if bits == 3:
         return torch.cat([_plane(codes_GL & 3, 2), _plane(codes_GL >> 2, 1)], 1)
     return _plane(codes_GL, bits)

@@ -1,10 +1,7 @@
 """The sparse format: the largest-magnitude values of a sample in their order, and a bitmap with one bit per element.
 
-Source: Back Razor (Jiang et al., NeurIPS 2022), Section 3. The number of stored values depends on the shape alone. The
+Source: Back Razor (Jiang et al., NeurIPS 2022), Section 3. The number of stored values depends only on the shape. The
 size of a packed tensor is therefore known in advance, and never exceeds the budget.
-
-This module contains the reference implementation in plain PyTorch, which runs on every device. Fake tensors only get
-shapes. `kernels` contains faster implementations with the same results.
 """
 
 from __future__ import annotations
@@ -17,14 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from efficient_ft.ops.storage.kernels import kernels_for
 
-#: Number of values of a row from which a sampled threshold is estimated.
+#: Number of values in the subsample of a row from which a threshold is estimated.
 SUBSAMPLE = 4096
-#: A sampled threshold is raised by this number of standard deviations, so that few samples exceed their budget.
+#: Number of standard deviations by which a sampled threshold is raised, so that few samples exceed their budget.
 _CAUTION = 1.0
 
 
 def values_kept(n: int, sparsity: float) -> int:
-    """Return the number of stored values of n: all from the k-th smallest up, k = clip(⌊n·sparsity⌋, 1, n)."""
+    """Return the number of stored values of n: all from the k-th smallest up, where k = clip(⌊n·sparsity⌋, 1, n)."""
     return n - min(max(math.floor(n * sparsity), 1), n) + 1 if n else 0
 
 
@@ -45,17 +42,17 @@ def uses_sampling(kept: int, n: int) -> bool:
 
 
 def subsample_stride(n: int) -> int:
-    """Return the distance between the values of a subsample of a row of n values, which wraps around at its end.
+    """Return the distance between the values of a subsample of a row of n values, which wraps around at the row's end.
 
-    The distance is near the golden section, which spreads the values evenly. It is coprime to n, so that the values
-    cover all channels.
+    The distance is close to the golden section of n, which spreads the values evenly. It is coprime to n, so that the
+    values cover all channels.
     """
     golden = max(round(n * (math.sqrt(5) - 1) / 2), 1)
     return next(step for d in range(n) for step in (golden + d, golden - d) if math.gcd(step, n) == 1)
 
 
 def threshold_rank(kept: int, n: int, m: int) -> int:
-    """Return the rank, from 0 in ascending order, of the threshold of n values in a subsample of m magnitudes."""
+    """Return the rank of the threshold of n values in a subsample of m magnitudes, from 0 in ascending order."""
     dropped = 1 - kept / n
     caution = _CAUTION * math.sqrt(m * dropped * (1 - dropped))
     return min(max(math.ceil(dropped * m + caution), 0), m - 1)
@@ -65,15 +62,15 @@ def sparse_pack(x: Tensor, kept: int, exact: bool) -> tuple[Tensor, Tensor]:
     """Select the `kept` largest-magnitude values of each row.
 
     Args:
-        x: (S, ...) of any floating dtype and strides, with n ≥ 1 values per row.
-        kept: K, from 1 to n.
-        exact: use the (n − K + 1)-th smallest magnitude as the threshold, and keep the first of the values that equal
-            it, so that exactly K values are kept. If False, the threshold is estimated from a strided subsample of each
-            row (if `uses_sampling`), and the rest of a row is dropped once K values are kept.
+        x: Rows, (S, ...) of any floating dtype and strides, with n ≥ 1 values per row.
+        kept: Number of selected values per row, K, from 1 to n.
+        exact: If True, the threshold is the (n − K + 1)-th smallest magnitude. Of the values that equal it, the first
+            are kept, so that exactly K values are kept. If False, the threshold is estimated from a strided subsample
+            of each row (if `uses_sampling`), and the rest of a row is dropped once K values are kept.
 
     Returns:
-        values: (S, K) in the dtype of x, padded with zeros after the last kept value.
-        bitmap: (S, ⌈n/8⌉) uint8. Element i of a row is bit i mod 8 of byte i // 8.
+        values: Kept values, (S, K) in the dtype of x, padded with zeros after the last kept value.
+        bitmap: Positions of the kept values, (S, ⌈n/8⌉) uint8. Element i of a row is bit i mod 8 of byte i // 8.
     """
     if isinstance(x, FakeTensor):
         return x.new_empty(len(x), kept), x.new_empty(len(x), bitmap_bytes(x[0].numel()), dtype=torch.uint8)
@@ -85,7 +82,7 @@ def sparse_pack(x: Tensor, kept: int, exact: bool) -> tuple[Tensor, Tensor]:
 
 
 def as_pieces(x: Tensor) -> Tensor:
-    """View x (S, ...) as (S, M, L): rows of M equally spaced pieces of L elements (q inside a fused qkv).
+    """View x (S, ...) as rows of M equally spaced pieces of L elements, (S, M, L) (q inside a fused qkv).
 
     If x has no such view, it is copied.
     """
@@ -130,10 +127,10 @@ def sparse_unpack(values: Tensor, bitmap: Tensor, n: int, dtype: torch.dtype | N
     """Restore the rows (S, n), with zeros for dropped values.
 
     Args:
-        values: (S, K) of any floating dtype, from `sparse_pack`.
-        bitmap: (S, ⌈n/8⌉), from `sparse_pack`.
-        n: number of elements per row.
-        dtype: dtype of the result; None: the dtype of `values`.
+        values: Values from `sparse_pack`, (S, K) of any floating dtype.
+        bitmap: Bitmap from `sparse_pack`, (S, ⌈n/8⌉).
+        n: Number of elements per row.
+        dtype: Dtype of the result. Default: the dtype of `values`.
     """
     dtype = dtype or values.dtype
     if isinstance(values, FakeTensor):
@@ -151,7 +148,7 @@ def sparse_unpack_reference(values: Tensor, bitmap: Tensor, n: int) -> Tensor:
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """Pack a boolean tensor into a flat uint8 tensor: element i is bit i mod 8 of byte i // 8."""
+    """Pack a boolean tensor into a flat uint8 tensor. Element i is bit i mod 8 of byte i // 8."""
     return _rows_to_bits(mask.reshape(1, -1))[0]
 
 

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from efficient_ft.ops.blockwise import BLOCK, dequantize, is_blockwise, quantize
-from efficient_ft.ops.blockwise.form import LARGEST, Moments
+from efficient_ft.ops.blockwise import BLOCK, LARGEST, Moments, dequantize, is_blockwise, quantize
 from tests.ops.blockwise.reference import neighbors, ratio_values, root_values, without_shift
 
 

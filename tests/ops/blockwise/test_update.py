@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,16 +10,21 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from efficient_ft.ops.blockwise import BLOCK, AdamStep, Moments, adam_step, dequantize, empty_moments, kernels
-from efficient_ft.ops.blockwise.form import GROWTH, seed_of
-from efficient_ft.ops.blockwise.update import adam_step_reference
+from efficient_ft.ops.blockwise import (
+    BLOCK,
+    AdamStep,
+    Moments,
+    _on_cpu,
+    _on_gpu,
+    adam_step,
+    adam_step_reference,
+    dequantize,
+    empty_moments,
+    supports,
+)
 from tests.ops.blockwise.reference import adam, bound
 
 SETTINGS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
-
-
-def by_kernel(run: Callable[..., None], p: Any, grad: Any, moments: Moments, bits: int, step: AdamStep) -> None:
-    run(p, grad, moments, bits, step.factors(GROWTH[bits]), seed_of(step.step))
 
 
 def form_of(name: str) -> Callable[..., None]:
@@ -32,9 +35,9 @@ def form_of(name: str) -> Callable[..., None]:
         pytest.importorskip("triton")
         if torch.cuda.is_available():
             pytest.skip("interpreted only without a GPU; test_on_a_gpu runs it on one")
-        return functools.partial(by_kernel, kernels._on_gpu)
-    assert kernels.supports(torch.zeros(1))
-    return functools.partial(by_kernel, kernels._on_cpu)
+        return _on_gpu
+    assert supports(torch.zeros(1))
+    return _on_cpu
 
 
 def gradients(n: int, steps: int, spread: float = 2.0) -> list[torch.Tensor]:
@@ -57,10 +60,10 @@ def test_a_step_equals_float64(
 ) -> None:  # fmt: skip
     n, moments = blocks * BLOCK, empty_moments(blocks * BLOCK, bits)
     p = torch.randn(n, generator=torch.Generator().manual_seed(0))
-    update = form_of(form)
+    step_of = form_of(form)
     for t, grad in enumerate(gradients(n, step, spread), 1):
         before = p.double().numpy().copy(), *(x.double().numpy() for x in dequantize(moments, bits))
-        update(p, grad, moments, bits, AdamStep(1e-2, beta1, beta2, eps, decay, decoupled, t))
+        step_of(p, grad, moments, bits, AdamStep(1e-2, beta1, beta2, eps, decay, decoupled, t))
         divisor = 1.0 if bits == 8 else 1 + 0.05 * (1 - 0.97**t)
         exact, _, v = adam(*before, grad.numpy(), t, 1e-2, beta1, beta2, eps, decay, decoupled, divisor)
         rounding = 2.0**-23 * np.maximum(np.abs(before[0]), np.abs(exact))  # of the parameter, which is float32
@@ -73,7 +76,7 @@ def test_a_step_equals_float64(
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(("form", "blocks"), [("numba", 1), ("numba", 257), ("triton", 1), ("triton", 67)])
 def test_the_kernels_find_the_codes_of_plain_torch(form: str, bits: int, blocks: int) -> None:
-    n, update = blocks * BLOCK, form_of(form)
+    n, step_of = blocks * BLOCK, form_of(form)
     p = [torch.ones(n), torch.ones(n)]
     held = [empty_moments(n, bits), empty_moments(n, bits)]
     special = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e-42, 0.0, 1e30])
@@ -83,7 +86,7 @@ def test_the_kernels_find_the_codes_of_plain_torch(form: str, bits: int, blocks:
         if number == 4 and blocks > 60:
             grad[torch.arange(6) * 10 * BLOCK] = special
         step = AdamStep(**SETTINGS, decoupled=True, step=number)
-        update(p[0], grad, held[0], bits, step)
+        step_of(p[0], grad, held[0], bits, step)
         adam_step_reference(p[1], grad, held[1], bits, step)
         # The last bit of a square root decides some codes.
         assert (held[0].ratio != held[1].ratio).float().mean() < 1e-3
@@ -164,7 +167,7 @@ def test_any_number_of_threads_gives_the_same() -> None:
 def test_on_a_gpu(bits: int) -> None:
     n = 67 * BLOCK
     states = [(torch.ones(n, device=d), Moments(*(t.to(d) for t in empty_moments(n, bits)))) for d in ("cpu", "cuda")]
-    assert kernels.supports(states[1][0])
+    assert supports(states[1][0])
     for number, grad in enumerate(gradients(n, 4), 1):
         for p, moments in states:
             adam_step(p, grad.to(p.device), moments, bits, AdamStep(**SETTINGS, decoupled=True, step=number))

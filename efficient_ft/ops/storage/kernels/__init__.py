@@ -1,7 +1,6 @@
-"""Kernels of the storage formats. Their results equal those of the reference implementations bit for bit.
+"""Kernels of the storage formats, `cpu` with numba and `gpu` with Triton.
 
-`cpu` runs numba kernels and `gpu` runs Triton kernels. Both libraries are optional: without them, the reference
-implementations run.
+Both libraries are optional. Without them, the reference implementations run.
 """
 
 from __future__ import annotations

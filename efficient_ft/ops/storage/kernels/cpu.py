@@ -22,7 +22,7 @@ from torch import Tensor
 from efficient_ft.ops.optional import optional_module
 
 _BLOCK = 1 << 14  # number of elements that a thread processes at a time
-_SHORT = 1 << 10  # groups shorter than this are processed together
+_SHORT = 1 << 10  # groups with fewer elements are processed together
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 #: The compiled kernels, or None without numba.
@@ -36,7 +36,7 @@ def supports(x: Tensor) -> bool:
 
 
 def load() -> None:
-    """Load numba and its compiler, like the first use of a kernel does: about 140 MiB of code."""
+    """Load numba and its compiler (about 140 MiB of code), like the first call of a kernel."""
     if _kernels() is not None:
         group_pack(torch.zeros(1, 64), 4, 64, None)
 
@@ -45,11 +45,11 @@ def sparse_pack(x: Tensor, kept: int, rank: int | None, subsample: int, hop: int
     """Compute `ops.storage.sparse_pack`.
 
     Args:
-        x: (S, M, L), rows of M pieces; the last dimension is contiguous.
-        kept: K, number of values kept per row.
-        rank: rank of the threshold in a subsample, from 0 in ascending order; None: an exact threshold.
-        subsample: number of values of a row in the subsample.
-        hop: distance between the values of the subsample, which wraps around at the end of the row.
+        x: Rows of M pieces, (S, M, L). The last dimension is contiguous.
+        kept: Number of values kept per row, K.
+        rank: Rank of the threshold in a subsample, from 0 in ascending order. If None, the threshold is exact.
+        subsample: Number of values of a row in the subsample.
+        hop: Distance between the values of the subsample, which wraps around at the end of the row.
     """
     rows, n = x.shape[0], x[0].numel()
     values, bitmap = x.new_empty(rows, kept), torch.empty(rows, -(-n // 8), dtype=torch.uint8)
@@ -101,13 +101,10 @@ def extremes(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def group_pack(x: Tensor, bits: int, length: int, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute `ops.storage.group_pack`.
+    """Compute `ops.storage.group_pack` for groups of `length` values.
 
-    Args:
-        x: (M, L), M pieces; the last dimension is contiguous, and L is a multiple of `length` unless M is 1.
-        bits: bits per value.
-        length: number of values per group.
-        seed: () int64; None: round to nearest.
+    x (M, L) consists of M pieces. Its last dimension is contiguous, and L is a multiple of `length` unless M is 1.
+    `seed` is () int64. If `seed` is None, values are rounded to nearest.
     """
     x, n = x.float(), x.numel()
     groups = -(-n // length)
@@ -137,9 +134,9 @@ def _in_blocks(groups: int, length: int) -> tuple[int, int]:
 def _rows(x: Tensor, *of_groups: Tensor) -> tuple[list[int], list[Tensor]]:
     """Divide a tensor (outer, G, inner) into blocks of rows.
 
-    Returns:
-        The numbers of blocks, rows per block, rows, groups, elements per group, and ranges, and True if groups are
-        short; and `of_groups`, with one value per group, or per element of a row if groups are short.
+    Return two lists. The first contains the numbers of blocks, rows per block, rows, groups, elements per group, and
+    ranges, and True if groups are short. The second contains `of_groups`, with one value per group, or one value per
+    element of a row if groups are short.
     """
     rows, groups, inner = x.shape
     block = -(-_BLOCK // (groups * inner))
@@ -150,7 +147,6 @@ def _rows(x: Tensor, *of_groups: Tensor) -> tuple[list[int], list[Tensor]]:
     return [blocks, block, rows, groups, inner, groups, False], [t.contiguous() for t in of_groups]
 
 
-# ------------------------------------------------------------------------------------------------ threads
 def run_in_threads(kernel: Any, job: list[int]) -> None:
     """Call a kernel in the threads of torch. The arguments `job` follow the row counter."""
     numbers = np.zeros(16, np.int64)
@@ -169,10 +165,10 @@ def run_in_threads(kernel: Any, job: list[int]) -> None:
 
 @functools.cache
 def _team() -> Callable[..., None] | None:
-    """Return ``GOMP_parallel`` of the OpenMP library that torch has loaded. It runs a function in all threads.
+    """Return ``GOMP_parallel`` of torch's OpenMP library, which runs a function in all threads. None if not found.
 
-    The threads of a separate pool would share the cores with those of torch, which spin for a while after each
-    operation: packing the activations of a step would take 1.5 times as long. None: torch's OpenMP was not found.
+    The threads of a separate pool would share the cores with torch's threads, which spin for a while after each
+    operation. Packing the activations of a step would then take 1.5 times as long.
     """
     try:
         with open("/proc/self/maps", encoding="utf-8") as maps:

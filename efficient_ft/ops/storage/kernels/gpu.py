@@ -1,7 +1,7 @@
 """GPU kernels of the storage formats, in Triton.
 
-A subsample of a row brackets its exact threshold, which is then selected from the few values in the bracket
-(Floyd, Rivest, CACM 1975). No function synchronizes with the device.
+A subsample of a row brackets its exact threshold, which is then selected from the few values in the bracket (Floyd,
+Rivest, CACM 1975). No function synchronizes with the device.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from efficient_ft.ops.optional import optional_module
 
 _TILE = 2048
 _BLOCK = 1024
-_LONGEST = 65536  # maximum number of candidates of one program
+_LONGEST = 65536  # maximum number of candidates per program
 _INTEGERS = {2: torch.int16, 4: torch.int32}
-_PROGRAMS = 1024  # number of programs that fills a GPU
+_PROGRAMS = 1024  # number of programs that occupy a GPU fully
 
 #: The compiled kernels, or None without Triton.
 _kernels = partial(optional_module, "efficient_ft.ops.storage.kernels.triton_kernels")
@@ -45,7 +45,7 @@ def supports(x: Tensor) -> bool:
 
 @_on_its_device
 def sparse_pack(x: Tensor, kept: int, rank: int | None, subsample: int, hop: int) -> tuple[Tensor, Tensor]:
-    """Compute `ops.storage.sparse_pack`. The arguments are those of `cpu.sparse_pack`."""
+    """Compute `ops.storage.sparse_pack`. `cpu.sparse_pack` describes the arguments."""
     kernels = _kernels()
     (rows, pieces, length), size, device = x.shape, x.element_size(), x.device
     n, integer = pieces * length, _INTEGERS[size]
@@ -65,7 +65,7 @@ def sparse_pack(x: Tensor, kept: int, rank: int | None, subsample: int, hop: int
     gathered = rank is None and n > subsample
     if gathered:
         share = order / n
-        # Use a wide bracket: a miss costs about 100 times what sampled candidates save.
+        # The bracket is wide because a miss takes about 100 times as long as a narrower bracket would save.
         middle, wide = share * subsample, 4.5 * math.sqrt(subsample * share * (1 - share)) + 2
         ends = max(int(middle - wide), -1), min(int(middle + wide), subsample)
     else:
@@ -89,7 +89,7 @@ def sparse_pack(x: Tensor, kept: int, rank: int | None, subsample: int, hop: int
         )  # fmt: skip
     elif rank is None:
         threshold = threshold.contiguous()
-    else:  # values that equal a sampled threshold are kept
+    else:  # also keep values that equal a sampled threshold
         threshold = threshold - 1
     kernels.count[grid](
         bits, state, threshold, number, found, offset, candidates, *where, room,
@@ -176,7 +176,7 @@ def extremes(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @_on_its_device
 def group_pack(x: Tensor, bits: int, length: int, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute `ops.storage.group_pack`. The arguments are those of `cpu.group_pack`."""
+    """Compute `ops.storage.group_pack`. `cpu.group_pack` describes the arguments."""
     n, device = x.numel(), x.device
     groups = -(-n // length)
     codes = torch.empty(groups, length * bits // 8, dtype=torch.uint8, device=device)

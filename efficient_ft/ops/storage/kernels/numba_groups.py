@@ -1,10 +1,11 @@
-"""Numba kernels of the group format. See `numba_kernels` for the structure of a job.
+"""Numba kernels of the group format. `numba_kernels` describes the structure of a job.
 
 A function is compiled for each number of bits and each common group length. The length is then a constant, so that all
-loops are vectorized. Nothing is cached on disk: numba cannot reload functions that close over compiled functions.
+loops are vectorized. No function is cached on disk, since numba cannot reload functions that close over compiled
+functions.
 """
 # mypy: ignore-errors
-# (annotations are types of numba)
+# mypy cannot check code that numba compiles.
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from numba.extending import intrinsic
 
 from efficient_ft.ops.storage.kernels.numba_kernels import _address, _noise, _ordered, _take, as_job
 
-# Division without a check for zero, which would prevent vectorization.
+# With this error model, division has no check for zero, which would prevent vectorization.
 _jit: Any = njit(nogil=True, boundscheck=False, error_model="numpy")
 
 
@@ -43,12 +44,12 @@ def _float_of(typing: Any, bits: Any) -> Any:
 
 @_jit
 def _to_half(value):
-    """Round a float32 that is not NaN to fp16 (to nearest, ties to even); return its bits as an int32."""
+    """Round a float32 that is not NaN to fp16 (to nearest, ties to even), and return its bits as an int32."""
     bits = _bits_of(float32(value))
     sign, bits = (bits >> int32(16)) & int32(0x8000), bits & int32(0x7FFFFFFF)
     if bits >= int32(0x47800000):  # at least 2¹⁶
         return sign | int32(0x7C00)
-    if bits < int32(0x38800000):  # below the smallest normal number: the sum has steps of 2⁻²⁴
+    if bits < int32(0x38800000):  # subnormal; the sum has steps of 2⁻²⁴
         return sign | (_bits_of(_float_of(bits) + float32(0.5)) - int32(0x3F000000))
     odd = (bits >> int32(13)) & int32(1)
     return sign | ((bits - int32(0x38000000) + int32(0xFFF) + odd) >> int32(13))
@@ -66,7 +67,7 @@ def _from_half(bits):
 
 @_jit
 def _extremes(bits, start, count):
-    """Return the extremes of values, given by their float32 bits, in the order of `_ordered`."""
+    """Return the extremes of values in the order of `_ordered`. The values are given by their float32 bits."""
     low, high = int32(0x7FFFFFFF), int32(-0x80000000)
     for i in range(uint64(count)):
         value = _ordered(bits[start + i])
@@ -112,13 +113,13 @@ def _round_at_random(x, start, count, low, inverse, levels, base, codes):
 
 
 def _length(group: int) -> int:
-    """Return the group length for which loops are compiled; 0: the length is read from the job."""
+    """Return the group length for which loops are compiled, or 0 if the length is read from the job."""
     return group if group in (32, 40, 64, 128) else 0
 
 
 @functools.cache
 def _planes(bits: int, constant: int) -> Any:
-    """Return the functions that pack the codes of a group into planes and unpack planes into values."""
+    """Return the functions that pack a group's codes into planes, and unpack planes into values."""
 
     @_jit
     def pack(codes, length, out, at):

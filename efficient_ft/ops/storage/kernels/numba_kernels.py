@@ -2,14 +2,14 @@
 
 Each job is a C function whose argument is a pointer to an array of 64-bit integers: sizes and data addresses. A caller
 takes rows from the shared counter ``job[0]`` until none remain, so any number of threads may call a job at once. A job
-is compiled at its first use (seconds) and cached on disk.
+is compiled at its first use, which takes seconds, and is cached on disk.
 
 Only jobs are cached, and each variant has a unique name (`as_job`). Within a process, numba distinguishes variants of
-functions that share a name. Code cached by different processes may however use equal symbols for them. A call would
-then reach the wrong variant and return wrong results without an error.
+functions that share a name. Code cached by different processes may however use equal symbols for these variants. A call
+would then reach the wrong variant and return wrong results without an error.
 """
 # mypy: ignore-errors
-# (annotations are types of numba)
+# mypy cannot check code that numba compiles.
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from numba.extending import intrinsic
 
 _jit: Any = njit(nogil=True, boundscheck=False)
 _INTEGERS = {2: int16, 4: int32, 8: int64}
-_CHUNK = 2048  # number of elements whose flags stay in the L1 cache; a multiple of 8
-_GATHER = np.uint64(0x0102040810204080)  # multiplied by eight bytes of 0 or 1, collects their bits in the highest byte
+_CHUNK = 2048  # number of elements whose flags fit in the L1 cache, a multiple of 8
+_GATHER = np.uint64(0x0102040810204080)  # factor that collects eight bytes of 0 or 1 as bits of the highest byte
 
 
 @intrinsic
@@ -56,8 +56,8 @@ def as_job(*variant: object, **options: Any) -> Callable[[Any], Any]:
     """Compile a function of one pointer to a C function, whose name includes the variant and the processor.
 
     Args:
-        variant: the values on which the function depends, except constants of its module.
-        options: options of ``numba.cfunc``. With ``cache=True``, the function must not close over compiled functions.
+        variant: Values that the function depends on, except constants of its module.
+        options: Options of ``numba.cfunc``. With ``cache=True``, the function must not close over compiled functions.
     """
 
     def compiled(function: Any) -> Any:
@@ -69,7 +69,6 @@ def as_job(*variant: object, **options: Any) -> Callable[[Any], Any]:
     return compiled
 
 
-# ------------------------------------------------------------------------------------------------ rows
 @_jit
 def _flags(row, largest, threshold, flags):
     for i in range(len(row)):
@@ -78,9 +77,9 @@ def _flags(row, largest, threshold, flags):
 
 @_jit
 def _pack_row(x, where, largest, threshold, extra, values, byte_of, out, flags):
-    """Keep the values of at least `threshold` until `values` is full; drop the last `extra` values equal to it.
+    """Keep values of at least `threshold` until `values` is full. Drop the last `extra` values equal to it.
 
-    `out` has space for the full row: every element is written, and the position advances only after a kept element. A
+    `out` has space for the full row. Every element is written, and the position advances only after a kept element. A
     compiled function receives every array and number as a separate argument.
     """
     kept = len(values)
@@ -102,7 +101,7 @@ def _pack_row(x, where, largest, threshold, extra, values, byte_of, out, flags):
                 byte_of[at + m] = (eight[m] * _GATHER) >> uint64(56)
             at += padded
     if extra != 0 or j > kept:
-        # Rare: ties at the threshold, or a sampled threshold that is too low
+        # This case is rare: ties at the threshold, or a sampled threshold that is too low.
         equal = -extra
         for piece in range(pieces):
             for v in x[start + piece * step : start + piece * step + length]:
@@ -139,7 +138,7 @@ def _subsample(x, where, hop, largest, sample):
 
 @_jit
 def _in_rank(sample, rank, largest):
-    """Return the value of `rank` (from 0) of integers from 0 to `largest`, by bisection: counting is fast."""
+    """Return the value of `rank` (from 0) of integers from 0 to `largest`, by bisection with vectorized counting."""
     low, high = int64(0), int64(largest)
     while low < high:
         middle = low + (high - low) // 2
@@ -195,54 +194,8 @@ def _exact_threshold(x, where, hop, largest, kept, sample, out):
     return threshold, at_least
 
 
-@_jit
-def _pack(x, job, values, bitmap):
-    rows, pieces, length, kept = job[1], job[2], job[3], values.shape[1]
-    exact, rank, m, hop = job[8], job[9], job[10], job[14]
-    n = pieces * length
-    largest = x.dtype.type(job[11])
-    out = np.empty(n + 1, x.dtype)
-    flags = np.empty(_CHUNK, np.uint8)
-    sample = np.empty(min(m, n), x.dtype)
-    while True:
-        s = _take(job)
-        if s >= rows:
-            return
-        where = (s * job[12], job[13], pieces, length)
-        if exact:
-            threshold, at_least = _exact_threshold(x, where, hop, largest, kept, sample, out)
-            extra = at_least - kept
-        else:
-            _subsample(x, where, hop, largest, sample)
-            threshold, extra = _in_rank(sample, rank, largest), 0
-        _pack_row(x, where, largest, threshold, extra, values[s], bitmap[s], out, flags)
-
-
-@_jit
-def _unpack(values, bitmap, x, job):
-    rows, n = x.shape
-    kept = values.shape[1]
-    padded = np.zeros(kept + 1, values.dtype)
-    while True:
-        s = _take(job)
-        if s >= rows:
-            return
-        padded[:kept] = values[s]
-        row, j = x[s], uint64(0)
-        for m in range(uint64(n // 8)):
-            byte = uint64(bitmap[s, m])
-            for i in range(uint64(8)):
-                bit = (byte >> i) & uint64(1)
-                row[uint64(8) * m + i] = padded[j] & -int64(bit)
-                j += bit
-        for i in range(n - n % 8, n):
-            bit = (uint64(bitmap[s, n // 8]) >> uint64(i % 8)) & uint64(1)
-            row[i] = padded[j] & -int64(bit)
-            j += bit
-
-
-# A quantized tensor consists of rows of groups. Short groups are processed in one loop over the row, with a range per
-# element. Long groups are processed in one loop each, with the range in registers.
+# A quantized tensor consists of rows of groups. One loop over a row processes all short groups, with a range for each
+# element. A separate loop processes each long group, with the range in registers.
 @_jit
 def _noise(i, base):
     h = uint32(base + uint32(i))
@@ -298,7 +251,6 @@ def _extremes_long(bits, low, high):
     return low, high
 
 
-# ------------------------------------------------------------------------------------------------ jobs
 @functools.cache
 def pack(size: int) -> Any:
     """Compile the job that packs rows of values of `size` bytes."""
@@ -308,10 +260,24 @@ def pack(size: int) -> Any:
     def job_of(pointer):
         job = carray(pointer, 16)
         rows, pieces, length, kept = job[1], job[2], job[3], job[4]
+        exact, rank, m, hop, n = job[8], job[9], job[10], job[14], pieces * length
         x = carray(_address(job[5]), ((rows - 1) * job[12] + (pieces - 1) * job[13] + length,), integer)
         values = carray(_address(job[6]), (rows, kept), integer)
-        bitmap = carray(_address(job[7]), (rows, (pieces * length + 7) // 8), uint8)
-        _pack(x, job, values, bitmap)
+        bitmap = carray(_address(job[7]), (rows, (n + 7) // 8), uint8)
+        largest = x.dtype.type(job[11])
+        out, flags, sample = np.empty(n + 1, x.dtype), np.empty(_CHUNK, np.uint8), np.empty(min(m, n), x.dtype)
+        while True:
+            s = _take(job)
+            if s >= rows:
+                return
+            where = (s * job[12], job[13], pieces, length)
+            if exact:
+                threshold, at_least = _exact_threshold(x, where, hop, largest, kept, sample, out)
+                extra = at_least - kept
+            else:
+                _subsample(x, where, hop, largest, sample)
+                threshold, extra = _in_rank(sample, rank, largest), 0
+            _pack_row(x, where, largest, threshold, extra, values[s], bitmap[s], out, flags)
 
     return job_of
 
@@ -327,7 +293,24 @@ def unpack(size: int) -> Any:
         rows, n, kept = job[1], job[2], job[3]
         x = carray(_address(job[4]), (rows, n), integer)
         values = carray(_address(job[5]), (rows, kept), integer)
-        _unpack(values, carray(_address(job[6]), (rows, (n + 7) // 8), uint8), x, job)
+        bitmap = carray(_address(job[6]), (rows, (n + 7) // 8), uint8)
+        padded = np.zeros(kept + 1, values.dtype)
+        while True:
+            s = _take(job)
+            if s >= rows:
+                return
+            padded[:kept] = values[s]
+            row, j = x[s], uint64(0)
+            for m in range(uint64(n // 8)):
+                byte = uint64(bitmap[s, m])
+                for i in range(uint64(8)):
+                    bit = (byte >> i) & uint64(1)
+                    row[uint64(8) * m + i] = padded[j] & -int64(bit)
+                    j += bit
+            for i in range(n - n % 8, n):
+                bit = (uint64(bitmap[s, n // 8]) >> uint64(i % 8)) & uint64(1)
+                row[i] = padded[j] & -int64(bit)
+                j += bit
 
     return job_of
 
@@ -386,7 +369,7 @@ def dequantize() -> Any:
 
 @functools.cache
 def extremes() -> Any:
-    """Compile the kernel that computes the minimum and maximum of each block of rows."""
+    """Compile the job that computes the minimum and maximum of each block of rows."""
 
     @as_job(cache=True)
     def job_of(pointer):

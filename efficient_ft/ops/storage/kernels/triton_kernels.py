@@ -1,13 +1,14 @@
 """Triton kernels of the storage formats. Importing this module requires Triton.
 
-Every kernel works on 32-bit magnitudes, `bits`: floats without their sign, read as integers. A row consists of pieces
-of `length` elements at a distance of `step`. Its length `n` and the distance `stride` between rows are given in units
-of `UNIT` elements, so that the compiler knows their alignment. Auxiliary tensors have the shape (row, ...).
+Kernels of the sparse format compare 32-bit magnitudes, `bits`: floats without their sign, read as integers. A row
+consists of pieces of `length` elements at a distance of `step`. The row length `n` and the distance `stride` between
+rows are in units of `UNIT` elements, so that the compiler knows their alignment. Auxiliary tensors have the shape (row,
+...).
 
-Kernels take many parameters: a kernel receives every pointer, size and constant as a separate argument.
+Kernels have many parameters, because a kernel receives every pointer, size and constant as a separate argument.
 """
 # mypy: ignore-errors
-# (annotations are types of Triton)
+# mypy cannot check code that Triton compiles.
 
 import triton
 import triton.language as tl
@@ -15,14 +16,14 @@ import triton.language as tl
 
 @triton.jit
 def _load(row, at, n, step, length, PIECES: tl.constexpr):
-    """Load the elements `at` of a row; 0 past the end of the row."""
+    """Load the elements `at` of a row, and 0 after the end of the row."""
     memory = (at // length).to(tl.int64) * step + at % length if PIECES else at
     return tl.load(row + memory, mask=at < n, other=0)
 
 
 @triton.jit
 def _load_bits(row, at, n, step, length, PIECES: tl.constexpr, LARGEST: tl.constexpr):
-    """Load the magnitudes of the elements `at` of a row; −1, which is less than all magnitudes, past its end."""
+    """Load the magnitudes of the elements `at` of a row. After its end, load −1, which is below all magnitudes."""
     return tl.where(at < n, _load(row, at, n, step, length, PIECES).to(tl.int32) & LARGEST, -1)
 
 
@@ -39,11 +40,11 @@ def bracket(
     x, state, n, stride, step, length, hop, first, last, EQUAL: tl.constexpr,
     M: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr, PIECES: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Write the values of the ranks `first` and `last` of a subsample to state (row, 2).
+    """Write the values of the ranks `first` and `last` of a subsample to `state` (row, 2).
 
-    The subsample consists of M values at a distance of `hop`; a shorter row is padded with −1. A rank outside the
-    subsample selects the end of the range. The values are computed to `BITS` bits: the first is rounded down and the
-    last is rounded up. `EQUAL` states that `first` and `last` are equal.
+    The subsample consists of M values at a distance of `hop`. A shorter row is padded with −1. A rank outside the
+    subsample selects the end of the range. The values are computed to `BITS` bits: the first value is rounded down, and
+    the last value is rounded up. `EQUAL` is True if `first` and `last` are equal.
     """
     n, stride = n * UNIT, stride * UNIT
     row = tl.program_id(0).to(tl.int64)
@@ -66,7 +67,7 @@ def gather(
     x, state, number, found, offset, candidates, n, stride, step, length, room,
     TILE: tl.constexpr, UNIT: tl.constexpr, PIECES: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Collect at most `room` magnitudes in the range of `state` in candidates (row, room).
+    """Collect at most `room` magnitudes in the range of `state` in `candidates` (row, room).
 
     `number` (row,), initially 0, counts the candidates. For each tile, `found` (row, tile, 2) receives the number of
     magnitudes above the range and the number of candidates, and `offset` (row, tile) the index of its first candidate.
@@ -92,10 +93,10 @@ def select(
     x, state, number, found, candidates, threshold, n, stride, step, length, rank, tiles, room, SHORT: tl.constexpr,
     TILES: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr, PIECES: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Write the magnitude of `rank` to threshold (row,).
+    """Write the magnitude of `rank` to `threshold` (row,).
 
-    It is selected from the candidates. If it is not a candidate, or if there are too many candidates, the full row
-    is searched.
+    The magnitude is selected from the candidates. If it is not a candidate, or if there are too many candidates, the
+    full row is searched.
     """
     n, stride = n * UNIT, stride * UNIT
     row = tl.program_id(0).to(tl.int64)
@@ -128,7 +129,7 @@ def count(
     x, state, threshold, number, found, offset, candidates, n, stride, step, length, room,
     GATHERED: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr, PIECES: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Write the numbers of magnitudes above the threshold (row,) and equal to it to found (row, tile, 2)."""
+    """Write the numbers of magnitudes above the threshold (row,) and equal to it to `found` (row, tile, 2)."""
     n, stride = n * UNIT, stride * UNIT
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     bound = tl.load(threshold + row)
@@ -156,7 +157,7 @@ def write(
     TILE: tl.constexpr, TILES: tl.constexpr, UNIT: tl.constexpr,
     PIECES: tl.constexpr, LARGEST: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Keep the values above the threshold and, if it is exact, as many values equal to it as there is room for.
+    """Keep the values above the threshold and, if the threshold is exact, as many values equal to it as fit.
 
     With a sampled threshold, the rest of the row is dropped once `kept` values are kept.
     """
@@ -169,7 +170,6 @@ def write(
     room = tl.maximum(kept - tl.sum(above_of), 0) if EXACT else 0
     above_before = tl.sum(tl.where(t < tile, above_of, 0))
     equal_before = tl.sum(equal_of)
-
     at = tile * TILE + tl.arange(0, TILE)
     inside = at < n
     value = _load(x + row * stride, at, n, step, length, PIECES)
@@ -197,7 +197,7 @@ def _load_flags(bitmap, row, tile, n, TILE: tl.constexpr):
 
 @triton.jit
 def count_flags(bitmap, found, n, TILE: tl.constexpr, UNIT: tl.constexpr):
-    """Write the number of set bits to found (row, tile)."""
+    """Write the number of set bits to `found` (row, tile)."""
     n = n * UNIT
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     flags = _load_flags(bitmap, row, tile, n, TILE)
@@ -255,7 +255,7 @@ def quantize(x, low, step, seed, q, count, groups, inner, BLOCK: tl.constexpr):
 
 @triton.jit
 def dequantize(q, low, step, x, count, groups, inner, BLOCK: tl.constexpr):
-    """Write the values of the steps q to x."""
+    """Write the values of the codes q to x."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     group = (at // inner) % groups
@@ -265,7 +265,7 @@ def dequantize(q, low, step, x, count, groups, inner, BLOCK: tl.constexpr):
 
 @triton.jit
 def extremes(x, low, high, rows, groups, inner, share, width, R: tl.constexpr, C: tl.constexpr):
-    """Write the extremes of `share` rows and `width` columns of a group to low and high (part, cut, group)."""
+    """Write the extremes of `share` rows and `width` columns of a group to `low` and `high` (part, cut, group)."""
     part, group, cut = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     least, most = tl.full((R, C), float("inf"), tl.float32), tl.full((R, C), float("-inf"), tl.float32)
     stop, end = tl.minimum((part + 1) * share, rows), tl.minimum((cut + 1) * width, inner)
@@ -275,7 +275,7 @@ def extremes(x, low, high, rows, groups, inner, share, width, R: tl.constexpr, C
             c = start + tl.arange(0, C)[None, :]
             inside = (r < stop) & (c < end)
             value = tl.load(x + (r.to(tl.int64) * groups + group) * inner + c, mask=inside, other=0).to(tl.float32)
-            finite = tl.abs(value) < float("inf")  # minimum and maximum would ignore NaN
+            finite = tl.abs(value) < float("inf")  # tl.minimum and tl.maximum ignore NaN
             least = tl.minimum(least, tl.where(inside, tl.where(finite, value, float("-inf")), float("inf")))
             most = tl.maximum(most, tl.where(inside, tl.where(finite, value, float("inf")), float("-inf")))
     own = (part * tl.num_programs(2) + cut) * groups + group
@@ -285,7 +285,7 @@ def extremes(x, low, high, rows, groups, inner, share, width, R: tl.constexpr, C
 
 @triton.jit
 def _part(x, group, k, part, length, n, pieces, piece, stride, T: tl.constexpr, W: tl.constexpr):
-    """Load the values k·part to (k + 1)·part of T groups; return (T, W) values, their indices, and a validity mask."""
+    """Return the values k·part to (k + 1)·part of T groups (T, W), their indices, and a validity mask."""
     j = tl.arange(0, W)[None, :]
     first = group[:, None] * length
     at = first + k * part + j
@@ -370,7 +370,7 @@ def group_unpack(
     codes, ranges, x, groups, length, part, n,
     BITS: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Write the values of T groups to x. The parts are those of `group_pack`."""
+    """Write the values of T groups to x. `group_pack` describes the parts."""
     group = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
     exists = group < groups
     low = tl.load(ranges + group, mask=exists, other=0).to(tl.float32)[:, None]

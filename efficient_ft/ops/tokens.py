@@ -1,0 +1,380 @@
+"""Functions that score, drop, fuse and merge tokens, and the record of the remaining tokens.
+
+Tokens are (B, N, C). The first P tokens are prefix tokens (class token, distillation token, registers), which are never
+dropped. The other tokens are called patch tokens, even after fusion or merging.
+
+The record contains the grid positions of the remaining tokens, and the patches that each token represents. It is passed
+from block to block as an attribute of the tensor of tokens (`attach_tokens`, `pop_tokens`). The record belongs to one
+forward pass, and recomputation reproduces it. Layers inside a block access the record by `current_tokens`.
+
+Sources: EViT (Liang et al., ICLR 2022); BSR (CVPR Workshops 2024); ToMe (Bolya et al., "Token Merging: Your ViT But
+Faster", ICLR 2023).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import register_pytree_node
+
+from efficient_ft.core.context import context, set_context
+from efficient_ft.ops.autocast import autocast_disabled
+from efficient_ft.ops.saving import current_packing, load, save
+from efficient_ft.ops.storage import Packed
+
+
+def class_attention(q_BHND: Tensor, k_BHND: Tensor, prefix: int, scale: float | None = None) -> Tensor:
+    """Compute the class token's attention to each patch token: its row of softmax(q kᵀ · scale), averaged over heads.
+
+    This function complements fused attention, which does not return its attention map. It requires O(H · N · D)
+    operations in at least single precision. Source: EViT, Equation 3.
+
+    Args:
+        q_BHND, k_BHND: Inputs of attention, after q and k normalization and rotary embeddings.
+        prefix: Number of prefix tokens, P. The class token is the first.
+        scale: Factor of the scores. Default: 1 / √D.
+
+    Returns:
+        Attention weights, (B, N − P). Their sum is less than 1, since prefix tokens also receive attention.
+    """
+    scale = q_BHND.shape[-1] ** -0.5 if scale is None else scale
+    return _ClassRow.apply(q_BHND, k_BHND, scale)[:, prefix:]
+
+
+class _ClassRow(torch.autograd.Function):
+    """The class token's row (B, N). It saves k in the same way as attention, so that k is saved only once."""
+
+    @staticmethod
+    def forward(ctx: Any, q_BHND: Tensor, k_BHND: Tensor, scale: float) -> Tensor:
+        wide = torch.promote_types(q_BHND.dtype, torch.float32)
+        with autocast_disabled(q_BHND):
+            q_BHD = q_BHND[:, :, 0].to(wide) * scale
+            p_BHN = (k_BHND.to(wide) @ q_BHD.unsqueeze(-1)).squeeze(-1).softmax(-1)
+        mode = current_packing()
+        kept: Tensor | Packed = k_BHND
+        if mode is not None:
+            mode.begin("class_row")
+            kept = mode.keep(k_BHND, mode.policy.fused or mode.policy.attention, k_BHND.dtype, 1, role="k")
+        save(ctx, kept, q_BHD, p_BHN)
+        ctx.scale, ctx.types, ctx.tokens = scale, (q_BHND.dtype, k_BHND.dtype), q_BHND.shape[2]
+        return p_BHN.mean(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_BN: Tensor) -> tuple[Tensor | None, ...]:
+        k, q_BHD, p_BHN = load(ctx)
+        of_q, of_k = ctx.types
+        g_BHN = p_BHN * (g_BN / p_BHN.shape[1]).unsqueeze(1)
+        g_BHN = g_BHN - p_BHN * g_BHN.sum(-1, keepdim=True)
+        g_q = g_k = None
+        if ctx.needs_input_grad[0]:
+            g_q = q_BHD.new_zeros((*q_BHD.shape[:2], ctx.tokens, q_BHD.shape[2]), dtype=of_q)
+            g_q[:, :, 0] = (g_BHN.unsqueeze(2) @ k.to(g_BHN.dtype)).squeeze(2) * ctx.scale
+        if ctx.needs_input_grad[1]:
+            g_k = (g_BHN.unsqueeze(-1) * q_BHD.unsqueeze(2)).to(of_k)
+        return g_q, g_k, None
+
+
+def num_kept(count: int, keep_rate: float) -> int:
+    """Return ⌈keep_rate · count⌉ for the decimal `keep_rate`. For example, 0.1 of 30 is 3, not 4."""
+    share = Fraction(str(keep_rate))
+    return -(-share.numerator * count // share.denominator)
+
+
+def drop(x_BNC: Tensor, scores_BL: Tensor, prefix: int, kept: int, fuse: bool) -> tuple[Tensor, Tensor]:
+    """Keep the prefix tokens and the `kept` highest-scored patch tokens, in descending order of score.
+
+    Args:
+        x_BNC: Tokens, with prefix tokens first.
+        scores_BL: Scores of the L = N − P patch tokens.
+        prefix: Number of prefix tokens, P.
+        kept: Number of kept patch tokens, K, from 0 to L.
+        fuse: Append the token Σ aᵢ xᵢ over the dropped tokens, where a are their scores (EViT, Equation 4; BSR).
+            Gradients flow through both factors.
+
+    Returns:
+        Tokens (B, P + K (+ 1), C), and the indices (B, K) of the kept patch tokens, from 0 to L − 1.
+    """
+    patches_BLC = x_BNC[:, prefix:]
+    order_BL = largest_first(scores_BL)
+    index_BK = order_BL[:, :kept]
+    parts = [x_BNC[:, :prefix], take(patches_BLC, index_BK)]
+    if fuse and kept < scores_BL.shape[1]:
+        rest = order_BL[:, kept:]
+        weights = scores_BL.gather(1, rest).to(x_BNC.dtype)
+        parts.append(weights.unsqueeze(1) @ take(patches_BLC, rest))
+    return torch.cat(parts, 1), index_BK
+
+
+def take(x_BNC: Tensor, index_BK: Tensor) -> Tensor:
+    """Gather the tokens (B, K, C) at `index_BK`, which contains each token of an image at most once."""
+    return _Take.apply(x_BNC, index_BK)
+
+
+class _Take(torch.autograd.Function):
+    """Gather tokens. torch.gather saves its input, although its gradient requires only the shape."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BNC: Tensor, index_BK: Tensor) -> Tensor:
+        ctx.save_for_backward(index_BK)
+        ctx.shape = x_BNC.shape
+        return x_BNC.gather(1, over_channels(index_BK, x_BNC.shape[-1]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_BKC: Tensor) -> tuple[Tensor, None]:
+        (index_BK,) = ctx.saved_tensors
+        # Indices are unique, so that no sum is required.
+        return g_BKC.new_zeros(ctx.shape).scatter_(1, over_channels(index_BK, ctx.shape[-1]), g_BKC), None
+
+
+def over_channels(index_BK: Tensor, channels: int) -> Tensor:
+    """Expand token indices (B, K) to (B, K, channels), as gather and scatter require."""
+    return index_BK.unsqueeze(-1).expand(-1, -1, channels)
+
+
+def largest_first(scores_BN: Tensor) -> Tensor:
+    """Return the indices that sort each row in descending order. Equal scores keep their order."""
+    if torch.onnx.is_in_onnx_export():  # ONNX has no stable sort, but its TopK is stable
+        return scores_BN.topk(scores_BN.shape[1], dim=1).indices
+    return scores_BN.argsort(dim=1, descending=True, stable=True)
+
+
+@torch.no_grad()
+def match(metric_BNC: Tensor, r: int, prefix: int) -> Tensor:
+    """Compute bipartite soft matching (ToMe, Section 3).
+
+    Tokens alternate between two sets, A (even positions) and B (odd positions). Every token of A has an edge to the
+    most similar token of B, and the r edges of highest similarity are merged.
+
+    Args:
+        metric_BNC: Features whose cosine similarity is compared in at least single precision. ToMe uses the keys,
+            averaged over heads.
+        r: Number of merged tokens, at most half of the patch tokens.
+        prefix: Number of prefix tokens, P. Prefix tokens are not merged.
+
+    Returns:
+        New index of each token, (B, N), from 0 to N − r − 1. Both tokens of a pair have the same index. The order is
+        prefix
+        tokens, unmerged tokens of A, then B, each in the order of the input. The paper concatenates the two sets
+        instead.
+        The order only determines the two sets of the next matching.
+    """
+    metric = metric_BNC.to(torch.promote_types(metric_BNC.dtype, torch.float32))
+    metric = metric / metric.norm(dim=-1, keepdim=True).clamp_min(1e-12)
+    with autocast_disabled(metric_BNC):
+        similarity_BAB = metric[:, ::2] @ metric[:, 1::2].mT
+    of_a, of_b = (prefix + 1) // 2, prefix // 2  # numbers of prefix tokens in A and in B
+    similarity_BAB[:, :of_a] = -math.inf
+    similarity_BAB[:, :, :of_b] = -math.inf
+    best_BA, target_BA = similarity_BAB.max(-1)
+    order_BA = largest_first(best_BA)
+    source_BR, stay_BU = order_BA[:, :r], order_BA[:, r:].sort(1).values
+    u, j = (torch.arange(n, device=metric.device) for n in (stay_BU.shape[1], metric.shape[1] // 2))
+    index_of_u = torch.where(u < of_a, 2 * u, u + of_b)
+    index_of_j = torch.where(j < of_b, 2 * j + 1, j + len(u))
+    index_BN = torch.empty(metric.shape[:2], dtype=torch.long, device=metric.device)
+    index_BN[:, 1::2] = index_of_j
+    index_BN[:, ::2].scatter_(1, stay_BU, index_of_u.expand_as(stay_BU))
+    index_BN[:, ::2].scatter_(1, source_BR, index_of_j[target_BA.gather(1, source_BR)])
+    return index_BN
+
+
+def merge(x_BNC: Tensor, size_BN: Tensor, index_BN: Tensor, left: int) -> tuple[Tensor, Tensor]:
+    """Merge the tokens with equal indices into the mean of all patches that they represent.
+
+    Args:
+        x_BNC: Tokens.
+        size_BN: Number of patches that each token represents, in at least single precision.
+        index_BN: New index of each token, from `match`.
+        left: Number of remaining tokens, N − r.
+
+    Returns:
+        Tokens (B, N − r, C), and their sizes (B, N − r).
+    """
+    sizes = size_BN.new_zeros(len(size_BN), left).scatter_add_(1, index_BN, size_BN)
+    return _Merge.apply(x_BNC, size_BN / sizes.gather(1, index_BN), index_BN, left), sizes
+
+
+def unmerge(x_BUC: Tensor, index_BN: Tensor) -> Tensor:
+    """Repeat each merged token once for each token that was merged into it. The result has the shape before `merge`.
+
+    Args:
+        x_BUC: Merged tokens.
+        index_BN: For each of the N tokens before any merge, the index of the token that represents it now.
+
+    Returns:
+        Tokens (B, N, C) in their order before any merge. Their mean is the mean of x weighted by sizes. Attention over
+        these
+        tokens equals attention over x with the log of the sizes added to its scores.
+    """
+    return _Unmerge.apply(x_BUC, index_BN)
+
+
+class _Merge(torch.autograd.Function):
+    """Σ share · x over the tokens of each index. It saves shares and indices, but no activations."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BNC: Tensor, share_BN: Tensor, index_BN: Tensor, left: int) -> Tensor:
+        ctx.save_for_backward(share_BN, index_BN)
+        ctx.type = x_BNC.dtype
+        return _sums(x_BNC * share_BN.unsqueeze(-1), index_BN, left).to(x_BNC.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_BUC: Tensor) -> tuple[Tensor | None, ...]:
+        share_BN, index_BN = ctx.saved_tensors
+        g = g_BUC.gather(1, over_channels(index_BN, g_BUC.shape[-1])) * share_BN.unsqueeze(-1)
+        return g.to(ctx.type), None, None, None
+
+
+class _Unmerge(torch.autograd.Function):
+    """Gather tokens at indices that may repeat. It saves only the indices."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BUC: Tensor, index_BN: Tensor) -> Tensor:
+        ctx.save_for_backward(index_BN)
+        ctx.left = x_BUC.shape[1]
+        return x_BUC.gather(1, over_channels(index_BN, x_BUC.shape[-1]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_BNC: Tensor) -> tuple[Tensor | None, ...]:
+        (index_BN,) = ctx.saved_tensors
+        wide = torch.promote_types(g_BNC.dtype, torch.float32)
+        return _sums(g_BNC.to(wide), index_BN, ctx.left).to(g_BNC.dtype), None
+
+
+def _sums(x_BNC: Tensor, index_BN: Tensor, left: int) -> Tensor:
+    """Sum the tokens of each index to (B, left, C)."""
+    # On CPUs, sums over rows of the flattened batch are many times faster.
+    first = torch.arange(len(index_BN), device=index_BN.device).unsqueeze(1) * left
+    rows = (index_BN + first).flatten().unsqueeze(-1).expand(-1, x_BNC.shape[-1])
+    sums = x_BNC.new_zeros(len(x_BNC) * left, x_BNC.shape[-1]).scatter_add_(0, rows, x_BNC.flatten(0, 1))
+    return sums.unflatten(0, (len(x_BNC), left))
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """The record of a batch's tokens after some tokens were dropped or merged.
+
+    Attributes:
+        grid_index_BL: Index on the grid, row by row, of each token except prefix tokens. The j-th fused token of a
+            forward pass has the index H·W + j. None if unknown (merged tokens, or a different image size).
+        fused: Number of fused tokens so far.
+        sizes_BN: Number of patches that each token represents, including prefix tokens. None if each token represents
+            one.
+        merged_into_BN: For each token before any merge, the index of the token that represents it. None if not
+            recorded.
+        cache: Results that layers on these tokens share.
+    """
+
+    grid_index_BL: Tensor | None = None
+    fused: int = 0
+    sizes_BN: Tensor | None = None
+    merged_into_BN: Tensor | None = None
+    cache: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def full(cls, x_BNC: Tensor, prefix: int, positions: int) -> Tokens:
+        """Create the record of tokens before any drop, from the numbers of prefix tokens and of grid positions.
+
+        Indices are set only if the numbers of patch tokens and of grid positions are equal.
+        """
+        if x_BNC.shape[1] - prefix != positions:  # images of a different size, or randomly dropped patches
+            return cls()
+        index = torch.arange(x_BNC.shape[1] - prefix, device=x_BNC.device)
+        return cls(index.expand(len(x_BNC), -1))
+
+    def columns_BN(self, prefix: int) -> Tensor:
+        """Return the column of each token in a matrix over prefix, grid and fused tokens, in this order."""
+        assert self.grid_index_BL is not None
+        before = torch.arange(prefix, device=self.grid_index_BL.device).expand(len(self.grid_index_BL), -1)
+        return torch.cat([before, self.grid_index_BL + prefix], 1)
+
+    def on_grid(self, x_BNC: Tensor, prefix: int, positions: int) -> Tensor:
+        """Scatter the tokens to the grid, (B, H·W, C), with zeros for dropped tokens."""
+        assert self.grid_index_BL is not None
+        grid = x_BNC.new_zeros(len(x_BNC), positions + self.fused, x_BNC.shape[2])
+        index = over_channels(self.grid_index_BL, x_BNC.shape[2])
+        return grid.scatter_(1, index, x_BNC[:, prefix:])[:, :positions]
+
+    def dropped(self, index_BK: Tensor, positions: int, fuse: bool) -> Tokens:
+        """Return the record after `drop` kept the tokens at `index_BK`, and with `fuse` appended one fused token."""
+        if self.grid_index_BL is None:
+            return replace(self, cache={})
+        index = self.grid_index_BL.gather(1, index_BK)
+        if not fuse:
+            return replace(self, grid_index_BL=index, cache={})
+        new = index.new_full((len(index), 1), positions + self.fused)
+        return replace(self, grid_index_BL=torch.cat([index, new], 1), fused=self.fused + 1, cache={})
+
+
+def _rebuild(leaves: Iterable[Any], fused: Any) -> Tokens:
+    grid_index_BL, sizes_BN, merged_into_BN = leaves
+    return Tokens(grid_index_BL, fused, sizes_BN, merged_into_BN)
+
+
+# Recomputation saves the tensors of a record.
+register_pytree_node(Tokens, lambda t: ([t.grid_index_BL, t.sizes_BN, t.merged_into_BN], t.fused), _rebuild)
+
+#: Name of the attribute of a tensor of tokens that stores their record.
+_ATTRIBUTE = "efficient_ft_tokens"
+
+
+def attach_tokens(x_BNC: Tensor, tokens: Tokens | None) -> Tensor:
+    """Attach a record, which is None if no token was removed, to x for the next block, and return x."""
+    if tokens is not None:
+        setattr(x_BNC, _ATTRIBUTE, tokens)
+    return x_BNC
+
+
+def pop_tokens(x_BNC: Tensor) -> tuple[Tensor, Tokens | None]:
+    """Return x without its record, and the record, which is None if no token was removed.
+
+    The returned tensor has no record. Otherwise, a tensor saved for the backward pass would also save its record, which
+    is not measured.
+    """
+    tokens: Tokens | None = getattr(x_BNC, _ATTRIBUTE, None)
+    return (x_BNC if tokens is None else _Identity.apply(x_BNC)), tokens
+
+
+class _Identity(torch.autograd.Function):
+    """Return a tensor with the same values, without the attributes of x. The result is not a view of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g
+
+
+def token_context(tokens: Tokens | None) -> AbstractContextManager[None]:
+    """Set the record that `current_tokens` returns inside a ``with`` block."""
+    return set_context("tokens", tokens)
+
+
+def current_tokens() -> Tokens | None:
+    """Return the record of the tokens that the current layer receives, or None if no token was removed."""
+    tokens: Tokens | None = context.tokens
+    return tokens
+
+
+def token_reduction_suspended() -> AbstractContextManager[None]:
+    """Make blocks keep all tokens inside a ``with`` block, for example to probe a model."""
+    return set_context("token_reduction_suspended", True)
+
+
+def is_token_reduction_suspended() -> bool:
+    """Return True if blocks must keep all tokens."""
+    return context.token_reduction_suspended
