@@ -1,4 +1,4 @@
-"""Checks of sessions and callbacks: the model, optimizers that step inside the backward pass, and added losses."""
+"""Checks of sessions and callbacks: the model, added losses, and optimizers that step inside the backward pass."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from efficient_ft.optim import steps_in_backward
 
 log = logging.getLogger(__name__)
 
-#: Classes that wrap a module or compile it. Methods must be applied before them.
+#: Classes that wrap or compile a module. Methods must be applied to the module before.
 _WRAPPERS = ("OptimizedModule", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
-#: By model: the session that is open on it.
+#: Open sessions by model.
 OPENED: WeakKeyDictionary[nn.Module, ref[Any]] = WeakKeyDictionary()
 
 
@@ -31,23 +31,25 @@ def names_adding_loss(methods: Iterable[Method]) -> list[str]:
 
 
 def adds_loss(method: Method) -> bool:
-    """Return True if `total_loss` is overridden and no setting takes `Adds.LOSS` away from the class's declaration."""
+    """Return True if `total_loss` is overridden and the settings do not remove `Adds.LOSS` from the class's
+    declaration.
+    """
     if type(method).total_loss is Method.total_loss:
         return False
     return Adds.LOSS in method.adds or Adds.LOSS not in type(method).adds
 
 
 def is_first_process() -> bool:
-    """Return True in the first of several processes, and without distributed training."""
+    """Return True on the first process of a distributed training, and always without distributed training."""
     distributed = torch.distributed
     return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
 
 
 def freeze_statistics(model: nn.Module) -> list[str]:
-    """Freeze the BatchNorm statistics of `model`, and warn of statistics that were never computed.
+    """Freeze the BatchNorm statistics of `model`, and log a warning for statistics that were never computed.
 
     Returns:
-        Names of the layers that were not frozen before.
+        Names of the newly frozen layers.
     """
     before, initial = frozen_layers(model), layers_without_statistics(model)
     names = [name for name in freeze_batch_norm(model) if name not in before]
@@ -88,16 +90,16 @@ def refuse_wrapped_inside(network: nn.Module) -> None:
 
 
 def check_in_backward(methods: Iterable[Method], optimizers: Iterable[Any], **loop: Wrong | None) -> None:
-    """Check that an optimizer which steps inside the backward pass is compatible with the methods and the loop.
+    """Check that optimizers that step inside the backward pass are compatible with the methods and the training loop.
 
     Args:
-        methods: the methods of the training.
-        optimizers: the optimizers of the training.
-        loop: properties of the training loop that are not compatible; see `refuse_in_backward`.
+        methods: methods of the training.
+        optimizers: optimizers of the training.
+        loop: incompatible properties of the training loop (see `refuse_in_backward`).
 
     Raises:
-        SettingError: the training loop clips, accumulates, scales or averages gradients.
-        UserError: a method compares gradients at the end of a step.
+        SettingError: If the training loop clips, accumulates, scales or averages gradients.
+        UserError: If a method compares gradients at the end of a step.
     """
     if steps_in_backward(optimizers):
         refuse_in_backward("an optimizer that steps inside the backward pass", **loop)
@@ -114,12 +116,8 @@ def refuse_gradient_readers(methods: Iterable[Method]) -> None:
 
 
 def refuse_foreign_state(methods: Iterable[Method], state: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise UserError if the state `given` was written with methods or settings different from `methods`.
-
-    Args:
-        methods: the methods of the session.
-        state: their current state.
-        given: the state in a checkpoint.
+    """Raise UserError if the state `given` of a checkpoint does not belong to `methods`, whose current state is
+    `state`.
     """
     own = {method.state_key for method in methods}
     foreign, missing = sorted(given.keys() - own), sorted(state.keys() - given.keys())

@@ -1,4 +1,4 @@
-"""The network inside the module of another library, named by an attribute."""
+"""The network inside a module of another library, specified by an attribute."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from efficient_ft.core.errors import SettingError
 
 
 def find_network(module: Any, name: str) -> nn.Module:
-    """Return the module in the attribute `name` of `module`, dotted for an attribute's attribute; "": `module` itself.
+    """Return the module at the dotted attribute path `name` of `module`, or `module` itself if `name` is empty.
 
     Raises:
-        SettingError: the attribute does not exist, or it is not a module.
+        SettingError: If the attribute does not exist or is not a module.
     """
     found = module
     for depth, part in enumerate(name.split(".") if name else ()):

@@ -20,17 +20,17 @@ def summary(model: nn.Module, methods: Sequence[Method], saved: Sequence[str], c
     """Return three lines: trainable parameters, bytes kept for the backward pass, and FLOPs.
 
     Args:
-        model: the network with its methods applied.
-        methods: the methods.
+        model: model with the methods applied.
+        methods: applied methods.
         saved: names of the tensors that `MethodSession.save` writes.
-        count: counts the cost of a training step.
+        count: function that counts the cost of a training step.
     """
     tensors, names = model.state_dict(), ", ".join(method.name for method in methods)
     part = format_bytes(sum(tensors[name].nbytes for name in saved))
     head = f"trainable: {trained(model)} ({names}); save() writes {part}"
     try:
         cost = count()
-    except Exception as error:  # printing must not stop a training
+    except Exception as error:  # printing must not interrupt training
         why = f"not counted ({first_line(error)}); call session.cost() with the input size and the task"
         return f"{head}\nmemory: {why}\nFLOPs: {why}"
     kept, peak = format_bytes(cost.saved_bytes), format_bytes(cost.peak_bytes)

@@ -1,8 +1,8 @@
 """Methods for efficient fine-tuning. Each method changes one axis of a training step, and methods can be stacked.
 
-All method classes can be imported from this package (``from efficient_ft.methods import LBPWHT, BackRazor``). `METHODS`
-maps the names on the command line to the classes. A class is imported at its first use; editors and type checkers read
-the imports under ``TYPE_CHECKING``.
+All method classes can be imported from this package: ``from efficient_ft.methods import LBPWHT, BackRazor``. `METHODS`
+maps command-line names to classes. Each class is imported when it is first used. The imports under ``TYPE_CHECKING``
+are for editors and type checkers.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -87,7 +87,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a method class at its first use. The classes register themselves."""
+    """Import a method class when it is first used."""
     if not name.startswith("_"):
         found = own_classes().get(name)
         if found is not None:

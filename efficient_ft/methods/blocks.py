@@ -1,4 +1,4 @@
-"""Settings that list blocks by index: a check of the list, and the conversion of indices to names."""
+"""Settings that list blocks by index: validation of the list, and conversion of indices to names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from efficient_ft.models.view import ModelView
 def check_indices(setting: str, blocks: Any, example: str = "[3,7,11]", do: str | None = None) -> None:
     """Raise SettingError unless `blocks` is a list of at least one integer.
 
-    The message contains the value `example`, and for an empty list the sentence `do`.
+    The message contains `example` as a valid value, and the sentence `do` if the list is empty.
     """
     if not isinstance(blocks, Sequence) or isinstance(blocks, str) or not all(type(b) is int for b in blocks):
         raise SettingError(setting, blocks, f"a list of integers, e.g. {example}")
@@ -22,7 +22,7 @@ def check_indices(setting: str, blocks: Any, example: str = "[3,7,11]", do: str 
 
 
 def classes_in_words(view: ModelView) -> str:
-    """Return the number of blocks of each class for messages: "1 ConvBnAct and 10 InvertedResidual"."""
+    """Return the number of blocks by class, for messages: "1 ConvBnAct and 10 InvertedResidual"."""
     counts = Counter(type(view.model.get_submodule(name)).__name__ for name in view.blocks)
     *others, last = (f"{count} {name}" for name, count in counts.items())
     return f"{', '.join(others)} and {last}" if others else last
@@ -31,18 +31,18 @@ def classes_in_words(view: ModelView) -> str:
 def blocks_at(
     view: ModelView, setting: str, indices: Sequence[int], *, last: bool = True, once: bool = True
 ) -> tuple[str, ...]:
-    """Return the names of blocks by their indices, each block once, in the order of the model.
+    """Return the names of blocks, given by index, without duplicates and in the order of the model.
 
     Args:
-        view: the view of a model with blocks. First check that the method supports some of them; otherwise no index is
-            valid.
+        view: view of a model with blocks. Before the call, check that the method supports at least one block, because
+            otherwise no index is valid.
         setting: full name of the setting, ``method.<name>.<setting>``.
-        indices: indices, counted from 0 through all stages; negative indices count from the end.
-        last: allow the last block.
-        once: reject a list that contains a block twice.
+        indices: indices, counted from 0 across all stages. Negative indices count from the end.
+        last: if False, the last block is rejected.
+        once: if True, a list that contains a block twice is rejected.
 
     Raises:
-        SettingError: an index is outside the model, or a block is listed twice.
+        SettingError: If an index is out of range, or a block is rejected.
     """
     count = len(view.blocks)
     places = [index % count if -count <= index < count else count for index in indices]

@@ -1,4 +1,4 @@
-"""Checks of the settings of methods. Each raises SettingError if the value is not allowed."""
+"""Checks of method settings. Each check raises SettingError if the value is not allowed."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def check_integer(setting: str, value: Any, least: int = 1) -> None:
 
 
 def check_number(setting: str, value: Any, allowed: str, is_allowed: Callable[[float], bool]) -> None:
-    """Check that `value` is a finite number for which `is_allowed` returns True; `allowed` states the constraint."""
+    """Check that `value` is a finite number for which `is_allowed` returns True. `allowed` describes the constraint."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or not is_allowed(value):
         raise SettingError(setting, value, allowed)
 
 
 def check_sparsity(sparsity: Any) -> None:
-    """Check the setting `sparsity`, the share of the values that are dropped."""
+    """Check the setting `sparsity`, the fraction of the values that are dropped."""
     check_number("sparsity", sparsity, "a number >= 0 and < 1", lambda share: 0 <= share < 1)
 
 
 def check_keep_rate(keep_rate: Any) -> None:
-    """Check the setting `keep_rate`, the share of the tokens that are kept."""
+    """Check the setting `keep_rate`, the fraction of the tokens that are kept."""
     check_number("keep_rate", keep_rate, "a number > 0 and <= 1", lambda share: 0 < share <= 1)

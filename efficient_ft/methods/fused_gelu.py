@@ -1,7 +1,7 @@
-"""Model layers that compute GELU, and the BatchNorm before it, in one pass per direction, in training on a CPU.
+"""Fused GELU, and BatchNorm before it, in one pass per direction, for training on a CPU.
 
-Once the products of low-rank layers are small, the operations between them take as much time. BatchNorm and GELU take
-four passes over the widest tensors of a network, and torch's GELU on a CPU is limited by arithmetic, not by memory.
+With low-rank layers, the matrix products are small, and the operations between them take as much time. BatchNorm and
+GELU require four passes over the widest tensors of a network, and torch's GELU on a CPU is compute-bound.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from efficient_ft.ops.gelu import batch_norm_gelu, gelu
 
 
 class FusedGelu(OwnForward):
-    """The forward pass of `nn.GELU`, computed by `ops.gelu`."""
+    """Forward pass of `nn.GELU` that is computed by `ops.gelu`."""
 
     same_values = True
 
@@ -28,7 +28,7 @@ class FusedGelu(OwnForward):
 
 
 class FusedNormGelu(OwnForward):
-    """The forward pass of a feed-forward network with frozen BatchNorm and GELU in one operation."""
+    """Forward pass of a feed-forward network that fuses frozen BatchNorm and GELU into one operation."""
 
     same_values = True
 
@@ -49,7 +49,7 @@ class FusedNormGelu(OwnForward):
 
 
 def _fits(module: nn.Module, x: Tensor) -> bool:
-    """Return True if the fused operation supports `x`: in training on a CPU, outside of all function modes."""
+    """Return True if the fused operation supports `x` (in training on a CPU, outside of all function modes)."""
     return (
         module.training
         and x.device.type == "cpu"
@@ -64,7 +64,7 @@ def _exact(act: nn.Module) -> bool:
 
 
 def _changed(norm: nn.Module) -> bool:
-    """Return True if the forward pass of the layer was replaced or has hooks."""
+    """Return True if the forward pass of the layer is replaced or has hooks."""
     return "forward" in norm.__dict__ or _hooked(norm)
 
 
@@ -77,10 +77,12 @@ def _channels_last(x: Tensor) -> bool:
 
 
 def fuse_gelu(model: nn.Module, *, everywhere: bool = True) -> list[str]:
-    """Fuse GELU, and a frozen BatchNorm before it, into one pass per direction where this is possible.
+    """Fuse GELU, and a frozen BatchNorm before it, into one pass per direction where possible.
 
-    Return the names of the GELU layers. With ``everywhere=False``, change only models that have feed-forward networks
-    with BatchNorm before GELU.
+    If `everywhere` is False, only models that contain feed-forward networks with BatchNorm before GELU are changed.
+
+    Returns:
+        Names of the fused GELU layers.
     """
     names: list[str] = []
     if not everywhere and not any(type(module) is ConvMlpWithNorm for module in model.modules()):

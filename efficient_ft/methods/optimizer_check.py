@@ -18,7 +18,8 @@ class _Method(Protocol):
     def trained_in_some_step(self) -> Iterable[nn.Parameter]: ...
 
 
-#: The methods applied to each model. They know which parameters are frozen only in the current step.
+#: Methods applied to each model. Their `trained_in_some_step` lists parameters that are frozen only in the current
+#: step.
 _applied: WeakKeyDictionary[nn.Module, WeakSet[_Method]] = WeakKeyDictionary()
 
 
@@ -28,17 +29,17 @@ def note_applied(model: nn.Module, method: _Method) -> None:
 
 
 def check_optimizer(model: nn.Module, optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> None:
-    """Check that every parameter of `model` that is trained in any step is in an optimizer.
+    """Check that the optimizers contain every parameter of `model` that is trained in any step.
 
-    Call it once after the optimizer is created. The callbacks for Lightning and Hugging Face do this.
+    Call this function once after the optimizer is created. The callbacks for Lightning and Hugging Face call it.
 
     Args:
-        model: the model to which the methods were applied.
-        optimizers: one optimizer or several.
+        model: model to which the methods were applied.
+        optimizers: one optimizer or several optimizers.
 
     Raises:
-        UserError: an optimizer lacks some parameters. It was created before the methods were applied, or within a step
-            in which they freeze some parameters.
+        UserError: If a parameter is missing from the optimizers. The optimizer was created before the methods were
+            applied, or inside a step in which they freeze some parameters.
     """
     several = [optimizers] if hasattr(optimizers, "param_groups") else list(optimizers)
     held = {id(p) for optimizer in several for group in optimizer.param_groups for p in group["params"]}

@@ -1,4 +1,4 @@
-"""Checks of methods before they are applied: stacks, needs and the model, from the methods' declarations."""
+"""Checks that run before methods are applied. They compare the methods' declarations with each other and the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from efficient_ft.models.view import ModelView
 
 
 class _Declared(Protocol):
-    """The declarations that methods and marks have in common."""
+    """Declarations that methods and marks have in common."""
 
     @property
     def axes(self) -> tuple[str, ...]: ...
@@ -27,7 +27,7 @@ class _Declared(Protocol):
 
 
 class _Method(_Declared, Protocol):
-    """The part of a method that this module reads; `methods.base` imports this module."""
+    """The attributes of `Method` that this module uses. `methods.base` imports this module."""
 
     @property
     def name(self) -> str: ...
@@ -44,17 +44,17 @@ class _Method(_Declared, Protocol):
 
 
 def check_stack(methods: Sequence[_Method], model: nn.Module | None = None) -> None:
-    """Check that methods can be applied together, and after the methods that `model` already has.
+    """Check that methods can be applied together, and on top of the methods that are already applied to `model`.
 
-    At most one method decides on each axis, no method conflicts with another one, and a method that must come before
-    another (a selection before adapters) is not applied after it.
+    Each axis may have at most one method, no two methods may conflict, and a method that must be applied before another
+    method (a selection before adapters) must not follow it.
 
     Args:
-        methods: methods that are not applied yet or are applied to `model`.
-        model: the model; None checks the methods alone.
+        methods: methods that are not applied, or are applied to `model`.
+        model: model. If None, only the methods are checked.
 
     Raises:
-        UserError: two methods cannot be stacked; the text names both and the remedy.
+        UserError: If two methods cannot be stacked. The message names both methods and the remedy.
     """
     for a, b in itertools.combinations(methods, 2):
         axis = _shared_axis(a, b)
@@ -76,8 +76,8 @@ def check_stack(methods: Sequence[_Method], model: nn.Module | None = None) -> N
 
 
 def _refuse_recomputation(methods: Sequence[_Method], model: nn.Module) -> None:
-    """Raise UserError if `model` recomputes its blocks and a second forward pass would change the training."""
-    flags = ("grad_checkpointing", "gradient_checkpointing")  # of timm, and of transformers
+    """Raise UserError if `model` recomputes its blocks and a method cannot be combined with a second forward pass."""
+    flags = ("grad_checkpointing", "gradient_checkpointing")  # attributes in `timm` and `transformers`
     if not any(getattr(module, flag, False) for module in model.modules() for flag in flags):
         return
     for method in methods:
@@ -95,7 +95,6 @@ def _refuse_recomputation(methods: Sequence[_Method], model: nn.Module) -> None:
 
 
 def _check_against(method: _Method, mark: Mark, model: str) -> None:
-    """Raise UserError if `method` cannot be applied after the method of `mark`."""
     applied = f"method {method.name}: {mark.method} has been applied to this {model} already"
     axis = _shared_axis(method, mark)
     if axis is not None:
@@ -111,11 +110,7 @@ def _check_against(method: _Method, mark: Mark, model: str) -> None:
 
 
 def check_removal(method: _Method, model: nn.Module) -> None:
-    """Raise an error if a method that must be removed before `method` is still applied to `model`.
-
-    Raises:
-        UserError: such a method is applied; the text names it.
-    """
+    """Raise UserError if a method that must be removed before `method` is still applied to `model`."""
     after = frozenset().union(*(MUST_COME_BEFORE.get(axis, frozenset()) for axis in method.axes))
     for mark in marks_of(model):
         if mark.key != method.state_key and after & set(mark.axes):
@@ -125,12 +120,11 @@ def check_removal(method: _Method, model: nn.Module) -> None:
 
 
 def _shared_axis(a: _Declared, b: _Declared) -> Axis | None:
-    """Return the first axis that both decide on."""
     return next((Axis(axis) for axis in a.axes if axis in b.axes), None)
 
 
 def _conflict(a: _Declared, a_name: str, b: _Declared, b_name: str) -> str | None:
-    """Return the declared reason for a conflict between the two; None if there is none."""
+    """Return the declared reason for a conflict between two methods, or None."""
     for this, other, name in ((a, b, b_name), (b, a, a_name)):
         for what, why in this.conflicts.items():
             if what in (*other.axes, *other.adds, name):
@@ -139,11 +133,11 @@ def _conflict(a: _Declared, a_name: str, b: _Declared, b_name: str) -> str | Non
 
 
 def check_needs(method: _Method, view: ModelView) -> None:
-    """Check that the model meets the needs that `method` declares.
+    """Check that the model meets the requirements that `method` declares.
 
     Raises:
-        UserError: a need is not met; the text names the method, the model and the reason.
-        SettingError: the images consist of a single patch.
+        UserError: If a requirement is not met. The message names the method, the model and the reason.
+        SettingError: If the images consist of a single patch.
     """
     for need in Needs:
         if need in method.needs:
@@ -154,7 +148,7 @@ def check_needs(method: _Method, view: ModelView) -> None:
 
 
 def _missing(need: Needs, method: _Method, view: ModelView) -> str | None:
-    """Return the reason why a model does not meet a need; None if it does."""
+    """Return the reason why a model does not meet a requirement, or None if it does."""
     if need == Needs.BLOCKS and not view.blocks:
         return f"no blocks were recognized in {view.name}"
     if need == Needs.CLASSIFIER and not view.head:
@@ -178,10 +172,10 @@ def _missing(need: Needs, method: _Method, view: ModelView) -> str | None:
 
 
 def no_method(wrong: object) -> SettingError:
-    """Return the error for an argument that is not a method or a list of methods."""
+    """Return the error for an argument that is neither a method nor a list of methods."""
     hint = "Create method objects: from efficient_ft.methods import LoRA; apply_methods(model, [LoRA(rank=8)])."
     if isinstance(wrong, type) and hasattr(wrong, "apply"):
-        hint = f"Make an object of the class: {wrong.__name__}()."
+        hint = f"Create an object of the class: {wrong.__name__}()."
     elif isinstance(wrong, nn.Module):
         hint = "The model is the first argument: apply_methods(model, methods)."
     return SettingError("methods", f"{wrong!r:.60}", "a Method object or a list of them", hint)

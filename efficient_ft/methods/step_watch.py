@@ -1,4 +1,4 @@
-"""Warnings for training loops that do not announce their optimizer steps to a method that acts per step."""
+"""Warnings for training loops that do not call `step_begin` and `step_end` of a method that acts per step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-#: Number of backward passes outside of a step, or of steps without an end, that cause a warning. One may be a trial.
+#: Number of backward passes outside of a step, or of steps without an end, before a warning. A single one may be a
+#: trial run.
 _PATIENCE = 2
 
 
@@ -17,18 +18,19 @@ class StepWatch:
     """Watch the backward passes of a model and the calls of `step_begin` and `step_end`.
 
     A backward pass is outside of a step if no step has begun, or if an optimizer has stepped since an earlier backward
-    pass of the step: the weights have changed, or gradients were set to None. Micro-batches of one step do neither.
+    pass of the step. After an optimizer's step, the weights have changed or the gradients have been set to None.
+    Neither happens between the micro-batches of one step.
 
     Args:
         name: name of the method.
-        model: the model; a hook watches its last trainable parameter until `stop` is called.
+        model: model to watch. A hook watches its last trainable parameter until `stop` is called.
     """
 
     def __init__(self, name: str, model: nn.Module) -> None:
         self.name = name
         self._begun = False
         #: Version and gradient of the watched parameter at the first backward pass of the step. Fused optimizers do not
-        #: change the version.
+        #: increase the version.
         self._seen: tuple[int, Callable[[], Tensor | None]] | None = None
         self._outside = self._unended = 0
         self._warned = False
@@ -36,7 +38,7 @@ class StepWatch:
         self._hook: Any = trained[-1].register_post_accumulate_grad_hook(self._after_backward) if trained else None
 
     def begin(self) -> None:
-        """Note that a step begins."""
+        """Record the beginning of a step."""
         stepped = self._seen is not None
         self._unended = self._unended + 1 if self._begun and stepped else 0
         if self._unended >= _PATIENCE:

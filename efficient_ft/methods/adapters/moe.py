@@ -29,12 +29,12 @@ from efficient_ft.models.tasks import Tasks, for_each_task, tasks_of
 from efficient_ft.models.view import ModelView, Reason, Skipped
 from efficient_ft.ops.saving import packing_suspended
 
-#: Feed-forward networks that process each token independently.
+#: Feed-forward networks from `timm` that process each token independently.
 _STANDARD = (Mlp, GluMlp, SwiGLU)
 
 
 class _BalanceLosses(dict[str, Tensor]):
-    """Balance losses of the last training forward pass, by name of the layer. Its copies and pickles are empty."""
+    """Balance losses of the last forward pass in training, by layer name. Copies and pickles are empty."""
 
     def __reduce__(self) -> Any:
         return type(self), ()
@@ -43,8 +43,8 @@ class _BalanceLosses(dict[str, Tensor]):
 class _ExpertsForward(OwnForward):
     """Forward pass of a feed-forward network with experts.
 
-    The network itself is the first expert. Its submodules ``gate`` and ``experts`` are the router and the others. The
-    forward pass stores its balance loss in `balance_losses`; None: it is not computed.
+    The network itself is the first expert. Its submodule ``gate`` is the router, and ``experts`` contains the other
+    experts. The forward pass stores the balance loss in `balance_losses`. If that is None, no balance loss is computed.
     """
 
     def __init__(
@@ -60,16 +60,16 @@ class _ExpertsForward(OwnForward):
             " the numbers of the example.",
             "Run the network in PyTorch, or train it without experts.",
         )
-        # Packing is per image, but the tokens of an expert come from several images.
+        # Activations are packed per image, but the tokens of an expert come from several images.
         with packing_suspended():
             return self._mixed(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
     def _mixed(self, x_TC: Tensor) -> Tensor:
-        """Compute Σ weight · expert(x) over each token's experts, (T, C), in at least float32."""
+        """Return Σ weight · expert(x) over the experts of each token, (T, C), in at least float32."""
         mlp: Any = self.module
         experts = [self.within, *mlp.experts]
         probability_TE = mlp.gate(x_TC).to(torch.promote_types(x_TC.dtype, torch.float32)).softmax(-1)
-        # A stable sort instead of topk: a new gate makes all probabilities equal, and ties must be reproducible.
+        # A stable sort instead of topk makes ties reproducible. With a new gate, all probabilities are equal.
         weight_TE, expert_TE = probability_TE.sort(dim=-1, descending=True, stable=True)
         weight_TK, expert_TK = weight_TE[:, : self.top_k].contiguous(), expert_TE[:, : self.top_k].contiguous()
         if self.norm_topk_prob:
@@ -80,15 +80,16 @@ class _ExpertsForward(OwnForward):
         order = expert_TK.flatten().argsort(stable=True)  # sorts the T·K (token, expert) pairs by expert
         token = order.div(self.top_k, rounding_mode="floor")
         parts = x_TC.index_select(0, token).split(_counts(expert_TK, len(experts)))
-        # An expert without tokens does not run, and its gradients stay None.
+        # An expert without tokens does not run, so that its gradients remain None.
         y = torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True) if len(part)])
-        # index_select restores the order of tokens. index_add would save its summands for the backward pass.
+        # index_select restores the order of the tokens. index_add would save its inputs for the backward pass.
         y_TKC = y.index_select(0, order.argsort()).unflatten(0, weight_TK.shape)
         return (y_TKC * weight_TK.unsqueeze(-1)).sum(1).to(y.dtype)
 
 
 def _counts(expert_TK: Tensor, experts: int) -> list[int]:
-    # Fake and meta tensors have no values: their tokens are spread evenly. The total cost is linear in their number.
+    # Fake and meta tensors have no values. Their tokens are distributed evenly, because the total cost is linear in the
+    # number of tokens.
     if isinstance(expert_TK, FakeTensor) or expert_TK.is_meta:
         pairs = expert_TK.numel()
         return [pairs * (e + 1) // experts - pairs * e // experts for e in range(experts)]
@@ -96,8 +97,10 @@ def _counts(expert_TK: Tensor, experts: int) -> list[int]:
 
 
 def _balance_loss(probability_TE: Tensor, expert_TK: Tensor) -> Tensor:
-    """Return E · Σ fₑ · Pₑ over the E experts (share of the tokens · mean probability); 1 if both are uniform."""
-    # No gradient flows through the shares, so the sum is a mean over the (token, expert) pairs.
+    """Return E · Σ fₑ · Pₑ over the E experts (fraction of the tokens · mean probability), which is 1 if both are
+    uniform.
+    """
+    # No gradient flows through fₑ, so the sum is a mean over the (token, expert) pairs.
     return probability_TE.shape[1] * probability_TE.mean(0)[expert_TK].mean()
 
 
@@ -105,7 +108,7 @@ def _balance_loss(probability_TE: Tensor, expert_TK: Tensor) -> Tensor:
 class ExpertsMethod(Method):
     """Base class of the methods with experts (`MoE`, `BSRMoE`): experts, one router per task, and the balance loss.
 
-    `MoE` describes the settings.
+    The settings are described in `MoE`.
     """
 
     adds: frozenset[Adds] = frozenset({Adds.MODULES, Adds.LOSS})
@@ -121,7 +124,7 @@ class ExpertsMethod(Method):
     _networks: tuple[str, ...] = ()
 
     def _store_routing(self, num_experts: Any, top_k: Any, norm_topk_prob: Any, aux_loss_coef: Any) -> None:
-        """Check the routing settings and store them."""
+        """Check and store the routing settings."""
         check_integer("num_experts", num_experts)
         if type(top_k) is not int or not 1 <= top_k <= num_experts:
             raise SettingError("top_k", top_k, f"an integer from 1 to num_experts={num_experts}")
@@ -133,7 +136,7 @@ class ExpertsMethod(Method):
             self.adds = self.adds - {Adds.LOSS}
 
     def _networks_of(self, view: ModelView, blocks: Sequence[int]) -> tuple[str, ...]:
-        """Return the full names of the feed-forward networks of the blocks. Raise UserError if one is unsupported."""
+        """Return the full names of the blocks' feed-forward networks. Raise UserError if one is not supported."""
         networks = {name: getattr(view.model.get_submodule(name), "mlp", None) for name in view.blocks}
         unfit = [name for name, mlp in networks.items() if not _is_standard(mlp)]
         chosen = unfit
@@ -150,7 +153,7 @@ class ExpertsMethod(Method):
         return tuple(f"{block}.mlp" for block in chosen)
 
     def _put_experts(self, model: nn.Module, names: tuple[str, ...]) -> None:
-        """Add the gate and the other experts to each of the named feed-forward networks."""
+        """Add a gate and the other experts to each of the named feed-forward networks."""
         self._tasks = tasks_of(model)
         self._balance_losses, self._networks = _BalanceLosses() if self.aux_loss_coef else None, names
         for name in names:
@@ -181,14 +184,14 @@ class ExpertsMethod(Method):
 
     @property
     def task(self) -> str | None:
-        """The task whose gates and classifier the next forward pass uses; None if the network has one task.
+        """Task whose gates and classifier the next forward pass uses; None if the network has a single task.
 
         A network has several tasks if `efficient_ft.models.tasks.give_heads` was called before `apply`. Set the task
         before each forward pass.
 
         Raises:
-            UserError: when set on a network with one task.
-            SettingError: when set to an unknown task.
+            UserError: If the task is set on a network with a single task.
+            SettingError: If the task is set to an unknown name.
         """
         return None if self._tasks is None else self._tasks.active
 
@@ -205,11 +208,12 @@ class ExpertsMethod(Method):
         """Return `loss` plus ``aux_loss_coef`` times the balance loss of the last forward pass.
 
         Args:
-            loss: scalar loss of the forward pass.
+            loss: loss of the forward pass, with shape ().
 
         Raises:
-            UserError: a block with experts computed no balance loss. It is recomputed in the backward pass
-                (checkpointing), or no forward pass ran in training mode with gradients since the last call.
+            UserError: If a block with experts has computed no balance loss, because it is recomputed in the backward
+                pass (checkpointing), or because no forward pass has run in training mode with gradients since the last
+                call.
         """
         if self._balance_losses is None:
             return loss
@@ -241,32 +245,32 @@ def _width(mlp: nn.Module) -> int:
 class MoE(ExpertsMethod):
     """Replace the feed-forward networks of some blocks by experts (BSR, CVPR Workshops 2024, Section 5.2).
 
-    A linear gate without bias, initialized to 0, and a softmax give each token a probability for each expert. The
-    ``top_k`` most probable experts run, and their outputs are summed, weighted by the probabilities. Ties go to the
-    expert with the lower index. As published, the ``top_k`` probabilities are not normalized to a sum of 1, so the
-    initial output is top_k / num_experts times that of the feed-forward network. With ``norm_topk_prob``, the initial
-    output is unchanged. An expert without tokens in a step does not run, and its gradients are None.
+    A linear gate without bias, initialized with zeros, and a softmax assign each token a probability for each expert.
+    The ``top_k`` most probable experts run, and their outputs are summed, weighted by the probabilities. In a tie, the
+    expert with the lower index is preferred. As published, the ``top_k`` probabilities are not normalized, so the
+    initial output is top_k / num_experts times the output of the feed-forward network. With ``norm_topk_prob``, the
+    initial output is unchanged. An expert without tokens in a step does not run, and its gradients are None.
 
     The first expert is the model's own feed-forward network and keeps its parameter names. The other experts
-    (``….mlp.experts.…``) are copies of it. They and the gates (``….mlp.gate.…``) cannot be merged: exported weights
-    contain them. `remove` keeps the first expert with its trained weights. In a network with several tasks
-    (`efficient_ft.models.tasks`), every task has separate gates. Set `task` to select one.
+    (``….mlp.experts.…``) are copies of the first one. The copies and the gates (``….mlp.gate.…``) cannot be merged, so
+    that exported weights contain them. `remove` keeps the first expert with its trained weights. In a network with
+    several tasks (`efficient_ft.models.tasks`), each task has separate gates. Set `task` to select a task.
 
     Args:
         num_experts: number of experts in each of the blocks, at least 1.
-        top_k: number of experts to which each token is routed, from 1 to num_experts.
-        blocks: indices of the blocks with experts, counted from 0 through all stages; negative indices count from the
+        top_k: number of experts per token, from 1 to num_experts.
+        blocks: indices of the blocks with experts, counted from 0 across all stages. Negative indices count from the
             end.
-        norm_topk_prob: normalize the weights of a token's experts to a sum of 1.
-        aux_loss_coef: factor of the balance loss that `total_loss` adds, at least 0. The balance loss is
-            E · Σ fₑ · Pₑ, summed over the blocks. fₑ is the share of the (token, expert) pairs of one process's batch
-            that are routed to expert e, and Pₑ is the mean probability of expert e. BSR uses 0: it computes the loss
-            but never adds it. M³ViT and Switch Transformers use 0.01.
+        norm_topk_prob: if True, the weights of a token's experts are normalized to a sum of 1.
+        aux_loss_coef: factor of the balance loss that `total_loss` adds, at least 0. The balance loss is E · Σ fₑ · Pₑ,
+            summed over the blocks. fₑ is the fraction of (token, expert) pairs in the batch of one process that are
+            routed to expert e, and Pₑ is the mean probability of expert e. BSR uses 0: it computes the balance loss but
+            does not add it. M³ViT and Switch Transformers use 0.01.
 
     Raises:
-        SettingError: a setting is out of range; when applied: a block index is outside the model or listed twice, or
-            the selection has frozen the feed-forward network of a block.
-        UserError: when applied: the model has no blocks, a block has no feed-forward network of a supported type, or
+        SettingError: If a setting is out of range. Raised by `apply` if a block index is out of range or repeated, or
+            if the selection has frozen the feed-forward network of a block.
+        UserError: Raised by `apply` if the model has no blocks, if a block has no supported feed-forward network, or if
             another method that adds modules has been applied.
     """
 

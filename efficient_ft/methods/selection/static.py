@@ -1,7 +1,7 @@
-"""Static selections: the parameters to train are chosen once, before training.
+"""Static selections: the parameters to train are selected once, before training.
 
-Only selections set `requires_grad`, except that adapters may freeze the layers that they adapt. Below the lowest
-trainable parameter, autograd records no graph and saves no activation.
+Only selections set `requires_grad`, except that adapters may freeze the adapted layers. Below the lowest trainable
+parameter, autograd records no graph and saves no activations.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from efficient_ft.models.view import ModelView, Reason, Skipped, is_norm, parame
 
 
 class Selection(Method):
-    """Base class of the selections. A subclass returns the parameters to train in `chosen`; all others are frozen.
+    """Base class of the selections. A subclass returns the parameters to train in `chosen`. All other parameters are
+    frozen.
 
-    `apply` sets `requires_grad` and reports modules and parameters by the fewest names. `remove` restores
-    `requires_grad`. Frozen feed-forward networks process parts of the batch, see `methods.feed_forward`. A constructor
-    calls ``super().__init__()``.
+    `apply` sets `requires_grad` and reports modules and parameters with as few names as possible. `remove` restores
+    `requires_grad`. Frozen feed-forward networks process the batch in parts (see `methods.feed_forward`). A constructor
+    must call ``super().__init__()``.
     """
 
     axis = Axis.SELECTION
     changes_weights = False
-    #: `requires_grad` of every parameter before the selection, by name.
+    #: `requires_grad` of each parameter before the selection, by name.
     _before: dict[str, bool]
 
     def __init__(self) -> None:
@@ -45,11 +46,11 @@ class Selection(Method):
         """Return the parameters to train by full name.
 
         Args:
-            view: the view of the model. `parameters_under(view.model, names)` returns the parameters of modules.
+            view: view of the model. `parameters_under(view.model, names)` returns the parameters of modules.
 
         Raises:
-            SettingError: a setting does not fit this model.
-            UserError: no parameter of the model can be chosen.
+            SettingError: If a setting does not fit this model.
+            UserError: If the model has no parameter that can be selected.
         """
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
@@ -63,7 +64,7 @@ class Selection(Method):
         return Applied(self.name, touched, skipped, summary=f"{self._trains(touched)}: {trained(model)}")
 
     def _trains(self, touched: tuple[str, ...]) -> str:
-        """Return a phrase about the trained parts, which `touched` lists by the fewest names."""
+        """Return a phrase about the trained parts, which `touched` lists with as few names as possible."""
         return f"{ranges(touched)} {'trains' if len(touched) == 1 else 'train'}"
 
     def _remove(self, model: nn.Module) -> None:
@@ -80,7 +81,7 @@ class Full(Selection):
     """Train all parameters (full fine-tuning).
 
     Args:
-        train_norms: if False, freeze the scales and shifts of normalization layers, like Back Razor does for CNNs
+        train_norms: if False, the scales and shifts of normalization layers are frozen, as in Back Razor for CNNs
             (Jiang et al., NeurIPS 2022, Section 4.2).
     """
 
@@ -116,13 +117,13 @@ class HeadOnly(Selection):
 
 @register
 class LastStage(Selection):
-    """Train the last stage, the layers after it, and the head: the partial training of LBP-WHT.
+    """Train the last stage, the layers after it, and the head, as in the partial training of LBP-WHT.
 
-    The downsampling of the stage is included, except where the papers omit it (EfficientFormerV2). An isotropic
+    The downsampling layer of the stage is included, except where the papers omit it (EfficientFormerV2). An isotropic
     transformer has four equal stages. See `ModelView.last_stage`.
 
     Raises:
-        UserError: when applied: the stages or blocks of the model are not recognized.
+        UserError: Raised by `apply` if the model's stages or blocks are not recognized.
     """
 
     name = "last_stage"
@@ -141,10 +142,10 @@ class Blocks(Selection):
     """Train the listed blocks, the final norm and the head.
 
     Args:
-        blocks: indices of the blocks, counted from 0 through all stages; negative indices count from the end.
+        blocks: indices of the blocks, counted from 0 across all stages. Negative indices count from the end.
 
     Raises:
-        SettingError: no index is given; when applied: an index is outside the model.
+        SettingError: If no index is given. Raised by `apply` if an index is out of range.
     """
 
     name = "blocks"
@@ -152,7 +153,7 @@ class Blocks(Selection):
     hints: ClassVar[Mapping[Needs, str]] = {
         Needs.BLOCKS: "Select the parameters to train by another selection (head, full, bitfit, norm_last)."
     }
-    #: Reject lists that contain a block twice.
+    #: If True, a list that contains a block twice is rejected.
     _each_once = False
 
     def __init__(self, blocks: list[int]) -> None:
@@ -173,11 +174,11 @@ class Blocks(Selection):
 class BitFit(Selection):
     """Train all bias vectors and the head (BitFit: Ben Zaken et al., 2022).
 
-    The `q_bias` and `v_bias` of SwinV2 and BEiT, which are not in the qkv layer, are included. Tables of relative
-    positions that are called biases are not.
+    The parameters `q_bias` and `v_bias` of SwinV2 and BEiT, which are not in the qkv layer, are included. Tables of
+    relative positions are excluded, even if they are called biases.
 
     Raises:
-        UserError: when applied: the model has no biases outside its head.
+        UserError: Raised by `apply` if the model has no biases outside its head.
     """
 
     name = "bitfit"
@@ -199,7 +200,7 @@ class NormLast(Selection):
     """Train the scales and shifts of all normalization layers, and the head (FT-Norm+Last).
 
     Raises:
-        UserError: when applied: the model has no such parameters outside its head.
+        UserError: Raised by `apply` if the model has no such parameters outside its head.
     """
 
     name = "norm_last"
@@ -220,7 +221,9 @@ class NormLast(Selection):
 
 
 def concise(model: nn.Module, chosen: set[int]) -> tuple[str, ...]:
-    """Return the fewest names of modules and parameters that represent exactly the parameters with the given ids."""
+    """Return as few names of modules and parameters as possible that represent exactly the parameters with the given
+    ids.
+    """
 
     def names(module: nn.Module, prefix: str) -> Iterator[str]:
         own = [f"{prefix}{n}" for n, p in module.named_parameters(recurse=False) if id(p) in chosen]

@@ -1,7 +1,7 @@
-"""The common base of the methods that drop or merge tokens: the forward passes of their blocks.
+"""Common base of the methods that drop or merge tokens: the forward passes of transformer blocks.
 
-A transformer block runs in two halves, attention and feed-forward network. The number of tokens is reduced between or
-after them. The record of the remaining tokens (`ops.tokens.Tokens`) is passed from block to block.
+A transformer block runs in two halves: attention and feed-forward network. The number of tokens is reduced between the
+halves or after them. The blocks pass on a record of the remaining tokens (`ops.tokens.Tokens`).
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from efficient_ft.ops.tokens import (
     token_context,
 )
 
-#: Allowed submodules of a supported block, and the required submodules in their order.
+#: Allowed submodules of a supported block, and the required submodules in order of execution.
 _BLOCK = {"norm1", "attn", "ls1", "drop_path1", "norm2", "mlp", "ls2", "drop_path2"}
 _ORDER = ["norm1", "attn", "norm2", "mlp"]
 
-#: Functions with which unfused attention computes its attention map, (B, H, N, N).
+#: Functions that compute the attention map (B, H, N, N) in unfused attention.
 SOFTMAX = (Tensor.softmax, torch.softmax, F.softmax)
 
 
 class Attention(TorchFunctionMode):
-    """Record the class token's attention inside a ``with`` block, in fused attention or in its softmax.
+    """Record the attention of the class token inside a ``with`` block, from fused attention or from the softmax.
 
     Args:
-        prefix: P, number of prefix tokens; the class token is the first.
+        prefix: P, number of prefix tokens. The class token is the first one.
 
     Attributes:
-        scores_BL: attention of the class token to each of the L = N − P patch tokens, averaged over the heads; None: no
-            attention was computed.
+        scores_BL: attention of the class token to each of the L = N − P patch tokens, averaged over the heads; None if
+            no attention was computed.
     """
 
     scores_BL: Tensor | None = None
@@ -65,7 +65,7 @@ class Attention(TorchFunctionMode):
             q, k, *others = args
             packing = current_packing()
             if packing is not None and packing.policy.fused is None:
-                q, k = q.contiguous(), k.contiguous()  # like in unfused attention, so that k is saved only once
+                q, k = q.contiguous(), k.contiguous()  # as in unfused attention, so that k is saved only once
             self.scores_BL = class_attention(q, k, self.prefix, kwargs.get("scale"))
             return func(q, k, *others, **kwargs)
         result = func(*args, **kwargs)
@@ -75,13 +75,13 @@ class Attention(TorchFunctionMode):
 
 
 class Place(NamedTuple):
-    """The place of a block in a model.
+    """Position of a block in a model.
 
     Attributes:
         method_name: name of the method that replaces the forward pass of the block.
         prefix: P, number of prefix tokens of the model.
         positions: H · W of the model's grid of patch tokens.
-        last: True for the last block of the model, whose output has no record.
+        last: True for the last block of the model. Its output has no record of tokens.
     """
 
     method_name: str
@@ -91,14 +91,14 @@ class Place(NamedTuple):
 
 
 class TokenForward(OwnForward):
-    """Forward pass of a block that keeps all its tokens, in a model in which other blocks drop or merge tokens.
+    """Forward pass of a block that keeps all its tokens, in a model whose other blocks drop or merge tokens.
 
-    It takes the record of the tokens from its input and attaches it to its output. If a block has several such forward
-    passes, only one runs: the outermost of those that drop or merge tokens, or else the innermost.
+    The record of the tokens is taken from the input and attached to the output. If a block has several such forward
+    passes, only one of them runs: the outermost one that drops or merges tokens, or else the innermost one.
 
     Args:
-        module: the block.
-        place: its place in the model.
+        module: block.
+        place: position of the block in the model.
     """
 
     def __init__(self, module: nn.Module, place: Place) -> None:
@@ -106,7 +106,7 @@ class TokenForward(OwnForward):
         self.method_name, self.prefix, self.positions, self.last = place
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if any(isinstance(inner, TokenForward) for inner in self.all_inside()):  # of another method
+        if any(isinstance(inner, TokenForward) for inner in self.all_inside()):  # another method replaced it
             result: Tensor = self.within(x, *args, **kwargs)
             return result
         x, tokens = pop_tokens(x)
@@ -118,7 +118,7 @@ class TokenForward(OwnForward):
         return x if self.last else attach_tokens(x, tokens)
 
     def plain(self, others: Sequence[Any], keywords: dict[str, Any]) -> None:
-        """Raise UserError if the block is called with a mask or positions, which apply to all tokens."""
+        """Raise UserError if the block is called with a mask or with positions, which refer to all tokens."""
         if any(value is not None and value is not False for value in (*others, *keywords.values())):
             raise UserError(
                 f"{type(self.module).__name__}: tokens cannot be dropped or merged in blocks that are called with an"
@@ -126,7 +126,7 @@ class TokenForward(OwnForward):
             )
 
     def first_half(self, x: Tensor, observer: TorchFunctionMode | None) -> Tensor:
-        """Return x + attention(x). Attention runs inside `observer` if it is given."""
+        """Return x + attention(x). If `observer` is given, attention runs inside it."""
         block: Any = self.module
         with observer or nullcontext():
             attended = block.attn(block.norm1(x))
@@ -139,19 +139,19 @@ class TokenForward(OwnForward):
 
 
 def _through(block: nn.Module, names: Sequence[str], x: Tensor) -> Tensor:
-    """Apply the named submodules of `block` in turn. Skip those that it does not have."""
+    """Apply the named submodules of `block` in turn. Names that do not exist are skipped."""
     for name in names:
         x = getattr(block, name)(x) if hasattr(block, name) else x
     return x
 
 
 class DroppingForward(TokenForward):
-    """Forward pass of a block that drops tokens between its attention and its feed-forward network.
+    """Forward pass of a block that drops tokens between attention and the feed-forward network.
 
     Args:
         module, place: see `TokenForward`.
-        keep: returns the number of patch tokens to keep, given their number.
-        fuse: append one token fused from the dropped tokens.
+        keep: function that maps the number of patch tokens to the number of patch tokens to keep.
+        fuse: if True, the dropped tokens are fused into one token, which is appended.
     """
 
     def __init__(self, module: nn.Module, place: Place, keep: Callable[[int], int], fuse: bool) -> None:
@@ -172,7 +172,7 @@ class DroppingForward(TokenForward):
             return self.passed_on(self.second_half(x), tokens)
 
     def drop(self, x: Tensor, attention: Attention, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        """Drop the tokens of lowest recorded `attention`. Return the remaining tokens and their record."""
+        """Drop the tokens with the lowest recorded attention. Return the remaining tokens and their record."""
         assert attention.scores_BL is not None, "no attention was recorded"
         count = attention.scores_BL.shape[1]
         kept = self.keep(count)
@@ -182,10 +182,9 @@ class DroppingForward(TokenForward):
 
 
 def refuse_other_blocks(view: ModelView, method_name: str, names: Sequence[str]) -> None:
-    """Check that every named block has the structure that `TokenForward` can run in two halves.
+    """Raise UserError if a named block does not have the structure that `TokenForward` can run in two halves.
 
-    Raises:
-        UserError: a block has another structure, its own forward pass, or a module that another method has added.
+    The error is also raised for a block with its own forward pass, or with a module that another method has added.
     """
     added = added_modules(view.model)
     for name in names:
@@ -199,7 +198,7 @@ def refuse_other_blocks(view: ModelView, method_name: str, names: Sequence[str])
                 " tokens in other blocks only."
             )
         takes = set(inspect.signature(type(block).forward).parameters) - {"self", "x", "attn_mask", "is_causal"}
-        # timm registers submodules in execution order. Norms after attention and mlp are another structure.
+        # timm registers submodules in execution order. Norms after attention and mlp are a different structure.
         if takes or set(parts) - _BLOCK or [part for part in parts if part in _ORDER] != _ORDER:
             raise UserError(
                 f"method {method_name}: the blocks of {view.name} ({type(block).__name__}) do not have the structure"
@@ -215,10 +214,9 @@ def refuse_other_blocks(view: ModelView, method_name: str, names: Sequence[str])
 
 
 def refuse_unfit_model(view: ModelView, method_name: str) -> None:
-    """Check that some block can run in two halves. Call it before indices of blocks are checked.
+    """Raise the error of `refuse_other_blocks` for the first block if no block can run in two halves.
 
-    Raises:
-        UserError: no block can; the error is that of `refuse_other_blocks` for the first block.
+    Call this function before block indices are checked.
     """
     errors = []
     for name in view.blocks:
@@ -230,16 +228,16 @@ def refuse_unfit_model(view: ModelView, method_name: str) -> None:
 
 
 def refuse_fixed_tokens(view: ModelView, method_name: str, run: Callable[[nn.Module, Tensor, int], None]) -> None:
-    """Check that every block accepts tokens (B, N, C) for any N, by running a copy of each on fake tensors.
+    """Check that every block accepts tokens (B, N, C) for any N, by running a copy of each block on fake tensors.
 
     Args:
-        view: the view of a model with blocks and `Needs.TOKEN_GRID`.
+        view: view of a model with blocks and `Needs.TOKEN_GRID`.
         method_name: name of the method.
-        run: runs a block like the method does, on all tokens (1, N, C) and on fewer tokens. Its last argument is the
-            number of prefix tokens.
+        run: function that runs a block like the method does, once on all tokens (1, N, C) and once on fewer tokens. Its
+            arguments are the block, the tokens and the number of prefix tokens.
 
     Raises:
-        UserError: a block fails, or `run` raises UserError.
+        UserError: If a block fails, or if `run` raises UserError.
     """
     mode, positions = FakeTensorMode(allow_non_fake_inputs=True), grid_positions(view)
     for name in view.blocks:
@@ -269,7 +267,7 @@ def grid_positions(view: ModelView) -> int:
 
 
 class _Refused:
-    """A replacement for a function of a model whose result needs all tokens of each block."""
+    """Replacement for a function of a model whose result requires all tokens of each block."""
 
     def __init__(self, method_name: str, function: str) -> None:
         self.method_name, self.function = method_name, function
@@ -281,12 +279,12 @@ class _Refused:
         )
 
 
-#: Functions of timm's networks that map the tokens of blocks to the grid.
+#: Functions of `timm` models that map the tokens of blocks to the grid.
 _ALL_TOKENS = ("forward_intermediates", "get_intermediate_layers")
 
 
 def refuse_onnx(method_name: str) -> None:
-    """Raise UserError while a model is exported to ONNX by TorchScript."""
+    """Raise UserError while a model is exported to ONNX through TorchScript."""
     if torch.onnx.is_in_onnx_export() and not torch.compiler.is_exporting():
         raise UserError(
             f"method {method_name}: torch.onnx.export with dynamo=False has no operators for dropping or merging"
@@ -304,11 +302,11 @@ def give_forwards(
     """Replace the forward pass of every block.
 
     Args:
-        model: the model, changed in place.
-        view: the view of `model`.
+        model: model, which is changed in place.
+        view: view of `model`.
         method_name: name of the method.
-        chosen: for each block with a special forward pass, its class and its arguments after `place`. All other blocks
-            get a plain `TokenForward`.
+        chosen: for each block with a special forward pass, its class and the arguments after `place`. All other blocks
+            receive a plain `TokenForward`.
     """
     positions = grid_positions(view)
     for function in _ALL_TOKENS:
@@ -321,7 +319,7 @@ def give_forwards(
 
 
 def take_forwards(model: nn.Module, method_name: str) -> None:
-    """Remove the forward passes that `give_forwards` assigned to the blocks for a method."""
+    """Remove the forward passes that `give_forwards` assigned for a method."""
     for function in _ALL_TOKENS:
         if isinstance(vars(model).get(function), _Refused):
             delattr(model, function)

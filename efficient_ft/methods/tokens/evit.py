@@ -1,4 +1,4 @@
-"""EViT: patch tokens with low attention from the class token are dropped and fused into one token.
+"""EViT: patch tokens that receive little attention from the class token are dropped and fused into one token.
 
 Source: Liang, Ge, Tong, Song, Wang, Xie, "Not All Patches Are What You Need: Expediting Vision Transformers via Token
 Reorganizations", ICLR 2022.
@@ -32,21 +32,21 @@ from efficient_ft.ops.tokens import num_kept
 
 
 class DropsTokens(Method):
-    """Base class of the methods that drop tokens like `EViT`, which describes the settings."""
+    """Base class of the methods that drop tokens like `EViT`, where the settings are described."""
 
     drop_at: list[int]
     keep_rate: float
     fuse: bool
 
     def _store_dropping(self, drop_at: Any, keep_rate: Any, fuse: Any) -> None:
-        """Check the settings and store them. Here, `drop_at` may be empty."""
+        """Check and store the settings. Here, `drop_at` may be empty."""
         check_indices("drop_at", [0] if drop_at == [] else drop_at, "[3,6,9]")
         check_keep_rate(keep_rate)
         check_bool("fuse", fuse)
         self.drop_at, self.keep_rate, self.fuse = list(drop_at), keep_rate, fuse
 
     def _drop_tokens(self, model: nn.Module, view: ModelView) -> tuple[str, ...]:
-        """Let the blocks at the indices `drop_at` drop tokens, and return their names. An error changes nothing."""
+        """Make the blocks at the indices `drop_at` drop tokens, and return their names. An error changes nothing."""
         refuse_unfit_model(view, self.name)
         chosen = blocks_at(view, f"method.{self.name}.drop_at", self.drop_at, last=False)
         refuse_other_blocks(view, self.name, chosen)
@@ -75,25 +75,26 @@ class DropsTokens(Method):
 
 @register
 class EViT(DropsTokens):
-    """Drop the patch tokens that the class token attends to least (EViT: Liang et al., ICLR 2022).
+    """Drop the patch tokens to which the class token attends least (EViT: Liang et al., ICLR 2022).
 
-    Each block of ``drop_at`` keeps the share ``keep_rate`` of the patch tokens with the highest attention from the
-    class token (averaged over heads), in descending order of attention. It does so between attention and feed-forward
-    network. The other patch tokens are fused into one token, their sum weighted by attention. Tokens are dropped in
-    training and in evaluation. The weights keep the model's own names, but must be used with the same dropping, which
-    exported files record. Attention stays fused, and the class token's row is computed separately.
+    Each block in ``drop_at`` keeps the fraction ``keep_rate`` of the patch tokens with the highest attention from the
+    class token, averaged over the heads, in descending order of attention. The block drops tokens between attention and
+    the feed-forward network. The dropped tokens are fused into one token, their sum weighted by attention. Tokens are
+    dropped in training and in evaluation. The weights keep the model's own names, but must be used with the same token
+    dropping, which exported files record. Attention remains fused. The attention of the class token is computed
+    separately.
 
     Args:
-        drop_at: indices of the blocks in which tokens are dropped, counted from 0; negative indices count from the end.
-            The last block is not allowed.
-        keep_rate: share of the patch tokens that each of these blocks keeps, above 0 and at most 1. The number is
-            rounded up.
-        fuse: append one token fused from the dropped tokens.
+        drop_at: indices of the blocks that drop tokens, counted from 0. Negative indices count from the end. The last
+            block is not allowed.
+        keep_rate: fraction of the patch tokens that each of these blocks keeps, above 0 and at most 1. The number of
+            tokens is rounded up.
+        fuse: if True, one token fused from the dropped tokens is appended.
 
     Raises:
-        SettingError: a setting is out of range; when applied: a block index is outside the model, belongs to the last
-            block or is listed twice, or a block would drop no token because too few are left.
-        UserError: when applied: the model has no class token, no grid of tokens, or blocks of an unsupported type; or
+        SettingError: If a setting is out of range. Raised by `apply` if a block index is out of range, repeated, or the
+            index of the last block, or if too few tokens remain for a block to drop one.
+        UserError: Raised by `apply` if the model has no class token, no token grid, or unsupported blocks, or if
             another method that drops or merges tokens has been applied.
     """
 

@@ -1,4 +1,4 @@
-"""PatchDropout: in training, a random subset of each image's patch tokens is processed.
+"""PatchDropout: training processes a random subset of each image's patch tokens.
 
 Source: Liu, Matsoukas, Strand, Azizpour, Smith, "PatchDropout: Economizing Vision Transformers Using Patch Dropout",
 WACV 2023.
@@ -59,7 +59,7 @@ class _PatchDropForward(OwnForward):
         patches_BLC = x_BNC[:, self.prefix :]
         batch, count = patches_BLC.shape[:2]
         order_BL = torch.rand(batch, count, device=x_BNC.device).argsort(1)
-        # In the order of the grid, so that keep_rate=1 changes nothing.
+        # The indices are sorted in grid order, so that keep_rate=1 changes nothing.
         index_BK = order_BL[:, : num_kept(count, self.keep_rate)].sort(1).values
         return torch.cat([x_BNC[:, : self.prefix], take(patches_BLC, index_BK)], 1), index_BK
 
@@ -68,23 +68,23 @@ class _PatchDropForward(OwnForward):
 class PatchDropout(Method):
     """Train on a random subset of each image's patch tokens (PatchDropout: Liu et al., WACV 2023).
 
-    In each training step, the share ``keep_rate`` of an image's patch tokens enters the first block, after position
-    embeddings have been added. The patches are drawn uniformly for each image. Prefix tokens (class token, distillation
+    In each training step, the fraction ``keep_rate`` of an image's patch tokens enters the first block, after position
+    embeddings have been added. The subset is sampled uniformly for each image. Prefix tokens (class token, distillation
     token, registers) are always kept. Evaluation uses all patches, so that the evaluated model is unmodified.
 
-    Patches are drawn from torch's generator, like dropout masks. Runs seed it by (seed, rank, batch), so that a resumed
-    run draws the same patches. Kept tokens have grid positions. Low-rank backward therefore projects them, and methods
-    that drop or merge tokens in the blocks process the kept tokens.
+    The subset is sampled from the default generator of torch, like dropout masks. Runs seed this generator by (seed,
+    rank, batch), so that a resumed run samples the same patches. Kept tokens have grid positions. Therefore, low-rank
+    backward can project them, and methods that drop or merge tokens can process them.
 
     Args:
-        keep_rate: share of the patch tokens that enter the blocks in training, above 0 and at most 1. The number is
-            rounded up.
+        keep_rate: fraction of the patch tokens that enters the blocks in training, above 0 and at most 1. The number of
+            tokens is rounded up.
 
     Raises:
-        SettingError: the rate is out of range; when applied: no patch of the model's images would be dropped.
-        UserError: when applied: the model has no blocks or no grid of tokens, its blocks are of an unsupported type
-            (positions inside the blocks, side modules), or the model drops patches already (timm's
-            ``patch_drop_rate``).
+        SettingError: If the rate is out of range. Raised by `apply` if no patch of the model's images would be dropped.
+        UserError: Raised by `apply` if the model has no blocks or no token grid, if its blocks are not supported
+            (positions inside the blocks, side modules), or if the model already drops patches (``patch_drop_rate`` in
+            `timm`).
     """
 
     name = "patch_dropout"

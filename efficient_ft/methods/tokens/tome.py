@@ -44,20 +44,20 @@ from efficient_ft.ops.tokens import (
     unmerge,
 )
 
-#: Functions with which unfused attention computes its scores, q kᵀ.
+#: Functions that compute the scores q kᵀ in unfused attention.
 _PRODUCTS = (Tensor.matmul, Tensor.__matmul__, torch.matmul)
 
 
 class _SizedAttention(TorchFunctionMode):
-    """Proportional attention and a record of the keys inside a ``with`` block, for fused attention and softmax.
+    """Apply proportional attention and record the keys inside a ``with`` block, for fused attention and softmax.
 
     Args:
-        sizes_BN: number of patches that each token represents. Their log is added to the attention scores before
-            softmax (ToMe, Equation 1). None: each token counts once.
-        record_keys: record the keys.
+        sizes_BN: number of patches that each token represents. Its logarithm is added to the attention scores before
+            the softmax (Equation 1 of ToMe). If None, each token counts once.
+        record_keys: if True, the keys are recorded.
 
     Attributes:
-        keys: detached keys of each attention, averaged over heads, (B, N, D), in at least single precision.
+        keys: detached keys of each attention, averaged over the heads, (B, N, D), in at least single precision.
     """
 
     def __init__(self, sizes_BN: Tensor | None, record_keys: bool) -> None:
@@ -65,7 +65,7 @@ class _SizedAttention(TorchFunctionMode):
         self.bias_B11N = None if sizes_BN is None else sizes_BN.log()[:, None, None]
         self.record_keys = record_keys
         self.keys: list[Tensor] = []
-        self._factor: Tensor | None = None  # second factor of the last product, which is kᵀ if softmax follows
+        self._factor: Tensor | None = None  # second factor of the last product; kᵀ if a softmax follows
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -96,11 +96,11 @@ class _SizedAttention(TorchFunctionMode):
 
 
 class _MergingForward(TokenForward):
-    """Forward pass of a block that merges tokens between its attention and its feed-forward network.
+    """Forward pass of a block that merges tokens between attention and the feed-forward network.
 
     Args:
         module, place: see `TokenForward`.
-        r: number of tokens to merge; at most half of the patch tokens are merged.
+        r: number of tokens to merge. At most half of the patch tokens are merged.
         proportional_attention: see `ToMe`.
         after_merge: True if an earlier block merges tokens.
         unmerges: True if the last block repeats each merged token, so that all later layers weight it by its size.
@@ -150,7 +150,7 @@ class _MergingForward(TokenForward):
         return r > 0
 
     def _merged(self, x: Tensor, attention: _SizedAttention, tokens: Tokens, r: int) -> tuple[Tensor, Tokens]:
-        """Merge r of the tokens x with the record `tokens`. Return the remaining tokens and their record."""
+        """Merge r of the tokens x, whose record is `tokens`. Return the remaining tokens and their record."""
         if not attention.keys:
             raise UserError(
                 f"method tome: the keys of {type(self.module.attn).__name__} were not found, since it computes no"
@@ -171,39 +171,40 @@ class _MergingForward(TokenForward):
 class ToMe(Method):
     """Merge the most similar patch tokens in every block (ToMe: Bolya et al., ICLR 2023).
 
-    Between attention and feed-forward network, patch tokens are split into two alternating sets. Each token of the
-    first set is matched with the most similar token of the second set (cosine similarity of the keys, averaged over
-    heads, detached). The r most similar pairs are merged into their mean, weighted by the number of patches that each
-    token represents. Prefix tokens (class token, distillation token, registers) are not merged and stay first.
-    Attention stays fused.
+    Between attention and the feed-forward network, patch tokens are split into two alternating sets. Each token of the
+    first set is matched with the most similar token of the second set. Similarity is the cosine similarity of the
+    detached keys, averaged over the heads. The r most similar pairs are merged into their mean, weighted by the number
+    of patches that each token represents. Prefix tokens (class token, distillation token, registers) are not merged and
+    remain first. Attention remains fused.
 
-    The two sets are then concatenated, as in the paper: prefix tokens, the rest of the first set, the second set. This
-    order only determines the two sets of the next block. Blocks whose attention depends on positions (relative, rotary)
-    are rejected.
+    The prefix tokens, the rest of the first set, and the second set are then concatenated in this order, as in the
+    paper. This order affects only the two sets of the next block. Blocks whose attention depends on positions
+    (relative, rotary) are rejected.
 
     Tokens are merged in training and in evaluation. The weights keep the model's own names, but must be used with the
-    same merging, which exported files record. The model needs no class token. Unless a timm model classifies by its
-    class token alone, the last block repeats each merged token once for each patch that it represents, in the order of
-    the patches. Pooling after the blocks therefore weights tokens by their size: a mean is weighted by the sizes, and
-    attention pooling adds their log to its scores.
+    same merging, which exported files record. The model does not require a class token. Unless a `timm` model
+    classifies by its class token alone, the last block repeats each merged token once for each patch that it
+    represents, in the order of the patches. Pooling after the blocks therefore weights tokens by their size: a mean is
+    weighted by the sizes, and attention pooling adds their logarithm to its scores.
 
-    If fewer than 2·r patch tokens are left, half of them are merged, as in the paper. An r is rejected if it exceeds
-    half of the grid's tokens, or if only one patch token would be left after the last block.
+    If fewer than 2·r patch tokens are left, half of them are merged, as in the paper. A value of r is rejected if it
+    exceeds half of the grid's tokens, or if only one patch token would be left after the last block.
 
     Args:
-        r: number of tokens merged in each block, at least 0; a list contains one number per block.
-        inflect: slope of the schedule of r, the second number of the paper's (r, inflect), from −1 to 1. r changes
-            linearly from (1 − inflect)·r in the first block to (1 + inflect)·r in the last: −1 goes from 2·r to 0 (the
-            paper's decreasing schedule), and 1 from 0 to 2·r. Rounding preserves the mean r. It requires a single r.
-        proportional_attention: add the log of the number of patches that a token represents to its attention scores
-            (the paper's Equation 1).
+        r: number of tokens merged in each block, at least 0. A list contains one number per block.
+        inflect: slope of the schedule of r, from −1 to 1; the second number of the paper's pair (r, inflect). r changes
+            linearly from (1 − inflect)·r in the first block to (1 + inflect)·r in the last block. For −1, it decreases
+            from 2·r to 0, as in the paper's decreasing schedule. For 1, it increases from 0 to 2·r. Rounding preserves
+            the mean r. Values other than 0 require a single r.
+        proportional_attention: if True, add the logarithm of the number of patches that a token represents to its
+            attention scores (Equation 1 of the paper).
 
     Raises:
-        SettingError: a setting is out of range; when applied: r is a list whose length differs from the number of
-            blocks, or merges too many tokens.
-        UserError: when applied: the model has no grid of tokens, its blocks are of an unsupported type, or its
-            attention has a mask or no keys; or another method that drops or merges tokens, or one with a low-rank
-            backward pass, has been applied.
+        SettingError: If a setting is out of range. Raised by `apply` if r is a list whose length differs from the
+            number of blocks, or if r merges too many tokens.
+        UserError: Raised by `apply` if the model has no token grid or unsupported blocks, if its attention has a mask
+            or no keys, or if another method that drops or merges tokens, or a method with a low-rank backward pass, has
+            been applied.
     """
 
     name = "tome"
@@ -248,7 +249,7 @@ class ToMe(Method):
         return Applied(self.name, merging, none, summary=summary)
 
     def _r_per_block(self, view: ModelView, patches: int) -> list[int]:
-        """Return r of each block of a model with `patches` patch tokens, or raise SettingError if r does not fit it."""
+        """Return r of each block, or raise SettingError if r does not fit a model with `patches` patch tokens."""
         blocks = len(view.blocks)
         setting = f"method.{self.name}.r"
         if isinstance(self.r, list):
@@ -278,16 +279,16 @@ class ToMe(Method):
 
 
 def classifies_by_class_token(model: nn.Module) -> bool:
-    """Return True for a timm model whose classifier reads prefix tokens alone.
+    """Return True for a `timm` model whose classifier reads only prefix tokens.
 
-    A class of another package may read the patch tokens despite these attributes.
+    Classes from other packages may read the patch tokens although they have the same attributes.
     """
     by_token = getattr(model, "global_pool", None) == "token" and getattr(model, "attn_pool", None) is None
     return by_token and type(model).__module__.startswith("timm.models.")
 
 
 def _run_merging(block: nn.Module, x: Tensor, prefix: int) -> None:
-    """Run a block on x (1, N, C) unchanged, with tokens merged inside it, and on fewer tokens."""
+    """Run a block on x (1, N, C): unchanged, with merging, and on fewer tokens."""
     patches = x.shape[1] - prefix
     block(x)
     place = Place(ToMe.name, prefix, patches, True)
@@ -296,10 +297,11 @@ def _run_merging(block: nn.Module, x: Tensor, prefix: int) -> None:
 
 
 def scheduled(r: int, inflect: float, blocks: int) -> list[int]:
-    """Return r of each block, changing linearly from (1 − inflect)·r in the first to (1 + inflect)·r in the last.
+    """Return r of each block, which changes linearly from (1 − inflect)·r in the first block to (1 + inflect)·r in the
+    last.
 
     The mean is r. Two blocks at the same distance from the middle merge exactly 2·r tokens together. Halves are rounded
-    to even, and `inflect` is read as a decimal fraction.
+    to even, and `inflect` is interpreted as a decimal fraction.
     """
     slope = 0 if blocks == 1 else Fraction(str(inflect)) / (blocks - 1)
     return [round(r + r * slope * (2 * block - blocks + 1)) for block in range(blocks)]
@@ -311,7 +313,7 @@ def merged_of(patches: int, r: int) -> int:
 
 
 def _leaves_some(r: Sequence[int], patches: int) -> bool:
-    """Return True if no r exceeds half of all patch tokens, and more than one patch token is left at the end."""
+    """Return True if no r exceeds half of all patch tokens and more than one patch token remains at the end."""
     if not any(r):
         return True
     left = patches

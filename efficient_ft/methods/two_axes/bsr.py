@@ -25,21 +25,20 @@ from efficient_ft.models.view import ModelView
 class BSR(Blocks, DropsTokens):
     """Train the listed blocks, the final norm and the head, and drop tokens like `EViT` in training and evaluation.
 
-    The method combines the selection of `Blocks` with the dropping of `EViT`, which are also available separately and
-    can be stacked.
+    The method combines the selection of `Blocks` with the token dropping of `EViT`. Both are also available as separate
+    methods and can be stacked.
 
     Args:
-        blocks: indices of the blocks to train, counted from 0; negative indices count from the end.
-        drop_at: indices of the blocks in which tokens are dropped. The last block is not allowed. With an empty list,
-            no token is dropped, and every model with blocks is supported (BSR on ResNet-50; "Ours" in the paper's Table
-            5).
-        keep_rate: share of the patch tokens that each of these blocks keeps, above 0 and at most 1.
-        fuse: fuse the dropped tokens into one token, weighted by attention.
+        blocks: indices of the blocks to train, counted from 0. Negative indices count from the end.
+        drop_at: indices of the blocks that drop tokens. The last block is not allowed. If the list is empty, no tokens
+            are dropped, and any model with blocks is supported (BSR on ResNet-50; "Ours" in the paper's Table 5).
+        keep_rate: fraction of the patch tokens that each of these blocks keeps, above 0 and at most 1.
+        fuse: if True, the dropped tokens are fused into one token, weighted by attention.
 
     Raises:
-        SettingError: a value is not allowed; when applied: a block is outside the model or listed twice.
-        UserError: when applied: the blocks of the model are not recognized; or tokens are dropped, and the model has no
-            class token, no token grid, or blocks of an unsupported type.
+        SettingError: If a value is not allowed. Raised by `apply` if a block index is out of range or repeated.
+        UserError: Raised by `apply` if the model's blocks are not recognized, or if tokens are dropped in a model
+            without a class token, without a token grid, or with unsupported blocks.
     """
 
     name = "bsr"
@@ -71,7 +70,7 @@ class BSR(Blocks, DropsTokens):
         if not self.drop_at:
             return super()._apply(model, view)
         refuse_unfit_model(view, self.name)
-        self._names(view)  # checks `blocks` before the model is changed
+        self._names(view)  # validates `blocks` before the model is changed
         dropping = self._drop_tokens(model, view)
         selected = super()._apply(model, view)
         dropped = f"{ranges(dropping)} each keep {self.keep_rate:g} of the patch tokens"

@@ -1,4 +1,4 @@
-"""BSR with experts: the trained blocks have several feed-forward networks, and each token is routed to some of them.
+"""BSR with experts: each trained block has several feed-forward networks, and each token is routed to some of them.
 
 Source: "Block Selective Reprogramming for On-device Training of Vision Transformers", CVPR Workshops 2024, Section 5.2.
 """
@@ -21,18 +21,19 @@ from efficient_ft.models.view import ModelView
 
 @register
 class BSRMoE(ExpertsMethod, BSR):
-    """BSR with experts instead of the feed-forward networks of the trained blocks.
+    """Train like `BSR`, with experts instead of the feed-forward networks of the trained blocks.
 
-    The method combines `BSR` and `MoE`: the listed blocks (attention, norms, experts, gates), the final norm and the
-    head are trained, and tokens are dropped. Published costs (Table 6) use ``keep_rate=0.7, fuse=False``.
+    The method combines `BSR` and `MoE`. The listed blocks (attention, norms, experts, gates), the final norm and the
+    head are trained, and tokens are dropped. The costs in the paper's Table 6 use ``keep_rate=0.7, fuse=False``.
 
     Args:
         num_experts, top_k, norm_topk_prob, aux_loss_coef: see `MoE`.
-        blocks: indices of the blocks that are trained and have experts.
+        blocks: indices of the blocks that are trained and receive experts.
         drop_at, keep_rate, fuse: see `BSR`.
 
     Raises:
-        SettingError, UserError: see `MoE` and `BSR`.
+        SettingError: See `MoE` and `BSR`.
+        UserError: See `MoE` and `BSR`.
     """
 
     name = "bsr_moe"
