@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import nn
 
-from efficient_ft.core.errors import UserError
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.in_backward import Wrong, refuse_in_backward
 from efficient_ft.methods.base import Method
 from efficient_ft.methods.declarations import Adds, Needs
@@ -46,10 +46,9 @@ def is_first_process() -> bool:
 
 
 def freeze_statistics(model: nn.Module) -> list[str]:
-    """Freeze the BatchNorm statistics of `model`, and log a warning for statistics that were never computed.
+    """Freeze the BatchNorm statistics of `model`, and return the names of the newly frozen layers.
 
-    Returns:
-        Names of the newly frozen layers.
+    A warning is logged for statistics that were never computed.
     """
     before, initial = frozen_layers(model), layers_without_statistics(model)
     names = [name for name in freeze_batch_norm(model) if name not in before]
@@ -90,16 +89,10 @@ def refuse_wrapped_inside(network: nn.Module) -> None:
 
 
 def check_in_backward(methods: Iterable[Method], optimizers: Iterable[Any], **loop: Wrong | None) -> None:
-    """Check that optimizers that step inside the backward pass are compatible with the methods and the training loop.
+    """Raise an error if an optimizer that steps inside the backward pass is not compatible with the methods or the
+    loop.
 
-    Args:
-        methods: methods of the training.
-        optimizers: optimizers of the training.
-        loop: incompatible properties of the training loop (see `refuse_in_backward`).
-
-    Raises:
-        SettingError: If the training loop clips, accumulates, scales or averages gradients.
-        UserError: If a method compares gradients at the end of a step.
+    `loop` contains the incompatible properties of the training loop (see `refuse_in_backward`).
     """
     if steps_in_backward(optimizers):
         refuse_in_backward("an optimizer that steps inside the backward pass", **loop)
@@ -124,6 +117,30 @@ def refuse_foreign_state(methods: Iterable[Method], state: Mapping[str, Any], gi
     if foreign or missing:
         raise UserError(
             "The checkpoint was written with other methods or settings: it contains the state of"
-            f" {', '.join(foreign or sorted(given)) or 'no method'}, and the session has"
-            f" {', '.join(missing or sorted(own))}. Pass the methods and settings of the interrupted training."
+            f" {', '.join(foreign or sorted(given)) or 'no method'}, but this session requires the"
+            f" state of {', '.join(missing or sorted(own))}. Pass the methods and settings of the interrupted training."
         )
+
+
+def find_network(module: Any, name: str) -> nn.Module:
+    """Return the module at the dotted attribute path `name` of `module`, or `module` itself if `name` is empty."""
+    found = module
+    for depth, part in enumerate(name.split(".") if name else ()):
+        child = getattr(found, part, None)
+        if not isinstance(child, nn.Module):
+            _refuse_name(found, name, ".".join(name.split(".")[:depth]), hasattr(found, part))
+        found = child
+    return found
+
+
+def _refuse_name(holder: Any, name: str, prefix: str, exists: bool) -> None:
+    children = holder.named_children() if isinstance(holder, nn.Module) else ()
+    names = [f"{prefix}.{child}" if prefix else child for child, _ in children]
+    why = (
+        "It is not a module when the callback applies the methods: build the network in __init__."
+        if exists
+        else 'Pass the attribute that contains the timm model, or network="" for the module itself.'
+    )
+    of = f"{type(holder).__name__}" + (f" ({prefix})" if prefix else "")
+    constraint = f"a module of {of}: " + (f"one of {', '.join(names)}" if names else "it has none")
+    raise SettingError("network", repr(name), constraint, why)

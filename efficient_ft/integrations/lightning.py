@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.in_backward import Wrong
-from efficient_ft.integrations.checks import check_in_backward, names_adding_loss
-from efficient_ft.integrations.network import find_network
+from efficient_ft.integrations.checks import check_in_backward, find_network, names_adding_loss
 from efficient_ft.integrations.session import MethodSession
 from efficient_ft.methods.base import Applied, Method, in_order
 
@@ -85,7 +84,6 @@ class MethodCallback(Callback):
         """Key of the methods' states in the callback states of a checkpoint."""
         return "MethodCallback" if self.network == "model" else f"MethodCallback({self.network})"
 
-    # ------------------------------------------------------------------ before training
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Apply the methods. In stage ``fit``, also check the Trainer, and add the methods' losses to the module's
         loss.
@@ -158,7 +156,6 @@ class MethodCallback(Callback):
         assert self.session is not None, "setup runs before all other hooks of a training"
         return self.session
 
-    # ------------------------------------------------------------------ per step
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reset the session before the first batch."""
         self._applied().start()
@@ -190,7 +187,6 @@ class MethodCallback(Callback):
             self.session.close()
         _TotalLoss.remove(pl_module)
 
-    # ------------------------------------------------------------------ state
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Raise an error if the checkpoint to resume from was written with other methods."""
         if trainer.state.fn == "fit":

@@ -30,12 +30,8 @@ _MALFORMED = (LookupError, TypeError, ValueError, ArithmeticError, AttributeErro
 
 @dataclass(frozen=True)
 class About:
-    """Metadata of a trained part.
-
-    Attributes:
-        methods: ``state_key`` of each method.
-        state: decoded states of the methods, by ``state_key``. Methods without state are omitted.
-        other_weights: checksum of the weights that are not in the file.
+    """Metadata of a trained part: ``state_key`` of each method, decoded states, and a checksum of the weights not in
+    the file.
     """
 
     methods: list[str]
@@ -45,13 +41,7 @@ class About:
 
 @dataclass(frozen=True)
 class Content:
-    """Content of a file.
-
-    Attributes:
-        path: path of the file.
-        tensors: tensors by name, on the CPU.
-        about: metadata; None if the file does not contain a trained part.
-    """
+    """Content of a file: its tensors on the CPU, and the metadata of a trained part or None."""
 
     path: Path
     tensors: dict[str, Tensor]
@@ -74,8 +64,7 @@ def names_of_trained_part(model: nn.Module, trains: Iterable[nn.Parameter]) -> l
 def write_trained(path: Path, model: nn.Module, names: Sequence[str], methods: Sequence[Method]) -> None:
     """Write the tensors `names` of `model` with the settings and states of the methods.
 
-    Raises:
-        UserError: If the file cannot be written, or if a state contains objects that JSON cannot represent.
+    Raise UserError if the file cannot be written, or if a state contains objects that JSON cannot represent.
     """
     about = {
         "methods": [method.state_key for method in methods],
@@ -87,11 +76,7 @@ def write_trained(path: Path, model: nn.Module, names: Sequence[str], methods: S
 
 
 def write_whole(path: Path, model: nn.Module, methods: Sequence[Method]) -> None:
-    """Write all weights of `model` under the pretrained model's names.
-
-    Raises:
-        UserError: If the file cannot be written.
-    """
+    """Write all weights under the pretrained model's names. Raise UserError if the file cannot be written."""
     _write(path, plain_state_dict(model, methods, copy_weights=False), {})
 
 
@@ -107,11 +92,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], about: dict[str, str]) -> 
 
 
 def read(path: Path) -> Content:
-    """Read a file.
-
-    Raises:
-        UserError: If the file does not exist, is not a ``.safetensors`` file, or has malformed metadata.
-    """
+    """Read a file. Raise UserError if it does not exist, is not a ``.safetensors`` file, or has malformed metadata."""
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
@@ -129,7 +110,6 @@ def read(path: Path) -> Content:
 
 
 def _about(text: str) -> About:
-    """Parse the metadata of a trained part. Raise ValueError if it is malformed."""
     found = parse_json(text)
     if not isinstance(found, dict):
         raise ValueError(f"it must be an object, got {type(found).__name__}")
@@ -146,16 +126,9 @@ def _about(text: str) -> About:
 
 
 def load_trained(content: Content, model: nn.Module, names: Sequence[str], methods: Sequence[Method]) -> None:
-    """Copy a trained part into `model`, and restore the states of the methods. An error changes nothing.
+    """Copy a trained part into `model`, and restore the states of the methods.
 
-    Args:
-        content: content of a file with a trained part.
-        model: model with the methods applied.
-        names: names of the tensors in the trained part of `model`.
-        methods: methods applied to `model`.
-
-    Raises:
-        UserError: If methods, settings, names, shapes or the other weights differ.
+    Raise UserError if methods, settings, names, shapes or the other weights differ. The model is then unchanged.
     """
     about = content.about
     assert about is not None
@@ -206,11 +179,7 @@ def _require_same_types(name: str, found: Any, own: Any) -> None:
 
 
 def load_whole(content: Content, model: nn.Module) -> None:
-    """Copy all weights into `model`. An error changes nothing.
-
-    Raises:
-        UserError: If names or shapes differ.
-    """
+    """Copy all weights into `model`. Raise UserError if names or shapes differ. The model is then unchanged."""
     hint = (
         "Methods that rename layers (LoRA) or add modules change the names: load weights with the pretrained model's"
         " names before the methods are applied, and weights with added modules after it."
@@ -255,9 +224,7 @@ def _checksum(model: nn.Module, names: Iterable[str]) -> str:
 def encode(state: Any) -> Any:
     """Return the state of a method as JSON values. Tensors become dictionaries, and tuples become lists.
 
-    Raises:
-        UserError: If the state contains objects other than tensors, numbers, strings, lists, and dictionaries with
-            string keys.
+    Raise UserError for objects other than tensors, numbers, strings, lists, and dictionaries with string keys.
     """
     if isinstance(state, Tensor):
         return {_TENSOR: state.tolist(), "dtype": str(state.dtype).removeprefix("torch.")}
@@ -274,11 +241,7 @@ def encode(state: Any) -> Any:
 
 
 def decode(state: Any) -> Any:
-    """Convert the result of `encode` back to a state with tensors on the CPU.
-
-    Raises:
-        ValueError: If a tensor is malformed, or the state is nested too deeply.
-    """
+    """Convert the result of `encode` to a state on the CPU. Raise ValueError if it is malformed."""
     try:
         return _decode(state)
     except RecursionError:

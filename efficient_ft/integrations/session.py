@@ -40,7 +40,7 @@ from efficient_ft.integrations.checks import (
 from efficient_ft.integrations.summary import summary
 from efficient_ft.methods.base import Applied, Method, apply_methods, in_order, make_trainable, trainable
 from efficient_ft.methods.declarations import Axis, Needs
-from efficient_ft.methods.optimizer_check import check_optimizer
+from efficient_ft.methods.stack import check_optimizer
 from efficient_ft.models.frozen_batch_norm import unfreeze_batch_norm
 from efficient_ft.models.view import default_image_size
 
@@ -116,7 +116,6 @@ class MethodSession:
         self._checked = False
         self._counted: Executed | None = None
 
-    # ------------------------------------------------------------------ apply and remove
     def apply(self) -> MethodSession:
         """Apply the methods, freeze the BatchNorm statistics, and open the session.
 
@@ -177,7 +176,6 @@ class MethodSession:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # ------------------------------------------------------------------ parameters
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return names and parameters of all parameters that are trained in the current step or in any other step.
 
@@ -212,7 +210,6 @@ class MethodSession:
         if self._applied and any({Axis.SELECTION, Axis.ADAPTERS} & set(method.axes) for method in self.methods):
             check_optimizer(self.model, optimizers)
 
-    # ------------------------------------------------------------------ steps
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Return a context manager for one optimizer step: forward pass, `loss`, backward pass and optimizer.
@@ -398,7 +395,6 @@ class MethodSession:
         """Return the sum of the parameters' version counters, which updates without an optimizer increase."""
         return sum(p._version for p in self._parameters)
 
-    # ------------------------------------------------------------------ state and files
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the methods by `state_key`, for a checkpoint. Methods without state are omitted.
 
@@ -462,7 +458,6 @@ class MethodSession:
     def _saved_names(self) -> list[str]:
         return saving.names_of_trained_part(self.model, self.parameters())
 
-    # ------------------------------------------------------------------ reports
     def cost(self, batch_size: int = 8, input_size: Sequence[int] | None = None, **options: Any) -> Executed:
         """Count the cost of a training step without changing the model. ``print(session)`` shows the last result.
 

@@ -19,11 +19,8 @@ if TYPE_CHECKING:
 def summary(model: nn.Module, methods: Sequence[Method], saved: Sequence[str], count: Callable[[], Executed]) -> str:
     """Return three lines: trainable parameters, bytes kept for the backward pass, and FLOPs.
 
-    Args:
-        model: model with the methods applied.
-        methods: applied methods.
-        saved: names of the tensors that `MethodSession.save` writes.
-        count: function that counts the cost of a training step.
+    `saved` contains the names of the tensors that `MethodSession.save` writes. `count` counts the cost of a training
+    step.
     """
     tensors, names = model.state_dict(), ", ".join(method.name for method in methods)
     part = format_bytes(sum(tensors[name].nbytes for name in saved))

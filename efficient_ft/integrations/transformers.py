@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from efficient_ft.core.errors import SettingError, UserError, first_line
 from efficient_ft.core.in_backward import Wrong
-from efficient_ft.integrations.checks import check_in_backward, names_adding_loss
-from efficient_ft.integrations.network import find_network
+from efficient_ft.integrations.checks import check_in_backward, find_network, names_adding_loss
 from efficient_ft.integrations.saving import decode, encode
 from efficient_ft.integrations.session import MethodSession
 from efficient_ft.methods.base import Applied, Method, in_order
@@ -41,8 +40,8 @@ _REFUSED = {
     # Recent versions of `transformers` set both names if one of them is given.
     "gradient_checkpointing": _CHECKPOINTING,
     "activation_checkpointing": _CHECKPOINTING,
-    "auto_find_batch_size": "It restarts in the middle of a step, with the methods' state of that moment.",
-    "restore_callback_states_from_checkpoint": "It creates new callbacks. This callback restores its state without it.",
+    "auto_find_batch_size": "It restarts training in the middle of a step, without a reset of the methods.",
+    "restore_callback_states_from_checkpoint": "It creates new callbacks. MethodCallback restores its state anyway.",
 }
 
 
@@ -98,7 +97,6 @@ class MethodCallback(TrainerCallback, ExportableState):
         """Report of each method; empty before the Trainer is created."""
         return self.session.reports if self.session is not None else []
 
-    # ------------------------------------------------------------------ before training
     def on_init_end(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
@@ -180,7 +178,6 @@ class MethodCallback(TrainerCallback, ExportableState):
             self._hook = model.register_forward_hook(self._add_losses, with_kwargs=True)
 
     def _add_losses(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        """Add the methods' losses to the loss in the model's output, in training."""
         if not model.training or not torch.is_grad_enabled():
             return None
         name = names_adding_loss(self.methods)[0]
@@ -208,7 +205,6 @@ class MethodCallback(TrainerCallback, ExportableState):
         assert self.session is not None, "on_train_begin refuses a training without a session"
         return self.session
 
-    # ------------------------------------------------------------------ per step
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin the optimizer step before its first micro-batch."""
         self._applied().begin_step(state.global_step)
@@ -224,7 +220,6 @@ class MethodCallback(TrainerCallback, ExportableState):
             self._hook.remove()
             self._hook = None
 
-    # ------------------------------------------------------------------ the model
     def save_pretrained(self, model: Any, folder: str | Path, **kwargs: Any) -> None:
         """Save the model with merged adapters, so that ``from_pretrained`` loads it. `model` is not changed.
 
@@ -249,7 +244,6 @@ class MethodCallback(TrainerCallback, ExportableState):
             method._remove(find_network(plain, self.network))
         plain.save_pretrained(folder, **kwargs)
 
-    # ------------------------------------------------------------------ state
     def state(self) -> dict[str, Any]:
         """Return the states of the methods for `trainer_state.json`. Methods without state are omitted."""
         return {

@@ -33,8 +33,7 @@ from torch import Tensor, nn
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.format import format_number
 from efficient_ft.methods.declarations import ORDER_OF_APPLICATION, Adds, Axis, Needs, PlanCandidate
-from efficient_ft.methods.optimizer_check import note_applied
-from efficient_ft.methods.stack import check_needs, check_removal, check_stack, no_method, refuse_wrapped
+from efficient_ft.methods.stack import check_needs, check_removal, check_stack, no_method, note_applied, refuse_wrapped
 from efficient_ft.methods.step_watch import StepWatch
 from efficient_ft.methods.summary import count, left, trained, within
 from efficient_ft.models.marks import Mark, add_mark, marks_of, remove_mark
@@ -320,6 +319,8 @@ class Method(ABC):
     def remove(self, model: nn.Module) -> None:
         """Restore the modules, names and `requires_grad` of `model`. Trained values are kept.
 
+        The method itself returns to its initial state, so that it can be applied to a new model.
+
         Args:
             model: model to which the method was applied. Remove several methods in the reverse order of application.
 
@@ -328,9 +329,11 @@ class Method(ABC):
         """
         check_removal(self, model)
         self._remove(model)
-        self._applied = None
         self._stop_watching()
         remove_mark(model, self.state_key)
+        fresh = vars(type(self)(**self.settings()))
+        vars(self).clear()
+        vars(self).update(fresh)
 
     def _stop_watching(self) -> None:
         if self._watch is not None:

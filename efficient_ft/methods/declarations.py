@@ -25,12 +25,12 @@ class Axis(StrEnum):
 
 
 _DOES = {
-    Axis.SELECTION: "select what trains",
+    Axis.SELECTION: "select the parameters to train",
     Axis.ADAPTERS: "add modules to the model",
     Axis.BACKPROP: "replace the backward pass",
-    Axis.MEMORY: "decide how activations are kept",
-    Axis.TOKENS: "decide which tokens are passed on",
-    Axis.PATCHES: "choose the patches that enter the blocks",
+    Axis.MEMORY: "define how activations are saved",
+    Axis.TOKENS: "drop or merge tokens",
+    Axis.PATCHES: "select the patches that enter the blocks",
 }
 
 #: Selections set `requires_grad` before adapters freeze the adapted layers. Low-rank backward then changes the base

@@ -37,7 +37,6 @@ class FrozenFeedForward(OwnForward):
         return torch.cat([self.within(part, *args, **kwargs) for part in x.chunk(parts)])
 
     def _parts(self, x: Tensor) -> int:
-        """Return the number of parts, which is 1 if the batch is not split."""
         if x.device.type != "cpu" or torch.compiler.is_compiling() or len(x) < 2:
             return 1
         if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.module.parameters())):

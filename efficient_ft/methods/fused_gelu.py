@@ -64,7 +64,6 @@ def _exact(act: nn.Module) -> bool:
 
 
 def _changed(norm: nn.Module) -> bool:
-    """Return True if the forward pass of the layer is replaced or has hooks."""
     return "forward" in norm.__dict__ or _hooked(norm)
 
 

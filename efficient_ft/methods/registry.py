@@ -132,7 +132,6 @@ def _load(entry: EntryPoint) -> None:
 
 
 def _add(method: Any, distribution: str) -> None:
-    """Check and register a class. A class from a reloaded module replaces the earlier class."""
     _refuse_broken(method, distribution, broken_contract(method))
     known = _registered.get(method.name)
     if known is not None and _where(known[0]) != _where(method):
@@ -152,7 +151,6 @@ def _refuse_broken(method: Any, distribution: str, broken: str | None) -> None:
 
 
 def _where(method: Any) -> str:
-    """Return the full name of a class, or the representation of any other object."""
     return f"{method.__module__}.{method.__qualname__}" if isinstance(method, type) else repr(method)
 
 

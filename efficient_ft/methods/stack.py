@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -41,6 +42,12 @@ class _Method(_Declared, Protocol):
     def state_key(self) -> str: ...
     @property
     def applied(self) -> object | None: ...
+    def trained_in_some_step(self) -> Iterable[nn.Parameter]: ...
+
+
+#: Methods applied to each model. Their `trained_in_some_step` lists parameters that are frozen only in the current
+#: step.
+_applied: WeakKeyDictionary[nn.Module, WeakSet[_Method]] = WeakKeyDictionary()
 
 
 def check_stack(methods: Sequence[_Method], model: nn.Module | None = None) -> None:
@@ -61,7 +68,7 @@ def check_stack(methods: Sequence[_Method], model: nn.Module | None = None) -> N
         if axis is not None:
             hint = ""
             if axis == Axis.SELECTION:
-                hint = " (full: everything trains; without a selection, each method uses its default one)"
+                hint = " (full trains all parameters; without a selection, each method uses its default)"
             raise UserError(f"method: {a.name} and {b.name} both {axis.does}; name one of them{hint}.")
         why = _conflict(a, a.name, b, b.name)
         if why is not None:
@@ -124,7 +131,6 @@ def _shared_axis(a: _Declared, b: _Declared) -> Axis | None:
 
 
 def _conflict(a: _Declared, a_name: str, b: _Declared, b_name: str) -> str | None:
-    """Return the declared reason for a conflict between two methods, or None."""
     for this, other, name in ((a, b, b_name), (b, a, a_name)):
         for what, why in this.conflicts.items():
             if what in (*other.axes, *other.adds, name):
@@ -148,7 +154,6 @@ def check_needs(method: _Method, view: ModelView) -> None:
 
 
 def _missing(need: Needs, method: _Method, view: ModelView) -> str | None:
-    """Return the reason why a model does not meet a requirement, or None if it does."""
     if need == Needs.BLOCKS and not view.blocks:
         return f"no blocks were recognized in {view.name}"
     if need == Needs.CLASSIFIER and not view.head:
@@ -196,3 +201,35 @@ def refuse_wrapped(model: nn.Module, name: str) -> None:
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise UserError(f"method {name}: a scripted model cannot be changed; apply the method before scripting it.")
+
+
+def note_applied(model: nn.Module, method: _Method) -> None:
+    """Record that `method` has been applied to `model`."""
+    _applied.setdefault(model, WeakSet()).add(method)
+
+
+def check_optimizer(model: nn.Module, optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> None:
+    """Check that the optimizers contain every parameter of `model` that is trained in any step.
+
+    Call this function once after the optimizer is created. The callbacks for Lightning and Hugging Face call it.
+
+    Args:
+        model: model to which the methods were applied.
+        optimizers: one optimizer or several optimizers.
+
+    Raises:
+        UserError: If a parameter is missing from the optimizers. The optimizer was created before the methods were
+            applied, or inside a step in which they freeze some parameters.
+    """
+    several = [optimizers] if hasattr(optimizers, "param_groups") else list(optimizers)
+    held = {id(p) for optimizer in several for group in optimizer.param_groups for p in group["params"]}
+    of_methods = {id(p) for method in _applied.get(model, ()) for p in method.trained_in_some_step()}
+    wanted = {n: p for n, p in model.named_parameters() if p.requires_grad or id(p) in of_methods}
+    missing = [name for name, parameter in wanted.items() if id(parameter) not in held]
+    if missing:
+        raise UserError(
+            f"{len(missing)} of {len(wanted)} trainable parameters are in no optimizer ({', '.join(missing[:3])}"
+            f"{', …' if len(missing) > 3 else ''}). The optimizer was built before the methods were applied, or after"
+            " the first step_begin. Build it between the two, over all parameters whose requires_grad is True. Freeze"
+            " parameters that must not be trained: p.requires_grad_(False)."
+        )

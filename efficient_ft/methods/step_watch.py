@@ -19,11 +19,8 @@ class StepWatch:
 
     A backward pass is outside of a step if no step has begun, or if an optimizer has stepped since an earlier backward
     pass of the step. After an optimizer's step, the weights have changed or the gradients have been set to None.
-    Neither happens between the micro-batches of one step.
-
-    Args:
-        name: name of the method.
-        model: model to watch. A hook watches its last trainable parameter until `stop` is called.
+    Neither happens between the micro-batches of one step. A hook watches the last trainable parameter until `stop` is
+    called.
     """
 
     def __init__(self, name: str, model: nn.Module) -> None:

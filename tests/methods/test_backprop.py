@@ -131,7 +131,7 @@ def test_a_layer_that_would_cost_more_stays_exact_and_is_reported(pristine):
     assert len(talking) == 8
     assert all(applied.skipped[n].reason == Reason.EXACT_IS_CHEAPER for n in talking)
     assert all(type(model.get_submodule(n)) is nn.Conv2d for n in talking)
-    assert "layers left exact" in applied.notes[0]
+    assert "layers keep the exact backward pass" in applied.notes[0]
 
 
 def test_evaluation_is_the_plain_layer_and_training_is_not(pristine):

@@ -1,7 +1,8 @@
-"""The lite residual module, which TinyTL and Rep-Net add in parallel with the blocks of a CNN.
+"""The lite residual module, which TinyTL (see `tinytl`) and Rep-Net (see `repnet`) add in parallel with the blocks of a
+CNN.
 
-Sources: Cai, Gan, Zhu, Han, "TinyTL: Reduce Memory, Not Parameters for Efficient On-Device Learning", NeurIPS 2020;
-Qiao, Wang, Liu, Shen, Yuille, "Micro-Batch Training with Batch-Channel Normalization and Weight Standardization", 2019.
+Weight standardization: Qiao, Wang, Liu, Shen, Yuille, "Micro-Batch Training with Batch-Channel Normalization and Weight
+Standardization", 2019.
 """
 
 from __future__ import annotations

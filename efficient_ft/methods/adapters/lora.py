@@ -1,8 +1,5 @@
-"""LoRA: a trainable low-rank matrix B·A is added to the frozen weight of each adapted layer. `peft` implements the
-layers.
-
-Source: Hu, Shen, Wallis, Allen-Zhu, Li, Wang, Wang, Chen, "LoRA: Low-Rank Adaptation of Large Language Models", ICLR
-2022.
+"""LoRA (Hu, Shen, Wallis, Allen-Zhu, Li, Wang, Wang, Chen, "LoRA: Low-Rank Adaptation of Large Language Models", ICLR
+2022), with the layers of the library `peft`.
 """
 
 from __future__ import annotations
@@ -128,16 +125,11 @@ class LoRA(Method):
             model.get_submodule(name).qkv_bias_separate = False  # type: ignore[assignment]
         make_trainable(model, self._before)
 
-    def remove(self, model: nn.Module) -> None:
-        super().remove(model)
-        self._adapted, self._reached, self._before = (), (), {}
-
     def _summary(self, model: nn.Module, left_out: dict[str, Skipped]) -> str:
         where = f"{count(len(self._adapted), 'layer')} in {within(self._adapted)}"
         return f"rank {self.rank} in {where}: {trained(model)} train{left(left_out, 'not adapted')}"
 
     def _trains(self, model: nn.Module, view: ModelView, left_out: dict[str, Skipped]) -> set[str]:
-        """Return the names of the model's own parameters that are trained."""
         if self.targets == "attention":
             return self._trained_head(view)
         # As published, a layer whose forward is never called is frozen like the adapted layers.
@@ -146,14 +138,11 @@ class LoRA(Method):
         return {n for n, before in self._before.items() if before and n not in weights}
 
     def _trained_head(self, view: ModelView) -> set[str]:
-        """Return the names of the parameters in the head and other new modules that the selection leaves trainable."""
         return {n for n in view.new_parameters() if self._before[n]}
 
     def _rank(self, name: str) -> int:
-        """Return the rank of the adapter for the layer `name`.
-
-        The rank of a fused layer is multiplied by its number of projections, while alpha is unchanged, as in the
-        baselines of the LBP-WHT paper.
+        """Return the rank of an adapter. As in the baselines of the LBP-WHT paper, fused layers multiply the rank, not
+        alpha.
         """
         return self.rank * projections_in(name)
 

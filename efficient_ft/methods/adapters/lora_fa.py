@@ -1,7 +1,5 @@
-"""LoRA-FA: LoRA with a frozen projection A. The backward pass requires only A x, of rank r, instead of x.
-
-Source: Zhang, Zhang, Shi, Chu, Li, "LoRA-FA: Memory-efficient Low-rank Adaptation for Large Language Models
-Fine-tuning", 2023.
+"""LoRA-FA (Zhang, Zhang, Shi, Chu, Li, "LoRA-FA: Memory-efficient Low-rank Adaptation for Large Language Models
+Fine-tuning", 2023).
 """
 
 from __future__ import annotations

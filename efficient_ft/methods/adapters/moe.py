@@ -1,8 +1,6 @@
-"""Mixture of experts (MoE): each token is routed to the top k of several copies of a block's feed-forward network.
-
-Sources: Sarkar et al., "Block Selective Reprogramming for On-device Training of Vision Transformers" (BSR), CVPR
-Workshops 2024, Section 5.2. Balance loss: Fedus, Zoph, Shazeer, "Switch Transformers: Scaling to Trillion Parameter
-Models with Simple and Efficient Sparsity", JMLR 2022, Equations 4 to 6.
+"""Mixture of experts (Sarkar et al., "Block Selective Reprogramming for On-device Training of Vision Transformers"
+(BSR), CVPR Workshops 2024, Section 5.2). Balance loss: Fedus, Zoph, Shazeer, "Switch Transformers: Scaling to Trillion
+Parameter Models with Simple and Efficient Sparsity", JMLR 2022, Equations 4 to 6.
 """
 
 from __future__ import annotations
@@ -19,8 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from efficient_ft.core.context import is_recomputing
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.base import Applied, Method
-from efficient_ft.methods.blocks import blocks_at, check_indices
-from efficient_ft.methods.checks import check_bool, check_integer, check_number
+from efficient_ft.methods.checks import blocks_at, check_bool, check_indices, check_integer, check_number
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.forwards import OwnForward, foreign_forward, forwards_of, put_inside, refuse_export, take_away
 from efficient_ft.methods.registry import register
@@ -104,7 +101,6 @@ def _balance_loss(probability_TE: Tensor, expert_TK: Tensor) -> Tensor:
     return probability_TE.shape[1] * probability_TE.mean(0)[expert_TK].mean()
 
 
-# ------------------------------------------------------------------------------------------------ the methods
 class ExpertsMethod(Method):
     """Base class of the methods with experts (`MoE`, `BSRMoE`): experts, one router per task, and the balance loss.
 
@@ -124,7 +120,6 @@ class ExpertsMethod(Method):
     _networks: tuple[str, ...] = ()
 
     def _store_routing(self, num_experts: Any, top_k: Any, norm_topk_prob: Any, aux_loss_coef: Any) -> None:
-        """Check and store the routing settings."""
         check_integer("num_experts", num_experts)
         if type(top_k) is not int or not 1 <= top_k <= num_experts:
             raise SettingError("top_k", top_k, f"an integer from 1 to num_experts={num_experts}")
@@ -153,7 +148,6 @@ class ExpertsMethod(Method):
         return tuple(f"{block}.mlp" for block in chosen)
 
     def _put_experts(self, model: nn.Module, names: tuple[str, ...]) -> None:
-        """Add a gate and the other experts to each of the named feed-forward networks."""
         self._tasks = tasks_of(model)
         self._balance_losses, self._networks = _BalanceLosses() if self.aux_loss_coef else None, names
         for name in names:
@@ -176,11 +170,6 @@ class ExpertsMethod(Method):
             if any(isinstance(f, _ExpertsForward) for f in forwards_of(mlp)):
                 take_away(mlp, _ExpertsForward)
                 del mlp.gate, mlp.experts
-
-    def remove(self, model: nn.Module) -> None:
-        super().remove(model)
-        self._tasks = self._balance_losses = None
-        self._networks = ()
 
     @property
     def task(self) -> str | None:
@@ -221,7 +210,7 @@ class ExpertsMethod(Method):
             missing = [name for name in self._networks if name not in self._balance_losses]
             self._balance_losses.clear()
             raise UserError(
-                f"method {self.name}: the forward pass computed no balance loss of {', '.join(missing)}. Blocks with"
+                f"method {self.name}: the forward pass computed no balance loss for {', '.join(missing)}. Blocks with"
                 " experts cannot be recomputed in the backward pass: list only other blocks in"
                 f" method.checkpointing.blocks, or set method.{self.name}.aux_loss_coef=0."
             )
@@ -231,7 +220,6 @@ class ExpertsMethod(Method):
 
 
 def _is_standard(mlp: nn.Module | None) -> bool:
-    """Return True if a feed-forward network can be an expert."""
     if mlp is None or type(mlp) not in _STANDARD or foreign_forward(mlp) is not None:
         return False
     return not any(isinstance(m, nn.Conv2d) for m in mlp.modules())

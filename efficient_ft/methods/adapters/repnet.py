@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.adapters.lite import LiteResidual, check_lite, refuse_indivisible, stride_of
 from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
-from efficient_ft.methods.blocks import blocks_at, check_indices, classes_in_words
+from efficient_ft.methods.checks import blocks_at, check_indices, classes_in_words
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.forwards import OwnForward, forwards_of, put_around, take_away
 from efficient_ft.methods.registry import register
@@ -56,7 +56,7 @@ _CONVOLUTIONS = {
 
 
 class _SideForward(OwnForward):
-    """Forward pass of a block with a parallel `side_module`. The outputs of both are added."""
+    """Forward pass of a block with a parallel `side_module`. Both outputs are added."""
 
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
         side: Any = self.module.side_module
@@ -154,7 +154,6 @@ class RepNet(Method):
         return chosen, {name: why for name, why in skipped.items() if name not in chosen}
 
     def _listed(self, view: ModelView, able: Sequence[str]) -> list[str]:
-        """Return the names of the blocks at the indices in `self.blocks`, all of which must be in `able`."""
         assert self.blocks is not None
         setting = f"method.{self.name}.blocks"
         names = blocks_at(view, setting, self.blocks)
@@ -165,7 +164,6 @@ class RepNet(Method):
         return list(names)
 
     def _side(self, view: ModelView, name: str) -> nn.Module:
-        """Create the side module for the block `name`, or raise UserError if the block is not supported."""
         block: Any = view.model.get_submodule(name)
         if any(not forward.same_values for module in block.modules() for forward in forwards_of(module)):
             raise UserError(
@@ -191,10 +189,6 @@ class RepNet(Method):
                 take_away(module, _SideForward)
                 del module.side_module
         make_trainable(model, self._before)
-
-    def remove(self, model: nn.Module) -> None:
-        super().remove(model)
-        self._before = {}
 
 
 def _is_token_block(block: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""TinyTL: lite residual modules on pooled maps, in parallel with the blocks of a CNN with frozen weights.
+"""TinyTL: lite residual modules in parallel with the blocks of a CNN with frozen weights.
 
 Source: Cai, Gan, Zhu, Han, "TinyTL: Reduce Memory, Not Parameters for Efficient On-Device Learning", NeurIPS 2020.
 """
@@ -18,8 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from efficient_ft.core.errors import UserError
 from efficient_ft.methods.adapters.lite import EPS, GROUP, LiteResidual, check_lite, refuse_indivisible, stride_of
 from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
-from efficient_ft.methods.blocks import classes_in_words
-from efficient_ft.methods.checks import check_choice
+from efficient_ft.methods.checks import check_choice, classes_in_words
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.forwards import foreign_forward
 from efficient_ft.methods.registry import register
@@ -206,10 +205,6 @@ class TinyTL(Method):
                 weight: Any = model.get_submodule(name).weight
                 weight.copy_(weight * deviation.to(weight) + mean.to(weight))
         make_trainable(model, self._before)
-
-    def remove(self, model: nn.Module) -> None:
-        super().remove(model)
-        self._before, self._norms, self._filters = {}, {}, {}
 
 
 def _was_trained(norm: _BatchNorm) -> bool:

@@ -96,10 +96,6 @@ class LBPWHT(LowRankBackward):
                 self.load_state_dict(self._restored)
         return applied
 
-    def remove(self, model: nn.Module) -> None:
-        super().remove(model)
-        self._steps, self._layers, self._restored = 0, {}, None  # a new model starts with a new profile
-
     def step_end(self) -> None:
         super().step_end()
         if not self.profiles or self._steps >= self.profile_steps:

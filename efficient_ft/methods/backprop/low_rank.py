@@ -39,13 +39,9 @@ from efficient_ft.ops.tokens import Tokens, current_tokens
 class LowRank:
     """Settings of a changed layer.
 
-    Attributes:
-        projector: object that selects the projection for the grid of a step. It is None while the layer is profiled
-            with the exact backward pass.
-        tokens: layout of the positions in the input.
-        energy: fraction of each WHT basis in the energy of g_y, summed over the backward passes while `projector` is
-            None; (8, 8), float64, on the CPU. With fractions, each backward pass has the same weight, regardless of its
-            loss scale.
+    `projector` is None while the layer is profiled with the exact backward pass. `energy` is the fraction of each WHT
+    basis in the energy of g_y, summed over these passes; (8, 8), float64, on the CPU. With fractions, each backward
+    pass has the same weight, regardless of its loss scale.
     """
 
     projector: Projector | None
@@ -224,7 +220,7 @@ class LowRankBackward(Method):
         fused = [] if self.fused is False else fuse_gelu(model, everywhere=self.fused is True)
         self._fuses = bool(fused)
         if fused:
-            notes.append(f"on a CPU {len(fused)} GELU layers run in one pass each way (method.{self.name}.fused)")
+            notes.append(f"on a CPU, {len(fused)} GELU layers run in one pass per direction (method.{self.name}.fused)")
         return Applied(
             self.name,
             tuple(layer.name for layer, *_ in chosen),

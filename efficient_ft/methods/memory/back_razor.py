@@ -1,7 +1,5 @@
-"""Back Razor: activations are pruned to their largest values between the forward pass and the backward pass.
-
-Source: Jiang, Chen, Huang, Du, Zhou, Wang, "Back Razor: Memory-Efficient Transfer Learning by Self-Sparsified
-Backpropagation", NeurIPS 2022.
+"""Back Razor (Jiang, Chen, Huang, Du, Zhou, Wang, "Back Razor: Memory-Efficient Transfer Learning by Self-Sparsified
+Backpropagation", NeurIPS 2022).
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import torch
 from efficient_ft.core.errors import SettingError
 from efficient_ft.methods.checks import check_choice, check_sparsity
 from efficient_ft.methods.declarations import Adds
-from efficient_ft.methods.memory.packing import DENSE_FORWARD, ActivationPacking
+from efficient_ft.methods.memory.packing import DENSE_FORWARD, ActivationPacking, uniform_policy
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.skip import is_skipped, refuse_skip
 from efficient_ft.models.view import ModelView, Reason, Skipped
@@ -94,10 +92,8 @@ class BackRazor(ActivationPacking):
         eight_bits = self.value_dtype == "int8"
         sparse = Sparse(self.sparsity, half, eight_bits, self.threshold == "exact")
         activation: Packer = EightBits() if eight_bits else Dense() if half is None else Half(half)
-        return Policy(
-            product=sparse,
-            norm=sparse,
-            attention=sparse,
+        return uniform_policy(
+            sparse,
             activation=activation,
             normalized=self.norm_saves == "normalized",
             derived=self.recompute_inputs,

@@ -42,11 +42,7 @@ def refuse_recomputation(method: str) -> None:
 
 
 class MemoryMethod(Method):
-    """Base class of the methods that determine how a model saves its activations.
-
-    Attributes:
-        libraries: numba, which compiles the CPU kernels of methods that quantize or prune values.
-    """
+    """Base class of the methods that determine how a model saves its activations."""
 
     axis = Axis.MEMORY
     changes_weights = False
@@ -70,10 +66,6 @@ class MemoryMethod(Method):
     def _remove(self, model: nn.Module) -> None:
         for module in model.modules():
             take_away(module, MemoryForward)
-
-    def remove(self, model: nn.Module) -> None:
-        super().remove(model)
-        self._packing = self._restored = None  # a new model starts with new ranges
 
     def step_end(self) -> None:
         """Check the packed values of the step.

@@ -1,7 +1,5 @@
-"""Block checkpointing: only the input of each block is saved, and the block runs again in the backward pass.
-
-Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016. The quantization of the inputs
-is our extension.
+"""Block checkpointing (Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016). The
+quantization of the inputs is our extension.
 """
 
 from __future__ import annotations
@@ -12,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from efficient_ft.methods.base import Applied
-from efficient_ft.methods.blocks import blocks_at, check_indices
-from efficient_ft.methods.checks import check_choice
+from efficient_ft.methods.checks import blocks_at, check_choice, check_indices
 from efficient_ft.methods.declarations import Needs
 from efficient_ft.methods.forwards import put_around
 from efficient_ft.methods.memory.base import MemoryForward, MemoryMethod, refuse_recomputation

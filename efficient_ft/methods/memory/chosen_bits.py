@@ -106,7 +106,6 @@ class ChosenBits(PackingState):
         """Format of a tensor that was not measured: the largest format that fits the budget for all tensors."""
         return max((f for f in self.all_forms if bits_per_value(f) <= self.budget), key=bits_per_value)
 
-    # ------------------------------------------------------------------ packing
     def pack(self, x: Tensor, context: PackContext) -> Packed:
         """Pack x in its selected format."""
         form = (_EXACT, min(self.groups)) if self.forms is None else self.forms.get(context.name, self.default)
@@ -117,7 +116,6 @@ class ChosenBits(PackingState):
         return Packed(packed.tensors, partial(self._unpack, context.name, packed.unpack))
 
     def _unpack(self, name: str, unpack: Any, *tensors: Tensor) -> Tensor:
-        """Unpack a tensor, and round it if it is being measured."""
         x: Tensor = unpack(*tensors)
         if name != self._trial:
             return x
@@ -130,7 +128,6 @@ class ChosenBits(PackingState):
         codes, ranges = group_pack(x, bits, group, seed)
         return group_unpack(codes, ranges, x.numel(), bits, x.dtype).view(x.shape)
 
-    # ------------------------------------------------------------------ the profile
     def begin_part(self, name: str, module: nn.Module) -> None:
         """Record that a part of the model runs in a profiling step."""
         self._part_of.update((id(p), name) for p in module.parameters())
@@ -204,7 +201,7 @@ class ChosenBits(PackingState):
             return None
         bits, group = self.default
         if not self.forms:
-            return f"bits=auto: no change of the gradient was measured; all tensors in {bits} bits, groups of {group}"
+            return f"bits=auto: no change of the gradient was measured; all tensors have {bits} bits, groups of {group}"
         total = sum(self.values[name] for name in self.forms)
         mean = sum(packed_bits(self.values[name], form) for name, form in self.forms.items()) / total
         by_part: dict[str, str] = {}
@@ -215,7 +212,6 @@ class ChosenBits(PackingState):
         listed = ", ".join(by_part.values())
         return f"bits=auto: {mean:.2f} bits per value with minimum and step; bits/group of each tensor: {listed}"
 
-    # ------------------------------------------------------------------ state
     def state_dict(self) -> dict[str, Any]:
         """Return the profile and the selected formats."""
         return {
@@ -287,16 +283,12 @@ class _Output(torch.autograd.Function):
 def choose_forms(
     values: Mapping[str, int], changes: Mapping[str, Mapping[Form, float]], budget: float, forms: Sequence[Form]
 ) -> dict[str, Form]:
-    """Select formats that minimize the sum of changes under the budget, up to the size of one tensor.
+    """Select the format of each tensor that minimizes the sum of changes under the budget, up to the size of one
+    tensor.
 
     All tensors start in the smallest format. Each iteration enlarges the format of the tensor whose change decreases
-    most per bit.
-
-    Args:
-        values: number of values by tensor.
-        changes: change of the gradient by tensor and format. Missing formats have a change of 0.
-        budget: mean number of bits per value; must be at least the size of the smallest format.
-        forms: formats in increasing order of size.
+    most per bit. `forms` is sorted by size, and missing formats have a change of 0. `budget` is the mean number of bits
+    per value, which must be at least the size of the smallest format.
     """
     chosen = dict.fromkeys(values, forms[0])
     left = budget * sum(values.values()) * (1 + 1e-9) - sum(packed_bits(n, forms[0]) for n in values.values())
@@ -318,10 +310,7 @@ def choose_forms(
 
 
 def _parameters_below(node: Any) -> list[Tensor]:
-    """Return the parameters that a backward pass from `node` reaches.
-
-    Code compiled by torch.compile is excluded, because its backward pass can run only once.
-    """
+    """Return the parameters below `node` in the graph. Compiled code is excluded: its backward pass runs only once."""
     seen, nodes, found = {node}, [node], []
     while nodes:
         node = nodes.pop()

@@ -15,7 +15,7 @@ from torch import nn
 
 from efficient_ft.methods.base import Applied
 from efficient_ft.methods.checks import check_choice
-from efficient_ft.methods.memory.packing import ActivationPacking
+from efficient_ft.methods.memory.packing import ActivationPacking, uniform_policy
 from efficient_ft.methods.registry import register
 from efficient_ft.models.view import ModelView
 from efficient_ft.ops.saving import Policy
@@ -72,16 +72,8 @@ class Compact(ActivationPacking):
         return replace(self.policy(), plain_attention=self.attention == "kept" or part in self._kept)
 
     def policy(self) -> Policy:
-        dense = Dense()
         dtype = _DTYPES.get(self.activation_dtype)
-        activation: Packer = dense if dtype is None else Half(dtype)
-        return Policy(
-            product=dense,
-            norm=dense,
-            attention=dense,
-            activation=activation,
-            normalized=True,
-            derived=True,
-            derived_all=True,
-            fused=dense,
+        activation: Packer = Dense() if dtype is None else Half(dtype)
+        return uniform_policy(
+            Dense(), activation=activation, normalized=True, derived=True, derived_all=True, fused=Dense()
         )

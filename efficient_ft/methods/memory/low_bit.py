@@ -1,4 +1,4 @@
-"""Low-bit activations: 8 to 2 bits per value, in groups, between the forward pass and the backward pass.
+"""Low-bit activations, in groups of values.
 
 Sources: Chen, Zheng, Yao, Wang, Stoica, Mahoney, Gonzalez, "ActNN: Reducing Training Memory Footprint via 2-Bit
 Activation Compressed Training", ICML 2021 (groups, stochastic rounding); Liu, Zheng, Wang, Cen, Chen, Han, Chen, Liu,
@@ -15,7 +15,7 @@ from efficient_ft.core.errors import SettingError
 from efficient_ft.methods.base import Applied
 from efficient_ft.methods.checks import check_choice, check_integer, check_number
 from efficient_ft.methods.memory.chosen_bits import ChosenBits, ChosenBitsPacker, ProfiledForward, bits_per_value
-from efficient_ft.methods.memory.packing import ActivationPacking
+from efficient_ft.methods.memory.packing import ActivationPacking, uniform_policy
 from efficient_ft.methods.registry import register
 from efficient_ft.ops.saving import PackingState, Policy
 from efficient_ft.ops.storage import BITS, GroupBits, Packer
@@ -123,16 +123,8 @@ class LowBit(ActivationPacking):
         else:
             assert self.bits != "auto"
             packer = GroupBits(self.bits, self._groups[0], self.rounding == "stochastic")
-        return Policy(
-            product=packer,
-            norm=packer,
-            attention=packer,
-            activation=packer,
-            normalized=True,
-            derived=True,
-            derived_all=True,
-            fused=packer if self.attention == "fused" else None,
-        )
+        fused = packer if self.attention == "fused" else None
+        return uniform_policy(packer, normalized=True, derived=True, derived_all=True, fused=fused)
 
     def _new_state(self) -> PackingState:
         if self.bits != "auto":

@@ -1,14 +1,11 @@
-"""Mesa: activations are stored in 8 bits between the forward pass and the backward pass.
-
-Source: Pan, Chen, He, Liu, Cai, Zhuang, "Mesa: A Memory-saving Training Framework for Transformers", 2021.
-"""
+"""Mesa (Pan, Chen, He, Liu, Cai, Zhuang, "Mesa: A Memory-saving Training Framework for Transformers", 2021)."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from efficient_ft.methods.checks import check_choice
-from efficient_ft.methods.memory.packing import ActivationPacking
+from efficient_ft.methods.memory.packing import ActivationPacking, uniform_policy
 from efficient_ft.methods.registry import register
 from efficient_ft.ops.saving import Policy
 from efficient_ft.ops.storage import EightBits
@@ -41,11 +38,8 @@ class Mesa(ActivationPacking):
 
     def policy(self) -> Policy:
         bits = EightBits()
-        return Policy(
-            product=bits,
-            norm=bits,
-            attention=bits,
-            activation=bits,
+        return uniform_policy(
+            bits,
             normalized=self.recompute_inputs,
             derived=self.recompute_inputs,
             fused=bits if self.attention == "fused" else None,

@@ -30,7 +30,7 @@ from efficient_ft.ops.saving import (
     packed_operation,
     packing_suspended,
 )
-from efficient_ft.ops.storage import Dense, GroupBits, Sparse
+from efficient_ft.ops.storage import Dense, GroupBits, Packer, Sparse
 
 #: Reason for the conflict between low-rank backward and methods that change the forward pass of layers.
 DENSE_FORWARD = "low-rank layers have their own dense forward pass and save their projected input"
@@ -44,8 +44,6 @@ class Part:
     """Part of a model that a method packs.
 
     Attributes:
-        name: full name of the part.
-        module: module of the part.
         layers: packed layers inside the part, by full name.
         networks: layers that compute a bias of the attention scores from positions.
         is_head: True if the part contains the classifier of a model with attention.
@@ -59,14 +57,7 @@ class Part:
 
 
 class PackedForward(MemoryForward):
-    """Forward pass that packs the tensors that the module saves in training.
-
-    Args:
-        module, name, networks: see `Part`.
-        policy: storage format for each kind of tensor.
-        packing: state that persists between steps.
-        method: name of the method.
-    """
+    """Forward pass that packs the tensors that the module saves in training. `packing` persists between steps."""
 
     def __init__(
         self,
@@ -96,6 +87,11 @@ class PackedForward(MemoryForward):
         modules = {module: name for name, module in self.module.named_modules()} if policy.named else None
         with PackedOperations(policy, self.packing, self.name, x.shape[0], self.heads, modules):
             return self.within(*args, **kwargs)
+
+
+def uniform_policy(packer: Packer, **options: Any) -> Policy:
+    """Return a policy that packs all kinds of activations by `packer`, except for kinds named in `options`."""
+    return Policy(**(dict.fromkeys(("product", "norm", "attention", "activation"), packer) | options))
 
 
 def with_position_network(policy: Policy) -> Policy:
@@ -275,12 +271,9 @@ def _runs_packed(view: ModelView, name: str) -> bool:
 
 
 def _parts(view: ModelView, packs_tail: bool) -> tuple[list[str], list[str], dict[str, Skipped]]:
-    """Return the names of the modules to pack, none of which contains another module of the list.
+    """Return the names of the disjoint modules to pack, the names that contain the head, and the dense modules.
 
-    Returns:
-        The names; the names of modules that contain the head, if the model has attention; and the reason for each
-        module
-        that stays dense.
+    The second list is empty if the model has no attention.
     """
     inner = [*view.blocks, *(name for extras in view.stage_extras for name in extras)]
     holders = {name.split(".")[0] for name in inner}

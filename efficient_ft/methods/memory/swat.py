@@ -1,7 +1,4 @@
-"""SWAT: sparse weights in the forward and backward pass, and sparse activations in the backward pass.
-
-Source: Raihan, Aamodt, "Sparse Weight Activation Training", NeurIPS 2020, the baseline in Table 2 of Back Razor.
-"""
+"""SWAT (Raihan, Aamodt, "Sparse Weight Activation Training", NeurIPS 2020), the baseline in Table 2 of Back Razor."""
 
 from __future__ import annotations
 

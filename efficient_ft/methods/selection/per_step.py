@@ -103,11 +103,6 @@ class LayersPerStep(Selection):
                 f"{view.name} has {len(view.blocks)} blocks.",
             )
 
-    def remove(self, model: nn.Module) -> None:
-        super().remove(model)
-        self._blocks, self._trainable = {}, None
-
-    # ------------------------------------------------------------------ per step
     def step_begin(self, step: int) -> None:
         super().step_begin(step)
         if self._trainable is None:
@@ -253,10 +248,6 @@ class TopLayers(LayersPerStep):
         if self._steps == self.profile_steps:
             ranked = sorted(range(len(shares)), key=lambda index: (-self._shares[index], index))
             self._top = sorted(ranked[: self.num_layers])
-
-    def remove(self, model: nn.Module) -> None:
-        super().remove(model)
-        self._steps, self._shares, self._top = 0, [], []  # a new model starts with a new profile
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self._steps, "shares": list(self._shares), "top": list(self._top)}

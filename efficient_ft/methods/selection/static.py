@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
-from efficient_ft.methods.blocks import blocks_at, check_indices
-from efficient_ft.methods.checks import check_bool
+from efficient_ft.methods.checks import blocks_at, check_bool, check_indices
 from efficient_ft.methods.declarations import Axis, Needs
 from efficient_ft.methods.feed_forward import run_in_parts, run_whole
 from efficient_ft.methods.registry import register
@@ -70,10 +69,6 @@ class Selection(Method):
     def _remove(self, model: nn.Module) -> None:
         run_whole(model)
         make_trainable(model, self._before)
-
-    def remove(self, model: nn.Module) -> None:
-        super().remove(model)
-        self._before = {}
 
 
 @register
@@ -239,7 +234,6 @@ def concise(model: nn.Module, chosen: set[int]) -> tuple[str, ...]:
 
 
 def _norms(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters that belong directly to normalization layers, by full name."""
     return {
         f"{name}.{own}" if name else own: parameter
         for name, module in model.named_modules()

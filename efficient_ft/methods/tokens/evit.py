@@ -1,7 +1,5 @@
-"""EViT: patch tokens that receive little attention from the class token are dropped and fused into one token.
-
-Source: Liang, Ge, Tong, Song, Wang, Xie, "Not All Patches Are What You Need: Expediting Vision Transformers via Token
-Reorganizations", ICLR 2022.
+"""EViT (Liang, Ge, Tong, Song, Wang, Xie, "Not All Patches Are What You Need: Expediting Vision Transformers via Token
+Reorganizations", ICLR 2022).
 """
 
 from __future__ import annotations
@@ -13,25 +11,17 @@ from typing import Any
 from torch import nn
 
 from efficient_ft.core.errors import SettingError
-from efficient_ft.methods.base import Applied, Method
-from efficient_ft.methods.blocks import blocks_at, check_indices
-from efficient_ft.methods.checks import check_bool, check_keep_rate
+from efficient_ft.methods.base import Applied
+from efficient_ft.methods.checks import blocks_at, check_bool, check_indices, check_keep_rate
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.summary import ranges
-from efficient_ft.methods.tokens.base import (
-    DroppingForward,
-    give_forwards,
-    grid_positions,
-    refuse_other_blocks,
-    refuse_unfit_model,
-    take_forwards,
-)
+from efficient_ft.methods.tokens.base import DroppingForward, TokenMethod, grid_positions
 from efficient_ft.models.view import ModelView, Reason, Skipped
 from efficient_ft.ops.tokens import num_kept
 
 
-class DropsTokens(Method):
+class DropsTokens(TokenMethod):
     """Base class of the methods that drop tokens like `EViT`, where the settings are described."""
 
     drop_at: list[int]
@@ -47,16 +37,15 @@ class DropsTokens(Method):
 
     def _drop_tokens(self, model: nn.Module, view: ModelView) -> tuple[str, ...]:
         """Make the blocks at the indices `drop_at` drop tokens, and return their names. An error changes nothing."""
-        refuse_unfit_model(view, self.name)
+        self.refuse_unfit_model(view)
         chosen = blocks_at(view, f"method.{self.name}.drop_at", self.drop_at, last=False)
-        refuse_other_blocks(view, self.name, chosen)
+        self.refuse_other_blocks(view, chosen)
         self._refuse_few(view, chosen)
         settings = partial(num_kept, keep_rate=self.keep_rate), self.fuse
-        give_forwards(model, view, self.name, dict.fromkeys(chosen, (DroppingForward, settings)))
+        self.give_forwards(model, view, dict.fromkeys(chosen, (DroppingForward, settings)))
         return chosen
 
     def _refuse_few(self, view: ModelView, chosen: Sequence[str]) -> None:
-        """Raise SettingError if a block outputs as many tokens as it receives."""
         count = grid_positions(view)
         for name in chosen:
             kept = num_kept(count, self.keep_rate)
@@ -116,6 +105,3 @@ class EViT(DropsTokens):
         fused = ", and fuse the others into one" if self.fuse else ""
         summary = f"{ranges(dropping)} each keep {self.keep_rate:g} of the patch tokens{fused}"
         return Applied(self.name, dropping, others, summary=summary)
-
-    def _remove(self, model: nn.Module) -> None:
-        take_forwards(model, self.name)

@@ -1,7 +1,5 @@
-"""PatchDropout: training processes a random subset of each image's patch tokens.
-
-Source: Liu, Matsoukas, Strand, Azizpour, Smith, "PatchDropout: Economizing Vision Transformers Using Patch Dropout",
-WACV 2023.
+"""PatchDropout (Liu, Matsoukas, Strand, Azizpour, Smith, "PatchDropout: Economizing Vision Transformers Using Patch
+Dropout", WACV 2023).
 """
 
 from __future__ import annotations
@@ -15,18 +13,12 @@ from timm.layers import PatchDropoutWithIndices
 from torch import Tensor, nn
 
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.methods.base import Applied, Method
+from efficient_ft.methods.base import Applied
 from efficient_ft.methods.checks import check_keep_rate
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.forwards import OwnForward, put_around, take_away
 from efficient_ft.methods.registry import register
-from efficient_ft.methods.tokens.base import (
-    give_forwards,
-    grid_positions,
-    refuse_fixed_tokens,
-    refuse_other_blocks,
-    take_forwards,
-)
+from efficient_ft.methods.tokens.base import TokenMethod, grid_positions
 from efficient_ft.models.view import ModelView
 from efficient_ft.ops.saving import packing_suspended
 from efficient_ft.ops.tokens import (
@@ -55,7 +47,6 @@ class _PatchDropForward(OwnForward):
         return self.within(attach_tokens(x, tokens.dropped(index_BK, self.positions, False)), *others, **keywords)
 
     def _kept(self, x_BNC: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the prefix tokens with a random subset of the patch tokens, and the indices (B, K) of the subset."""
         patches_BLC = x_BNC[:, self.prefix :]
         batch, count = patches_BLC.shape[:2]
         order_BL = torch.rand(batch, count, device=x_BNC.device).argsort(1)
@@ -65,7 +56,7 @@ class _PatchDropForward(OwnForward):
 
 
 @register
-class PatchDropout(Method):
+class PatchDropout(TokenMethod):
     """Train on a random subset of each image's patch tokens (PatchDropout: Liu et al., WACV 2023).
 
     In each training step, the fraction ``keep_rate`` of an image's patch tokens enters the first block, after position
@@ -102,7 +93,7 @@ class PatchDropout(Method):
         self.keep_rate = keep_rate
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
-        refuse_other_blocks(view, self.name, view.blocks)
+        self.refuse_other_blocks(view, view.blocks)
         if any(isinstance(module, TimmPatchDropout | PatchDropoutWithIndices) for module in model.modules()):
             raise UserError(
                 f"method {self.name}: {view.name} has its own patch dropout. Create it with patch_drop_rate=0."
@@ -117,8 +108,8 @@ class PatchDropout(Method):
                 f"low enough to drop a patch ({view.name} has {count} patches)",
                 f"Use larger images (now {height}×{width}).",
             )
-        refuse_fixed_tokens(view, self.name, _run_on_fewer)
-        give_forwards(model, view, self.name, {})
+        self.refuse_fixed_tokens(view, _run_on_fewer)
+        self.give_forwards(model, view, {})
         first = view.blocks[0]
         block = model.get_submodule(first)
         put_around(block, _PatchDropForward(block, view.prefix_tokens, count, self.keep_rate))
@@ -128,7 +119,7 @@ class PatchDropout(Method):
     def _remove(self, model: nn.Module) -> None:
         for module in model.modules():
             take_away(module, _PatchDropForward)
-        take_forwards(model, self.name)
+        super()._remove(model)
 
 
 def _run_on_fewer(block: nn.Module, x: Tensor, prefix: int) -> None:

@@ -1,7 +1,4 @@
-"""ToMe: similar patch tokens are merged in every block.
-
-Source: Bolya, Fu, Dai, Zhang, Feichtenhofer, Hoffman, "Token Merging: Your ViT But Faster", ICLR 2023.
-"""
+"""ToMe (Bolya, Fu, Dai, Zhang, Feichtenhofer, Hoffman, "Token Merging: Your ViT But Faster", ICLR 2023)."""
 
 from __future__ import annotations
 
@@ -16,22 +13,12 @@ from torch.overrides import TorchFunctionMode
 
 from efficient_ft.core.context import is_recomputing
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.methods.base import Applied, Method
+from efficient_ft.methods.base import Applied
 from efficient_ft.methods.checks import check_bool, check_number
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.summary import ranges
-from efficient_ft.methods.tokens.base import (
-    SOFTMAX,
-    Place,
-    TokenForward,
-    give_forwards,
-    grid_positions,
-    refuse_fixed_tokens,
-    refuse_onnx,
-    refuse_other_blocks,
-    take_forwards,
-)
+from efficient_ft.methods.tokens.base import SOFTMAX, Place, TokenForward, TokenMethod, grid_positions
 from efficient_ft.models.view import ModelView, Reason, Skipped
 from efficient_ft.ops.saving import packing_suspended
 from efficient_ft.ops.tokens import (
@@ -39,7 +26,6 @@ from efficient_ft.ops.tokens import (
     is_token_reduction_suspended,
     match,
     merge,
-    pop_tokens,
     token_context,
     unmerge,
 )
@@ -49,15 +35,11 @@ _PRODUCTS = (Tensor.matmul, Tensor.__matmul__, torch.matmul)
 
 
 class _SizedAttention(TorchFunctionMode):
-    """Apply proportional attention and record the keys inside a ``with`` block, for fused attention and softmax.
+    """Apply proportional attention inside a ``with`` block, and record the keys, for fused attention and softmax.
 
-    Args:
-        sizes_BN: number of patches that each token represents. Its logarithm is added to the attention scores before
-            the softmax (Equation 1 of ToMe). If None, each token counts once.
-        record_keys: if True, the keys are recorded.
-
-    Attributes:
-        keys: detached keys of each attention, averaged over the heads, (B, N, D), in at least single precision.
+    `sizes_BN` is the number of patches that each token represents. Its logarithm is added to the attention scores
+    before the softmax (Equation 1 of ToMe). If it is None, each token counts once. `keys` contains the detached keys of
+    each attention, averaged over the heads, (B, N, D), in at least single precision.
     """
 
     def __init__(self, sizes_BN: Tensor | None, record_keys: bool) -> None:
@@ -96,14 +78,10 @@ class _SizedAttention(TorchFunctionMode):
 
 
 class _MergingForward(TokenForward):
-    """Forward pass of a block that merges tokens between attention and the feed-forward network.
+    """Forward pass of a block that merges r tokens between attention and the feed-forward network.
 
-    Args:
-        module, place: see `TokenForward`.
-        r: number of tokens to merge. At most half of the patch tokens are merged.
-        proportional_attention: see `ToMe`.
-        after_merge: True if an earlier block merges tokens.
-        unmerges: True if the last block repeats each merged token, so that all later layers weight it by its size.
+    `after_merge` is True if an earlier block merges tokens. If `unmerges` is True, the last block repeats each merged
+    token, so that all later layers weight it by its size.
     """
 
     def __init__(
@@ -122,9 +100,7 @@ class _MergingForward(TokenForward):
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
         if is_token_reduction_suspended():
             return super().__call__(x, *others, **keywords)
-        refuse_onnx(self.method_name)
-        self.plain(others, keywords)
-        x, tokens = pop_tokens(x)
+        x, tokens = self.popped(x, others, keywords)
         if self.after_merge and tokens is None and is_recomputing():
             raise UserError(
                 "method tome: reentrant checkpointing recomputes a block without the sizes of its merged tokens. Use"
@@ -168,7 +144,7 @@ class _MergingForward(TokenForward):
 
 
 @register
-class ToMe(Method):
+class ToMe(TokenMethod):
     """Merge the most similar patch tokens in every block (ToMe: Bolya et al., ICLR 2023).
 
     Between attention and the feed-forward network, patch tokens are split into two alternating sets. Each token of the
@@ -229,16 +205,16 @@ class ToMe(Method):
         self.inflect, self.proportional_attention = inflect, proportional_attention
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
-        refuse_other_blocks(view, self.name, view.blocks)
+        self.refuse_other_blocks(view, view.blocks)
         patches = grid_positions(view)
-        refuse_fixed_tokens(view, self.name, _run_merging)
+        self.refuse_fixed_tokens(view, _run_merging)
         r = self._r_per_block(view, patches)
         unmerges = not classifies_by_class_token(model)
         forwards = {
             name: (_MergingForward, (n, self.proportional_attention, any(r[:index]), unmerges))
             for index, (name, n) in enumerate(zip(view.blocks, r, strict=True))
         }
-        give_forwards(model, view, self.name, forwards)
+        self.give_forwards(model, view, forwards)
         why = Skipped(Reason.NO_EFFECT, "r is 0")
         none = {name: why for name, n in zip(view.blocks, r, strict=True) if not n}
         merging = tuple(name for name in view.blocks if name not in none)
@@ -249,7 +225,6 @@ class ToMe(Method):
         return Applied(self.name, merging, none, summary=summary)
 
     def _r_per_block(self, view: ModelView, patches: int) -> list[int]:
-        """Return r of each block, or raise SettingError if r does not fit a model with `patches` patch tokens."""
         blocks = len(view.blocks)
         setting = f"method.{self.name}.r"
         if isinstance(self.r, list):
@@ -274,9 +249,6 @@ class ToMe(Method):
             )
         return scheduled(self.r, self.inflect, blocks)
 
-    def _remove(self, model: nn.Module) -> None:
-        take_forwards(model, self.name)
-
 
 def classifies_by_class_token(model: nn.Module) -> bool:
     """Return True for a `timm` model whose classifier reads only prefix tokens.
@@ -288,7 +260,6 @@ def classifies_by_class_token(model: nn.Module) -> bool:
 
 
 def _run_merging(block: nn.Module, x: Tensor, prefix: int) -> None:
-    """Run a block on x (1, N, C): unchanged, with merging, and on fewer tokens."""
     patches = x.shape[1] - prefix
     block(x)
     place = Place(ToMe.name, prefix, patches, True)

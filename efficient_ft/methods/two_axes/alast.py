@@ -1,8 +1,6 @@
-"""ALaST: the budget of a block determines how many tokens it outputs and how likely it is to be trained.
-
-Source: Devoto, Alvetreti, Pomponi, Di Lorenzo, Minervini, Scardapane, "Adaptive Layer Selection for Efficient Vision
-Transformer Fine-Tuning", 2024. The settings cover the choices that the paper does not specify, and the choices that the
-authors later described differently.
+"""ALaST (Devoto, Alvetreti, Pomponi, Di Lorenzo, Minervini, Scardapane, "Adaptive Layer Selection for Efficient Vision
+Transformer Fine-Tuning", 2024). The settings cover the choices that the paper does not specify, and the choices that
+the authors later described differently.
 """
 
 from __future__ import annotations
@@ -23,17 +21,9 @@ from efficient_ft.methods.checks import check_choice, check_number
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.selection.per_step import LayersPerStep
-from efficient_ft.methods.tokens.base import (
-    Attention,
-    DroppingForward,
-    Place,
-    give_forwards,
-    grid_positions,
-    refuse_other_blocks,
-    take_forwards,
-)
+from efficient_ft.methods.tokens.base import Attention, DroppingForward, Place, TokenMethod, grid_positions
 from efficient_ft.models.view import ModelView
-from efficient_ft.ops.tokens import Tokens, is_token_reduction_suspended, pop_tokens, token_context
+from efficient_ft.ops.tokens import Tokens, is_token_reduction_suspended, token_context
 
 #: Settings that must be numbers >= 0.
 _NUMBERS = ("budget_min", "budget_max", "budget_init", "budget_lr")
@@ -43,11 +33,8 @@ _NUMBERS = ("budget_min", "budget_max", "budget_init", "budget_lr")
 class _Budget:
     """Budget of one block.
 
-    Attributes:
-        value: b, the fraction of the input patch tokens that the block outputs.
-        change: Σ of ‖CLS_l − CLS_{l−1}‖² over the images of the current step, in a buffer that is reused in all steps.
-        images: number of images in the current step so far.
-        before: Δ of the previous step; None in the first step.
+    `value` is b, and `before` is Δ of the previous step. `change` is the sum of ‖CLS_l − CLS_{l−1}‖² over the `images`
+    of the current step, in a buffer that is reused in all steps.
     """
 
     value: float
@@ -71,8 +58,7 @@ class _BudgetedForward(DroppingForward):
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
         if not self.module.training or is_token_reduction_suspended():
             return super(DroppingForward, self).__call__(x, *others, **keywords)
-        self.plain(others, keywords)
-        x, tokens = pop_tokens(x)
+        x, tokens = self.popped(x, others, keywords)
         count = x.shape[1] - self.prefix
         drops = self._kept(count) < count
         seen = Attention(self.prefix) if drops else None
@@ -93,7 +79,7 @@ class _BudgetedForward(DroppingForward):
 
 
 @register
-class ALaST(LayersPerStep):
+class ALaST(LayersPerStep, TokenMethod):
     """Train K blocks per step, sampled by their budgets. The budget also limits the number of tokens that a block
     outputs.
 
@@ -169,7 +155,7 @@ class ALaST(LayersPerStep):
         self._restored: dict[str, Any] | None = None
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
-        refuse_other_blocks(view, self.name, view.blocks)
+        self.refuse_other_blocks(view, view.blocks)
         self._check_count(view)
         self._check_start(view)
         self._budgets = {name: _Budget(float(self.budget_init)) for name in view.blocks}
@@ -179,11 +165,10 @@ class ALaST(LayersPerStep):
         # The average over patch tokens requires at least one token.
         least = 0 if getattr(model, "global_pool", "token") == "token" else 1
         chosen = {name: (_BudgetedForward, (self._budgets, name, least)) for name in view.blocks}
-        give_forwards(model, view, self.name, chosen)
+        self.give_forwards(model, view, chosen)
         return super()._apply(model, view)
 
     def _check_start(self, view: ModelView) -> None:
-        """Raise SettingError if the initial budgets leave no patch token after any block except the last block."""
         positions = left = grid_positions(view)
         for name in view.blocks[:-1]:
             left = math.floor(self.budget_init * left + 1e-9)
@@ -201,12 +186,8 @@ class ALaST(LayersPerStep):
         return (f"blocks initially keep {self.budget_init:g} of the tokens",)
 
     def _remove(self, model: nn.Module) -> None:
-        take_forwards(model, self.name)
+        TokenMethod._remove(self, model)
         super()._remove(model)
-
-    def remove(self, model: nn.Module) -> None:
-        super().remove(model)
-        self._restored = None  # a new model starts from budget_init
 
     def choose(self, step: int, count: int) -> list[int]:
         self._present = [budget.value for budget in self._budgets.values()]
