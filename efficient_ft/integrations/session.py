@@ -1,15 +1,4 @@
-"""The public session: it applies methods to a model, calls them in each training step, and saves the trained part.
-
->>> with MethodSession(model, [LastStage(), LBPDCT(order=4)]) as session:
-...     optimizer = torch.optim.AdamW(session.parameters(), 1e-4)
-...     for step, (images, labels) in enumerate(loader):
-...         with session.step(step):
-...             loss = session.loss(F.cross_entropy(model(images), labels))
-...             loss.backward()
-...             optimizer.step()
-...             optimizer.zero_grad()
->>> session.save("trained.safetensors")
-"""
+"""The public session, which applies methods to a model and calls them in each training step."""
 
 from __future__ import annotations
 
@@ -86,6 +75,17 @@ class MethodSession:
 
     Raises:
         SettingError: If `model` is not a module, or if `methods` contains an object that is not a method.
+
+    Examples:
+        >>> with MethodSession(model, [LastStage(), LBPDCT(order=4)]) as session:
+        ...     optimizer = torch.optim.AdamW(session.parameters(), 1e-4)
+        ...     for step, (images, labels) in enumerate(loader):
+        ...         with session.step(step):
+        ...             loss = session.loss(F.cross_entropy(model(images), labels))
+        ...             loss.backward()
+        ...             optimizer.step()
+        ...             optimizer.zero_grad()
+        >>> session.save("trained.safetensors")
     """
 
     def __init__(
@@ -187,11 +187,7 @@ class MethodSession:
         return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad or id(p) in others]
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters to pass to an optimizer: all parameters that are trained in some step.
-
-        Raises:
-            UserError: If the methods are not applied.
-        """
+        """Return the parameters to pass to an optimizer (see `named_parameters`)."""
         return [parameter for _, parameter in self.named_parameters()]
 
     @property
@@ -349,11 +345,7 @@ class MethodSession:
         self._step, self._stepped, self._updated = None, [], False
 
     def _end_without_update(self) -> None:
-        """End a step without an update, because of a GradScaler overflow or because the data ended before the last
-        micro-batch.
-
-        The gradients may already be freed. Methods that compare gradients ignore the step.
-        """
+        """End a step without an update (GradScaler overflow, incomplete data). Its gradients may already be freed."""
         make_trainable(self.model, self._between_steps)
         for method in self.methods:
             if Needs.GRADIENTS_AT_STEP_END in method.needs:
@@ -464,14 +456,8 @@ class MethodSession:
         Args:
             batch_size: number of images in the batch.
             input_size: image size (H, W) in pixels. If None, the model's own image size is used.
-            options: further arguments of `efficient_ft.cost.executed` (``precision``, ``task``, ...).
-
-        Returns:
-            The counted cost.
-
-        Raises:
-            SettingError: See `efficient_ft.cost.executed`.
-            UserError: See `efficient_ft.cost.executed`.
+            options: further arguments of `efficient_ft.cost.executed` (``precision``, ``task``, ...), which also
+                describes the result and the errors.
         """
         from efficient_ft.cost.executed import executed
 

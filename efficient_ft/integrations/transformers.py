@@ -106,6 +106,7 @@ class MethodCallback(TrainerCallback, ExportableState):
         if self.session is None or self.session.model is not network:
             self.session = MethodSession(network, self.methods, **self._options)
         self.session.apply()
+        self.session.close()  # training opens it again, and a Trainer that never trains must not block other sessions
         if optimizer is not None:
             self.session.check_optimizers([optimizer])
 

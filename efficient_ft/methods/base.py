@@ -30,7 +30,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from efficient_ft.core.errors import UserError
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.format import format_number
 from efficient_ft.methods.declarations import ORDER_OF_APPLICATION, Adds, Axis, Needs, PlanCandidate
 from efficient_ft.methods.stack import check_needs, check_removal, check_stack, no_method, note_applied, refuse_wrapped
@@ -355,6 +355,10 @@ class Method(ABC):
         ``m``.
         """
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+
+    def setting_error(self, setting: str, allowed: str, do: str | None = None) -> SettingError:
+        """Return the error for a setting that does not fit a model. See `SettingError`."""
+        return SettingError(f"method.{self.name}.{setting}", getattr(self, setting), allowed, do)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.settings().items())})"

@@ -36,14 +36,7 @@ _DOES = {
 #: Selections set `requires_grad` before adapters freeze the adapted layers. Low-rank backward then changes the base
 #: layers of adapters, and memory methods pack the remaining saved tensors. Token methods replace the forward pass of
 #: whole blocks, and patches are dropped before the blocks.
-ORDER_OF_APPLICATION: tuple[Axis, ...] = (
-    Axis.SELECTION,
-    Axis.ADAPTERS,
-    Axis.BACKPROP,
-    Axis.MEMORY,
-    Axis.TOKENS,
-    Axis.PATCHES,
-)
+ORDER_OF_APPLICATION = tuple(Axis)
 
 #: Axes that must not be applied before a method on the given axis. The order of other axes has no effect.
 MUST_COME_BEFORE: dict[Axis, frozenset[Axis]] = {

@@ -134,17 +134,15 @@ class ExpertsMethod(Method):
         """Return the full names of the blocks' feed-forward networks. Raise UserError if one is not supported."""
         networks = {name: getattr(view.model.get_submodule(name), "mlp", None) for name in view.blocks}
         unfit = [name for name, mlp in networks.items() if not _is_standard(mlp)]
-        chosen = unfit
-        if len(unfit) < len(networks):
-            chosen = list(blocks_at(view, f"method.{self.name}.blocks", blocks))
-        for name in chosen:
-            if name in unfit:
-                mlp = networks[name]
-                kind = "no mlp" if mlp is None else f"an mlp of an unsupported type ({type(mlp).__name__})"
-                raise UserError(
-                    f"method {self.name}: {name} of {view.name} has {kind}. Experts require blocks whose mlp is timm's"
-                    " Mlp, GluMlp or SwiGLU, without convolutions."
-                )
+        fit = len(unfit) < len(networks)
+        chosen = blocks_at(view, f"method.{self.name}.blocks", blocks) if fit else unfit
+        for name in (name for name in chosen if name in unfit):
+            mlp = networks[name]
+            kind = "no mlp" if mlp is None else f"an mlp of an unsupported type ({type(mlp).__name__})"
+            raise UserError(
+                f"method {self.name}: {name} of {view.name} has {kind}. Experts require blocks whose mlp is timm's"
+                " Mlp, GluMlp or SwiGLU, without convolutions."
+            )
         return tuple(f"{block}.mlp" for block in chosen)
 
     def _put_experts(self, model: nn.Module, names: tuple[str, ...]) -> None:
@@ -282,9 +280,8 @@ class MoE(ExpertsMethod):
         names = self._networks_of(view, self.blocks)
         for name in names:
             if not any(p.requires_grad for p in model.get_submodule(name).parameters()):
-                raise SettingError(
-                    "method.moe.blocks",
-                    self.blocks,
+                raise self.setting_error(
+                    "blocks",
                     "a list of blocks whose feed-forward networks are trainable",
                     f"The selection has frozen {name} of {view.name}; select bsr, full or blocks.",
                 )

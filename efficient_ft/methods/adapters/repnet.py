@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from timm.models._efficientnet_blocks import InvertedResidual
@@ -36,7 +35,7 @@ from timm.models.resnet import BasicBlock, Bottleneck
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.errors import UserError
 from efficient_ft.methods.adapters.lite import LiteResidual, check_lite, refuse_indivisible, stride_of
 from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
 from efficient_ft.methods.checks import blocks_at, check_indices, classes_in_words
@@ -145,23 +144,16 @@ class RepNet(Method):
             else:
                 wanted = [train[(2 * i + 1) * n // 12] for i in range(6)]
         else:
-            wanted = self._listed(view, able)
+            wanted = list(blocks_at(view, f"method.{self.name}.blocks", self.blocks))
+            if unable := [name for name in wanted if name not in able]:
+                why = f"side modules do not support {unable[0]} of {view.name}"
+                raise self.setting_error("blocks", f"a list of indices of {', '.join(able)} ({why})")
         chosen = [name for name in train if name in wanted]
         if not chosen:
             raise UserError(
                 f"method {self.name}: all blocks={self.blocks} of {view.name} are {Reason.FROZEN.value}. Select full."
             )
         return chosen, {name: why for name, why in skipped.items() if name not in chosen}
-
-    def _listed(self, view: ModelView, able: Sequence[str]) -> list[str]:
-        assert self.blocks is not None
-        setting = f"method.{self.name}.blocks"
-        names = blocks_at(view, setting, self.blocks)
-        unable = next((name for name in names if name not in able), None)
-        if unable is not None:
-            allowed = f"a list of indices of {', '.join(able)} (side modules do not support {unable} of {view.name})"
-            raise SettingError(setting, self.blocks, allowed)
-        return list(names)
 
     def _side(self, view: ModelView, name: str) -> nn.Module:
         block: Any = view.model.get_submodule(name)

@@ -96,12 +96,8 @@ class LayersPerStep(Selection):
 
     def _check_count(self, view: ModelView) -> None:
         if self.num_layers > len(view.blocks):
-            raise SettingError(
-                f"method.{self.name}.num_layers",
-                self.num_layers,
-                f"an integer from 1 to {len(view.blocks)}",
-                f"{view.name} has {len(view.blocks)} blocks.",
-            )
+            count = len(view.blocks)
+            raise self.setting_error("num_layers", f"an integer from 1 to {count}", f"{view.name} has {count} blocks.")
 
     def step_begin(self, step: int) -> None:
         super().step_begin(step)

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from efficient_ft.core.errors import SettingError
 from efficient_ft.methods.base import Applied
 from efficient_ft.methods.checks import blocks_at, check_bool, check_indices, check_keep_rate
 from efficient_ft.methods.declarations import Adds, Axis, Needs
@@ -52,11 +51,10 @@ class DropsTokens(TokenMethod):
             left = kept + (self.fuse and kept < count)
             if self.keep_rate < 1 and left >= count:
                 height, width = view.image_size
-                raise SettingError(
-                    f"method.{self.name}.keep_rate",
-                    self.keep_rate,
-                    f"low enough to drop tokens in every block of drop_at ({name} takes {count} patch tokens and keeps"
-                    f" {kept}{' and a fused one' if left > kept else ''})",
+                raise self.setting_error(
+                    "keep_rate",
+                    f"low enough to drop tokens in every block of drop_at ({name} receives {count} patch tokens and"
+                    f" keeps {kept}{' and a fused token' if left > kept else ''})",
                     f"Use larger images (now {height}×{width}), or drop tokens in fewer blocks.",
                 )
             count = left

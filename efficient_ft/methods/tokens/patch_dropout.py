@@ -12,7 +12,7 @@ from timm.layers import PatchDropout as TimmPatchDropout
 from timm.layers import PatchDropoutWithIndices
 from torch import Tensor, nn
 
-from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.errors import UserError
 from efficient_ft.methods.base import Applied
 from efficient_ft.methods.checks import check_keep_rate
 from efficient_ft.methods.declarations import Adds, Axis, Needs
@@ -102,9 +102,8 @@ class PatchDropout(TokenMethod):
         kept = num_kept(count, self.keep_rate)
         if self.keep_rate < 1 and kept == count:
             height, width = view.image_size
-            raise SettingError(
-                f"method.{self.name}.keep_rate",
-                self.keep_rate,
+            raise self.setting_error(
+                "keep_rate",
                 f"low enough to drop a patch ({view.name} has {count} patches)",
                 f"Use larger images (now {height}×{width}).",
             )

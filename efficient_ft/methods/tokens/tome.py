@@ -226,23 +226,20 @@ class ToMe(TokenMethod):
 
     def _r_per_block(self, view: ModelView, patches: int) -> list[int]:
         blocks = len(view.blocks)
-        setting = f"method.{self.name}.r"
         if isinstance(self.r, list):
             if len(self.r) != blocks:
-                raise SettingError(setting, self.r, f"a list of {blocks} integers, one for each block of {view.name}")
+                raise self.setting_error("r", f"a list of {blocks} integers, one for each block of {view.name}")
             if not _leaves_some(self.r, patches):
-                raise SettingError(
-                    setting,
-                    self.r,
+                raise self.setting_error(
+                    "r",
                     f"a list of integers from 0 to {patches // 2} that leaves more than one patch token",
                     f"{view.name} has {patches} patch tokens, and each block merges at most half of its input.",
                 )
             return self.r
         if not _leaves_some(scheduled(self.r, self.inflect, blocks), patches):
             largest = max(n for n in range(patches + 1) if _leaves_some(scheduled(n, self.inflect, blocks), patches))
-            raise SettingError(
-                setting,
-                self.r,
+            raise self.setting_error(
+                "r",
                 f"an integer from 0 to {largest}",
                 f"{view.name} has {patches} patch tokens, each of its {blocks} blocks merges at most half of its input,"
                 " and more than one patch token must be left.",

@@ -174,10 +174,9 @@ class ALaST(LayersPerStep, TokenMethod):
             left = math.floor(self.budget_init * left + 1e-9)
             if not left and self.budget_init:
                 height, width = view.image_size
-                raise SettingError(
-                    f"method.{self.name}.budget_init",
-                    self.budget_init,
-                    "a share that leaves patch tokens after all blocks",
+                raise self.setting_error(
+                    "budget_init",
+                    "a number that leaves patch tokens after all blocks",
                     f"None of the {positions} patch tokens is left after {name}. Use larger images (now"
                     f" {height}×{width}).",
                 )
