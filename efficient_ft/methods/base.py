@@ -280,9 +280,9 @@ class Method(ABC):
         if not applied.touched and not applied.none_needed:
             reasons = sorted({str(why) for why in applied.skipped.values()})
             raise UserError(
-                f"method {self.name}: nothing in {type(model).__name__} can be touched"
+                f"method {self.name}: no part of {type(model).__name__} can be changed"
                 + (f" ({'; '.join(reasons[:3])})." if reasons else ".")
-                + " Choose another method; method=full trains everything."
+                + " Choose another method; method=full trains all parameters."
             )
         self._applied = applied
         note_applied(model, self)

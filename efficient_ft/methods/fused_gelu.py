@@ -35,7 +35,8 @@ class FusedNormGelu(OwnForward):
     def __call__(self, x: Tensor) -> Tensor:
         mlp: Any = self.module
         norm = mlp.norm1
-        if type(norm) is not FrozenBatchNorm2d or _changed(norm) or not _exact(mlp.act) or _hooked(mlp.act):
+        changed = "forward" in norm.__dict__ or _hooked(norm) or _hooked(mlp.act)
+        if type(norm) is not FrozenBatchNorm2d or changed or not _exact(mlp.act):
             return self.within(x)
         x = mlp.fc1(x)
         if _fits(mlp, x) and _channels_last(x):
@@ -61,10 +62,6 @@ def _fits(module: nn.Module, x: Tensor) -> bool:
 
 def _exact(act: nn.Module) -> bool:
     return type(act) is nn.GELU and act.approximate == "none"
-
-
-def _changed(norm: nn.Module) -> bool:
-    return "forward" in norm.__dict__ or _hooked(norm)
 
 
 def _hooked(module: nn.Module) -> bool:

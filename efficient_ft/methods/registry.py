@@ -222,9 +222,7 @@ def _broken_hook(method: type[Method], hook: str) -> str | None:
 
 
 def broken_settings(method: type[Method]) -> str | None:
-    """Return how the constructor of a class breaks the contract. Return None if it is valid or a setting has no
-    default.
-    """
+    """Return how the constructor of a class breaks the contract, or None. Settings without default are not checked."""
     parameters = inspect.signature(method).parameters.values()
     if any(p.default is p.empty for p in parameters):
         return None

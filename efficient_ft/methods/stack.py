@@ -51,7 +51,7 @@ _applied: WeakKeyDictionary[nn.Module, WeakSet[_Method]] = WeakKeyDictionary()
 
 
 def check_stack(methods: Sequence[_Method], model: nn.Module | None = None) -> None:
-    """Check that methods can be applied together, and on top of the methods that are already applied to `model`.
+    """Check that methods can be applied together, and to a model to which other methods have been applied.
 
     Each axis may have at most one method, no two methods may conflict, and a method that must be applied before another
     method (a selection before adapters) must not follow it.
@@ -111,7 +111,7 @@ def _check_against(method: _Method, mark: Mark, model: str) -> None:
         raise UserError(f"{applied}, and the two cannot be stacked: {why}. Use one of them.")
     if any(MUST_COME_BEFORE.get(axis, frozenset()) & set(mark.axes) for axis in method.axes):
         raise UserError(
-            f"{applied}, but must come after {method.name}. Apply both with apply_methods, which sorts them, or"
+            f"{applied}, but must be applied after {method.name}. Apply both with apply_methods, which sorts them, or"
             f" remove {mark.method} first."
         )
 
@@ -229,7 +229,7 @@ def check_optimizer(model: nn.Module, optimizers: torch.optim.Optimizer | Iterab
     if missing:
         raise UserError(
             f"{len(missing)} of {len(wanted)} trainable parameters are in no optimizer ({', '.join(missing[:3])}"
-            f"{', …' if len(missing) > 3 else ''}). The optimizer was built before the methods were applied, or after"
-            " the first step_begin. Build it between the two, over all parameters whose requires_grad is True. Freeze"
+            f"{', …' if len(missing) > 3 else ''}). The optimizer was created before the methods were applied, or after"
+            " the first step_begin. Create it in between, with all parameters whose requires_grad is True. Freeze"
             " parameters that must not be trained: p.requires_grad_(False)."
         )

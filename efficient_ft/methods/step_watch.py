@@ -56,18 +56,15 @@ class StepWatch:
         return {**vars(self), "_hook": None, "_seen": None}  # copies of a parameter have no hooks
 
     def _after_backward(self, parameter: Tensor) -> None:
-        if self._begun and self._seen is None and parameter.grad is not None:
-            self._seen = parameter._version, weakref.ref(parameter.grad)
-        if self._begun and (self._seen is None or self._is_same_step(parameter)):
+        if self._begun and self._seen is None:
+            if parameter.grad is not None:
+                self._seen = parameter._version, weakref.ref(parameter.grad)
+            return
+        if self._seen is not None and self._seen[0] == parameter._version and self._seen[1]() is parameter.grad:
             return
         self._outside += 1
         if self._outside >= _PATIENCE:
             self._warn("a backward pass ran without a call of step_begin(step) for its optimizer step")
-
-    def _is_same_step(self, parameter: Tensor) -> bool:
-        assert self._seen is not None
-        version, gradient = self._seen
-        return parameter._version == version and gradient() is parameter.grad
 
     def _warn(self, fault: str) -> None:
         if self._warned:

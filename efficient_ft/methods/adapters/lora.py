@@ -1,5 +1,5 @@
 """LoRA (Hu, Shen, Wallis, Allen-Zhu, Li, Wang, Wang, Chen, "LoRA: Low-Rank Adaptation of Large Language Models", ICLR
-2022), with the layers of the library `peft`.
+2022). The library `peft` implements the adapted layers.
 """
 
 from __future__ import annotations
@@ -141,9 +141,7 @@ class LoRA(Method):
         return {n for n in view.new_parameters() if self._before[n]}
 
     def _rank(self, name: str) -> int:
-        """Return the rank of an adapter. As in the baselines of the LBP-WHT paper, fused layers multiply the rank, not
-        alpha.
-        """
+        """Return the rank of an adapter. Fused layers have a larger rank with the same alpha, as in the LBP-WHT paper."""
         return self.rank * projections_in(name)
 
     def _why_not(self, layer: Layer) -> Skipped | None:

@@ -151,9 +151,10 @@ class ExpertsMethod(Method):
         for name in names:
             mlp: Any = model.get_submodule(name)
             like = next(mlp.parameters())
+            inputs = next(m.in_features for m in mlp.modules() if isinstance(m, nn.Linear))
 
-            def gate(like: Tensor = like, mlp: Any = mlp) -> nn.Module:
-                made = nn.Linear(_width(mlp), self.num_experts, bias=False, device=like.device, dtype=like.dtype)
+            def gate(like: Tensor = like, width: int = inputs) -> nn.Module:
+                made = nn.Linear(width, self.num_experts, bias=False, device=like.device, dtype=like.dtype)
                 nn.init.zeros_(made.weight)
                 return made
 
@@ -198,8 +199,8 @@ class ExpertsMethod(Method):
             loss: loss of the forward pass, with shape ().
 
         Raises:
-            UserError: If a block with experts has computed no balance loss, because it is recomputed in the backward
-                pass (checkpointing), or because no forward pass has run in training mode with gradients since the last
+            UserError: If a block with experts has computed no balance loss. Either the block is recomputed in the
+                backward pass (checkpointing), or no forward pass has run in training mode with gradients since the last
                 call.
         """
         if self._balance_losses is None:
@@ -221,10 +222,6 @@ def _is_standard(mlp: nn.Module | None) -> bool:
     if mlp is None or type(mlp) not in _STANDARD or foreign_forward(mlp) is not None:
         return False
     return not any(isinstance(m, nn.Conv2d) for m in mlp.modules())
-
-
-def _width(mlp: nn.Module) -> int:
-    return next(m.in_features for m in mlp.modules() if isinstance(m, nn.Linear))
 
 
 @register

@@ -2,26 +2,8 @@
 
 Source: Yang, Rakin, Fan, "Rep-Net: Efficient On-Device Learning via Feature Reprogramming", CVPR 2022, as the baseline
 in "Block Selective Reprogramming" (BSR, CVPR Workshops 2024; Figure 3 and Equation 7): a_{i+1} = f_M(a_i) + f_S(a_i),
-with a frozen block f_M of the network and a trainable side module f_S. BSR also applies Rep-Net to transformers.
-
-The papers specify six modules on a downsampled map in a CNN, three blocks in a transformer, and a trained head. The
-outputs of the modules are added to the outputs of the network. The papers do not specify the positions and sizes of the
-modules. We derived both from the costs per image in Table 5 of BSR: 6.2 GMACs and 9.91 MB for ResNet-50, and 5.7 GMACs
-and 40.1 MB for DeiT-S.
-
-* DeiT-S: The side modules are transformer blocks like the blocks of the network. Three blocks result in 5.73 GMACs. By
-  BSR's counting rule, 40.1 MiB is the memory of three trained blocks and of the eight frozen blocks after the first of
-  them. The first side block is therefore parallel to block 3 (of 0 to 11), which is BSR's first trained block. As in
-  BSR, the others are parallel to blocks 7 and 11, which is our choice.
-* ResNet-50: The side modules are TinyTL's modules with as many hidden channels as input channels, kernels of size 5 and
-  4 groups. They are parallel to the middle block of each sixth of the network (1, 4, 6, 9, 12, 14 of 0 to 15). This
-  results in 6.22 GMACs and 10.0 MiB by TinyTL's counting rule (`cost.published`). The modules have 50 M parameters.
-  With modules of this type, kernels up to 7, and an even distribution over all four stages, every choice that matches
-  both costs has at least 49 M parameters.
-
-The initialization is our choice and leaves the output of the network unchanged. In a CNN, the last norm of a module has
-a scale of 0. In a transformer, the side block is a copy of the parallel block, with the last projection of both
-branches set to 0. Only the output of its branches is added, without its residual.
+with a frozen block f_M of the network and a trainable side module f_S. BSR also applies Rep-Net to transformers. The
+positions and sizes of the modules are derived from the costs in Table 5 of BSR (see docs/methods/repnet.md).
 """
 
 from __future__ import annotations

@@ -26,9 +26,9 @@ VALUES = ("fp16", "bf16", "same", "int8")
 class BackRazor(ActivationPacking):
     """Save only the largest values of each sample's activations and a bitmap. The forward pass does not change.
 
-    The method prunes the inputs of linear layers, convolutions and normalizations, q, k, v and the output of the
-    softmax. The input of GELU is saved in half precision without pruning, and ReLU saves one bit per element. The
-    gradient of a layer's input does not depend on pruned values, except in normalizations and attention.
+    The method prunes q, k, v, the output of the softmax, and the inputs of linear layers, convolutions and
+    normalizations. The input of GELU is saved in half precision without pruning, and ReLU saves one bit per element.
+    The gradient of a layer's input does not depend on pruned values, except in normalizations and attention.
 
     Args:
         sparsity: fraction of the values that are dropped, from 0 to below 1.

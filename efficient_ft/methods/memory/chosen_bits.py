@@ -2,18 +2,16 @@
 
 During the profile, all tensors are saved in 8 bits. When the backward pass reaches the output of a part of the model,
 it runs once from this output without changes. It then runs again for each tensor that the part packs, with only this
-tensor rounded to 3 bits. This measures how much the gradients of all layers below change. The change is the squared
-norm of the difference, relative to the squared norm of the part's own gradient, summed over the parts of the model. It
-is relative because optimizers such as Adam are insensitive to the scale of a part's gradient.
+tensor rounded to 3 bits. The change is the squared norm of the difference, relative to the squared norm of the part's
+own gradient, summed over the parts of the model. It is relative because optimizers such as Adam are insensitive to the
+scale of a part's gradient.
 
 The changes of several tensors are additive, because their rounding errors are independent. The change of each tensor is
-proportional to the squared rounding error. This error is measured too, and yields the change for all other formats. On
-a trained small ViT, the sum is within 5 % of the change when all tensors are rounded. Bits are then assigned to the
-tensors where they reduce the sum most.
+proportional to the squared rounding error, which yields the change for all other formats. On a trained small ViT, the
+sum is within 5 % of the change when all tensors are rounded. Bits are then assigned where they reduce the sum most.
 
-A part that is frozen in a profiling step (`lisa`, `uniform_layers`) is not measured in this step, because the effect of
-its tensors on the gradients of other parts does not predict the effect on its own gradient. Tensors that were never
-measured use the largest format that fits the budget for all tensors.
+A part that is frozen in a profiling step (`lisa`, `uniform_layers`) is not measured in this step, because its effect on
+the gradients of other parts does not predict the effect on its own gradient.
 
 ActNN (Chen et al., ICML 2021) and GACT (Liu et al., ICML 2022) select bits by the sensitivity of the gradient's
 variance. Measuring the change relative to each part is our extension.
@@ -88,7 +86,7 @@ class ChosenBits(PackingState):
     values: dict[str, int] = field(default_factory=dict)
     changes: dict[str, dict[Form, float]] = field(default_factory=dict)
     forms: dict[str, Form] | None = None
-    #: State of the current step: the part of each parameter by id, the frozen parts, and the measured changes.
+    #: State of the current step: part of each parameter by id, frozen parts, and measured changes.
     _part_of: dict[int, str] = field(default_factory=dict)
     _frozen: dict[str, nn.Module] = field(default_factory=dict)
     _step: dict[str, dict[Form, float]] = field(default_factory=dict)
@@ -310,7 +308,7 @@ def choose_forms(
 
 
 def _parameters_below(node: Any) -> list[Tensor]:
-    """Return the parameters below `node` in the graph. Compiled code is excluded: its backward pass runs only once."""
+    """Return the parameters below `node`, except in compiled code, whose backward pass can run only once."""
     seen, nodes, found = {node}, [node], []
     while nodes:
         node = nodes.pop()

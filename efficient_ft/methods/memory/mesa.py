@@ -15,9 +15,9 @@ from efficient_ft.ops.storage import EightBits
 class Mesa(ActivationPacking):
     """Save the tensors of the backward pass in 8 bits. The forward pass does not change.
 
-    The inputs of linear layers, convolutions, normalizations and smooth activation functions, q, k, v and the output of
-    the softmax are stochastically rounded to 255 steps. Each attention head has a running range (mean with factor 0.9).
-    ReLU saves one bit per element.
+    q, k, v, the output of the softmax, and the inputs of linear layers, convolutions, normalizations and smooth
+    activation functions are stochastically rounded to 255 steps. Each attention head has a running range (mean with
+    factor 0.9). ReLU saves one bit per element.
 
     Args:
         attention: ``unfused`` saves q, k, v and the output of the softmax (as published). ``fused`` saves q, k and v

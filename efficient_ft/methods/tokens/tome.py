@@ -268,8 +268,8 @@ def scheduled(r: int, inflect: float, blocks: int) -> list[int]:
     """Return r of each block, which changes linearly from (1 − inflect)·r in the first block to (1 + inflect)·r in the
     last.
 
-    The mean is r. Two blocks at the same distance from the middle merge exactly 2·r tokens together. Halves are rounded
-    to even, and `inflect` is interpreted as a decimal fraction.
+    The mean over the blocks is r. Two blocks at the same distance from the middle merge exactly 2·r tokens in total.
+    Halves are rounded to even, and `inflect` is interpreted as a decimal fraction.
     """
     slope = 0 if blocks == 1 else Fraction(str(inflect)) / (blocks - 1)
     return [round(r + r * slope * (2 * block - blocks + 1)) for block in range(blocks)]
