@@ -111,7 +111,7 @@ def _check_against(method: _Method, mark: Mark, model: str) -> None:
         raise UserError(f"{applied}, and the two cannot be stacked: {why}. Use one of them.")
     if any(MUST_COME_BEFORE.get(axis, frozenset()) & set(mark.axes) for axis in method.axes):
         raise UserError(
-            f"{applied}, but must be applied after {method.name}. Apply both with apply_methods, which sorts them, or"
+            f"{applied}, but must come after {method.name}. Apply both with apply_methods, which sorts them, or"
             f" remove {mark.method} first."
         )
 

@@ -141,7 +141,7 @@ class LoRA(Method):
         return {n for n in view.new_parameters() if self._before[n]}
 
     def _rank(self, name: str) -> int:
-        """Return the rank of an adapter. Fused layers have a larger rank with the same alpha, as in the LBP-WHT paper."""
+        """Return the rank of an adapter. Fused layers have a larger rank, as in the LBP-WHT paper."""
         return self.rank * projections_in(name)
 
     def _why_not(self, layer: Layer) -> Skipped | None:
