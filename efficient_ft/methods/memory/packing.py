@@ -131,8 +131,7 @@ class PartwiseMethod(MemoryMethod):
 
     Attributes:
         packs_tail: if True, in a model with attention, the final normalization is packed too. The head then saves an
-            exact copy of its input (the class token) instead of the tensor with all tokens, of which the input is a
-            view.
+            exact copy of its input, the class token, so that the tensor with all tokens can be freed.
     """
 
     packs_tail: bool = False

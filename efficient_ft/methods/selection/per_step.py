@@ -164,8 +164,7 @@ class LISA(LayersPerStep):
         train_embeddings, seed: see `LayersPerStep`.
 
     Raises:
-        SettingError: See `LayersPerStep`. Also raised if `interval` is not an integer >= 1.
-        UserError: Raised by `apply` if the model's blocks are not recognized.
+        SettingError: If `interval` is not an integer >= 1. See also `LayersPerStep`.
     """
 
     name = "lisa"
