@@ -18,7 +18,6 @@ from efficient_ft.models.frozen_batch_norm import freeze_batch_norm, frozen_laye
 from efficient_ft.optim import steps_in_backward
 
 log = logging.getLogger(__name__)
-
 #: Classes that wrap or compile a module. Methods must be applied to the module before.
 _WRAPPERS = ("OptimizedModule", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 #: Open sessions by model.

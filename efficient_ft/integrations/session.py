@@ -177,7 +177,7 @@ class MethodSession:
         self.close()
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return names and parameters of all parameters that are trained in the current step or in any other step.
+        """Return all parameters that are trained in some step, with their names, even if they are currently frozen.
 
         Raises:
             UserError: If the methods are not applied.

@@ -289,12 +289,8 @@ class Method(ABC):
         if self.acts_per_step:
             self._watch = StepWatch(self.name, model)
         # The mark is stored on the model, so that it is copied with the model.
-        add_mark(
-            model,
-            Mark(
-                self.name, self.state_key, self.axes, self.adds, dict(self.conflicts), applied.modules, applied.routed
-            ),
-        )
+        declared = (self.name, self.state_key, self.axes, self.adds, dict(self.conflicts))
+        add_mark(model, Mark(*declared, applied.modules, applied.routed))
         return applied
 
     def _check_report(self, report: Any, model: nn.Module) -> None:

@@ -37,7 +37,6 @@ _DOES = {
 #: layers of adapters, and memory methods pack the remaining saved tensors. Token methods replace the forward pass of
 #: whole blocks, and patches are dropped before the blocks.
 ORDER_OF_APPLICATION = tuple(Axis)
-
 #: Axes that must not be applied before a method on the given axis. The order of other axes has no effect.
 MUST_COME_BEFORE: dict[Axis, frozenset[Axis]] = {
     Axis.SELECTION: frozenset({Axis.ADAPTERS}),

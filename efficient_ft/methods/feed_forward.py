@@ -20,7 +20,6 @@ from efficient_ft.models.frozen_batch_norm import FROZEN
 
 #: Maximum size of the widest tensor of a part, in bytes.
 _PART_BYTES = 5 * 2**20
-
 #: Classes from `timm` that process the images of a batch independently.
 _KINDS = (mlp.Mlp, mlp.GluMlp, mlp.SwiGLU, mlp.ConvMlp, mlp.GlobalResponseNormMlp, ConvMlpWithNorm)
 
@@ -69,5 +68,4 @@ def run_in_parts(model: nn.Module) -> None:
 
 def run_whole(model: nn.Module) -> None:
     """Undo `run_in_parts`."""
-    for module in model.modules():
-        take_away(module, FrozenFeedForward)
+    take_away(model, FrozenFeedForward)

@@ -99,14 +99,19 @@ def put_inside(module: nn.Module, forward: OwnForward) -> None:
         module.forward = forward  # type: ignore[assignment]
 
 
-def take_away(module: nn.Module, kind: type[_Kind], of: Callable[[_Kind], bool] = lambda _: True) -> None:
-    """Remove the replacements of type `kind` for which `of` returns True. The order of the others is preserved."""
-    if not forwards_of(module):
-        return
-    rest = [forward for forward in forwards_of(module) if not (isinstance(forward, kind) and of(forward))]
-    foreign = foreign_forward(module)
-    del module.forward
-    if foreign is not None:
-        module.forward = foreign  # type: ignore[method-assign]
-    for forward in reversed(rest):
-        put_around(module, forward)
+def take_away(model: nn.Module, kind: type[_Kind], of: Callable[[_Kind], bool] = lambda _: True) -> None:
+    """Remove the replacements of type `kind` for which `of` returns True from `model` and all its submodules.
+
+    The order of the other replacements is preserved.
+    """
+    for module in model.modules():
+        forwards = forwards_of(module)
+        rest = [forward for forward in forwards if not (isinstance(forward, kind) and of(forward))]
+        if len(rest) == len(forwards):
+            continue
+        foreign = foreign_forward(module)
+        del module.forward
+        if foreign is not None:
+            module.forward = foreign  # type: ignore[method-assign]
+        for forward in reversed(rest):
+            put_around(module, forward)

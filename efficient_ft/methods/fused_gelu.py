@@ -94,6 +94,5 @@ def fuse_gelu(model: nn.Module, *, everywhere: bool = True) -> list[str]:
 
 def separate_gelu(model: nn.Module) -> None:
     """Undo `fuse_gelu`."""
-    for module in model.modules():
-        take_away(module, FusedGelu)
-        take_away(module, FusedNormGelu)
+    take_away(model, FusedGelu)
+    take_away(model, FusedNormGelu)

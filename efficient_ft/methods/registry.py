@@ -28,15 +28,11 @@ from efficient_ft.methods.base import OURS, Method
 from efficient_ft.methods.declarations import Adds, Axis, Exactness, Needs, PlanCandidate
 
 _PACKAGE = "efficient_ft.methods"
-
 _Class = TypeVar("_Class", bound=type[Method])
-
 #: Methods of the contract that are called with positional arguments only.
 _HOOKS = ("_apply", "_remove", "step_begin", "step_end", "total_loss", "step_stats", "state_dict", "load_state_dict")
-
 #: Registered classes and their distributions, by name.
 _registered: dict[str, tuple[type[Method], str]] = {}
-
 #: Names of methods from other packages whose constructors have not been checked yet.
 _untried: set[str] = set()
 

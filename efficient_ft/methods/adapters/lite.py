@@ -19,7 +19,6 @@ from efficient_ft.models.view import ModelView
 
 #: Number of channels per group of every GroupNorm.
 GROUP = 8
-
 #: Constant added to the variance in weight standardization.
 EPS = 1e-6
 

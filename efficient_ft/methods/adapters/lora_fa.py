@@ -75,8 +75,7 @@ class LoRAFA(LoRA):
         return replace(report, summary=self._summary(model, dict(report.skipped)))
 
     def _remove(self, model: nn.Module) -> None:
-        for module in model.modules():
-            take_away(module, _FrozenForward)
+        take_away(model, _FrozenForward)
         super()._remove(model)
 
     def _trains(self, model: nn.Module, view: ModelView, left_out: dict[str, Skipped]) -> set[str]:

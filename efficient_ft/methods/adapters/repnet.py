@@ -158,9 +158,9 @@ class RepNet(Method):
         return side.to(first.weight.device, first.weight.dtype).train(block.training)
 
     def _remove(self, model: nn.Module) -> None:
+        take_away(model, _SideForward)
         for module in model.modules():
             if hasattr(module, "side_module"):
-                take_away(module, _SideForward)
                 del module.side_module
         make_trainable(model, self._before)
 

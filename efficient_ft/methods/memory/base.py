@@ -64,8 +64,7 @@ class MemoryMethod(Method):
         return PackingState()
 
     def _remove(self, model: nn.Module) -> None:
-        for module in model.modules():
-            take_away(module, MemoryForward)
+        take_away(model, MemoryForward)
 
     def step_end(self) -> None:
         """Check the packed values of the step.

@@ -23,7 +23,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,6 @@ from efficient_ft.ops.tokens import attach_tokens, pop_tokens
 
 #: Storage format of a tensor: bits per value, and values per group.
 Form = tuple[int, int]
-
 #: Bits of every tensor during the profile. Changes are measured relative to this precision.
 _EXACT = 8
 #: Bits to which a tensor is rounded to measure its change.
@@ -231,13 +230,12 @@ class ChosenBits(PackingState):
         self.forms = None if forms is None else {name: (bits, group) for name, (bits, group) in forms.items()}
 
 
+@dataclass(frozen=True, eq=False)
 class ChosenBitsPacker:
     """Packer that uses a `ChosenBits`. All kinds of tensors share one packer, so that each tensor is packed once."""
 
-    named = True
-
-    def __init__(self, chosen: ChosenBits) -> None:
-        self.chosen = chosen
+    chosen: ChosenBits
+    named: ClassVar[bool] = True
 
     def pack(self, x: Tensor, context: PackContext) -> Packed:
         """Pack x in its selected format."""

@@ -23,7 +23,6 @@ from efficient_ft.ops.storage import Dense, Half, Packer
 
 #: With ``attention=mixed``, attention is recomputed in every block whose number is a multiple of this value.
 _EVERY = 4
-
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -34,7 +34,6 @@ from efficient_ft.ops.storage import Dense, GroupBits, Packer, Sparse
 
 #: Reason for the conflict between low-rank backward and methods that change the forward pass of layers.
 DENSE_FORWARD = "low-rank layers have their own dense forward pass and save their projected input"
-
 #: Reasons why a layer inside a packed part runs unchanged. Its input has no batch dimension of images.
 _NO_BATCH = (Reason.NOT_FROM_IMAGES, Reason.ROUTED)
 

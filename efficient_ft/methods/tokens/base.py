@@ -38,7 +38,6 @@ from efficient_ft.ops.tokens import (
 #: Allowed submodules of a supported block, and the required submodules in order of execution.
 _BLOCK = {"norm1", "attn", "ls1", "drop_path1", "norm2", "mlp", "ls2", "drop_path2"}
 _ORDER = ["norm1", "attn", "norm2", "mlp"]
-
 #: Functions that compute the attention map (B, H, N, N) in unfused attention.
 SOFTMAX = (Tensor.softmax, torch.softmax, F.softmax)
 
@@ -297,5 +296,4 @@ class TokenMethod(Method):
         for function in _ALL_TOKENS:
             if isinstance(vars(model).get(function), _Refused):
                 delattr(model, function)
-        for module in model.modules():
-            take_away(module, TokenForward, lambda forward: forward.method_name == self.name)
+        take_away(model, TokenForward, lambda forward: forward.method_name == self.name)

@@ -116,8 +116,7 @@ class PatchDropout(TokenMethod):
         return Applied(self.name, (first,), summary=summary)
 
     def _remove(self, model: nn.Module) -> None:
-        for module in model.modules():
-            take_away(module, _PatchDropForward)
+        take_away(model, _PatchDropForward)
         super()._remove(model)
 
 
