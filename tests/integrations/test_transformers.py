@@ -345,7 +345,7 @@ def test_an_optimizer_built_before_is_refused(tmp_path: Path) -> None:
         if refused:
             with pytest.raises(
                 UserError,
-                match=r"^16 of 18 trainable parameters are in no optimizer .* built before the methods",
+                match=r"^16 of 18 trainable parameters are in no optimizer .* created before the methods",
             ):
                 Trainer(model, arguments(tmp_path), **build)  # type: ignore[arg-type]
         else:
