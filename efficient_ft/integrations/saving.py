@@ -41,7 +41,7 @@ class About:
 
 @dataclass(frozen=True)
 class Content:
-    """Content of a file: its tensors on the CPU, and the metadata of a trained part or None."""
+    """Content of a file, with tensors on the CPU. `about` is None unless the file contains a trained part."""
 
     path: Path
     tensors: dict[str, Tensor]

@@ -384,7 +384,7 @@ class MethodSession:
             self.check_optimizers(optimizers)
 
     def _versions(self) -> int:
-        """Return the sum of the parameters' version counters, which updates without an optimizer increase."""
+        """Return the sum of the parameters' version counters. Updates without an optimizer also increase it."""
         return sum(p._version for p in self._parameters)
 
     def state_dict(self) -> dict[str, Any]:

@@ -56,8 +56,8 @@ class Applied:
         none_needed: reason why no layer requires a change (at full rank, plain layers are exact and cheaper). If it is
             empty, a report without touched parts is an error.
         modules: full names of the modules that the method added. The view of the model excludes them.
-        routed: full names of the modules whose input tokens the method routes, so that one batch of tokens contains
-            tokens from several images.
+        routed: full names of the modules whose input tokens the method routes. Their inputs contain tokens from several
+            images.
         summary: phrase for ``print(report)``, such as "blocks 9–11, norm and head train". If it is empty, the report
             shows the number and location of `touched`, the reasons in `skipped`, and the notes.
     """

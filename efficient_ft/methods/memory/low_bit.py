@@ -96,7 +96,7 @@ class LowBit(ActivationPacking):
 
     @property
     def _groups(self) -> tuple[int, ...]:
-        """Allowed numbers of values per group; a single number unless groups are selected."""
+        """Allowed numbers of values per group. There is a single number unless ``bits=auto``."""
         if self.group is not None:
             return (self.group,)
         return _CHOSEN_GROUPS if self.bits == "auto" else (40 if self.bits == 2 else 64,)

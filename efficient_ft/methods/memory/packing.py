@@ -195,7 +195,7 @@ class ActivationPacking(PartwiseMethod):
             the range of fp16.
     """
 
-    #: Class of the parts' forward passes.
+    #: Class of the forward passes that replace those of the parts.
     _forward: type[PackedForward] = PackedForward
 
     @abstractmethod

@@ -42,7 +42,7 @@ class Selection(Method):
 
     @abstractmethod
     def chosen(self, view: ModelView) -> dict[str, Tensor]:
-        """Return the parameters to train by full name.
+        """Return the parameters to train as a mapping from full names to parameters.
 
         Args:
             view: view of the model. `parameters_under(view.model, names)` returns the parameters of modules.

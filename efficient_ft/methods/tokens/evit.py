@@ -65,11 +65,11 @@ class EViT(DropsTokens):
     """Drop the patch tokens to which the class token attends least (EViT: Liang et al., ICLR 2022).
 
     Each block in ``drop_at`` keeps the fraction ``keep_rate`` of the patch tokens with the highest attention from the
-    class token, averaged over the heads, in descending order of attention. The block drops tokens between attention and
-    the feed-forward network. The dropped tokens are fused into one token, their sum weighted by attention. Tokens are
-    dropped in training and in evaluation. The weights keep the model's own names, but must be used with the same token
-    dropping, which exported files record. Attention remains fused. The attention of the class token is computed
-    separately.
+    class token, averaged over the heads. The kept tokens are sorted by attention in descending order. The block drops
+    tokens between attention and the feed-forward network. The dropped tokens are fused into one token, their sum
+    weighted by attention. Tokens are dropped in training and in evaluation. The weights keep the model's own names, but
+    must be used with the same token dropping, which exported files record. Attention remains fused. The attention of
+    the class token is computed separately.
 
     Args:
         drop_at: indices of the blocks that drop tokens, counted from 0. Negative indices count from the end. The last
