@@ -195,7 +195,7 @@ class ActivationPacking(PartwiseMethod):
             the range of fp16.
     """
 
-    #: Class of the forward passes that replace those of the parts.
+    #: Class of the replacements for the parts' forward passes.
     _forward: type[PackedForward] = PackedForward
 
     @abstractmethod
