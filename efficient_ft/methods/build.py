@@ -64,11 +64,7 @@ def build_methods(config: Config) -> list[Method]:
 
 
 def baseline_methods(config: Config) -> list[Method] | None:
-    """Return the selection named by ``cost.baseline``, or None if costs are not compared.
-
-    Raises:
-        SettingError: If the name is not a selection whose settings all have defaults.
-    """
+    """Return the selection named by ``cost.baseline``, or None if costs are not compared."""
     if config.cost.baseline == "none":
         return None
     name = _selection_named("cost.baseline", config.cost.baseline, ("all", "none"))

@@ -139,11 +139,9 @@ def _conflict(a: _Declared, a_name: str, b: _Declared, b_name: str) -> str | Non
 
 
 def check_needs(method: _Method, view: ModelView) -> None:
-    """Check that the model meets the requirements that `method` declares.
+    """Raise UserError if the model does not meet a requirement that `method` declares.
 
-    Raises:
-        UserError: If a requirement is not met. The message names the method, the model and the reason.
-        SettingError: If the images consist of a single patch.
+    If the images consist of a single patch, SettingError is raised.
     """
     for need in Needs:
         if need in method.needs:
