@@ -1,6 +1,6 @@
-"""Methods in training loops: `MethodSession` for any loop, and callbacks for Lightning and transformers.
+"""Methods in training loops: `MethodSession` for any loop, and callbacks for Lightning and `transformers`.
 
-The modules `lightning` and `transformers` import these libraries. The other modules of this folder do not.
+Only the modules `lightning` and `transformers` of this package import these libraries.
 """
 
 from efficient_ft.integrations.session import MethodSession

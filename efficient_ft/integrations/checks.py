@@ -1,4 +1,4 @@
-"""Checks of sessions and callbacks: the model, optimizers that step inside the backward pass, and added losses."""
+"""Checks of sessions and callbacks: the model, added losses, and optimizers that step inside the backward pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import nn
 
-from efficient_ft.core.errors import UserError
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.in_backward import Wrong, refuse_in_backward
 from efficient_ft.methods.base import Method
 from efficient_ft.methods.declarations import Adds, Needs
@@ -18,10 +18,9 @@ from efficient_ft.models.frozen_batch_norm import freeze_batch_norm, frozen_laye
 from efficient_ft.optim import steps_in_backward
 
 log = logging.getLogger(__name__)
-
-#: Classes that wrap a module or compile it. Methods must be applied before them.
+#: Classes that wrap or compile a module. Methods must be applied to the module before.
 _WRAPPERS = ("OptimizedModule", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
-#: By model: the session that is open on it.
+#: Open sessions by model.
 OPENED: WeakKeyDictionary[nn.Module, ref[Any]] = WeakKeyDictionary()
 
 
@@ -31,23 +30,24 @@ def names_adding_loss(methods: Iterable[Method]) -> list[str]:
 
 
 def adds_loss(method: Method) -> bool:
-    """Return True if `total_loss` is overridden and no setting takes `Adds.LOSS` away from the class's declaration."""
+    """Return True if `total_loss` is overridden and the settings do not remove `Adds.LOSS` from the class's
+    declaration.
+    """
     if type(method).total_loss is Method.total_loss:
         return False
     return Adds.LOSS in method.adds or Adds.LOSS not in type(method).adds
 
 
 def is_first_process() -> bool:
-    """Return True in the first of several processes, and without distributed training."""
+    """Return True on the first process of a distributed training, and always without distributed training."""
     distributed = torch.distributed
     return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
 
 
 def freeze_statistics(model: nn.Module) -> list[str]:
-    """Freeze the BatchNorm statistics of `model`, and warn of statistics that were never computed.
+    """Freeze the BatchNorm statistics of `model`, and return the names of the newly frozen layers.
 
-    Returns:
-        Names of the layers that were not frozen before.
+    A warning is logged for statistics that were never computed.
     """
     before, initial = frozen_layers(model), layers_without_statistics(model)
     names = [name for name in freeze_batch_norm(model) if name not in before]
@@ -88,16 +88,10 @@ def refuse_wrapped_inside(network: nn.Module) -> None:
 
 
 def check_in_backward(methods: Iterable[Method], optimizers: Iterable[Any], **loop: Wrong | None) -> None:
-    """Check that an optimizer which steps inside the backward pass is compatible with the methods and the loop.
+    """Raise an error if an optimizer that steps inside the backward pass is not compatible with the methods or the
+    loop.
 
-    Args:
-        methods: the methods of the training.
-        optimizers: the optimizers of the training.
-        loop: properties of the training loop that are not compatible; see `refuse_in_backward`.
-
-    Raises:
-        SettingError: the training loop clips, accumulates, scales or averages gradients.
-        UserError: a method compares gradients at the end of a step.
+    `loop` contains the incompatible properties of the training loop (see `refuse_in_backward`).
     """
     if steps_in_backward(optimizers):
         refuse_in_backward("an optimizer that steps inside the backward pass", **loop)
@@ -114,18 +108,38 @@ def refuse_gradient_readers(methods: Iterable[Method]) -> None:
 
 
 def refuse_foreign_state(methods: Iterable[Method], state: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise UserError if the state `given` was written with methods or settings different from `methods`.
-
-    Args:
-        methods: the methods of the session.
-        state: their current state.
-        given: the state in a checkpoint.
+    """Raise UserError if the state `given` of a checkpoint does not belong to `methods`, whose current state is
+    `state`.
     """
     own = {method.state_key for method in methods}
     foreign, missing = sorted(given.keys() - own), sorted(state.keys() - given.keys())
     if foreign or missing:
         raise UserError(
             "The checkpoint was written with other methods or settings: it contains the state of"
-            f" {', '.join(foreign or sorted(given)) or 'no method'}, and the session has"
-            f" {', '.join(missing or sorted(own))}. Pass the methods and settings of the interrupted training."
+            f" {', '.join(foreign or sorted(given)) or 'no method'}, but this session requires the"
+            f" state of {', '.join(missing or sorted(own))}. Pass the methods and settings of the interrupted training."
         )
+
+
+def find_network(module: Any, name: str) -> nn.Module:
+    """Return the module at the dotted attribute path `name` of `module`, or `module` itself if `name` is empty."""
+    found = module
+    for depth, part in enumerate(name.split(".") if name else ()):
+        child = getattr(found, part, None)
+        if not isinstance(child, nn.Module):
+            _refuse_name(found, name, ".".join(name.split(".")[:depth]), hasattr(found, part))
+        found = child
+    return found
+
+
+def _refuse_name(holder: Any, name: str, prefix: str, exists: bool) -> None:
+    children = holder.named_children() if isinstance(holder, nn.Module) else ()
+    names = [f"{prefix}.{child}" if prefix else child for child, _ in children]
+    why = (
+        "It is not a module when the callback applies the methods: build the network in __init__."
+        if exists
+        else 'Pass the attribute that contains the timm model, or network="" for the module itself.'
+    )
+    of = f"{type(holder).__name__}" + (f" ({prefix})" if prefix else "")
+    constraint = f"a module of {of}: " + (f"one of {', '.join(names)}" if names else "it has none")
+    raise SettingError("network", repr(name), constraint, why)

@@ -1,4 +1,4 @@
-"""The Lightning callback that carries methods through the training of any LightningModule.
+"""The Lightning callback that applies methods and calls them during the training of any LightningModule.
 
 >>> callback = MethodCallback([BSR(blocks=[3, 7, 11]), BackRazor()], network="model")
 >>> Trainer(callbacks=[callback]).fit(module, loader)
@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.in_backward import Wrong
-from efficient_ft.integrations.checks import check_in_backward, names_adding_loss
-from efficient_ft.integrations.network import find_network
+from efficient_ft.integrations.checks import check_in_backward, find_network, names_adding_loss
 from efficient_ft.integrations.session import MethodSession
 from efficient_ft.methods.base import Applied, Method, in_order
 
@@ -27,41 +26,41 @@ except ImportError as error:
         "efficient_ft.integrations.lightning needs the package lightning: pip install 'lightning>=2.6.6'"
     ) from error
 
-#: Strategies that shard parameters. Methods freeze, replace and add whole parameters.
+#: Strategies that shard parameters. They are rejected because methods freeze, replace and add whole parameters.
 _SHARDING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 
 
 class MethodCallback(Callback):
-    """Apply methods to the network of a LightningModule and carry them through training.
+    """Apply methods to the network of a LightningModule and call them during training.
 
     The callback opens a `MethodSession` in ``setup`` and calls it in the Trainer's hooks:
 
-    - ``setup`` applies the methods once, before the optimizer is built. Build the network and load its pretrained
+    - ``setup`` applies the methods once, before the optimizer is created. Build the network and load its pretrained
       weights in the module's ``__init__``. Later stages and trainings do not apply the methods again.
-    - Each optimizer step begins once, before its first micro-batch, and ends after the optimizer's step.
-    - Losses that methods add are added to the result of ``training_step`` (a tensor, or a dict with ``loss``). If the
-      module has a method ``on_total_loss(loss)``, it is called with the total loss of each micro-batch.
-    - BatchNorm statistics stay frozen after any call of ``train()``.
-    - The methods' state is part of the checkpoint. A resumed training continues exactly.
+    - Each optimizer step begins before its first micro-batch and ends after the optimizer's step.
+    - The losses that methods add are added to the result of ``training_step`` (a tensor, or a dict with ``loss``). If
+      the module defines ``on_total_loss(loss)``, it is called with the total loss of each micro-batch.
+    - BatchNorm statistics remain frozen, even after calls of ``train()``.
+    - Checkpoints contain the states of the methods, so that a resumed training continues exactly.
     - Evaluation does not call the methods and does not require a training.
 
     Args:
-        methods: one method or several, in any order.
-        network: attribute of the LightningModule that contains the timm model; dotted for an attribute's attribute
-            (``"encoder.net"``); ``""`` for the LightningModule itself.
-        frozen_bn, classifier: as in `MethodSession`.
+        methods: one method or several methods, in any order.
+        network: attribute of the LightningModule that contains the timm model. It may be a dotted path
+            (``"encoder.net"``). ``""`` denotes the LightningModule itself.
+        frozen_bn, classifier: see `MethodSession`.
 
     Attributes:
-        methods: the methods, in their order of application.
-        session: the session on the network; None before ``setup``.
+        methods: methods in their order of application.
+        session: session on the network; None before ``setup``.
 
     Raises:
-        SettingError: in ``setup``: the network does not exist, or the strategy is not compatible with the methods; the
-            message names the strategy to pass.
-        UserError: in ``setup``: the network is compiled or wrapped, a method refuses it, or optimization is manual and
-            a method adds a loss. When training starts: the optimizer was built before the methods were applied, or it
-            steps inside the backward pass although the Trainer or a method needs all gradients. When a training is
-            resumed: the checkpoint was written with other methods.
+        SettingError: Raised by ``setup`` if the network does not exist, or if the strategy is not compatible with the
+            methods. The message names a compatible strategy.
+        UserError: Raised by ``setup`` if the network is compiled or wrapped, if a method does not support it, or if a
+            method adds a loss and optimization is manual. Raised when training starts if the optimizer was created
+            before the methods were applied, or if it steps inside the backward pass although the Trainer or a method
+            requires all gradients. Raised when training is resumed if the checkpoint was written with other methods.
     """
 
     def __init__(
@@ -77,17 +76,18 @@ class MethodCallback(Callback):
 
     @property
     def reports(self) -> list[Applied]:
-        """The report of each method; empty before ``setup``."""
+        """Report of each method; empty before ``setup``."""
         return self.session.reports if self.session is not None else []
 
     @property
     def state_key(self) -> str:
-        """The key of the methods' state in the callback states of a checkpoint."""
+        """Key of the methods' states in the callback states of a checkpoint."""
         return "MethodCallback" if self.network == "model" else f"MethodCallback({self.network})"
 
-    # ------------------------------------------------------------------ before training
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Apply the methods; in stage ``fit``, check the Trainer and add the methods' losses to the module's."""
+        """Apply the methods. In stage ``fit``, also check the Trainer, and add the methods' losses to the module's
+        loss.
+        """
         if getattr(pl_module, "_compiler_ctx", None) is not None:
             raise UserError(
                 f"The LightningModule must be a plain module, got torch.compile({type(pl_module).__name__}). Pass the"
@@ -136,7 +136,9 @@ class MethodCallback(Callback):
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse an optimizer built before the methods were applied, or one that this training cannot use."""
+        """Raise an error if an optimizer was created before the methods were applied or is not compatible with the
+        training.
+        """
         session = self._applied()
         session.check_optimizers(trainer.optimizers)
         clip, accumulate = trainer.gradient_clip_val, trainer.accumulate_grad_batches
@@ -154,19 +156,18 @@ class MethodCallback(Callback):
         assert self.session is not None, "setup runs before all other hooks of a training"
         return self.session
 
-    # ------------------------------------------------------------------ per step
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reset the step state before the first batch."""
+        """Reset the session before the first batch."""
         self._applied().start()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begin the optimizer step with its first micro-batch."""
+        """Begin the optimizer step before its first micro-batch."""
         self._applied().begin_step(trainer.global_step)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """End the optimizer step once the optimizer has stepped."""
+        """End the optimizer step after the optimizer has stepped."""
         if self._applied().current_step not in (None, trainer.global_step):
             self._applied().end_step()
 
@@ -175,34 +176,31 @@ class MethodCallback(Callback):
         self._applied().abandon_step()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Abandon the interrupted step, close the session, and restore the module's ``training_step``."""
-        if self.session is not None:
-            self.session.close()
-        _TotalLoss.remove(pl_module)
+        """Close the session after an error, and restore the module's ``training_step``."""
+        self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Close the session and restore the module's ``training_step``; the methods stay applied."""
+        """Close the session, and restore the module's ``training_step``. The methods remain applied."""
         if self.session is not None:
             self.session.close()
         _TotalLoss.remove(pl_module)
 
-    # ------------------------------------------------------------------ state
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Refuse to resume from a checkpoint of other methods."""
+        """Raise an error if the checkpoint to resume from was written with other methods."""
         if trainer.state.fn == "fit":
             self._applied().check_state(checkpoint.get("callbacks", {}).get(self.state_key, {}))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the methods that have one, by method and settings."""
+        """Return the states of the methods by `state_key`. Methods without state are omitted."""
         return {} if self.session is None else self.session.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the methods' state."""
+        """Restore the states of the methods."""
         self._applied().load_state_dict(state_dict)
 
 
 class _TotalLoss:
-    """The ``training_step`` of a LightningModule plus the losses of methods; shared by all callbacks of the module."""
+    """The ``training_step`` of a LightningModule plus the losses of methods. All callbacks of the module share it."""
 
     def __init__(self, module: LightningModule) -> None:
         self.module, self.sessions = module, list[MethodSession]()
@@ -213,7 +211,7 @@ class _TotalLoss:
         output = self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor):
-            return output  # None skips the batch; Lightning refuses other values
+            return output  # None skips the batch, and Lightning rejects other values
         for session in self.sessions:
             loss = session.loss(loss)
         if hasattr(self.module, "on_total_loss"):
@@ -222,7 +220,6 @@ class _TotalLoss:
 
     @classmethod
     def add(cls, module: LightningModule, session: MethodSession) -> None:
-        """Add the losses of a session's methods to the ``training_step`` of `module`."""
         own: Any = vars(module).get("training_step")
         if not isinstance(own, cls):
             own = cls(module)
@@ -232,7 +229,6 @@ class _TotalLoss:
 
     @classmethod
     def remove(cls, module: LightningModule) -> None:
-        """Restore the ``training_step`` of `module`."""
         own: Any = vars(module).get("training_step")
         if not isinstance(own, cls):
             return

@@ -1,4 +1,4 @@
-"""Files of a session: the trained part of a model, or all of its weights, as ``.safetensors``."""
+"""Files of a session in the ``.safetensors`` format: the trained part of a model, or all of its weights."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from efficient_ft.methods.base import Method, plain_state_dict
 from efficient_ft.models.frozen_batch_norm import frozen_layers
 from efficient_ft.models.marks import added_modules, is_inside
 
-#: The metadata entry of a trained part: JSON with the attributes of `About`.
+#: Metadata key of a trained part. The value is JSON with the attributes of `About`.
 _KEY = "efficient_ft_trained_part"
-#: The key of a tensor's values in an encoded state.
+#: Key of a tensor's values in an encoded state.
 _TENSOR = "__tensor__"
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _MALFORMED = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError)
@@ -30,12 +30,8 @@ _MALFORMED = (LookupError, TypeError, ValueError, ArithmeticError, AttributeErro
 
 @dataclass(frozen=True)
 class About:
-    """The metadata of a trained part.
-
-    Attributes:
-        methods: ``state_key`` of each method.
-        state: the decoded state of the methods that have one, by ``state_key``.
-        other_weights: checksum of the weights that are not in the file.
+    """Metadata of a trained part: ``state_key`` of each method, decoded states, and a checksum of the weights not in
+    the file.
     """
 
     methods: list[str]
@@ -45,13 +41,7 @@ class About:
 
 @dataclass(frozen=True)
 class Content:
-    """The content of a file.
-
-    Attributes:
-        path: the file.
-        tensors: by name, on the CPU.
-        about: the metadata; None if the file is not a trained part.
-    """
+    """Content of a file, with tensors on the CPU. `about` is None unless the file contains a trained part."""
 
     path: Path
     tensors: dict[str, Tensor]
@@ -59,7 +49,7 @@ class Content:
 
 
 def names_of_trained_part(model: nn.Module, trains: Iterable[nn.Parameter]) -> list[str]:
-    """Return the names in ``model.state_dict()`` of the tensors in the trained part, see `MethodSession.save`."""
+    """Return the names of the trained part's tensors in ``model.state_dict()`` (see `MethodSession.save`)."""
     own, added = {id(p) for p in trains}, added_modules(model)
     parameters = {id(p) for p in model.parameters()}
     frozen = set(frozen_layers(model))
@@ -72,10 +62,9 @@ def names_of_trained_part(model: nn.Module, trains: Iterable[nn.Parameter]) -> l
 
 
 def write_trained(path: Path, model: nn.Module, names: Sequence[str], methods: Sequence[Method]) -> None:
-    """Write the tensors `names` of `model` with the methods' settings and state.
+    """Write the tensors `names` of `model` with the settings and states of the methods.
 
-    Raises:
-        UserError: the file cannot be written, or a state contains objects that JSON cannot represent.
+    Raise UserError if the file cannot be written, or if a state contains objects that JSON cannot represent.
     """
     about = {
         "methods": [method.state_key for method in methods],
@@ -87,18 +76,14 @@ def write_trained(path: Path, model: nn.Module, names: Sequence[str], methods: S
 
 
 def write_whole(path: Path, model: nn.Module, methods: Sequence[Method]) -> None:
-    """Write all weights of `model` under the pretrained model's names.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Write all weights under the pretrained model's names. Raise UserError if the file cannot be written."""
     _write(path, plain_state_dict(model, methods, copy_weights=False), {})
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], about: dict[str, str]) -> None:
     from safetensors.torch import save
 
-    # Clones, because the format refuses tensors that share memory (tied weights).
+    # The format does not allow tensors that share memory (tied weights). Therefore, tensors are cloned.
     content = save({n: t.detach().cpu().clone().contiguous() for n, t in tensors.items()}, {"format": "pt", **about})
     try:
         write_bytes_atomically(path, content)
@@ -107,11 +92,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], about: dict[str, str]) -> 
 
 
 def read(path: Path) -> Content:
-    """Read a file.
-
-    Raises:
-        UserError: it does not exist, is not a ``.safetensors`` file, or has malformed metadata.
-    """
+    """Read a file. Raise UserError if it does not exist, is not a ``.safetensors`` file, or has malformed metadata."""
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
@@ -129,11 +110,6 @@ def read(path: Path) -> Content:
 
 
 def _about(text: str) -> About:
-    """Parse and check the metadata of a trained part.
-
-    Raises:
-        ValueError: it is malformed.
-    """
     found = parse_json(text)
     if not isinstance(found, dict):
         raise ValueError(f"it must be an object, got {type(found).__name__}")
@@ -150,16 +126,9 @@ def _about(text: str) -> About:
 
 
 def load_trained(content: Content, model: nn.Module, names: Sequence[str], methods: Sequence[Method]) -> None:
-    """Copy a trained part into `model` and restore the methods' state; a refusal changes nothing.
+    """Copy a trained part into `model`, and restore the states of the methods.
 
-    Args:
-        content: a trained part.
-        model: the model with the methods applied.
-        names: names of the trained part of `model`.
-        methods: the methods applied to `model`.
-
-    Raises:
-        UserError: methods, settings, names, shapes or the other weights differ.
+    Raise UserError if methods, settings, names, shapes or the other weights differ. The model is then unchanged.
     """
     about = content.about
     assert about is not None
@@ -180,11 +149,7 @@ def load_trained(content: Content, model: nn.Module, names: Sequence[str], metho
 
 
 def _load_state(path: Path, state: Mapping[str, dict[str, Any]], methods: Sequence[Method]) -> None:
-    """Restore the methods' state; if a method cannot read its state, all methods get their previous state back.
-
-    Raises:
-        UserError: a state has other keys or types than the method expects.
-    """
+    """Restore the states of the methods, or the previous states of all methods if one state is malformed."""
     stateful = [method for method in methods if method.state_key in state]
     previous = [copy.deepcopy(method.state_dict()) for method in stateful]
     for index, method in enumerate(stateful):
@@ -199,7 +164,7 @@ def _load_state(path: Path, state: Mapping[str, dict[str, Any]], methods: Sequen
 
 
 def _require_same_types(name: str, found: Any, own: Any) -> None:
-    """Raise TypeError if values that both states have differ in type; None and numbers of any type are accepted."""
+    """Raise TypeError if corresponding values have different types. None and numbers of any type are accepted."""
     if found is None or own is None:
         return
     kinds = [(int, float) if isinstance(v, int | float) and not isinstance(v, bool) else type(v) for v in (found, own)]
@@ -214,11 +179,7 @@ def _require_same_types(name: str, found: Any, own: Any) -> None:
 
 
 def load_whole(content: Content, model: nn.Module) -> None:
-    """Copy all weights into `model`; a refusal changes nothing.
-
-    Raises:
-        UserError: names or shapes differ.
-    """
+    """Copy all weights into `model`. Raise UserError if names or shapes differ. The model is then unchanged."""
     hint = (
         "Methods that rename layers (LoRA) or add modules change the names: load weights with the pretrained model's"
         " names before the methods are applied, and weights with added modules after it."
@@ -228,7 +189,7 @@ def load_whole(content: Content, model: nn.Module) -> None:
 
 
 def _require_same(content: Content, model: nn.Module, names: Sequence[str], hint: str) -> None:
-    """Raise UserError unless the file has exactly the tensors `names` with the model's shapes."""
+    """Raise UserError unless the file contains exactly the tensors `names` with the shapes of the model."""
     missing, unknown = [n for n in names if n not in content.tensors], content.tensors.keys() - set(names)
     if missing or unknown:
         faults = [f"the file lacks {missing[0]} ({len(missing)} in total)"] if missing else []
@@ -251,7 +212,7 @@ def _copy(content: Content, model: nn.Module) -> None:
 
 
 def _checksum(model: nn.Module, names: Iterable[str]) -> str:
-    """Return a checksum of all tensors of ``model.state_dict()`` that are not in `names`."""
+    """Return a checksum of all tensors in ``model.state_dict()`` whose names are not in `names`."""
     left_out, checksum = set(names), hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         if name not in left_out and isinstance(tensor, Tensor):
@@ -261,10 +222,9 @@ def _checksum(model: nn.Module, names: Iterable[str]) -> str:
 
 
 def encode(state: Any) -> Any:
-    """Return a method's state as JSON values: tensors become dictionaries of their values, and tuples become lists.
+    """Return the state of a method as JSON values. Tensors become dictionaries, and tuples become lists.
 
-    Raises:
-        UserError: it contains other objects than tensors, numbers, strings, lists and dictionaries with string keys.
+    Raise UserError for objects other than tensors, numbers, strings, lists, and dictionaries with string keys.
     """
     if isinstance(state, Tensor):
         return {_TENSOR: state.tolist(), "dtype": str(state.dtype).removeprefix("torch.")}
@@ -281,11 +241,7 @@ def encode(state: Any) -> Any:
 
 
 def decode(state: Any) -> Any:
-    """Invert `encode`; tensors are on the CPU.
-
-    Raises:
-        ValueError: a tensor is malformed, or the state is nested too deeply.
-    """
+    """Convert the result of `encode` to a state on the CPU. Raise ValueError if it is malformed."""
     try:
         return _decode(state)
     except RecursionError:

@@ -1,15 +1,4 @@
-"""The public session: methods applied to one model, their work in each step, and the file of what they trained.
-
->>> with MethodSession(model, [LastStage(), LBPDCT(order=4)]) as session:
-...     optimizer = torch.optim.AdamW(session.parameters(), 1e-4)
-...     for step, (images, labels) in enumerate(loader):
-...         with session.step(step):
-...             loss = session.loss(F.cross_entropy(model(images), labels))
-...             loss.backward()
-...             optimizer.step()
-...             optimizer.zero_grad()
->>> session.save("trained.safetensors")
-"""
+"""The public session, which applies methods to a model and calls them in each training step."""
 
 from __future__ import annotations
 
@@ -40,7 +29,7 @@ from efficient_ft.integrations.checks import (
 from efficient_ft.integrations.summary import summary
 from efficient_ft.methods.base import Applied, Method, apply_methods, in_order, make_trainable, trainable
 from efficient_ft.methods.declarations import Axis, Needs
-from efficient_ft.methods.optimizer_check import check_optimizer
+from efficient_ft.methods.stack import check_optimizer
 from efficient_ft.models.frozen_batch_norm import unfreeze_batch_norm
 from efficient_ft.models.view import default_image_size
 
@@ -51,39 +40,52 @@ log = logging.getLogger(__name__)
 
 
 class MethodSession:
-    """Apply methods to a model and carry them through any training loop.
+    """Apply methods to a model and call them in any training loop.
 
-    Entering the session applies the methods. Leaving it ends the training and **keeps the methods applied**: adapters
-    that cannot be merged and token methods are part of the trained model, so its outputs stay the same and `save` still
-    works. Call `remove` to get the model's own modules back. A session can be entered again to continue the training.
+    Entering the session applies the methods. Leaving the session ends the training and **keeps the methods applied**.
+    Adapters that cannot be merged and token methods are part of the trained model, so that its outputs remain the same
+    and `save` still works. Call `remove` to restore the model's own modules. Enter the session again to continue the
+    training.
 
-    Methods whose steps differ or that add a loss need `step` and `loss`. Both are correct for all other methods too:
+    Methods that add a loss or act per step require `step` and `loss`. Both calls are also valid for all other methods:
 
     - Micro-batches of one optimizer step run inside one ``with session.step(n)`` block, or in several consecutive
-      blocks with the same number. `loss` is called once after each forward pass.
-    - Steps are numbered over all epochs of a training: a number is larger than that of the last step that has ended.
-    - The step ends when the optimizer has stepped, so that ``zero_grad()`` may be inside or after the block. With
-      several optimizers it ends when each parameter that has a gradient has been stepped.
+      blocks with the same number. Call `loss` once after each forward pass.
+    - Steps are numbered across all epochs of a training. Each number must be larger than the number of the last
+      completed step.
+    - A step ends when the optimizer has stepped, so that ``zero_grad()`` may be called inside the block or after it.
+      With several optimizers, the step ends when all parameters with a gradient have been updated.
     - ``torch.amp.GradScaler`` may skip the optimizer's step. Methods that compare gradients ignore such a step.
-    - Wrap the model in ``DistributedDataParallel`` and compile it after the methods have been applied. Pass
+    - Compile the model, or wrap it in ``DistributedDataParallel``, after the methods have been applied. Pass
       ``find_unused_parameters=session.find_unused_parameters`` to ``DistributedDataParallel``.
 
-    Loops that consist of hooks call `apply`, `begin_step`, `end_step` and `close` instead of the ``with`` blocks. The
-    session is open until `close`, and another session on the same model is rejected until then.
+    Training loops that consist of hooks call `apply`, `begin_step`, `end_step` and `close` instead of using ``with``
+    blocks. The session is then open until `close` is called. Meanwhile, other sessions on the same model are rejected.
 
     Args:
-        model: an image classifier, as in `Method.apply`: not compiled and not wrapped.
-        methods: one method or several, in any order.
-        frozen_bn: freeze the BatchNorm statistics of the model, like the papers. `remove` unfreezes them.
-        classifier: as in `Method.apply`.
+        model: image classifier, neither compiled nor wrapped (see `Method.apply`).
+        methods: one method or several methods, in any order.
+        frozen_bn: if True, freeze the BatchNorm statistics of the model, as in the papers. `remove` unfreezes them.
+        classifier: full names of the classifier's modules (see `Method.apply`).
 
     Attributes:
         model: the model.
-        methods: the methods, in their order of application.
-        reports: the report of each method, in the same order; empty before `apply`.
+        methods: methods in their order of application.
+        reports: report of each method, in the same order; empty before `apply`.
 
     Raises:
-        SettingError: `model` is not a module, or `methods` are not methods.
+        SettingError: If `model` is not a module, or if `methods` contains an object that is not a method.
+
+    Examples:
+        >>> with MethodSession(model, [LastStage(), LBPDCT(order=4)]) as session:
+        ...     optimizer = torch.optim.AdamW(session.parameters(), 1e-4)
+        ...     for step, (images, labels) in enumerate(loader):
+        ...         with session.step(step):
+        ...             loss = session.loss(F.cross_entropy(model(images), labels))
+        ...             loss.backward()
+        ...             optimizer.step()
+        ...             optimizer.zero_grad()
+        >>> session.save("trained.safetensors")
     """
 
     def __init__(
@@ -102,29 +104,29 @@ class MethodSession:
         self.reports: list[Applied] = []
         self._applied = self._open = self._entered = False
         self._frozen: list[str] = []  # BatchNorm layers that this session has frozen
-        #: `requires_grad` by name between two steps, and all parameters; empty before the first step.
+        #: `requires_grad` by name between two steps, and all parameters. Both are empty before the first step.
         self._between_steps: dict[str, bool] = {}
         self._parameters: list[nn.Parameter] = []
         self._step: int | None = None
-        self._last: int | None = None  # the last step of this training that has ended
-        self._block: int | None = None  # number of the ``with`` block that is running
+        self._last: int | None = None  # number of the last completed step of this training
+        self._block: int | None = None  # number of the step whose ``with`` block is running
         self._losses = 0
         self._stepped: list[Optimizer] = []  # optimizers that have stepped in the current step
         self._updated = False  # parameters were updated inside the backward pass
         self._checked = False
         self._counted: Executed | None = None
 
-    # ------------------------------------------------------------------ apply and remove
     def apply(self) -> MethodSession:
-        """Apply the methods in their order, freeze the BatchNorm statistics, and open the session.
+        """Apply the methods, freeze the BatchNorm statistics, and open the session.
 
-        If the methods are already applied, it only opens the session.
+        If the methods are already applied, this method only opens the session.
 
         Returns:
-            The session.
+            The session itself.
 
         Raises:
-            UserError: the model is compiled or wrapped, another session is open on it, or a method refuses it.
+            UserError: If the model is compiled or wrapped, if another session is open on the model, or if a method does
+                not support the model.
         """
         if not self._applied:
             refuse_wrapped_inside(self.model)
@@ -141,13 +143,13 @@ class MethodSession:
         return self
 
     def remove(self) -> None:
-        """Give the model its own modules, names and `requires_grad` back, and close the session.
+        """Close the session, and restore the model's own modules, names and `requires_grad`.
 
-        Trained values stay, and adapters that can be merged are merged. Modules that cannot be merged are removed with
-        what they have learned: `save` them first.
+        Trained values are kept, and adapters are merged if possible. Modules that cannot be merged are deleted with
+        their trained weights. Call `save` first to keep these weights.
 
         Raises:
-            UserError: the methods are not applied, or a step is running.
+            UserError: If the methods are not applied, or if a step is running.
         """
         self._require_applied("remove")
         self.close()
@@ -157,7 +159,7 @@ class MethodSession:
         self.reports, self._frozen, self._counted, self._applied = [], [], None, False
 
     def close(self) -> None:
-        """End the training. A step that has not ended is abandoned, and the methods stay applied."""
+        """End the training. An unfinished step is abandoned, and the methods remain applied."""
         self.abandon_step()
         self._open = self._entered = False
         if (opened := OPENED.get(self.model)) is not None and opened() is self:
@@ -174,53 +176,48 @@ class MethodSession:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # ------------------------------------------------------------------ parameters
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return names and parameters that train in the current step or in any other step.
+        """Return all parameters that are trained in some step, with their names, even if they are currently frozen.
 
         Raises:
-            UserError: the methods are not applied.
+            UserError: If the methods are not applied.
         """
         self._require_applied("parameters", in_block=True)
         others = {id(p) for method in self.methods for p in method.trained_in_some_step()}
         return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad or id(p) in others]
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters to pass to an optimizer: those that train in some step.
-
-        Raises:
-            UserError: the methods are not applied.
-        """
+        """Return the parameters to pass to an optimizer (see `named_parameters`)."""
         return [parameter for _, parameter in self.named_parameters()]
 
     @property
     def find_unused_parameters(self) -> bool:
-        """True if some trainable parameters get no gradient in some steps (an option of DistributedDataParallel)."""
+        """True if some trainable parameters receive no gradient in some steps (see DistributedDataParallel)."""
         return any(method.find_unused_parameters for method in self.methods)
 
     def check_optimizers(self, optimizers: Iterable[Any]) -> None:
-        """Check that the optimizers hold every parameter that the methods select or add.
+        """Check that the optimizers contain all parameters that the methods select or add.
 
-        The first step that ends inside a ``with session.step()`` block checks this.
+        The first completed ``with session.step()`` block also runs this check.
 
         Raises:
-            UserError: see `check_optimizer`.
+            UserError: See `check_optimizer`.
         """
         if self._applied and any({Axis.SELECTION, Axis.ADAPTERS} & set(method.axes) for method in self.methods):
             check_optimizer(self.model, optimizers)
 
-    # ------------------------------------------------------------------ steps
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Return a context manager for one optimizer step: forward pass, `loss`, backward pass and optimizer.
 
         Args:
-            number: number of the optimizer step, from 0 and over all epochs; equal on all processes. A block with the
-                number of a step that has not ended continues it (gradient accumulation).
+            number: number of the optimizer step, counted from 0 across all epochs; equal on all processes. A block with
+                the number of an unfinished step continues this step (gradient accumulation).
 
         Raises:
-            UserError: outside of the session; inside another step; the number repeats; at the end, `loss` was not
-                called although a method adds a loss, or an optimizer lacks parameters that train.
+            UserError: If the session is not open, if another step is running, or if the number has already been used.
+                Raised at the end of the block if a method adds a loss and `loss` was not called, or if a trained
+                parameter is missing from the optimizers.
         """
         if not self._open:
             raise UserError(
@@ -252,16 +249,16 @@ class MethodSession:
             hook.remove()
 
     def loss(self, loss: Tensor) -> Tensor:
-        """Return the loss to minimize: `loss` plus the losses that methods add.
+        """Return the loss to minimize: `loss` plus the losses that the methods add.
 
-        Call it once after each forward pass in training, inside a step.
+        Call this method inside a step, once after each forward pass in training.
 
         Args:
-            loss: the loss of that forward pass, a scalar.
+            loss: loss of the forward pass, with shape ().
 
         Raises:
-            UserError: it is called outside of a step or after its end, and a method needs steps or adds a loss; or no
-                forward pass preceded it.
+            UserError: If a method acts per step or adds a loss, and no step is running; or if a method adds a loss and
+                no forward pass has computed it.
         """
         if self._step is None:
             for method in self.methods:
@@ -284,19 +281,19 @@ class MethodSession:
 
     @property
     def current_step(self) -> int | None:
-        """Number of the step that has begun and not ended; None: there is none."""
+        """Number of the running step; None if no step is running."""
         return self._step
 
     def start(self) -> None:
-        """Begin a training: the next step is its first one."""
+        """Begin a training. The next step is its first step."""
         self.abandon_step()
         self._between_steps, self._parameters, self._checked, self._last = {}, [], False, None
 
     def begin_step(self, number: int) -> None:
-        """Begin optimizer step `number`; calls for its further micro-batches have no effect.
+        """Begin optimizer step `number`. Calls for further micro-batches of the same step have no effect.
 
         Raises:
-            UserError: the methods are not applied, or a step with this or a larger number has ended in this training.
+            UserError: If the methods are not applied, or if a step with this number or a larger number has ended.
         """
         self._require_applied("begin_step", in_block=True)
         self._check_number(number)
@@ -309,10 +306,10 @@ class MethodSession:
             method.step_begin(number)
 
     def end_step(self) -> None:
-        """End the step, after the optimizer's step and before gradients are set to zero.
+        """End the step. Call this method after ``optimizer.step()`` and before the gradients are set to zero.
 
         Raises:
-            UserError: the methods are not applied, or no step has begun.
+            UserError: If the methods are not applied, or if no step is running.
         """
         self._require_applied("end_step", in_block=True)
         if self._step is None:
@@ -326,7 +323,7 @@ class MethodSession:
         self._forget_step()
 
     def abandon_step(self) -> None:
-        """Leave a step in which training stopped, and restore the `requires_grad` between two steps."""
+        """Abandon an unfinished step, and restore the values of `requires_grad` between two steps."""
         if self._step is not None:
             make_trainable(self.model, self._between_steps)
             for method in self.methods:
@@ -334,7 +331,7 @@ class MethodSession:
         self._forget_step()
 
     def _check_number(self, number: int) -> None:
-        """Raise an error unless `number` is the running step's number or larger than all numbers of this training."""
+        """Raise an error unless `number` belongs to the running step or is larger than all earlier numbers."""
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise SettingError("step", f"{number!r:.60}", "an integer >= 0")
         last = self._last if self._step is None else self._step
@@ -348,10 +345,7 @@ class MethodSession:
         self._step, self._stepped, self._updated = None, [], False
 
     def _end_without_update(self) -> None:
-        """End a step that updated nothing: GradScaler found an overflow, or the data ended before the last micro-batch.
-
-        Gradients may be gone already. Methods that compare them at the end of a step ignore this one.
-        """
+        """End a step without an update (GradScaler overflow, incomplete data). Its gradients may already be freed."""
         make_trainable(self.model, self._between_steps)
         for method in self.methods:
             if Needs.GRADIENTS_AT_STEP_END in method.needs:
@@ -362,13 +356,13 @@ class MethodSession:
         self._forget_step()
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        """End the step once optimizers have stepped all parameters that have a gradient."""
+        """End the step after all parameters with a gradient have been updated."""
         if self._step is None:
             return
         stepped = {id(p) for o in (*self._stepped, optimizer) for group in o.param_groups for p in group["params"]}
         mine = [p for p in self._parameters if p.requires_grad]
         if not any(id(p) in stepped for p in mine):
-            return  # the optimizer of another model
+            return  # the optimizer belongs to another model
         if torch._C._current_graph_task_id() != -1:
             refuse_gradient_readers(self.methods)
             self._updated = True
@@ -390,14 +384,13 @@ class MethodSession:
             self.check_optimizers(optimizers)
 
     def _versions(self) -> int:
-        """Sum of the version counters of the parameters, which updates without an optimizer increase."""
+        """Return the sum of the parameters' version counters. Updates without an optimizer also increase it."""
         return sum(p._version for p in self._parameters)
 
-    # ------------------------------------------------------------------ state and files
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the methods that have one, by their `state_key`, for a checkpoint.
+        """Return the states of the methods by `state_key`, for a checkpoint. Methods without state are omitted.
 
-        Parameters, the optimizer and random states are not part of it.
+        The result does not contain the parameters, the optimizer or random states.
         """
         return {method.state_key: state for method in self.methods if (state := method.state_dict())}
 
@@ -408,27 +401,28 @@ class MethodSession:
                 method.load_state_dict(state_dict[method.state_key])
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Check that `state_dict`, read from a checkpoint, belongs to these methods and settings.
+        """Check that the `state_dict` of a checkpoint belongs to these methods and settings.
 
         Raises:
-            UserError: the checkpoint was written with other methods or settings.
+            UserError: If the checkpoint was written with other methods or settings.
         """
         refuse_foreign_state(self.methods, self.state_dict(), state_dict)
 
     def save(self, path: str | Path, whole: bool = False) -> None:
-        """Write a ``.safetensors`` file: the trained part, or all weights.
+        """Write the trained part or all weights to a ``.safetensors`` file.
 
-        The trained part consists of the parameters that train, the modules that methods added, buffers (without frozen
-        BatchNorm statistics), and the methods' state. `load` restores it on the same pretrained model with the same
-        methods. All weights have the pretrained model's own names with adapters merged, so that timm loads them
-        (``timm.create_model(..., checkpoint_path=path)``); modules that cannot be merged keep their names.
+        The trained part consists of the trained parameters, the modules that methods added, the buffers (without frozen
+        BatchNorm statistics), and the states of the methods. `load` restores it on the same pretrained model with the
+        same methods. If all weights are written, adapters are merged and the weights have the pretrained model's own
+        names, so that ``timm.create_model(..., checkpoint_path=path)`` loads them. Modules that cannot be merged keep
+        their names.
 
         Args:
-            path: the file to write; its folder is created.
-            whole: write all weights instead of the trained part.
+            path: path of the file. Its folder is created if necessary.
+            whole: if True, all weights are written instead of the trained part.
 
         Raises:
-            UserError: the methods are not applied, a step is running, or the file cannot be written.
+            UserError: If the methods are not applied, if a step is running, or if the file cannot be written.
         """
         self._require_applied("save")
         if whole:
@@ -437,14 +431,14 @@ class MethodSession:
             saving.write_trained(Path(path), self.model, self._saved_names(), self.methods)
 
     def load(self, path: str | Path) -> None:
-        """Load a file of `save` into the model, and restore the methods' state.
+        """Load a file written by `save` into the model, and restore the states of the methods.
 
-        Load a trained part inside the session. Load all weights before the session, or inside it if the methods do not
-        rename layers. An optimizer built before still works.
+        Load a trained part inside the session. Load all weights before the session is entered, or inside the session if
+        the methods do not rename layers. Existing optimizers remain valid.
 
         Raises:
-            UserError: the file cannot be read, is malformed, or was saved with other methods, settings, parameters or
-                pretrained weights. The model is unchanged then.
+            UserError: If the file cannot be read, is malformed, or was saved with other methods, settings, parameters
+                or pretrained weights. The model is then unchanged.
         """
         content = saving.read(Path(path))
         if content.about is None:
@@ -456,14 +450,14 @@ class MethodSession:
     def _saved_names(self) -> list[str]:
         return saving.names_of_trained_part(self.model, self.parameters())
 
-    # ------------------------------------------------------------------ reports
     def cost(self, batch_size: int = 8, input_size: Sequence[int] | None = None, **options: Any) -> Executed:
-        """Count the cost of a training step; nothing is changed. ``print(session)`` shows the last count.
+        """Count the cost of a training step without changing the model. ``print(session)`` shows the last result.
 
         Args:
-            batch_size: images in the batch.
-            input_size: (H, W) of the images in pixels; None: the model's own.
-            options: as in `efficient_ft.cost.executed` (``precision``, ``task``, ...), which raises the same errors.
+            batch_size: number of images in the batch.
+            input_size: image size (H, W) in pixels. If None, the model's own image size is used.
+            options: further arguments of `efficient_ft.cost.executed` (``precision``, ``task``, ...), which also
+                describes the result and the errors.
         """
         from efficient_ft.cost.executed import executed
 
@@ -484,7 +478,6 @@ class MethodSession:
         return summary(self.model, self.methods, self._saved_names(), lambda: self._counted or self.cost())
 
     def _require_applied(self, call: str, in_block: bool = False) -> None:
-        """Raise UserError before `apply`, and inside a step unless `in_block`."""
         if not self._applied:
             raise UserError(
                 f"session.{call}() was called before the methods were applied. Enter the session (`with session:`) or"
@@ -495,6 +488,6 @@ class MethodSession:
 
 
 def _forget_step(method: Method) -> None:
-    """Tell a method's watch that the step has ended without `Method.step_end`."""
+    """End the step for the method's watch without a call of `Method.step_end`."""
     if method._watch is not None:
         method._watch.end()

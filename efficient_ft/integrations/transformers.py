@@ -1,4 +1,4 @@
-"""The callback that carries methods through a training of Hugging Face's `Trainer`, with any timm model.
+"""The callback that applies methods and calls them during training with Hugging Face's `Trainer` and any timm model.
 
 >>> model = TimmWrapperForImageClassification.from_pretrained("timm/deit_small_patch16_224.fb_in1k", num_labels=37)
 >>> callback = MethodCallback([BSR(blocks=[3, 7, 11]), BackRazor()])
@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from efficient_ft.core.errors import SettingError, UserError, first_line
 from efficient_ft.core.in_backward import Wrong
-from efficient_ft.integrations.checks import check_in_backward, names_adding_loss
-from efficient_ft.integrations.network import find_network
+from efficient_ft.integrations.checks import check_in_backward, find_network, names_adding_loss
 from efficient_ft.integrations.saving import decode, encode
 from efficient_ft.integrations.session import MethodSession
 from efficient_ft.methods.base import Applied, Method, in_order
@@ -34,50 +33,51 @@ except ImportError as error:
     ) from error
 
 _CHECKPOINTING = "Use the method Checkpointing, which recomputes blocks together with other methods."
-#: Arguments of TrainingArguments that are not compatible with methods, each with the reason or a replacement.
+#: Arguments of TrainingArguments that are not compatible with methods, with the reason or an alternative.
 _REFUSED = {
     "fsdp": "Methods act on whole parameters, which FSDP shards.",
     "deepspeed": "Methods act on whole parameters, which DeepSpeed shards.",
-    # Recent versions of transformers set both names if one is given.
+    # Recent versions of `transformers` set both names if one of them is given.
     "gradient_checkpointing": _CHECKPOINTING,
     "activation_checkpointing": _CHECKPOINTING,
-    "auto_find_batch_size": "It restarts in the middle of a step, with the methods' state of that moment.",
-    "restore_callback_states_from_checkpoint": "It creates new callbacks. This callback restores its state without it.",
+    "auto_find_batch_size": "It restarts training in the middle of a step, without a reset of the methods.",
+    "restore_callback_states_from_checkpoint": "It creates new callbacks. MethodCallback restores its state anyway.",
 }
 
 
 class MethodCallback(TrainerCallback, ExportableState):
-    """Apply methods to the network of a `Trainer`'s model and carry them through training.
+    """Apply methods to the network of a `Trainer`'s model and call them during training.
 
     The callback opens a `MethodSession` and calls it in the Trainer's hooks:
 
-    - The methods are applied once, when the Trainer is built and before it builds the optimizer. Pass the callback in
-      ``Trainer(callbacks=[...])``.
-    - Each optimizer step begins once, before its first micro-batch. It ends after the optimizer's step and before
+    - The methods are applied once, when the Trainer is created and before it creates the optimizer. Pass the callback
+      in ``Trainer(callbacks=[...])``.
+    - Each optimizer step begins before its first micro-batch. It ends after the optimizer's step and before the
       gradients are set to zero.
-    - Losses that methods add are added to the ``loss`` of the model's output.
-    - BatchNorm statistics stay frozen, although the Trainer calls ``model.train()`` at each micro-batch.
-    - The methods' state is part of the checkpoint (``trainer_state.json``). A resumed training continues exactly.
+    - The losses that methods add are added to the ``loss`` in the model's output.
+    - BatchNorm statistics remain frozen, although the Trainer calls ``model.train()`` at each micro-batch.
+    - Checkpoints contain the states of the methods (``trainer_state.json``), so that a resumed training continues
+      exactly.
     - Evaluation does not call the methods and does not require a training.
 
     Args:
-        methods: one method or several, in any order.
-        network: attribute of the model that contains the timm model, ``timm_model`` in `TimmWrapper` models; dotted for
-            an attribute's attribute; ``""`` for the model itself.
-        frozen_bn, classifier: as in `MethodSession`.
+        methods: one method or several methods, in any order.
+        network: attribute of the model that contains the timm model (``timm_model`` in `TimmWrapper` models). It may be
+            a dotted path. ``""`` denotes the model itself.
+        frozen_bn, classifier: see `MethodSession`.
 
     Attributes:
-        methods: the methods, in their order of application.
-        session: the session on the network; None before the Trainer is built.
+        methods: methods in their order of application.
+        session: session on the network; None before the Trainer is created.
 
     Raises:
-        SettingError: when the Trainer is built: the network does not exist, or an argument is not compatible with the
-            methods.
-        UserError: when the Trainer is built: the network is compiled or wrapped, a method refuses it, or the optimizer
-            lacks parameters that methods added. When training starts: the callback was added after the Trainer was
-            built, the model is not the one that the methods were applied to (``model_init``), the checkpoint was
-            written with other methods, or the optimizer steps inside the backward pass although the Trainer or a
-            method needs all gradients. In training: the output has no loss, and a method adds one.
+        SettingError: Raised when the Trainer is created if the network does not exist, or if an argument of the Trainer
+            is not compatible with the methods.
+        UserError: Raised when the Trainer is created if the network is compiled or wrapped, if a method does not
+            support it, or if the given optimizer lacks parameters. Raised when training starts if the callback was
+            added to an existing Trainer, if the model has been replaced (``model_init``), if the checkpoint was written
+            with other methods, or if the optimizer steps inside the backward pass although the Trainer or a method
+            requires all gradients. Raised in training if a method adds a loss and the output has no loss.
     """
 
     def __init__(
@@ -94,19 +94,19 @@ class MethodCallback(TrainerCallback, ExportableState):
 
     @property
     def reports(self) -> list[Applied]:
-        """The report of each method; empty before the Trainer is built."""
+        """Report of each method; empty before the Trainer is created."""
         return self.session.reports if self.session is not None else []
 
-    # ------------------------------------------------------------------ before training
     def on_init_end(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        """Apply the methods, before the Trainer builds its optimizer."""
+        """Apply the methods before the Trainer creates its optimizer."""
         self._refuse_arguments(args)
         network = find_network(model, self.network)
         if self.session is None or self.session.model is not network:
             self.session = MethodSession(network, self.methods, **self._options)
         self.session.apply()
+        self.session.close()  # training opens it again, and a Trainer that never trains must not block other sessions
         if optimizer is not None:
             self.session.check_optimizers([optimizer])
 
@@ -140,7 +140,7 @@ class MethodCallback(TrainerCallback, ExportableState):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        """Restore the methods' state if a training is resumed, and start the training."""
+        """Open the session. If training is resumed, restore the states of the methods."""
         if self.session is None:
             raise UserError(
                 "MethodCallback was added after the Trainer was built. Pass it in Trainer(callbacks=[...]), which"
@@ -173,13 +173,12 @@ class MethodCallback(TrainerCallback, ExportableState):
                 raise UserError(f"The methods' state in the checkpoint is malformed: {first_line(error)}.") from error
             self.session.check_state(states)
             self.session.load_state_dict(states)
-        state.stateful_callbacks.setdefault(name, self.state())  # The Trainer overwrites it.
+        state.stateful_callbacks.setdefault(name, self.state())  # the Trainer overwrites this entry
         self.session.start()
         if names_adding_loss(self.methods) and self._hook is None:
             self._hook = model.register_forward_hook(self._add_losses, with_kwargs=True)
 
     def _add_losses(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        """Add the methods' losses to the loss in the model's output, in training."""
         if not model.training or not torch.is_grad_enabled():
             return None
         name = names_adding_loss(self.methods)[0]
@@ -207,36 +206,33 @@ class MethodCallback(TrainerCallback, ExportableState):
         assert self.session is not None, "on_train_begin refuses a training without a session"
         return self.session
 
-    # ------------------------------------------------------------------ per step
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin the optimizer step, before its first micro-batch."""
+        """Begin the optimizer step before its first micro-batch."""
         self._applied().begin_step(state.global_step)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End the optimizer step, before gradients are set to zero."""
+        """End the optimizer step before the gradients are set to zero."""
         self._applied().end_step()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Abandon a step that was not completed, and close the session; the methods stay applied."""
+        """Abandon an unfinished step, and close the session. The methods remain applied."""
         self._applied().close()
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
 
-    # ------------------------------------------------------------------ the model
     def save_pretrained(self, model: Any, folder: str | Path, **kwargs: Any) -> None:
-        """Save the model with merged adapters, so that ``from_pretrained`` loads it.
+        """Save the model with merged adapters, so that ``from_pretrained`` loads it. `model` is not changed.
 
-        `model` is not changed. ``model.save_pretrained`` would save parameter names of adapters that
-        ``from_pretrained`` does not recognize.
+        ``model.save_pretrained`` would save parameter names of adapters, which ``from_pretrained`` does not recognize.
 
         Args:
-            model: the Trainer's model.
-            folder: folder of the files.
-            kwargs: arguments of ``model.save_pretrained``.
+            model: model of the Trainer.
+            folder: folder of the saved files.
+            kwargs: further arguments of ``model.save_pretrained``.
 
         Raises:
-            UserError: a method adds modules that cannot be merged.
+            UserError: If a method adds modules that cannot be merged.
         """
         added = [method.name for method in self.methods if not method.merges and Adds.MODULES in method.adds]
         if added:
@@ -249,9 +245,8 @@ class MethodCallback(TrainerCallback, ExportableState):
             method._remove(find_network(plain, self.network))
         plain.save_pretrained(folder, **kwargs)
 
-    # ------------------------------------------------------------------ state
     def state(self) -> dict[str, Any]:
-        """Return the state of the methods that have one, for `trainer_state.json`."""
+        """Return the states of the methods for `trainer_state.json`. Methods without state are omitted."""
         return {
             "args": {},
             "attributes": {"methods": encode({} if self.session is None else self.session.state_dict())},

@@ -1,17 +1,16 @@
 """Methods for efficient fine-tuning. Each method changes one axis of a training step, and methods can be stacked.
 
-All method classes can be imported from this package (``from efficient_ft.methods import LBPWHT, BackRazor``). `METHODS`
-maps the names on the command line to the classes. A class is imported at its first use; editors and type checkers read
-the imports under ``TYPE_CHECKING``.
+All method classes can be imported from this package: ``from efficient_ft.methods import LBPWHT, BackRazor``. `METHODS`
+maps command-line names to classes. Each class is imported when it is first used. The imports under ``TYPE_CHECKING``
+are for editors and type checkers.
 """
 
 from typing import TYPE_CHECKING, Any
 
 from efficient_ft.methods.base import Applied, Method, apply_methods, in_order, plain_state_dict
 from efficient_ft.methods.declarations import Adds, Axis, Exactness, Needs, PlanCandidate
-from efficient_ft.methods.optimizer_check import check_optimizer
 from efficient_ft.methods.registry import METHODS, own_classes, register
-from efficient_ft.methods.stack import check_stack
+from efficient_ft.methods.stack import check_optimizer, check_stack
 from efficient_ft.models.view import ModelView, Reason, Skipped
 
 if TYPE_CHECKING:
@@ -34,64 +33,21 @@ if TYPE_CHECKING:
     from efficient_ft.methods.tokens.patch_dropout import PatchDropout
     from efficient_ft.methods.tokens.tome import ToMe
     from efficient_ft.methods.two_axes.alast import ALaST
-    from efficient_ft.methods.two_axes.bsr import BSR
-    from efficient_ft.methods.two_axes.bsr_moe import BSRMoE
+    from efficient_ft.methods.two_axes.bsr import BSR, BSRMoE
 
 __all__ = [
-    "BSR",
-    "LBPDCT",
-    "LBPWHT",
-    "LISA",
-    "METHODS",
-    "SWAT",
-    "ALaST",
-    "Adds",
-    "Applied",
-    "Axis",
-    "BSRMoE",
-    "BackRazor",
-    "BitFit",
-    "Blocks",
-    "Checkpointing",
-    "Compact",
-    "EViT",
-    "Exactness",
-    "Full",
-    "HeadOnly",
-    "LastStage",
-    "LoRA",
-    "LoRAFA",
-    "LowBit",
-    "Mesa",
-    "Method",
-    "MoE",
-    "ModelView",
-    "Needs",
-    "NormLast",
-    "PatchDropout",
-    "PlanCandidate",
-    "Reason",
-    "RepNet",
-    "Skipped",
-    "TinyTL",
-    "ToMe",
-    "TopLayers",
-    "UniformLayers",
-    "apply_methods",
-    "check_optimizer",
-    "check_stack",
-    "in_order",
-    "plain_state_dict",
-    "register",
-]
+    "BSR", "LBPDCT", "LBPWHT", "LISA", "METHODS", "SWAT", "ALaST", "Adds", "Applied", "Axis", "BSRMoE", "BackRazor",
+    "BitFit", "Blocks", "Checkpointing", "Compact", "EViT", "Exactness", "Full", "HeadOnly", "LastStage", "LoRA",
+    "LoRAFA", "LowBit", "Mesa", "Method", "MoE", "ModelView", "Needs", "NormLast", "PatchDropout", "PlanCandidate",
+    "Reason", "RepNet", "Skipped", "TinyTL", "ToMe", "TopLayers", "UniformLayers", "apply_methods",
+    "check_optimizer", "check_stack", "in_order", "plain_state_dict", "register",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    """Import a method class at its first use. The classes register themselves."""
-    if not name.startswith("_"):
-        found = own_classes().get(name)
-        if found is not None:
-            return found
+    """Import a method class when it is first used."""
+    if not name.startswith("_") and name in own_classes():
+        return own_classes()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,6 +1,6 @@
-"""Method objects from a checked configuration; all runs create their methods here.
+"""Create method objects from a validated configuration. All runs create their methods here.
 
-`efficient_ft.methods` does not import this module, so that the library does not need pydantic.
+`efficient_ft.methods` does not import this module, so that the library does not require pydantic.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from efficient_ft.models.tasks import Tasks
 def build_methods(config: Config) -> list[Method]:
     """Return the methods of a run, including the selection, in their order of application.
 
-    A selection that the user names replaces the default selection (`select`) of the other methods. Without either,
+    A selection named by the user replaces the default selections (`select`) of the other methods. If there is neither,
     `requires_grad` does not change.
 
     Raises:
-        SettingError: a method or setting is unknown, or a constructor rejects a value.
-        UserError: methods cannot be stacked, default selections differ, or the YAML file of another package does not
-            have the names of the constructor's arguments.
+        SettingError: If a method or setting is unknown, or a constructor rejects a value.
+        UserError: If methods cannot be stacked, default selections differ, or the names in a YAML file of another
+            package differ from the constructor's arguments.
     """
     if config.tasks:
-        Tasks(config.tasks)  # checks the names, which become parts of parameter names
+        Tasks(config.tasks)  # checks the task names, which become parts of parameter names
     for name in config.method:
         if name not in METHODS:
             raise SettingError("method", name, sorted(METHODS))
@@ -47,7 +47,7 @@ def build_methods(config: Config) -> list[Method]:
     for name, given in settings.items():
         if "seed" in _arguments(METHODS[name]) and given.get("seed") is None:
             given["seed"] = config.seed
-    # The default selection, unless the constructor has an argument of that name.
+    # `select` is the default selection, unless the constructor has an argument with this name.
     selects = {
         name: given.pop("select")
         for name, given in settings.items()
@@ -64,11 +64,7 @@ def build_methods(config: Config) -> list[Method]:
 
 
 def baseline_methods(config: Config) -> list[Method] | None:
-    """Return the selection that ``cost.baseline`` names; None if costs are not compared.
-
-    Raises:
-        SettingError: the name is not a selection whose settings all have defaults.
-    """
+    """Return the selection named by ``cost.baseline``, or None if costs are not compared."""
     if config.cost.baseline == "none":
         return None
     name = _selection_named("cost.baseline", config.cost.baseline, ("all", "none"))
@@ -76,20 +72,16 @@ def baseline_methods(config: Config) -> list[Method] | None:
 
 
 def _check_files(chosen: Container[str]) -> None:
-    """Check that the YAML files of other packages have exactly the names of the constructors' arguments.
+    """Raise UserError if a YAML file of another package does not have exactly the constructor's arguments as keys.
 
-    Args:
-        chosen: names of the methods whose files, and files of variants, are checked.
-
-    Raises:
-        UserError: a file has other names; the text names its package.
+    `chosen` contains the names of the files to check: methods and variants.
     """
     for package, name, file in method_files(configuration_folders()):
         if name not in chosen:
             continue
         given = set(yaml.safe_load(file.read_text(encoding="utf-8")) or {})
         arguments = set(_arguments(METHODS[name]))
-        # Hydra's own key, and the default selection.
+        # `defaults` is a key of Hydra, and `select` is the default selection.
         extra = given - arguments - {"defaults"} - ({"select"} if METHODS[name].axis != Axis.SELECTION else set())
         missing = set() if "defaults" in given else arguments - given
         for names, fault in ((extra, "has"), (missing, "lacks")):
@@ -101,7 +93,7 @@ def _check_files(chosen: Container[str]) -> None:
 
 
 def _default_selection(selects: Mapping[str, Any]) -> str | None:
-    """Return the default selection of all methods, or None; null and ``keep`` are ignored."""
+    """Return the default selection of the methods, or None. The values null and ``keep`` are ignored."""
     wanted: dict[str, str] = {}
     for recipe, select in selects.items():
         if select in (None, "keep"):
@@ -117,14 +109,8 @@ def _default_selection(selects: Mapping[str, Any]) -> str | None:
 
 
 def _selection_named(setting: str, select: Any, others: Sequence[str] = ("all", "keep")) -> str:
-    """Return the name of the selection for the value `select` of a setting.
-
-    Args:
-        setting: full name of the setting, for the message.
-        select: value of the setting.
-        others: further allowed values, for the message.
-    """
-    # A selection with a setting that has no default (blocks) cannot be given by its name alone.
+    """Return the name of the selection for the value `select`. `others` are further allowed values, for the message."""
+    # A selection that has a setting without a default (blocks) cannot be specified by its name alone.
     names = sorted(
         name
         for name, method in METHODS.items()
@@ -143,11 +129,7 @@ def _arguments(method: type) -> dict[str, inspect.Parameter]:
 
 
 def _build(method: type, name: str, settings: dict[str, Any]) -> Method:
-    """Create a method from settings, which are checked against the names and types of its constructor.
-
-    Raises:
-        SettingError: a setting is unknown, or its value has another type or is rejected.
-    """
+    """Create a method after validating its settings against the argument names and types of its constructor."""
     hints = typing.get_type_hints(method.__init__, include_extras=True)  # type: ignore[misc]
     fields: dict[str, Any] = {
         argument: (hints.get(argument, Any), ... if p.default is p.empty else p.default)
@@ -158,12 +140,12 @@ def _build(method: type, name: str, settings: dict[str, Any]) -> Method:
     try:
         made = method(**{argument: getattr(checked, argument) for argument in settings})
     except SettingError as error:
-        # A constructor names its settings without the prefix.
+        # The constructor raises errors without the prefix of the setting.
         error.setting = f"method.{name}.{error.setting}"
         error.args = (f"method.{name}.{error}",)
         raise
     unstored = [argument for argument in fields if not hasattr(made, argument)]
-    if unstored:  # the registry has checked constructors whose settings all have defaults
+    if unstored:  # the registry checks only constructors whose settings all have defaults
         raise UserError(
             f"Package {METHODS.distribution(name)}: the constructor of method {name} does not store its setting"
             f" {unstored[0]} in an attribute of the same name."

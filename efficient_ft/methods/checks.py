@@ -1,12 +1,14 @@
-"""Checks of the settings of methods. Each raises SettingError if the value is not allowed."""
+"""Checks of method settings, and the names of the blocks that a setting lists by index."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from efficient_ft.core.errors import SettingError
+from efficient_ft.models.view import ModelView
 
 
 def check_choice(setting: str, value: Any, allowed: Iterable[str]) -> None:
@@ -28,17 +30,65 @@ def check_integer(setting: str, value: Any, least: int = 1) -> None:
 
 
 def check_number(setting: str, value: Any, allowed: str, is_allowed: Callable[[float], bool]) -> None:
-    """Check that `value` is a finite number for which `is_allowed` returns True; `allowed` states the constraint."""
+    """Check that `value` is a finite number for which `is_allowed` returns True. `allowed` describes the constraint."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or not is_allowed(value):
         raise SettingError(setting, value, allowed)
 
 
 def check_sparsity(sparsity: Any) -> None:
-    """Check the setting `sparsity`, the share of the values that are dropped."""
+    """Check the setting `sparsity`, the fraction of the values that are dropped."""
     check_number("sparsity", sparsity, "a number >= 0 and < 1", lambda share: 0 <= share < 1)
 
 
 def check_keep_rate(keep_rate: Any) -> None:
-    """Check the setting `keep_rate`, the share of the tokens that are kept."""
+    """Check the setting `keep_rate`, the fraction of the tokens that are kept."""
     check_number("keep_rate", keep_rate, "a number > 0 and <= 1", lambda share: 0 < share <= 1)
+
+
+def check_indices(setting: str, blocks: Any, example: str = "[3,7,11]", do: str | None = None) -> None:
+    """Raise SettingError unless `blocks` is a list of at least one integer.
+
+    The message contains `example` as a valid value, and the sentence `do` if the list is empty.
+    """
+    if not isinstance(blocks, Sequence) or isinstance(blocks, str) or not all(type(b) is int for b in blocks):
+        raise SettingError(setting, blocks, f"a list of integers, e.g. {example}")
+    if not blocks:
+        raise SettingError(setting, "[]", "a list of at least one index", do)
+
+
+def classes_in_words(view: ModelView) -> str:
+    """Return the number of blocks by class, for messages: "1 ConvBnAct and 10 InvertedResidual"."""
+    counts = Counter(type(view.model.get_submodule(name)).__name__ for name in view.blocks)
+    *others, last = (f"{count} {name}" for name, count in counts.items())
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def blocks_at(
+    view: ModelView, setting: str, indices: Sequence[int], *, last: bool = True, once: bool = True
+) -> tuple[str, ...]:
+    """Return the names of blocks, given by index, without duplicates and in the order of the model.
+
+    Args:
+        view: view of a model with blocks. Before the call, check that the method supports at least one block, because
+            otherwise no index is valid.
+        setting: full name of the setting, ``method.<name>.<setting>``.
+        indices: indices, counted from 0 across all stages. Negative indices count from the end.
+        last: if False, the last block is rejected.
+        once: if True, a list that contains a block twice is rejected.
+
+    Raises:
+        SettingError: If an index is out of range, or a block is rejected.
+    """
+    count = len(view.blocks)
+    places = [index % count if -count <= index < count else count for index in indices]
+    if max(places) >= (count if last else count - 1):
+        if last:
+            allowed, do = f"indices from {-count} to {count - 1}", f"{view.name} has {count} blocks."
+        else:
+            allowed = f"indices from 0 to {count - 2}"
+            do = f"{view.name} has {count} blocks. In the last block, the method has no effect."
+        raise SettingError(setting, list(indices), allowed, do)
+    if once and len(set(places)) < len(places):
+        raise SettingError(setting, list(indices), "a list with each block once")
+    return tuple(view.blocks[place] for place in sorted(set(places)))

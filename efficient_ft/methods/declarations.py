@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Axis(StrEnum):
-    """The part of a training step that a method decides on. A stack has at most one method on each axis."""
+    """Part of a training step that a method controls. A stack contains at most one method per axis."""
 
     SELECTION = "selection"
     ADAPTERS = "adapters"
@@ -20,32 +20,24 @@ class Axis(StrEnum):
 
     @property
     def does(self) -> str:
-        """The verb phrase of this axis in messages, in the plural."""
+        """Verb phrase for this axis in messages, in the plural."""
         return _DOES[self]
 
 
 _DOES = {
-    Axis.SELECTION: "select what trains",
+    Axis.SELECTION: "select the parameters to train",
     Axis.ADAPTERS: "add modules to the model",
     Axis.BACKPROP: "replace the backward pass",
-    Axis.MEMORY: "decide how activations are kept",
-    Axis.TOKENS: "decide which tokens are passed on",
-    Axis.PATCHES: "choose the patches that enter the blocks",
+    Axis.MEMORY: "define how activations are saved",
+    Axis.TOKENS: "drop or merge tokens",
+    Axis.PATCHES: "select the patches that enter the blocks",
 }
 
-#: Selections set `requires_grad` before adapters freeze the layers that they adapt. Low-rank backward then applies to
-#: the adapters' base layers, and memory methods wrap the remaining saved tensors. Token methods replace the forward
-#: pass of whole blocks, and patches are dropped before the blocks.
-ORDER_OF_APPLICATION: tuple[Axis, ...] = (
-    Axis.SELECTION,
-    Axis.ADAPTERS,
-    Axis.BACKPROP,
-    Axis.MEMORY,
-    Axis.TOKENS,
-    Axis.PATCHES,
-)
-
-#: By axis of a method, the axes that must not be applied before it. The order of other axes has no effect.
+#: Selections set `requires_grad` before adapters freeze the adapted layers. Low-rank backward then changes the base
+#: layers of adapters, and memory methods pack the remaining saved tensors. Token methods replace the forward pass of
+#: whole blocks, and patches are dropped before the blocks.
+ORDER_OF_APPLICATION = tuple(Axis)
+#: Axes that must not be applied before a method on the given axis. The order of other axes has no effect.
 MUST_COME_BEFORE: dict[Axis, frozenset[Axis]] = {
     Axis.SELECTION: frozenset({Axis.ADAPTERS}),
     Axis.ADAPTERS: frozenset({Axis.BACKPROP}),
@@ -53,50 +45,50 @@ MUST_COME_BEFORE: dict[Axis, frozenset[Axis]] = {
 
 
 class Adds(StrEnum):
-    """Additions of a method to a model or to its training step."""
+    """Additions of a method to the model or the training step."""
 
     MODULES = "modules"  # modules with parameters
-    LOSS = "loss"  # a further loss (`Method.total_loss`)
+    LOSS = "loss"  # an additional loss (`Method.total_loss`)
     TOKEN_DROPPING = "token_dropping"  # fewer tokens, each with a grid position
     TOKEN_MERGING = "token_merging"  # fewer tokens, without grid positions
     LOW_RANK_LAYERS = "low_rank_layers"  # layers with a low-rank backward pass
-    SPARSE_WEIGHTS = "sparse_weights"  # layers that compute with a part of their weights
+    SPARSE_WEIGHTS = "sparse_weights"  # layers that use only a subset of their weights
 
 
 class Needs(StrEnum):
-    """Needs of a method: properties of the model or options of the training loop.
+    """Requirements of a method on the model or the training loop.
 
-    `Method.apply` checks the properties of the model, in this order, before it changes anything.
+    `Method.apply` checks the requirements on the model in this order before it changes the model.
     """
 
     BLOCKS = "blocks"  # transformer blocks or stages that the view recognizes
     CLASSIFIER = "classifier"  # a classifier
-    CLASS_TOKEN = "class_token"  # a class token, whose attention ranks the patch tokens
-    TOKEN_GRID = "token_grid"  # one grid of more than one position, the same from block to block
+    CLASS_TOKEN = "class_token"  # a class token whose attention ranks the patch tokens
+    TOKEN_GRID = "token_grid"  # one grid with more than one position for all blocks
     FIND_UNUSED_PARAMETERS = "find_unused_parameters"  # DistributedDataParallel with find_unused_parameters=True
     GRADIENTS_AT_STEP_END = "gradients_at_step_end"  # gradients of all trained parameters in `step_end`
 
 
 class Exactness(IntEnum):
-    """Closeness of the updates to those of plain full fine-tuning; a plan prefers the lowest value."""
+    """Closeness of the updates to the updates of plain full fine-tuning. A plan prefers the lowest value."""
 
     EXACT = 0  # equal up to rounding
-    NEAR = 1  # everything trains; the gradient's cosine with the exact one is >= 0.98, or moments have 8 bits
-    APPROXIMATE = 2  # everything trains, with a coarser gradient or optimizer
-    PART = 3  # a part of the network or an added module trains
+    NEAR = 1  # all parameters train; cosine with the exact gradient >= 0.98, or 8-bit moments
+    APPROXIMATE = 2  # all parameters train, with a coarser gradient or optimizer
+    PART = 3  # only a part of the network or added modules train
     UNKNOWN = 4  # neither declared nor measured
 
 
 @dataclass(frozen=True)
 class PlanCandidate:
-    """Settings of a method that ``efficient-ft plan`` examines; a class lists them in `candidates`.
+    """Settings of a method that ``efficient-ft plan`` examines. A method class lists them in `candidates`.
 
     Attributes:
-        settings: settings of the method that differ from the defaults.
-        exactness: closeness of the updates to those of plain full fine-tuning. Unless it is exact, a plan also measures
-            the gradient's cosine if weights and images are available.
-        evidence: the test or measurement that shows the exactness; required for `Exactness.EXACT`.
-        time_factor: time of a step relative to a step with the same FLOPs and without the method.
+        settings: settings that differ from the method's defaults.
+        exactness: closeness of the updates to the updates of plain full fine-tuning. Unless it is `Exactness.EXACT`, a
+            plan also measures the cosine with the exact gradient if weights and images are available.
+        evidence: test or measurement that demonstrates the exactness; required for `Exactness.EXACT`.
+        time_factor: step time relative to a step with the same FLOPs and without the method.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)

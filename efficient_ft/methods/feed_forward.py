@@ -1,9 +1,9 @@
-"""Frozen feed-forward networks that process a part of the batch at a time.
+"""Frozen feed-forward networks that process the batch in parts.
 
-The feed-forward network of a block widens its input fourfold, and its activation function creates a second tensor of
-that size. Below the lowest trainable parameter, these tensors are not saved. Although they are temporary, they can
-dominate the memory of a step that trains few parameters. Parts that fit into the processor's cache need less memory at
-equal speed.
+The feed-forward network of a block widens its input by a factor of four, and its activation function creates a second
+tensor of this size. Below the lowest trainable parameter, these temporary tensors are not saved, but they can dominate
+the peak memory of a step that trains few parameters. Parts that fit into the processor's cache reduce this memory
+without a loss of speed.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from torch import Tensor, nn
 from efficient_ft.methods.forwards import OwnForward, put_around, take_away
 from efficient_ft.models.frozen_batch_norm import FROZEN
 
-#: Maximum number of bytes of the widest tensor of a part.
+#: Maximum size of the widest tensor of a part, in bytes.
 _PART_BYTES = 5 * 2**20
-
-#: Classes of timm whose forward pass processes the images of a batch independently.
+#: Classes from `timm` that process the images of a batch independently.
 _KINDS = (mlp.Mlp, mlp.GluMlp, mlp.SwiGLU, mlp.ConvMlp, mlp.GlobalResponseNormMlp, ConvMlpWithNorm)
 
 
 class FrozenFeedForward(OwnForward):
-    """The forward pass of a feed-forward network, which splits the batch if no gradient passes through the network."""
+    """Forward pass of a feed-forward network that splits the batch if no gradient passes through the network."""
 
     same_values = True
 
@@ -37,7 +36,6 @@ class FrozenFeedForward(OwnForward):
         return torch.cat([self.within(part, *args, **kwargs) for part in x.chunk(parts)])
 
     def _parts(self, x: Tensor) -> int:
-        """Return the number of parts; 1: the batch is not split."""
         if x.device.type != "cpu" or torch.compiler.is_compiling() or len(x) < 2:
             return 1
         if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.module.parameters())):
@@ -53,7 +51,7 @@ class FrozenFeedForward(OwnForward):
 
 
 def _mixes(module: nn.Module) -> bool:
-    """Return True if the module mixes the images of a batch or draws random numbers for them."""
+    """Return True if the module mixes the images of a batch or draws random numbers."""
     if not module.training:
         return False
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -62,7 +60,7 @@ def _mixes(module: nn.Module) -> bool:
 
 
 def run_in_parts(model: nn.Module) -> None:
-    """Let the feed-forward networks of `model` process parts of the batch while they are frozen."""
+    """Make the feed-forward networks of `model` process the batch in parts while they are frozen."""
     for module in model.modules():
         if type(module) in _KINDS:
             put_around(module, FrozenFeedForward(module))
@@ -70,5 +68,4 @@ def run_in_parts(model: nn.Module) -> None:
 
 def run_whole(model: nn.Module) -> None:
     """Undo `run_in_parts`."""
-    for module in model.modules():
-        take_away(module, FrozenFeedForward)
+    take_away(model, FrozenFeedForward)

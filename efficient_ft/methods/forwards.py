@@ -1,8 +1,9 @@
-"""Replacements of the forward passes of module objects. Several methods can replace the forward pass of one module.
+"""Replacements for the forward passes of module objects. Several methods can replace the forward pass of one module.
 
-A replacement is stored in the attribute `forward` of the module. The rest of the model does not change, so that it can
-be copied, pickled, saved and restored. Replacements are nested: each calls the next inner replacement. The innermost
-calls the forward pass of the module's class, or the one that another library has assigned to the module object.
+A replacement is stored in the attribute `forward` of the module. The rest of the model is unchanged, so that the model
+can be copied, pickled, saved and restored. Replacements are nested, and each replacement calls the next inner one. The
+innermost replacement calls the forward pass of the module's class, or a forward pass that another library has assigned
+to the module object.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ from efficient_ft.core.errors import UserError
 
 
 class OwnForward:
-    """Base class of the callables that replace the `forward` of a module object.
+    """Base class of callables that replace the `forward` of a module object.
 
-    A subclass implements ``__call__`` with the module's own arguments, and calls `within` to run the module.
+    A subclass implements ``__call__`` with the module's arguments and calls `within` to run the module.
 
     Args:
-        module: the module whose forward pass is replaced.
+        module: module whose forward pass is replaced.
 
     Attributes:
-        same_values: True if the results equal those of the module, so that other methods can ignore the replacement.
-        inner: the next inner replacement, or the forward pass of another library; None: that of the module's class.
+        same_values: True if the results equal the results of the module, so that other methods can ignore the
+            replacement.
+        inner: next inner replacement, or a forward pass from another library. If None, the forward pass of the module's
+            class is used.
     """
 
     same_values: ClassVar[bool] = False
@@ -45,7 +48,7 @@ class OwnForward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def all_inside(self) -> list[OwnForward]:
-        """Return the inner replacements, from the outermost to the innermost."""
+        """Return the inner replacements from the outermost to the innermost."""
         found: list[OwnForward] = []
         inner = self.inner
         while isinstance(inner, OwnForward):
@@ -57,7 +60,8 @@ class OwnForward:
 def refuse_export(what: str, instead: str) -> None:
     """Raise UserError while a model is exported by ``torch.export``, ``torch.jit.trace`` or to ONNX.
 
-    The error consists of two sentences: `what` states why the model cannot be exported, and `instead` what to do.
+    The message consists of two sentences: `what` states why the model cannot be exported, and `instead` gives the
+    remedy.
     """
     if torch.compiler.is_exporting() or torch.jit.is_tracing() or torch.onnx.is_in_onnx_export():
         raise UserError(f"{what} {instead}")
@@ -67,7 +71,7 @@ _Kind = TypeVar("_Kind", bound=OwnForward)
 
 
 def forwards_of(module: nn.Module) -> list[OwnForward]:
-    """Return the replacements of a module, from the outermost to the innermost."""
+    """Return the replacements for a module, from the outermost to the innermost."""
     forward = vars(module).get("forward")
     return [forward, *forward.all_inside()] if isinstance(forward, OwnForward) else []
 
@@ -86,7 +90,7 @@ def put_around(module: nn.Module, forward: OwnForward) -> None:
 
 
 def put_inside(module: nn.Module, forward: OwnForward) -> None:
-    """Make `forward` the innermost replacement of `module`. The others run around it."""
+    """Make `forward` the innermost replacement of `module`."""
     others = forwards_of(module)
     forward.inner = foreign_forward(module)
     if others:
@@ -95,14 +99,19 @@ def put_inside(module: nn.Module, forward: OwnForward) -> None:
         module.forward = forward  # type: ignore[assignment]
 
 
-def take_away(module: nn.Module, kind: type[_Kind], of: Callable[[_Kind], bool] = lambda _: True) -> None:
-    """Remove the replacements of a class for which `of` returns True from a module. The others keep their order."""
-    if not forwards_of(module):
-        return
-    rest = [forward for forward in forwards_of(module) if not (isinstance(forward, kind) and of(forward))]
-    foreign = foreign_forward(module)
-    del module.forward
-    if foreign is not None:
-        module.forward = foreign  # type: ignore[method-assign]
-    for forward in reversed(rest):
-        put_around(module, forward)
+def take_away(model: nn.Module, kind: type[_Kind], of: Callable[[_Kind], bool] = lambda _: True) -> None:
+    """Remove the replacements of type `kind` for which `of` returns True from `model` and all its submodules.
+
+    The order of the other replacements is preserved.
+    """
+    for module in model.modules():
+        forwards = forwards_of(module)
+        rest = [forward for forward in forwards if not (isinstance(forward, kind) and of(forward))]
+        if len(rest) == len(forwards):
+            continue
+        foreign = foreign_forward(module)
+        del module.forward
+        if foreign is not None:
+            module.forward = foreign  # type: ignore[method-assign]
+        for forward in reversed(rest):
+            put_around(module, forward)

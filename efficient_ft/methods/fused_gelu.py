@@ -1,7 +1,7 @@
-"""Model layers that compute GELU, and the BatchNorm before it, in one pass per direction, in training on a CPU.
+"""Fused GELU, and BatchNorm before it, in one pass per direction, for training on a CPU.
 
-Once the products of low-rank layers are small, the operations between them take as much time. BatchNorm and GELU take
-four passes over the widest tensors of a network, and torch's GELU on a CPU is limited by arithmetic, not by memory.
+With low-rank layers, the matrix products are small, and the operations between them take as much time. BatchNorm and
+GELU require four passes over the widest tensors of a network, and torch's GELU on a CPU is compute-bound.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from efficient_ft.ops.gelu import batch_norm_gelu, gelu
 
 
 class FusedGelu(OwnForward):
-    """The forward pass of `nn.GELU`, computed by `ops.gelu`."""
+    """Forward pass of `nn.GELU` that is computed by `ops.gelu`."""
 
     same_values = True
 
@@ -28,14 +28,15 @@ class FusedGelu(OwnForward):
 
 
 class FusedNormGelu(OwnForward):
-    """The forward pass of a feed-forward network with frozen BatchNorm and GELU in one operation."""
+    """Forward pass of a feed-forward network that fuses frozen BatchNorm and GELU into one operation."""
 
     same_values = True
 
     def __call__(self, x: Tensor) -> Tensor:
         mlp: Any = self.module
         norm = mlp.norm1
-        if type(norm) is not FrozenBatchNorm2d or _changed(norm) or not _exact(mlp.act) or _hooked(mlp.act):
+        changed = "forward" in norm.__dict__ or _hooked(norm) or _hooked(mlp.act)
+        if type(norm) is not FrozenBatchNorm2d or changed or not _exact(mlp.act):
             return self.within(x)
         x = mlp.fc1(x)
         if _fits(mlp, x) and _channels_last(x):
@@ -49,7 +50,7 @@ class FusedNormGelu(OwnForward):
 
 
 def _fits(module: nn.Module, x: Tensor) -> bool:
-    """Return True if the fused operation supports `x`: in training on a CPU, outside of all function modes."""
+    """Return True if the fused operation supports `x` (in training on a CPU, outside of all function modes)."""
     return (
         module.training
         and x.device.type == "cpu"
@@ -63,11 +64,6 @@ def _exact(act: nn.Module) -> bool:
     return type(act) is nn.GELU and act.approximate == "none"
 
 
-def _changed(norm: nn.Module) -> bool:
-    """Return True if the forward pass of the layer was replaced or has hooks."""
-    return "forward" in norm.__dict__ or _hooked(norm)
-
-
 def _hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
@@ -77,10 +73,12 @@ def _channels_last(x: Tensor) -> bool:
 
 
 def fuse_gelu(model: nn.Module, *, everywhere: bool = True) -> list[str]:
-    """Fuse GELU, and a frozen BatchNorm before it, into one pass per direction where this is possible.
+    """Fuse GELU, and a frozen BatchNorm before it, into one pass per direction where possible.
 
-    Return the names of the GELU layers. With ``everywhere=False``, change only models that have feed-forward networks
-    with BatchNorm before GELU.
+    If `everywhere` is False, only models that contain feed-forward networks with BatchNorm before GELU are changed.
+
+    Returns:
+        Names of the fused GELU layers.
     """
     names: list[str] = []
     if not everywhere and not any(type(module) is ConvMlpWithNorm for module in model.modules()):
@@ -96,6 +94,5 @@ def fuse_gelu(model: nn.Module, *, everywhere: bool = True) -> list[str]:
 
 def separate_gelu(model: nn.Module) -> None:
     """Undo `fuse_gelu`."""
-    for module in model.modules():
-        take_away(module, FusedGelu)
-        take_away(module, FusedNormGelu)
+    take_away(model, FusedGelu)
+    take_away(model, FusedNormGelu)

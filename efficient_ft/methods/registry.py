@@ -1,13 +1,13 @@
-"""The registry of methods by name, of this package and of other packages.
+"""Registry of methods by name, for this package and other packages.
 
-A method registers itself with the decorator `register`. The registry imports every module of the subpackages of
-`efficient_ft.methods` (`adapters`, `backprop`, ...), and finds methods of other packages through their entry points::
+A method registers itself with the decorator `register`. The registry imports all modules in the subpackages of
+`efficient_ft.methods` (`adapters`, `backprop`, ...). It finds methods of other packages through entry points::
 
     [project.entry-points."efficient_ft.methods"]
     every_nth = "every_nth_method.method:EveryNth"
 
-Both happen once, when the registry is first read. A class that breaks the contract or uses the name of another method
-is rejected then, with the name of its distribution.
+Both happen once, when the registry is first read. At that point, a class that breaks the contract or uses the name of
+another method is rejected, with the name of its distribution.
 """
 
 from __future__ import annotations
@@ -28,24 +28,20 @@ from efficient_ft.methods.base import OURS, Method
 from efficient_ft.methods.declarations import Adds, Axis, Exactness, Needs, PlanCandidate
 
 _PACKAGE = "efficient_ft.methods"
-
 _Class = TypeVar("_Class", bound=type[Method])
-
-#: Methods of the contract that are called with positional arguments.
+#: Methods of the contract that are called with positional arguments only.
 _HOOKS = ("_apply", "_remove", "step_begin", "step_end", "total_loss", "step_stats", "state_dict", "load_state_dict")
-
-#: By name: every registered class and its distribution.
+#: Registered classes and their distributions, by name.
 _registered: dict[str, tuple[type[Method], str]] = {}
-
-#: Names of methods of other packages whose constructors have not been called yet.
+#: Names of methods from other packages whose constructors have not been checked yet.
 _untried: set[str] = set()
 
 
 class Registry(Mapping[str, type[Method]]):
-    """All methods by name, sorted; reading it loads the methods of this and of other packages, once.
+    """A read-only mapping from names, sorted, to method classes. The first access loads the methods of all packages.
 
     Raises:
-        UserError: on the first reading, if a method of another package cannot be used.
+        UserError: If a method of another package cannot be used; raised at the first access.
     """
 
     def __init__(self) -> None:
@@ -57,7 +53,7 @@ class Registry(Mapping[str, type[Method]]):
             for entry in entry_points(group=GROUP):
                 _load(entry)
             self._loaded = True
-        for name in sorted(_untried):  # not in `register`: a class is decorated before its module is complete
+        for name in sorted(_untried):  # `register` runs before the module of a class is complete
             method, distribution = _registered[name]
             _refuse_broken(method, distribution, broken_settings(method) or _misspelt_conflict(method))
             _untried.discard(name)
@@ -73,7 +69,7 @@ class Registry(Mapping[str, type[Method]]):
         return len(self._all())
 
     def distribution(self, name: str) -> str:
-        """Return the name of the distribution (the pip package) that the method `name` comes from."""
+        """Return the name of the distribution (pip package) that provides the method `name`."""
         return self._all()[name][1]
 
 
@@ -82,17 +78,17 @@ METHODS = Registry()
 
 
 def register(method: _Class) -> _Class:
-    """Register a method under its name; use as a class decorator.
+    """Register a method class under its `name`. Use this function as a class decorator.
 
     Args:
-        method: a subclass of `Method` with `name`, `axis`, `_apply`, `_remove`, and a constructor that stores each
+        method: subclass of `Method` with `name`, `axis`, `_apply`, `_remove`, and a constructor that stores each
             argument in an attribute of the same name.
 
     Returns:
         The class itself.
 
     Raises:
-        UserError: the class breaks the contract, or another class has its name.
+        UserError: If the class breaks the contract, or if another class has the same name.
     """
     _add(method, OURS if method.__module__.startswith(f"{_PACKAGE}.") else method.__module__)
     return method
@@ -100,7 +96,7 @@ def register(method: _Class) -> _Class:
 
 @functools.cache
 def own_classes() -> dict[str, type[Method]]:
-    """Return the methods of this package by class name; imports every module of its subpackages once."""
+    """Return the methods of this package by class name. The first call imports all modules of its subpackages."""
     package = importlib.import_module(_PACKAGE)
     for folder in pkgutil.iter_modules(package.__path__, f"{_PACKAGE}."):
         if folder.ispkg:
@@ -110,11 +106,10 @@ def own_classes() -> dict[str, type[Method]]:
 
 
 def _load(entry: EntryPoint) -> None:
-    """Register the method of an entry point."""
     distribution = entry.dist.name if entry.dist is not None else entry.value
     try:
         method = entry.load()
-    except UserError as error:  # from `register` in that package
+    except UserError as error:  # raised by `register` in that package
         raise UserError(f"Package {distribution}: {error}") from error
     except Exception as error:
         raise UserError(
@@ -127,13 +122,12 @@ def _load(entry: EntryPoint) -> None:
             f" {getattr(method, 'name', None)!r}. Both must be equal."
         )
     known = _registered.get(entry.name)
-    if known is not None and known[0] is method:  # registered by its decorator, under the module's name
+    if known is not None and known[0] is method:  # already registered by its decorator, under the name of its module
         del _registered[entry.name]
     _add(method, distribution)
 
 
 def _add(method: Any, distribution: str) -> None:
-    """Check a class and register it. A class whose module was reloaded replaces itself."""
     _refuse_broken(method, distribution, broken_contract(method))
     known = _registered.get(method.name)
     if known is not None and _where(known[0]) != _where(method):
@@ -153,14 +147,13 @@ def _refuse_broken(method: Any, distribution: str, broken: str | None) -> None:
 
 
 def _where(method: Any) -> str:
-    """Return the full name of a class, or the representation of another object."""
     return f"{method.__module__}.{method.__qualname__}" if isinstance(method, type) else repr(method)
 
 
 def broken_contract(method: Any) -> str | None:
-    """Return how the definition of a class breaks the contract of methods; None if it does not.
+    """Return how a class breaks the contract of methods, or None if it is valid.
 
-    The checks cover the name, the declarations, the arguments of overridden methods, and the names of the settings.
+    The function checks the name, the declarations, the arguments of overridden methods, and the names of the settings.
     """
     if not (isinstance(method, type) and issubclass(method, Method)):
         return "it is not a subclass of efficient_ft.methods.Method"
@@ -196,7 +189,6 @@ def _broken_declaration(declared: Any) -> str | None:
 
 
 def _broken_candidates(declared: Any) -> str | None:
-    """Return the fault of the declared candidates of plans; None if there is none."""
     candidates = getattr(declared, "candidates", ())
     if not isinstance(candidates, tuple | list) or not all(isinstance(one, PlanCandidate) for one in candidates):
         return f"`candidates` must be a tuple of PlanCandidate, got {candidates!r}"
@@ -213,20 +205,20 @@ def _broken_candidates(declared: Any) -> str | None:
 
 
 def _broken_hook(method: type[Method], hook: str) -> str | None:
-    """Return the arguments that a method of the contract must accept; None if it accepts them."""
+    """Return the arguments that a method of the contract must accept, or None if it accepts them."""
     own = getattr(method, hook)
     wanted = list(inspect.signature(getattr(Method, hook)).parameters)
     bound = isinstance(inspect.getattr_static(method, hook), staticmethod | classmethod)
     try:
         inspect.signature(own).bind(*(wanted[1:] if bound else wanted))
-    except TypeError:  # including objects that are not callable
+    except TypeError:  # also raised for objects that are not callable
         got = inspect.signature(own) if callable(own) else repr(own)
         return f"`{hook}` must take ({', '.join(wanted)}), got {got}"
     return None
 
 
 def broken_settings(method: type[Method]) -> str | None:
-    """Return how the constructor of a class breaks the contract; None if not, or if a setting has no default."""
+    """Return how the constructor of a class breaks the contract, or None. Settings without default are not checked."""
     parameters = inspect.signature(method).parameters.values()
     if any(p.default is p.empty for p in parameters):
         return None
@@ -241,10 +233,10 @@ def broken_settings(method: type[Method]) -> str | None:
 
 
 def _misspelt_conflict(method: type[Method]) -> str | None:
-    """Return the misspelt key of `conflicts`; None if there is none. All methods must be registered before.
+    """Return the error for a misspelled key of `conflicts`, or None. All methods must already be registered.
 
-    A key may name a method of a package that is not installed. Unknown keys are therefore accepted unless they differ
-    by about one letter from a known name (``lorra``).
+    A key may name a method of a package that is not installed. Therefore, only unknown keys that differ from a known
+    name by about one letter are rejected (``lorra``).
     """
     known = [*Axis, *Adds, *_registered]
     for key in method.conflicts:

@@ -1,4 +1,4 @@
-"""Layers that a method leaves unchanged, selected by parts of their names."""
+"""The setting `skip`: layers that a method leaves unchanged, selected by parts of their names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def refuse_skip(skip: Sequence[str] | None) -> None:
 
 
 def is_skipped(name: str, skip: Sequence[str] | None) -> bool:
-    """Return True if `skip` contains a part of `name` or several consecutive parts.
+    """Return True if `name` contains an entry of `skip`, which is one part or several consecutive parts of a name.
 
     ``mlp.fc2`` is skipped by ``mlp``, ``fc2`` and ``mlp.fc2``. ``*`` matches any part: ``layer.*.output``.
     """

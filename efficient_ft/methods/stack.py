@@ -1,10 +1,11 @@
-"""Checks of methods before they are applied: stacks, needs and the model, from the methods' declarations."""
+"""Checks that run before methods are applied. They compare the methods' declarations with each other and the model."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from efficient_ft.models.view import ModelView
 
 
 class _Declared(Protocol):
-    """The declarations that methods and marks have in common."""
+    """Declarations that methods and marks have in common."""
 
     @property
     def axes(self) -> tuple[str, ...]: ...
@@ -27,7 +28,7 @@ class _Declared(Protocol):
 
 
 class _Method(_Declared, Protocol):
-    """The part of a method that this module reads; `methods.base` imports this module."""
+    """The attributes of `Method` that this module uses. `methods.base` imports this module."""
 
     @property
     def name(self) -> str: ...
@@ -41,27 +42,33 @@ class _Method(_Declared, Protocol):
     def state_key(self) -> str: ...
     @property
     def applied(self) -> object | None: ...
+    def trained_in_some_step(self) -> Iterable[nn.Parameter]: ...
+
+
+#: Methods applied to each model. Their `trained_in_some_step` lists parameters that are frozen only in the current
+#: step.
+_applied: WeakKeyDictionary[nn.Module, WeakSet[_Method]] = WeakKeyDictionary()
 
 
 def check_stack(methods: Sequence[_Method], model: nn.Module | None = None) -> None:
-    """Check that methods can be applied together, and after the methods that `model` already has.
+    """Check that methods can be applied together, and to a model to which other methods have been applied.
 
-    At most one method decides on each axis, no method conflicts with another one, and a method that must come before
-    another (a selection before adapters) is not applied after it.
+    Each axis may have at most one method, no two methods may conflict, and a method that must be applied before another
+    method (a selection before adapters) must not follow it.
 
     Args:
-        methods: methods that are not applied yet or are applied to `model`.
-        model: the model; None checks the methods alone.
+        methods: methods that are not applied, or are applied to `model`.
+        model: model. If None, only the methods are checked.
 
     Raises:
-        UserError: two methods cannot be stacked; the text names both and the remedy.
+        UserError: If two methods cannot be stacked. The message names both methods and the remedy.
     """
     for a, b in itertools.combinations(methods, 2):
         axis = _shared_axis(a, b)
         if axis is not None:
             hint = ""
             if axis == Axis.SELECTION:
-                hint = " (full: everything trains; without a selection, each method uses its default one)"
+                hint = " (full trains all parameters; without a selection, each method uses its default)"
             raise UserError(f"method: {a.name} and {b.name} both {axis.does}; name one of them{hint}.")
         why = _conflict(a, a.name, b, b.name)
         if why is not None:
@@ -76,8 +83,8 @@ def check_stack(methods: Sequence[_Method], model: nn.Module | None = None) -> N
 
 
 def _refuse_recomputation(methods: Sequence[_Method], model: nn.Module) -> None:
-    """Raise UserError if `model` recomputes its blocks and a second forward pass would change the training."""
-    flags = ("grad_checkpointing", "gradient_checkpointing")  # of timm, and of transformers
+    """Raise UserError if `model` recomputes its blocks and a method cannot be combined with a second forward pass."""
+    flags = ("grad_checkpointing", "gradient_checkpointing")  # attributes in `timm` and `transformers`
     if not any(getattr(module, flag, False) for module in model.modules() for flag in flags):
         return
     for method in methods:
@@ -95,7 +102,6 @@ def _refuse_recomputation(methods: Sequence[_Method], model: nn.Module) -> None:
 
 
 def _check_against(method: _Method, mark: Mark, model: str) -> None:
-    """Raise UserError if `method` cannot be applied after the method of `mark`."""
     applied = f"method {method.name}: {mark.method} has been applied to this {model} already"
     axis = _shared_axis(method, mark)
     if axis is not None:
@@ -111,11 +117,7 @@ def _check_against(method: _Method, mark: Mark, model: str) -> None:
 
 
 def check_removal(method: _Method, model: nn.Module) -> None:
-    """Raise an error if a method that must be removed before `method` is still applied to `model`.
-
-    Raises:
-        UserError: such a method is applied; the text names it.
-    """
+    """Raise UserError if a method that must be removed before `method` is still applied to `model`."""
     after = frozenset().union(*(MUST_COME_BEFORE.get(axis, frozenset()) for axis in method.axes))
     for mark in marks_of(model):
         if mark.key != method.state_key and after & set(mark.axes):
@@ -125,12 +127,10 @@ def check_removal(method: _Method, model: nn.Module) -> None:
 
 
 def _shared_axis(a: _Declared, b: _Declared) -> Axis | None:
-    """Return the first axis that both decide on."""
     return next((Axis(axis) for axis in a.axes if axis in b.axes), None)
 
 
 def _conflict(a: _Declared, a_name: str, b: _Declared, b_name: str) -> str | None:
-    """Return the declared reason for a conflict between the two; None if there is none."""
     for this, other, name in ((a, b, b_name), (b, a, a_name)):
         for what, why in this.conflicts.items():
             if what in (*other.axes, *other.adds, name):
@@ -139,11 +139,9 @@ def _conflict(a: _Declared, a_name: str, b: _Declared, b_name: str) -> str | Non
 
 
 def check_needs(method: _Method, view: ModelView) -> None:
-    """Check that the model meets the needs that `method` declares.
+    """Raise UserError if the model does not meet a requirement that `method` declares.
 
-    Raises:
-        UserError: a need is not met; the text names the method, the model and the reason.
-        SettingError: the images consist of a single patch.
+    If the images consist of a single patch, SettingError is raised.
     """
     for need in Needs:
         if need in method.needs:
@@ -154,7 +152,6 @@ def check_needs(method: _Method, view: ModelView) -> None:
 
 
 def _missing(need: Needs, method: _Method, view: ModelView) -> str | None:
-    """Return the reason why a model does not meet a need; None if it does."""
     if need == Needs.BLOCKS and not view.blocks:
         return f"no blocks were recognized in {view.name}"
     if need == Needs.CLASSIFIER and not view.head:
@@ -178,10 +175,10 @@ def _missing(need: Needs, method: _Method, view: ModelView) -> str | None:
 
 
 def no_method(wrong: object) -> SettingError:
-    """Return the error for an argument that is not a method or a list of methods."""
+    """Return the error for an argument that is neither a method nor a list of methods."""
     hint = "Create method objects: from efficient_ft.methods import LoRA; apply_methods(model, [LoRA(rank=8)])."
     if isinstance(wrong, type) and hasattr(wrong, "apply"):
-        hint = f"Make an object of the class: {wrong.__name__}()."
+        hint = f"Create an object of the class: {wrong.__name__}()."
     elif isinstance(wrong, nn.Module):
         hint = "The model is the first argument: apply_methods(model, methods)."
     return SettingError("methods", f"{wrong!r:.60}", "a Method object or a list of them", hint)
@@ -202,3 +199,35 @@ def refuse_wrapped(model: nn.Module, name: str) -> None:
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise UserError(f"method {name}: a scripted model cannot be changed; apply the method before scripting it.")
+
+
+def note_applied(model: nn.Module, method: _Method) -> None:
+    """Record that `method` has been applied to `model`."""
+    _applied.setdefault(model, WeakSet()).add(method)
+
+
+def check_optimizer(model: nn.Module, optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> None:
+    """Check that the optimizers contain every parameter of `model` that is trained in any step.
+
+    Call this function once after the optimizer is created. The callbacks for Lightning and Hugging Face call it.
+
+    Args:
+        model: model to which the methods were applied.
+        optimizers: one optimizer or several optimizers.
+
+    Raises:
+        UserError: If a parameter is missing from the optimizers. The optimizer was created before the methods were
+            applied, or inside a step in which they freeze some parameters.
+    """
+    several = [optimizers] if hasattr(optimizers, "param_groups") else list(optimizers)
+    held = {id(p) for optimizer in several for group in optimizer.param_groups for p in group["params"]}
+    of_methods = {id(p) for method in _applied.get(model, ()) for p in method.trained_in_some_step()}
+    wanted = {n: p for n, p in model.named_parameters() if p.requires_grad or id(p) in of_methods}
+    missing = [name for name, parameter in wanted.items() if id(parameter) not in held]
+    if missing:
+        raise UserError(
+            f"{len(missing)} of {len(wanted)} trainable parameters are in no optimizer ({', '.join(missing[:3])}"
+            f"{', …' if len(missing) > 3 else ''}). The optimizer was created before the methods were applied, or after"
+            " the first step_begin. Create it in between, with all parameters whose requires_grad is True. Freeze"
+            " parameters that must not be trained: p.requires_grad_(False)."
+        )

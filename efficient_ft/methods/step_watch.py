@@ -1,4 +1,4 @@
-"""Warnings for training loops that do not announce their optimizer steps to a method that acts per step."""
+"""Warnings for training loops that do not call `step_begin` and `step_end` of a method that acts per step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-#: Number of backward passes outside of a step, or of steps without an end, that cause a warning. One may be a trial.
+#: Number of backward passes outside of a step, or of steps without an end, before a warning. A single one may be a
+#: trial run.
 _PATIENCE = 2
 
 
@@ -17,18 +18,16 @@ class StepWatch:
     """Watch the backward passes of a model and the calls of `step_begin` and `step_end`.
 
     A backward pass is outside of a step if no step has begun, or if an optimizer has stepped since an earlier backward
-    pass of the step: the weights have changed, or gradients were set to None. Micro-batches of one step do neither.
-
-    Args:
-        name: name of the method.
-        model: the model; a hook watches its last trainable parameter until `stop` is called.
+    pass of the step. After an optimizer's step, the weights have changed or the gradients have been set to None.
+    Neither happens between the micro-batches of one step. A hook watches the last trainable parameter until `stop` is
+    called.
     """
 
     def __init__(self, name: str, model: nn.Module) -> None:
         self.name = name
         self._begun = False
         #: Version and gradient of the watched parameter at the first backward pass of the step. Fused optimizers do not
-        #: change the version.
+        #: increase the version.
         self._seen: tuple[int, Callable[[], Tensor | None]] | None = None
         self._outside = self._unended = 0
         self._warned = False
@@ -36,7 +35,7 @@ class StepWatch:
         self._hook: Any = trained[-1].register_post_accumulate_grad_hook(self._after_backward) if trained else None
 
     def begin(self) -> None:
-        """Note that a step begins."""
+        """Record the beginning of a step."""
         stepped = self._seen is not None
         self._unended = self._unended + 1 if self._begun and stepped else 0
         if self._unended >= _PATIENCE:
@@ -57,18 +56,15 @@ class StepWatch:
         return {**vars(self), "_hook": None, "_seen": None}  # copies of a parameter have no hooks
 
     def _after_backward(self, parameter: Tensor) -> None:
-        if self._begun and self._seen is None and parameter.grad is not None:
-            self._seen = parameter._version, weakref.ref(parameter.grad)
-        if self._begun and (self._seen is None or self._is_same_step(parameter)):
+        if self._begun and self._seen is None:
+            if parameter.grad is not None:
+                self._seen = parameter._version, weakref.ref(parameter.grad)
+            return
+        if self._seen is not None and self._seen[0] == parameter._version and self._seen[1]() is parameter.grad:
             return
         self._outside += 1
         if self._outside >= _PATIENCE:
             self._warn("a backward pass ran without a call of step_begin(step) for its optimizer step")
-
-    def _is_same_step(self, parameter: Tensor) -> bool:
-        assert self._seen is not None
-        version, gradient = self._seen
-        return parameter._version == version and gradient() is parameter.grad
 
     def _warn(self, fault: str) -> None:
         if self._warned:

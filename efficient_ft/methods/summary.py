@@ -24,7 +24,7 @@ _SHORT = {
 
 
 def ranges(names: Iterable[str]) -> str:
-    """Return a short list of names in which numbers are ranges: ``blocks 9–11, norm and head``."""
+    """Return a short list of names with ranges of numbers: ``blocks 9–11, norm and head``."""
     found: dict[str, list[int]] = {}  # an empty list marks a name without a number
     for name in names:
         before, number = re.fullmatch(r"(.*?)\.?(\d+)", name, re.DOTALL).groups() if name[-1:].isdigit() else (name, "")  # type: ignore[union-attr]
@@ -52,7 +52,7 @@ def _listed(words: list[str]) -> str:
 
 
 def within(names: Iterable[str]) -> str:
-    """Return the location of parts: each name up to its first number, formatted by `ranges`."""
+    """Return the location of parts: the names up to their first numbers, formatted by `ranges`."""
     return ranges(dict.fromkeys(re.sub(r"(\d+)\..*", r"\1", name, flags=re.DOTALL) for name in names))
 
 
@@ -62,16 +62,16 @@ def count(number: int, word: str) -> str:
 
 
 def trained(model: nn.Module) -> str:
-    """Return the number of trainable and of all parameters: ``1.34 M of 5.53 M parameters``."""
+    """Return the number of trainable parameters and of all parameters: ``1.34 M of 5.53 M parameters``."""
     total, train = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (True, False))
     share = f"{format_number(train)} of {format_number(total)}" if train < total else format_number(total)
     return f"{share} parameters"
 
 
 def left(skipped: Mapping[str, Skipped], state: str, unit: str = "layer") -> str:
-    """Return a phrase about the skipped parts to append to a summary, or an empty string if no part is skipped.
+    """Return a phrase that describes the skipped parts at the end of a summary. It is empty if no part was skipped.
 
-    `state` is the state of skipped parts (``exact``, ``dense``, ``not adapted``), and `unit` the noun for one part.
+    `state` is the state of skipped parts (``exact``, ``dense``, ``not adapted``), and `unit` is the noun for one part.
     """
     reasons = {why.reason for why in skipped.values()}
     others = [name for name, why in skipped.items() if why.reason not in _NAMED]

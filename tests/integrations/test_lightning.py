@@ -357,7 +357,7 @@ def test_an_optimizer_built_before_is_refused() -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return self.made
 
-    with pytest.raises(UserError, match=r"16 of 18 .*lora_A.* built before the methods were applied"):
+    with pytest.raises(UserError, match=r"16 of 18 .*lora_A.* created before the methods were applied"):
         fitted([LoRA(rank=2, targets="attention")], Early())
     fitted([BSR(blocks=[1], drop_at=[])], Early())  # adds nothing
 

@@ -197,7 +197,7 @@ def test_a_session_that_is_no_longer_referenced_is_not_open() -> None:
 def test_arguments_of_other_types() -> None:
     with pytest.raises(SettingError, match=r"^model must be a torch\.nn\.Module, got .*Pass the model first"):
         MethodSession([Full()], model_of("vit"))  # type: ignore[arg-type]
-    with pytest.raises(SettingError, match="Make an object of the class: Full"):
+    with pytest.raises(SettingError, match="Create an object of the class: Full"):
         MethodSession(model_of("vit"), Full)  # type: ignore[arg-type]
 
 

@@ -20,6 +20,7 @@ from transformers import TimmWrapperConfig, TimmWrapperForImageClassification, T
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.integrations.saving import decode, encode
+from efficient_ft.integrations.session import MethodSession
 from efficient_ft.integrations.transformers import MethodCallback
 from efficient_ft.methods import LBPWHT, LISA, SWAT, ALaST, Full, LastStage, LoRA, RepNet
 from efficient_ft.methods.base import Method
@@ -75,6 +76,14 @@ def trainer_of(
 
 def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
+
+
+def test_a_trainer_that_never_trains_does_not_block_another_session(tmp_path: Path) -> None:
+    model, methods = wrapped(), [LastStage()]
+    trainer = trainer_of(methods, tmp_path, model)
+    with MethodSession(model.timm_model, methods), pytest.raises(UserError, match="Another session is open"):
+        trainer.train()
+    trainer.train()
 
 
 # ------------------------------------------------------------------------------------------------ training
@@ -336,7 +345,7 @@ def test_an_optimizer_built_before_is_refused(tmp_path: Path) -> None:
         if refused:
             with pytest.raises(
                 UserError,
-                match=r"^16 of 18 trainable parameters are in no optimizer .* built before the methods",
+                match=r"^16 of 18 trainable parameters are in no optimizer .* created before the methods",
             ):
                 Trainer(model, arguments(tmp_path), **build)  # type: ignore[arg-type]
         else:

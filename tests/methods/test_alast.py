@@ -319,7 +319,7 @@ def test_what_is_refused_is_left_as_it_was() -> None:
         (behind, r"ResPostBlock\) do not have the structure"),
         (
             dropping,
-            "evit has been applied to this VisionTransformer already, and both decide which tokens are passed on",
+            "evit has been applied to this VisionTransformer already, and both drop or merge tokens",
         ),
         (adapted, "lora has been applied .* but must come after alast"),
         (model_of("resnet"), "no class token"),

@@ -131,7 +131,7 @@ def test_a_layer_that_would_cost_more_stays_exact_and_is_reported(pristine):
     assert len(talking) == 8
     assert all(applied.skipped[n].reason == Reason.EXACT_IS_CHEAPER for n in talking)
     assert all(type(model.get_submodule(n)) is nn.Conv2d for n in talking)
-    assert "layers left exact" in applied.notes[0]
+    assert "layers keep the exact backward pass" in applied.notes[0]
 
 
 def test_evaluation_is_the_plain_layer_and_training_is_not(pristine):
@@ -317,7 +317,7 @@ def test_images_of_another_size_than_the_model_was_built_for_are_named():
 
 
 def test_a_model_with_nothing_to_project_is_refused():
-    with pytest.raises(UserError, match="lbp_wht: nothing in ResNet can be touched"):
+    with pytest.raises(UserError, match="lbp_wht: no part of ResNet can be changed"):
         LBPWHT().apply(timm.create_model("resnet18", num_classes=2))
 
 

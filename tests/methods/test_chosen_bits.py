@@ -215,7 +215,7 @@ def test_steps_without_a_gradient_are_not_counted() -> None:
         method.step_end()
     assert method.warmup_steps == 0
     assert chosen(method).forms == {}
-    assert "all tensors in 3 bits, groups of 64" in method.applied.details()
+    assert "all tensors have 3 bits, groups of 64" in method.applied.details()
     gradients(model, "vit")
 
 

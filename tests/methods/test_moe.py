@@ -393,7 +393,7 @@ def test_a_balance_loss_is_whole_or_refused() -> None:
     images, labels = batch_of("vit")
     for _ in range(2):
         loss = F.cross_entropy(model(images), labels)
-        with pytest.raises(UserError, match=r"no balance loss of blocks\.1\.mlp\..*checkpointing"):
+        with pytest.raises(UserError, match=r"no balance loss for blocks\.1\.mlp\..*checkpointing"):
             method.total_loss(loss)
         loss.backward()
     assert not method._balance_losses

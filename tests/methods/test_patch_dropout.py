@@ -297,5 +297,5 @@ def test_side_modules_and_a_second_one_are_refused() -> None:
     RepNet([1]).apply(model)
     with pytest.raises(UserError, match="has a module that repnet added to it"):
         PatchDropout().apply(model)
-    with pytest.raises(UserError, match="both choose the patches that enter the blocks"):
+    with pytest.raises(UserError, match="both select the patches that enter the blocks"):
         check_stack([PatchDropout(), PatchDropout(0.7)])

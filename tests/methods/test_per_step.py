@@ -356,5 +356,5 @@ def test_a_model_without_blocks_is_refused(method: LayersPerStep) -> None:
 
 
 def test_two_that_select_are_refused() -> None:
-    with pytest.raises(UserError, match="both select what trains"):
+    with pytest.raises(UserError, match="both select the parameters to train"):
         build_methods(check(plain_config(method={"alast": {}, "lisa": {}})))

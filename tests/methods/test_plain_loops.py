@@ -239,8 +239,8 @@ def test_a_single_method_is_applied() -> None:
     [
         ("lora", r"methods must be a Method object or a list of them, got 'lora'\. Create method objects"),
         (["lora"], r"got 'lora'\. Create method objects"),
-        (LoRA, r"got <class .*LoRA'>\. Make an object of the class: LoRA\(\)\."),
-        ([Full(), LoRA], r"Make an object of the class: LoRA\(\)\."),
+        (LoRA, r"got <class .*LoRA'>\. Create an object of the class: LoRA\(\)\."),
+        ([Full(), LoRA], r"Create an object of the class: LoRA\(\)\."),
         (None, r"got None\."),
         (3, r"got 3\."),
         ({"lora": {}}, r"got \{'lora': \{\}\}\."),

@@ -42,14 +42,14 @@ from efficient_ft.testing import model_of
 @pytest.mark.parametrize(
     ("one", "other", "why"),
     [
-        (LastStage(), Full(), "both select what trains"),
-        (BSR(), LISA(), "both select what trains"),
-        (BSR(), EViT(), "both decide which tokens are passed on"),
-        (ALaST(), ToMe(), "both decide which tokens are passed on"),
+        (LastStage(), Full(), "both select the parameters to train"),
+        (BSR(), LISA(), "both select the parameters to train"),
+        (BSR(), EViT(), "both drop or merge tokens"),
+        (ALaST(), ToMe(), "both drop or merge tokens"),
         (LoRA(), MoE(), "both add modules to the model"),
         (BSRMoE(), LoRA(), "both add modules to the model"),
         (LBPWHT(), METHODS["lbp_dct"](), "both replace the backward pass"),
-        (Mesa(), Checkpointing(), "both decide how activations are kept"),
+        (Mesa(), Checkpointing(), "both define how activations are saved"),
         (ToMe(), LBPWHT(), "cannot be stacked: merged tokens have no grid positions"),
         (SWAT(), LBPWHT(), "cannot be stacked: low-rank layers have their own dense forward"),
         (BackRazor(prune="both"), LBPWHT(), "cannot be stacked: prune=both: low-rank layers"),
@@ -70,7 +70,7 @@ def test_methods_of_different_axes_can_be_stacked() -> None:
 
 def test_nothing_is_changed_by_a_stack_that_is_refused() -> None:
     model = model_of("vit")
-    with pytest.raises(UserError, match="both decide how activations are kept"):
+    with pytest.raises(UserError, match="both define how activations are saved"):
         apply_methods(model, [LastStage(), Mesa(), Checkpointing()])
     assert all(p.requires_grad for p in model.parameters())
     assert not marks_of(model)

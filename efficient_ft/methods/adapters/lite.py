@@ -1,7 +1,8 @@
-"""The lite residual module that TinyTL and Rep-Net add in parallel with the blocks of a CNN.
+"""The lite residual module, which TinyTL (see `tinytl`) and Rep-Net (see `repnet`) add in parallel with the blocks of a
+CNN.
 
-Sources: Cai, Gan, Zhu, Han, "TinyTL: Reduce Memory, Not Parameters for Efficient On-Device Learning", NeurIPS 2020;
-Qiao, Wang, Liu, Shen, Yuille, "Micro-Batch Training with Batch-Channel Normalization and Weight Standardization", 2019.
+Weight standardization: Qiao, Wang, Liu, Shen, Yuille, "Micro-Batch Training with Batch-Channel Normalization and Weight
+Standardization", 2019.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from efficient_ft.models.view import ModelView
 
 #: Number of channels per group of every GroupNorm.
 GROUP = 8
-
 #: Constant added to the variance in weight standardization.
 EPS = 1e-6
 
 
 class LiteResidual(nn.Module):
-    """2×2 average pooling → k×k convolution → GroupNorm → ReLU → 1×1 convolution → GroupNorm.
+    """Apply 2×2 average pooling → k×k convolution → GroupNorm → ReLU → 1×1 convolution → GroupNorm.
 
-    Both convolutions use weight standardization. The scale of the last norm is initialized to 0, so the output is 0.
+    Both convolutions use weight standardization. The scale of the last norm is initialized to 0, so that the initial
+    output is 0.
 
     Args:
-        inputs: number of input channels, which the k×k convolution preserves; a multiple of `GROUP`.
+        inputs: number of input channels of both convolutions; a multiple of `GROUP`.
         outputs: number of output channels; a multiple of `GROUP`.
         kernel: k, odd.
         groups: number of groups of the k×k convolution.
-        stride: stride of the block that the module is parallel to.
+        stride: stride of the parallel block.
     """
 
     def __init__(self, inputs: int, outputs: int, kernel: int, groups: int, stride: int) -> None:
@@ -46,9 +47,9 @@ class LiteResidual(nn.Module):
         nn.init.zeros_(self.norm2.weight)
 
     def forward(self, x: Tensor, size: torch.Size) -> Tensor:
-        """Compute the output (B, outputs, *size) for the input x (B, inputs, H, W) of the block, resized bilinearly.
+        """Return the output for x (B, inputs, H, W), bilinearly resized to (B, outputs, *size).
 
-        `size` is (H, W) of the output of the block. A map with a side of 1 is not pooled.
+        `size` is the output size (H, W) of the parallel block. An input with a side of 1 is not pooled.
         """
         if min(x.shape[-2:]) > 1:
             x = F.avg_pool2d(x, 2)
@@ -57,7 +58,7 @@ class LiteResidual(nn.Module):
 
 
 def refuse_indivisible(view: ModelView, method_name: str, name: str, channels: int) -> None:
-    """Raise UserError unless `channels` of the layer or block `name` is a multiple of `GROUP`."""
+    """Raise UserError unless the number of channels of the layer or block `name` is a multiple of `GROUP`."""
     if channels % GROUP:
         raise UserError(
             f"method {method_name}: {name} of {view.name} has {channels} channels, which is not a multiple of {GROUP}"
@@ -66,7 +67,7 @@ def refuse_indivisible(view: ModelView, method_name: str, name: str, channels: i
 
 
 def check_lite(kernel_size: Any, groups: Any) -> None:
-    """Raise SettingError unless these settings of the first convolution of a module are allowed."""
+    """Raise SettingError unless the settings of the first convolution of a module are valid."""
     if type(kernel_size) is not int or kernel_size < 1 or kernel_size % 2 == 0:
         raise SettingError("kernel_size", kernel_size, "an odd integer >= 1")
     if type(groups) is not int or groups not in (1, 2, 4, 8):
@@ -74,5 +75,5 @@ def check_lite(kernel_size: Any, groups: Any) -> None:
 
 
 def stride_of(module: nn.Module) -> int:
-    """Return the largest stride of the convolutions in `module` (parallel ones in MixNet); 1 if it has none."""
+    """Return the largest stride of the convolutions in `module` (parallel convolutions in MixNet); default: 1."""
     return max((m.stride[0] for m in module.modules() if isinstance(m, nn.Conv2d)), default=1)

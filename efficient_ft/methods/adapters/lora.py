@@ -1,7 +1,5 @@
-"""LoRA: a trainable low-rank matrix B·A is added to the frozen weight of each adapted layer. peft implements it.
-
-Source: Hu, Shen, Wallis, Allen-Zhu, Li, Wang, Wang, Chen, "LoRA: Low-Rank Adaptation of Large Language Models", ICLR
-2022.
+"""LoRA (Hu, Shen, Wallis, Allen-Zhu, Li, Wang, Wang, Chen, "LoRA: Low-Rank Adaptation of Large Language Models", ICLR
+2022). The library `peft` implements the adapted layers.
 """
 
 from __future__ import annotations
@@ -26,30 +24,30 @@ class LoRA(Method):
     """Add LoRA adapters to the trainable layers of the model (Hu et al., ICLR 2022).
 
     A layer is adapted if the selection that was applied before leaves its weight trainable. Without a selection, all
-    supported layers are adapted. An adapted layer computes W x + (alpha / rank) B A x with W frozen, A initialized by
-    ``kaiming_uniform_(a=√5)`` and B by zeros, so that the output is unchanged at initialization. `remove` merges the
-    adapters into the weights and restores the names of the layers.
+    supported layers are adapted. An adapted layer computes W x + (alpha / rank) B A x. W is frozen, A is initialized by
+    ``kaiming_uniform_(a=√5)``, and B is initialized with zeros, so that the initial output is unchanged. `remove`
+    merges the adapters into the weights and restores the names of the layers.
 
-    With ``targets="attention"``, linear layers and 1×1 convolutions of attention modules are adapted, and only A, B and
+    With ``targets="attention"``, linear layers and 1×1 convolutions in attention modules are adapted, and only A, B and
     the head are trained. With ``targets="all"``, every linear layer and 1×1 convolution whose input comes from the
-    images is adapted, and the other parameters that the selection leaves trainable are trained too: biases, norms,
-    layer scales and other convolutions. The stem, the head and new modules around a pretrained network are never
-    adapted. Layers whose input or output has at most as many channels as the rank (talking heads), and layers of other
-    classes than torch's (convolutions with standardized weights) are not adapted either.
+    images is adapted. The other parameters that the selection leaves trainable are trained too: biases, norms, layer
+    scales and other convolutions. The stem, the head and new modules around a pretrained network are never adapted. Two
+    other kinds of layers are not adapted: layers whose input or output has at most as many channels as the rank
+    (talking heads), and subclasses of torch's layers (convolutions with standardized weights).
 
     Args:
-        rank: rank r of each adapter, at least 1. A fused qkv layer gets 3·rank with the same alpha (scale
-            alpha / (3·rank)).
-        alpha: numerator of the adapters' scale alpha / rank, above 0.
-        targets: layers to adapt: those in ``attention`` modules, or ``all`` linear layers and 1×1 convolutions.
-        dropout: probability of dropout on the input of the adapters in training, from 0 to below 1.
-        as_published: reproduce the baselines of the LBP-WHT paper: layers whose forward is never called (SwinV2's qkv)
-            are not adapted, and layers narrower than the rank (talking heads) are.
+        rank: rank r of each adapter, at least 1. A fused qkv layer receives rank 3·rank with the same alpha, and
+            therefore the scale alpha / (3·rank).
+        alpha: numerator of the scale alpha / rank, above 0.
+        targets: layers to adapt: the layers in ``attention`` modules, or ``all`` linear layers and 1×1 convolutions.
+        dropout: dropout probability for the input of the adapters in training, from 0 to below 1.
+        as_published: if True, reproduce the baselines of the LBP-WHT paper. Layers whose forward is never called (qkv
+            in SwinV2) are then not adapted, and layers narrower than the rank (talking heads) are adapted.
 
     Raises:
-        SettingError: a setting is out of range.
-        UserError: when applied: no trainable layer can be adapted; all are too narrow for the rank; the model has peft
-            adapters; or another method that adds modules has been applied.
+        SettingError: If a setting is out of range.
+        UserError: Raised by `apply` if no trainable layer can be adapted, if all layers are too narrow for the rank, if
+            the model already has `peft` adapters, or if another method that adds modules has been applied.
     """
 
     name = "lora"
@@ -73,13 +71,13 @@ class LoRA(Method):
         self.rank, self.alpha, self.targets, self.dropout = rank, float(alpha), targets, float(dropout)
         self.as_published = as_published
         self._adapted: tuple[str, ...] = ()
-        # Attention modules that call their qkv layer instead of reading its weight while the method is applied.
+        # Attention modules that call their qkv layer while the method is applied, instead of reading its weight.
         self._reached: tuple[str, ...] = ()
         # requires_grad of every parameter before `apply`.
         self._before: dict[str, bool] = {}
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
-        # peft takes seconds to import.
+        # The import of `peft` takes seconds.
         from peft import LoraConfig, inject_adapter_in_model
         from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -108,7 +106,7 @@ class LoRA(Method):
         )
         inject_adapter_in_model(config, model)
         del model.peft_config
-        # peft has frozen all parameters except the adapters, including the head.
+        # `peft` has frozen all parameters except the adapters, including the head.
         for name, parameter in parameters.items():
             parameter.requires_grad_(name in trains)
             if not parameter.requires_grad:
@@ -127,16 +125,11 @@ class LoRA(Method):
             model.get_submodule(name).qkv_bias_separate = False  # type: ignore[assignment]
         make_trainable(model, self._before)
 
-    def remove(self, model: nn.Module) -> None:
-        super().remove(model)
-        self._adapted, self._reached, self._before = (), (), {}
-
     def _summary(self, model: nn.Module, left_out: dict[str, Skipped]) -> str:
         where = f"{count(len(self._adapted), 'layer')} in {within(self._adapted)}"
         return f"rank {self.rank} in {where}: {trained(model)} train{left(left_out, 'not adapted')}"
 
     def _trains(self, model: nn.Module, view: ModelView, left_out: dict[str, Skipped]) -> set[str]:
-        """Return the names of the model's own parameters that are trained."""
         if self.targets == "attention":
             return self._trained_head(view)
         # As published, a layer whose forward is never called is frozen like the adapted layers.
@@ -145,20 +138,15 @@ class LoRA(Method):
         return {n for n, before in self._before.items() if before and n not in weights}
 
     def _trained_head(self, view: ModelView) -> set[str]:
-        """Return the names of the parameters of the head and other new modules that the selection leaves trainable."""
         return {n for n in view.new_parameters() if self._before[n]}
 
     def _rank(self, name: str) -> int:
-        """Return the rank of the adapter of the layer `name`.
-
-        The rank of a fused layer is multiplied by its number of projections while alpha is unchanged, as in the
-        baselines of the LBP-WHT paper.
-        """
+        """Return the rank of an adapter. Fused layers have a larger rank, as in the LBP-WHT paper."""
         return self.rank * projections_in(name)
 
     def _why_not(self, layer: Layer) -> Skipped | None:
-        """Return the reason why a layer gets no adapter, or None if it gets one."""
-        # An adapter requires an input that comes from the images, but no grid of tokens.
+        """Return the reason why a layer receives no adapter, or None if it receives one."""
+        # An adapter requires an input that comes from the images, but no token grid.
         if layer.why_not is not None and layer.why_not.reason != Reason.NO_GRID:
             return layer.why_not
         if self.targets == "attention" and not layer.in_attention:
@@ -166,9 +154,8 @@ class LoRA(Method):
         return self._why_not_trained(layer)
 
     def _why_not_trained(self, layer: Layer) -> Skipped | None:
-        """Return the reason why a layer of a supported kind gets no adapter, or None if it gets one."""
         if type(layer.module) not in (nn.Linear, nn.Conv2d):
-            # An adapter cannot be merged into standardized weights, and A does not apply rule-based padding.
+            # An adapter cannot be merged into standardized weights, and A does not support "same" padding.
             return Skipped(Reason.OTHER_FORM, f"its class {type(layer.module).__name__} defines its own forward")
         if not layer.module.weight.requires_grad:  # type: ignore[union-attr]
             return Skipped(Reason.FROZEN)
@@ -180,7 +167,6 @@ class LoRA(Method):
         return None
 
     def _nothing(self, view: ModelView, skipped: dict[str, Skipped]) -> UserError:
-        """Return the error for a model in which no layer is adapted."""
         narrow = next((f"{n}: {why}" for n, why in skipped.items() if why.reason == Reason.TOO_NARROW), None)
         if narrow is not None:
             return UserError(

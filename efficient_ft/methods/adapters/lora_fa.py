@@ -1,7 +1,5 @@
-"""LoRA-FA: LoRA with a frozen projection A. The backward pass needs only A x, of rank r, instead of x.
-
-Source: Zhang, Zhang, Shi, Chu, Li, "LoRA-FA: Memory-efficient Low-rank Adaptation for Large Language Models
-Fine-tuning", 2023.
+"""LoRA-FA (Zhang, Zhang, Shi, Chu, Li, "LoRA-FA: Memory-efficient Low-rank Adaptation for Large Language Models
+Fine-tuning", 2023).
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ class _FrozenForward(OwnForward):
 
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
         module: Any = self.module
-        # A low-rank backward pass has changed the class of the module. A packed convolution saves no input either.
+        # A low-rank backward pass changes the class of the module. A packed convolution saves no input either.
         if type(self.module) is not nn.Conv2d or module.weight.requires_grad or current_packing() is not None:
             return self.within(x, *others, **keywords)
         return frozen_conv2d(
@@ -35,28 +33,28 @@ class _FrozenForward(OwnForward):
 
 @register
 class LoRAFA(LoRA):
-    """Add LoRA adapters whose matrix A is frozen, so that only B is trained (LoRA-FA: Zhang et al., 2023).
+    """Add LoRA adapters with a frozen matrix A, so that only B is trained (LoRA-FA: Zhang et al., 2023).
 
-    An adapted layer computes W x + (alpha / rank) B A x with frozen W and A. The gradient of B needs A x, of ``rank``
-    values per position, and no other part of the layer's input is saved. A is initialized as in LoRA and B with zeros,
-    so that the output is unchanged at initialization. Only B and the head are trained. The other parameters that the
-    selection leaves trainable (norms, biases) are frozen. A convolution that is not adapted is frozen too, and saves no
-    input. `remove` merges the adapters into the weights and restores the names of the layers.
+    An adapted layer computes W x + (alpha / rank) B A x with frozen W and A. The gradient of B requires A x, which has
+    ``rank`` values per position. No other part of the layer's input is saved. A is initialized as in LoRA and B with
+    zeros, so that the initial output is unchanged. Only B and the head are trained. All other parameters are frozen,
+    even if the selection leaves them trainable (norms, biases). Convolutions without an adapter are also frozen and
+    save no input. `remove` merges the adapters into the weights and restores the names of the layers.
 
     A layer is adapted if the selection that was applied before leaves its weight trainable. Without a selection, all
-    layers except those of the stem and the head are adapted. Layers whose input or output has at most as many channels
-    as the rank, and layers of other classes than torch's are not adapted.
+    layers except those in the stem and the head are adapted. Layers whose input or output has at most as many channels
+    as the rank, and subclasses of torch's layers, are not adapted.
 
     Args:
-        rank: rank r of each adapter, at least 1. A fused qkv layer gets 3·rank with the same alpha (scale
-            alpha / (3·rank)).
-        alpha: numerator of the adapters' scale alpha / rank, above 0.
+        rank: rank r of each adapter, at least 1. A fused qkv layer receives rank 3·rank with the same alpha, and
+            therefore the scale alpha / (3·rank).
+        alpha: numerator of the scale alpha / rank, above 0.
         targets: layers to adapt: ``all`` linear layers and ungrouped convolutions of any kernel size (A has the kernel,
-            B is 1×1), or the linear layers and 1×1 convolutions in ``attention`` modules.
+            and B is 1×1), or the linear layers and 1×1 convolutions in ``attention`` modules.
 
     Raises:
-        SettingError: a setting is out of range.
-        UserError: see `LoRA`.
+        SettingError: If a setting is out of range.
+        UserError: See `LoRA`.
     """
 
     name = "lora_fa"
@@ -70,15 +68,14 @@ class LoRAFA(LoRA):
             if ".lora_A." in name:
                 parameter.requires_grad_(False)
         for module in model.modules():
-            # torch's own class with numeric zero padding
+            # `nn.Conv2d` itself with numeric zero padding
             plain = type(module) is nn.Conv2d and module.padding_mode == "zeros" and not isinstance(module.padding, str)
             if plain and not module.weight.requires_grad:  # type: ignore[union-attr]
                 put_inside(module, _FrozenForward(module))
         return replace(report, summary=self._summary(model, dict(report.skipped)))
 
     def _remove(self, model: nn.Module) -> None:
-        for module in model.modules():
-            take_away(module, _FrozenForward)
+        take_away(model, _FrozenForward)
         super()._remove(model)
 
     def _trains(self, model: nn.Module, view: ModelView, left_out: dict[str, Skipped]) -> set[str]:

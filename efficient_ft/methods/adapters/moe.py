@@ -1,8 +1,6 @@
-"""Mixture of experts (MoE): each token is routed to the top k of several copies of a block's feed-forward network.
-
-Sources: Sarkar et al., "Block Selective Reprogramming for On-device Training of Vision Transformers" (BSR), CVPR
-Workshops 2024, Section 5.2. Balance loss: Fedus, Zoph, Shazeer, "Switch Transformers: Scaling to Trillion Parameter
-Models with Simple and Efficient Sparsity", JMLR 2022, Equations 4 to 6.
+"""Mixture of experts (Sarkar et al., "Block Selective Reprogramming for On-device Training of Vision Transformers"
+(BSR), CVPR Workshops 2024, Section 5.2). Balance loss: Fedus, Zoph, Shazeer, "Switch Transformers: Scaling to Trillion
+Parameter Models with Simple and Efficient Sparsity", JMLR 2022, Equations 4 to 6.
 """
 
 from __future__ import annotations
@@ -19,8 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from efficient_ft.core.context import is_recomputing
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.base import Applied, Method
-from efficient_ft.methods.blocks import blocks_at, check_indices
-from efficient_ft.methods.checks import check_bool, check_integer, check_number
+from efficient_ft.methods.checks import blocks_at, check_bool, check_indices, check_integer, check_number
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.forwards import OwnForward, foreign_forward, forwards_of, put_inside, refuse_export, take_away
 from efficient_ft.methods.registry import register
@@ -29,12 +26,12 @@ from efficient_ft.models.tasks import Tasks, for_each_task, tasks_of
 from efficient_ft.models.view import ModelView, Reason, Skipped
 from efficient_ft.ops.saving import packing_suspended
 
-#: Feed-forward networks that process each token independently.
+#: Feed-forward networks from `timm` that process each token independently.
 _STANDARD = (Mlp, GluMlp, SwiGLU)
 
 
 class _BalanceLosses(dict[str, Tensor]):
-    """Balance losses of the last training forward pass, by name of the layer. Its copies and pickles are empty."""
+    """Balance losses of the last forward pass in training, by layer name. Copies and pickles are empty."""
 
     def __reduce__(self) -> Any:
         return type(self), ()
@@ -43,8 +40,8 @@ class _BalanceLosses(dict[str, Tensor]):
 class _ExpertsForward(OwnForward):
     """Forward pass of a feed-forward network with experts.
 
-    The network itself is the first expert. Its submodules ``gate`` and ``experts`` are the router and the others. The
-    forward pass stores its balance loss in `balance_losses`; None: it is not computed.
+    The network itself is the first expert. Its submodule ``gate`` is the router, and ``experts`` contains the other
+    experts. The forward pass stores the balance loss in `balance_losses`. If that is None, no balance loss is computed.
     """
 
     def __init__(
@@ -60,16 +57,16 @@ class _ExpertsForward(OwnForward):
             " the numbers of the example.",
             "Run the network in PyTorch, or train it without experts.",
         )
-        # Packing is per image, but the tokens of an expert come from several images.
+        # Activations are packed per image, but the tokens of an expert come from several images.
         with packing_suspended():
             return self._mixed(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
     def _mixed(self, x_TC: Tensor) -> Tensor:
-        """Compute Σ weight · expert(x) over each token's experts, (T, C), in at least float32."""
+        """Return Σ weight · expert(x) over the experts of each token, (T, C), in at least float32."""
         mlp: Any = self.module
         experts = [self.within, *mlp.experts]
         probability_TE = mlp.gate(x_TC).to(torch.promote_types(x_TC.dtype, torch.float32)).softmax(-1)
-        # A stable sort instead of topk: a new gate makes all probabilities equal, and ties must be reproducible.
+        # A stable sort instead of topk makes ties reproducible. With a new gate, all probabilities are equal.
         weight_TE, expert_TE = probability_TE.sort(dim=-1, descending=True, stable=True)
         weight_TK, expert_TK = weight_TE[:, : self.top_k].contiguous(), expert_TE[:, : self.top_k].contiguous()
         if self.norm_topk_prob:
@@ -80,15 +77,16 @@ class _ExpertsForward(OwnForward):
         order = expert_TK.flatten().argsort(stable=True)  # sorts the T·K (token, expert) pairs by expert
         token = order.div(self.top_k, rounding_mode="floor")
         parts = x_TC.index_select(0, token).split(_counts(expert_TK, len(experts)))
-        # An expert without tokens does not run, and its gradients stay None.
+        # An expert without tokens does not run, so that its gradients remain None.
         y = torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True) if len(part)])
-        # index_select restores the order of tokens. index_add would save its summands for the backward pass.
+        # index_select restores the order of the tokens. index_add would save its inputs for the backward pass.
         y_TKC = y.index_select(0, order.argsort()).unflatten(0, weight_TK.shape)
         return (y_TKC * weight_TK.unsqueeze(-1)).sum(1).to(y.dtype)
 
 
 def _counts(expert_TK: Tensor, experts: int) -> list[int]:
-    # Fake and meta tensors have no values: their tokens are spread evenly. The total cost is linear in their number.
+    # Fake and meta tensors have no values. Their tokens are distributed evenly, because the total cost is linear in the
+    # number of tokens.
     if isinstance(expert_TK, FakeTensor) or expert_TK.is_meta:
         pairs = expert_TK.numel()
         return [pairs * (e + 1) // experts - pairs * e // experts for e in range(experts)]
@@ -96,16 +94,17 @@ def _counts(expert_TK: Tensor, experts: int) -> list[int]:
 
 
 def _balance_loss(probability_TE: Tensor, expert_TK: Tensor) -> Tensor:
-    """Return E · Σ fₑ · Pₑ over the E experts (share of the tokens · mean probability); 1 if both are uniform."""
-    # No gradient flows through the shares, so the sum is a mean over the (token, expert) pairs.
+    """Return E · Σ fₑ · Pₑ over the E experts (fraction of the tokens · mean probability), which is 1 if both are
+    uniform.
+    """
+    # No gradient flows through fₑ, so the sum is a mean over the (token, expert) pairs.
     return probability_TE.shape[1] * probability_TE.mean(0)[expert_TK].mean()
 
 
-# ------------------------------------------------------------------------------------------------ the methods
 class ExpertsMethod(Method):
     """Base class of the methods with experts (`MoE`, `BSRMoE`): experts, one router per task, and the balance loss.
 
-    `MoE` describes the settings.
+    The settings are described in `MoE`.
     """
 
     adds: frozenset[Adds] = frozenset({Adds.MODULES, Adds.LOSS})
@@ -121,7 +120,6 @@ class ExpertsMethod(Method):
     _networks: tuple[str, ...] = ()
 
     def _store_routing(self, num_experts: Any, top_k: Any, norm_topk_prob: Any, aux_loss_coef: Any) -> None:
-        """Check the routing settings and store them."""
         check_integer("num_experts", num_experts)
         if type(top_k) is not int or not 1 <= top_k <= num_experts:
             raise SettingError("top_k", top_k, f"an integer from 1 to num_experts={num_experts}")
@@ -133,32 +131,30 @@ class ExpertsMethod(Method):
             self.adds = self.adds - {Adds.LOSS}
 
     def _networks_of(self, view: ModelView, blocks: Sequence[int]) -> tuple[str, ...]:
-        """Return the full names of the feed-forward networks of the blocks. Raise UserError if one is unsupported."""
+        """Return the full names of the blocks' feed-forward networks. Raise UserError if one is not supported."""
         networks = {name: getattr(view.model.get_submodule(name), "mlp", None) for name in view.blocks}
         unfit = [name for name, mlp in networks.items() if not _is_standard(mlp)]
-        chosen = unfit
-        if len(unfit) < len(networks):
-            chosen = list(blocks_at(view, f"method.{self.name}.blocks", blocks))
-        for name in chosen:
-            if name in unfit:
-                mlp = networks[name]
-                kind = "no mlp" if mlp is None else f"an mlp of an unsupported type ({type(mlp).__name__})"
-                raise UserError(
-                    f"method {self.name}: {name} of {view.name} has {kind}. Experts require blocks whose mlp is timm's"
-                    " Mlp, GluMlp or SwiGLU, without convolutions."
-                )
+        fit = len(unfit) < len(networks)
+        chosen = blocks_at(view, f"method.{self.name}.blocks", blocks) if fit else unfit
+        for name in (name for name in chosen if name in unfit):
+            mlp = networks[name]
+            kind = "no mlp" if mlp is None else f"an mlp of an unsupported type ({type(mlp).__name__})"
+            raise UserError(
+                f"method {self.name}: {name} of {view.name} has {kind}. Experts require blocks whose mlp is timm's"
+                " Mlp, GluMlp or SwiGLU, without convolutions."
+            )
         return tuple(f"{block}.mlp" for block in chosen)
 
     def _put_experts(self, model: nn.Module, names: tuple[str, ...]) -> None:
-        """Add the gate and the other experts to each of the named feed-forward networks."""
         self._tasks = tasks_of(model)
         self._balance_losses, self._networks = _BalanceLosses() if self.aux_loss_coef else None, names
         for name in names:
             mlp: Any = model.get_submodule(name)
             like = next(mlp.parameters())
+            inputs = next(m.in_features for m in mlp.modules() if isinstance(m, nn.Linear))
 
-            def gate(like: Tensor = like, mlp: Any = mlp) -> nn.Module:
-                made = nn.Linear(_width(mlp), self.num_experts, bias=False, device=like.device, dtype=like.dtype)
+            def gate(like: Tensor = like, width: int = inputs) -> nn.Module:
+                made = nn.Linear(width, self.num_experts, bias=False, device=like.device, dtype=like.dtype)
                 nn.init.zeros_(made.weight)
                 return made
 
@@ -174,21 +170,16 @@ class ExpertsMethod(Method):
                 take_away(mlp, _ExpertsForward)
                 del mlp.gate, mlp.experts
 
-    def remove(self, model: nn.Module) -> None:
-        super().remove(model)
-        self._tasks = self._balance_losses = None
-        self._networks = ()
-
     @property
     def task(self) -> str | None:
-        """The task whose gates and classifier the next forward pass uses; None if the network has one task.
+        """Task whose gates and classifier the next forward pass uses; None if the network has a single task.
 
         A network has several tasks if `efficient_ft.models.tasks.give_heads` was called before `apply`. Set the task
         before each forward pass.
 
         Raises:
-            UserError: when set on a network with one task.
-            SettingError: when set to an unknown task.
+            UserError: If the task is set on a network with a single task.
+            SettingError: If the task is set to an unknown name.
         """
         return None if self._tasks is None else self._tasks.active
 
@@ -205,11 +196,12 @@ class ExpertsMethod(Method):
         """Return `loss` plus ``aux_loss_coef`` times the balance loss of the last forward pass.
 
         Args:
-            loss: scalar loss of the forward pass.
+            loss: loss of the forward pass, with shape ().
 
         Raises:
-            UserError: a block with experts computed no balance loss. It is recomputed in the backward pass
-                (checkpointing), or no forward pass ran in training mode with gradients since the last call.
+            UserError: If a block with experts has computed no balance loss. Either the block is recomputed in the
+                backward pass (checkpointing), or no forward pass has run in training mode with gradients since the last
+                call.
         """
         if self._balance_losses is None:
             return loss
@@ -217,7 +209,7 @@ class ExpertsMethod(Method):
             missing = [name for name in self._networks if name not in self._balance_losses]
             self._balance_losses.clear()
             raise UserError(
-                f"method {self.name}: the forward pass computed no balance loss of {', '.join(missing)}. Blocks with"
+                f"method {self.name}: the forward pass computed no balance loss for {', '.join(missing)}. Blocks with"
                 " experts cannot be recomputed in the backward pass: list only other blocks in"
                 f" method.checkpointing.blocks, or set method.{self.name}.aux_loss_coef=0."
             )
@@ -227,46 +219,41 @@ class ExpertsMethod(Method):
 
 
 def _is_standard(mlp: nn.Module | None) -> bool:
-    """Return True if a feed-forward network can be an expert."""
     if mlp is None or type(mlp) not in _STANDARD or foreign_forward(mlp) is not None:
         return False
     return not any(isinstance(m, nn.Conv2d) for m in mlp.modules())
-
-
-def _width(mlp: nn.Module) -> int:
-    return next(m.in_features for m in mlp.modules() if isinstance(m, nn.Linear))
 
 
 @register
 class MoE(ExpertsMethod):
     """Replace the feed-forward networks of some blocks by experts (BSR, CVPR Workshops 2024, Section 5.2).
 
-    A linear gate without bias, initialized to 0, and a softmax give each token a probability for each expert. The
-    ``top_k`` most probable experts run, and their outputs are summed, weighted by the probabilities. Ties go to the
-    expert with the lower index. As published, the ``top_k`` probabilities are not normalized to a sum of 1, so the
-    initial output is top_k / num_experts times that of the feed-forward network. With ``norm_topk_prob``, the initial
-    output is unchanged. An expert without tokens in a step does not run, and its gradients are None.
+    A linear gate without bias, initialized with zeros, and a softmax assign each token a probability for each expert.
+    The ``top_k`` most probable experts run, and their outputs are summed, weighted by the probabilities. In a tie, the
+    expert with the lower index is preferred. As published, the ``top_k`` probabilities are not normalized, so the
+    initial output is top_k / num_experts times the output of the feed-forward network. With ``norm_topk_prob``, the
+    initial output is unchanged. An expert without tokens in a step does not run, and its gradients are None.
 
     The first expert is the model's own feed-forward network and keeps its parameter names. The other experts
-    (``….mlp.experts.…``) are copies of it. They and the gates (``….mlp.gate.…``) cannot be merged: exported weights
-    contain them. `remove` keeps the first expert with its trained weights. In a network with several tasks
-    (`efficient_ft.models.tasks`), every task has separate gates. Set `task` to select one.
+    (``….mlp.experts.…``) are copies of the first one. The copies and the gates (``….mlp.gate.…``) cannot be merged, so
+    that exported weights contain them. `remove` keeps the first expert with its trained weights. In a network with
+    several tasks (`efficient_ft.models.tasks`), each task has separate gates. Set `task` to select a task.
 
     Args:
         num_experts: number of experts in each of the blocks, at least 1.
-        top_k: number of experts to which each token is routed, from 1 to num_experts.
-        blocks: indices of the blocks with experts, counted from 0 through all stages; negative indices count from the
+        top_k: number of experts per token, from 1 to num_experts.
+        blocks: indices of the blocks with experts, counted from 0 across all stages. Negative indices count from the
             end.
-        norm_topk_prob: normalize the weights of a token's experts to a sum of 1.
-        aux_loss_coef: factor of the balance loss that `total_loss` adds, at least 0. The balance loss is
-            E · Σ fₑ · Pₑ, summed over the blocks. fₑ is the share of the (token, expert) pairs of one process's batch
-            that are routed to expert e, and Pₑ is the mean probability of expert e. BSR uses 0: it computes the loss
-            but never adds it. M³ViT and Switch Transformers use 0.01.
+        norm_topk_prob: if True, the weights of a token's experts are normalized to a sum of 1.
+        aux_loss_coef: factor of the balance loss that `total_loss` adds, at least 0. The balance loss is E · Σ fₑ · Pₑ,
+            summed over the blocks. fₑ is the fraction of (token, expert) pairs in the batch of one process that are
+            routed to expert e, and Pₑ is the mean probability of expert e. BSR uses 0: it computes the balance loss but
+            does not add it. M³ViT and Switch Transformers use 0.01.
 
     Raises:
-        SettingError: a setting is out of range; when applied: a block index is outside the model or listed twice, or
-            the selection has frozen the feed-forward network of a block.
-        UserError: when applied: the model has no blocks, a block has no feed-forward network of a supported type, or
+        SettingError: If a setting is out of range. Raised by `apply` if a block index is out of range or repeated, or
+            if the selection has frozen the feed-forward network of a block.
+        UserError: Raised by `apply` if the model has no blocks, if a block has no supported feed-forward network, or if
             another method that adds modules has been applied.
     """
 
@@ -290,9 +277,8 @@ class MoE(ExpertsMethod):
         names = self._networks_of(view, self.blocks)
         for name in names:
             if not any(p.requires_grad for p in model.get_submodule(name).parameters()):
-                raise SettingError(
-                    "method.moe.blocks",
-                    self.blocks,
+                raise self.setting_error(
+                    "blocks",
                     "a list of blocks whose feed-forward networks are trainable",
                     f"The selection has frozen {name} of {view.name}; select bsr, full or blocks.",
                 )

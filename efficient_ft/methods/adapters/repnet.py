@@ -2,31 +2,14 @@
 
 Source: Yang, Rakin, Fan, "Rep-Net: Efficient On-Device Learning via Feature Reprogramming", CVPR 2022, as the baseline
 in "Block Selective Reprogramming" (BSR, CVPR Workshops 2024; Figure 3 and Equation 7): a_{i+1} = f_M(a_i) + f_S(a_i),
-with a frozen block f_M of the network and a trainable side module f_S. BSR applies it to transformers too.
-
-The papers specify six modules on a downsampled map in a CNN and three blocks in a transformer, whose outputs are added
-to the network's, and a trained head. They do not specify the positions and sizes of the modules. We derived both from
-the costs in BSR's Table 5 (per image: 6.2 GMACs and 9.91 MB for ResNet-50, 5.7 GMACs and 40.1 MB for DeiT-S):
-
-* DeiT-S: transformer blocks like the network's own. Three blocks give 5.73 GMACs. By BSR's counting rule, 40.1 MiB is
-  the memory of three trained blocks and of the eight frozen blocks after the first of them. The first side block is
-  therefore parallel to block 3 (of 0 to 11), which is BSR's first trained block. The choice of blocks 7 and 11 for the
-  others, as in BSR, is ours.
-* ResNet-50: TinyTL's module with as many hidden channels as input channels, kernels of 5 and 4 groups, in parallel with
-  the middle block of each sixth of the network (1, 4, 6, 9, 12, 14 of 0 to 15). This gives 6.22 GMACs and 10.0 MiB by
-  TinyTL's counting rule (`cost.published`). The modules have 50 M parameters. With modules of this type, kernels up to
-  7, and an even distribution over all four stages, every choice that matches both costs has at least 49 M parameters.
-
-The initialization is our choice and leaves the output of the network unchanged. The last norm of a CNN's module has a
-scale of 0. The side block of a transformer is a copy of the block that it is parallel to, with the last projection of
-both branches set to 0. Only the output of its branches is added, not its residual.
+with a frozen block f_M of the network and a trainable side module f_S. BSR also applies Rep-Net to transformers. The
+positions and sizes of the modules are derived from the costs in Table 5 of BSR (see docs/methods/repnet.md).
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from timm.models._efficientnet_blocks import InvertedResidual
@@ -34,10 +17,10 @@ from timm.models.resnet import BasicBlock, Bottleneck
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.errors import UserError
 from efficient_ft.methods.adapters.lite import LiteResidual, check_lite, refuse_indivisible, stride_of
 from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
-from efficient_ft.methods.blocks import blocks_at, check_indices, classes_in_words
+from efficient_ft.methods.checks import blocks_at, check_indices, classes_in_words
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.forwards import OwnForward, forwards_of, put_around, take_away
 from efficient_ft.methods.registry import register
@@ -45,7 +28,7 @@ from efficient_ft.methods.summary import left, ranges, trained
 from efficient_ft.models.view import ModelView, Reason, Skipped
 from efficient_ft.ops.tokens import attach_tokens, pop_tokens, token_context
 
-#: Names of the first and last convolution of each supported CNN block type.
+#: Names of the first and last convolution in each supported type of CNN block.
 _CONVOLUTIONS = {
     BasicBlock: ("conv1", "conv2"),
     Bottleneck: ("conv1", "conv3"),
@@ -54,14 +37,14 @@ _CONVOLUTIONS = {
 
 
 class _SideForward(OwnForward):
-    """Forward pass of a block with a parallel `side_module`: the sum of both outputs."""
+    """Forward pass of a block with a parallel `side_module`. Both outputs are added."""
 
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
         side: Any = self.module.side_module
         y, tokens = pop_tokens(self.within(x, *others, **keywords))
         if isinstance(side, LiteResidual):
             return y + side(x, y.shape[-2:])
-        # Add the branches of the side block but not its residual x, because y already contains x.
+        # Add only the branches of the side block. Its residual x is already part of y.
         x, input_tokens = pop_tokens(x)
         with token_context(input_tokens):
             return attach_tokens(y + (side(x, *others, **keywords) - x), tokens)
@@ -72,20 +55,22 @@ class RepNet(Method):
     """Add trainable side modules in parallel with blocks of a frozen network (Rep-Net: Yang et al., CVPR 2022).
 
     Only the side modules and the head are trained. The blocks of ResNets, MobileNets and plain vision transformers
-    (ViT, DeiT) are supported. Blocks that the selection has frozen get no module. Side modules output 0 at
-    initialization. They cannot be merged: exported weights contain them (``….side_module.…``).
+    (ViT, DeiT) are supported. Blocks that the selection has frozen receive no side module. The initial output of the
+    side modules is 0. Side modules cannot be merged, so that exported weights contain them (``….side_module.…``).
 
     Args:
-        blocks: indices of the blocks that get a side module, counted from 0 through all stages; negative indices count
-            from the end. None: six blocks of a CNN or three of a transformer, evenly spaced over the trainable blocks.
+        blocks: indices of the blocks that receive a side module, counted from 0 across all stages. Negative indices
+            count from the end. If None, six blocks of a CNN or three blocks of a transformer are used, evenly spaced
+            over the trainable blocks.
         kernel_size: kernel size of the side modules in a CNN, odd.
-        groups: number of groups of their first convolution: 1, 2, 4 or 8.
+        groups: number of groups of the first convolution of these modules: 1, 2, 4 or 8.
 
     Raises:
-        SettingError: a setting is out of range. Raised by `apply` if a block index is out of range or repeated, or if a
-            block does not support side modules.
-        UserError: when applied: no supported block is trainable; the number of channels of a CNN's block is not a
-            multiple of 8; another method that adds modules, or one that drops tokens in these blocks, has been applied.
+        SettingError: If a setting is out of range. Raised by `apply` if a block index is out of range or repeated, or
+            if a block does not support side modules.
+        UserError: Raised by `apply` if no supported block is trainable, if the number of channels of a CNN's block is
+            not a multiple of 8, or if another method that adds modules, or that drops tokens in these blocks, has been
+            applied.
     """
 
     name = "repnet"
@@ -118,7 +103,7 @@ class RepNet(Method):
         return Applied(self.name, added, skipped, modules=added, summary=summary)
 
     def _chosen(self, view: ModelView) -> tuple[list[str], dict[str, Skipped]]:
-        """Return the names of the blocks that get a side module, in order, and why the others get none."""
+        """Return the names of the blocks that receive a side module, in order, and the skipped blocks."""
         blocks = {name: view.model.get_submodule(name) for name in view.blocks}
         able = [name for name, block in blocks.items() if _is_token_block(block) or _is_map_block(block)]
         if not able:
@@ -141,7 +126,10 @@ class RepNet(Method):
             else:
                 wanted = [train[(2 * i + 1) * n // 12] for i in range(6)]
         else:
-            wanted = self._listed(view, able)
+            wanted = list(blocks_at(view, f"method.{self.name}.blocks", self.blocks))
+            if unable := [name for name in wanted if name not in able]:
+                why = f"side modules do not support {unable[0]} of {view.name}"
+                raise self.setting_error("blocks", f"a list of indices of {', '.join(able)} ({why})")
         chosen = [name for name in train if name in wanted]
         if not chosen:
             raise UserError(
@@ -149,19 +137,7 @@ class RepNet(Method):
             )
         return chosen, {name: why for name, why in skipped.items() if name not in chosen}
 
-    def _listed(self, view: ModelView, able: Sequence[str]) -> list[str]:
-        """Return the names of the blocks at the indices in `self.blocks`, which must be in `able`."""
-        assert self.blocks is not None
-        setting = f"method.{self.name}.blocks"
-        names = blocks_at(view, setting, self.blocks)
-        unable = next((name for name in names if name not in able), None)
-        if unable is not None:
-            allowed = f"a list of indices of {', '.join(able)} (side modules do not support {unable} of {view.name})"
-            raise SettingError(setting, self.blocks, allowed)
-        return list(names)
-
     def _side(self, view: ModelView, name: str) -> nn.Module:
-        """Create the side module of the block `name`, or raise UserError if the block is not supported."""
         block: Any = view.model.get_submodule(name)
         if any(not forward.same_values for module in block.modules() for forward in forwards_of(module)):
             raise UserError(
@@ -182,16 +158,11 @@ class RepNet(Method):
         return side.to(first.weight.device, first.weight.dtype).train(block.training)
 
     def _remove(self, model: nn.Module) -> None:
-        """Remove the side modules. The head keeps its trained values."""
+        take_away(model, _SideForward)
         for module in model.modules():
             if hasattr(module, "side_module"):
-                take_away(module, _SideForward)
                 del module.side_module
         make_trainable(model, self._before)
-
-    def remove(self, model: nn.Module) -> None:
-        super().remove(model)
-        self._before = {}
 
 
 def _is_token_block(block: nn.Module) -> bool:

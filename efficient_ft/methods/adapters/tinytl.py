@@ -1,4 +1,4 @@
-"""TinyTL: lite residual modules on pooled maps, in parallel with the blocks of a CNN whose weights are frozen.
+"""TinyTL: lite residual modules in parallel with the blocks of a CNN with frozen weights.
 
 Source: Cai, Gan, Zhu, Han, "TinyTL: Reduce Memory, Not Parameters for Efficient On-Device Learning", NeurIPS 2020.
 """
@@ -18,8 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from efficient_ft.core.errors import UserError
 from efficient_ft.methods.adapters.lite import EPS, GROUP, LiteResidual, check_lite, refuse_indivisible, stride_of
 from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
-from efficient_ft.methods.blocks import classes_in_words
-from efficient_ft.methods.checks import check_choice
+from efficient_ft.methods.checks import check_choice, classes_in_words
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.forwards import foreign_forward
 from efficient_ft.methods.registry import register
@@ -27,10 +26,10 @@ from efficient_ft.methods.summary import count, left, trained
 from efficient_ft.models.frozen_batch_norm import FROZEN
 from efficient_ft.models.view import ModelView, Reason, Skipped
 
-#: Downsampling factor of a block's input from which its module has a kernel size of at most 3. The pooled map is then
-#: 3×3 for images of 224 pixels. The paper does not specify this value. With it, and with as many hidden channels as
-#: input channels, all four published memories that depend on it are matched (TinyTL 37 and 65 MB, FT-Last 31,
-#: FT-Norm+Last 192). With kernels of 5 everywhere, TinyTL would need 42 MB instead of 37.
+#: Downsampling factor of a block's input at which the kernel size of its module is limited to 3. For images of 224
+#: pixels, the pooled map is then 3×3. The paper does not specify this value. With it, and with as many hidden channels
+#: as input channels, the four published memories that depend on it are reproduced (TinyTL 37 and 65 MB, FT-Last 31 MB,
+#: FT-Norm+Last 192 MB). With kernels of size 5 everywhere, TinyTL would require 42 MB instead of 37 MB.
 COARSE = 32
 
 
@@ -45,21 +44,21 @@ class InvertedResidualWithLite(InvertedResidual):
 
 
 class GroupNorm2d(nn.BatchNorm2d):
-    """GroupNorm with groups of `GROUP` channels, which replaces a BatchNorm2d and keeps its scale and shift."""
+    """GroupNorm with `GROUP` channels per group, which replaces a BatchNorm2d and keeps its scale and shift."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.group_norm(x, self.num_features // GROUP, self.weight, self.bias, self.eps)
 
 
 class GroupNormAct2d(BatchNormAct2d):
-    """`GroupNorm2d` for timm's BatchNorm with activation (`BatchNormAct2d`)."""
+    """`GroupNorm2d` followed by dropout and activation, which replaces timm's `BatchNormAct2d`."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.group_norm(x, self.num_features // GROUP, self.weight, self.bias, self.eps)
         return self.act(self.drop(x))
 
 
-#: BatchNorm classes and their replacements for ``norm="group"``.
+#: BatchNorm classes and their replacements with ``norm="group"``.
 _GROUPED: dict[type, type] = {nn.BatchNorm2d: GroupNorm2d, BatchNormAct2d: GroupNormAct2d}
 _GROUPED |= {FROZEN[norm]: grouped for norm, grouped in _GROUPED.items()}
 
@@ -69,23 +68,24 @@ class TinyTL(Method):
     """Add lite residual modules in parallel with a CNN's inverted residual blocks (TinyTL: Cai et al., NeurIPS 2020).
 
     The modules, all biases and the head are trained, and all other weights are frozen. Blocks and biases that the
-    selection has frozen stay frozen, and such blocks get no module. Blocks without expansion (MobileNetV2's first), and
-    blocks of other classes than timm's InvertedResidual get no module either. Modules output 0 at initialization. They
-    cannot be merged: exported weights contain them (``….lite_residual.…``).
+    selection has frozen remain frozen, and such blocks receive no module. Blocks without expansion (the first block of
+    MobileNetV2) and blocks that are not instances of timm's InvertedResidual receive no module either. The initial
+    output of the modules is 0. The modules cannot be merged, so that exported weights contain them
+    (``….lite_residual.…``).
 
     Args:
-        kernel_size: kernel size of the first convolution of the modules, odd. It is at most 3 in blocks whose input is
+        kernel_size: kernel size of the first convolution in each module, odd. It is at most 3 in blocks whose input is
             smaller than the image by a factor of 32 or more.
         groups: number of groups of this convolution: 1, 2, 4 or 8.
-        norm: norm layers of the pretrained network. ``group``, as published, replaces every BatchNorm by GroupNorm with
-            groups of 8 channels, and standardizes the weights of all convolutions without a bias. It requires weights
-            that were trained in this way. ``batch`` keeps BatchNorm, and the initial output is unchanged.
+        norm: norm layers of the pretrained network. As published, ``group`` replaces every BatchNorm by GroupNorm with
+            groups of 8 channels and standardizes the weights of all convolutions without a bias. It requires weights
+            that were trained in this way. ``batch`` keeps BatchNorm, so that the initial output is unchanged.
 
     Raises:
-        SettingError: a setting is out of range.
-        UserError: when applied: no inverted residual block is trainable; the number of channels of a block or norm is
-            not a multiple of 8; with ``norm="group"``, a norm cannot be replaced by GroupNorm or has statistics of
-            training with BatchNorm; or another method that adds modules has been applied.
+        SettingError: If a setting is out of range.
+        UserError: Raised by `apply` if no inverted residual block is trainable, if the number of channels of a block or
+            norm is not a multiple of 8, or if another method that adds modules has been applied. With ``norm="group"``,
+            it is also raised if GroupNorm cannot replace a norm, or if the network was trained with BatchNorm.
     """
 
     name = "tinytl"
@@ -99,7 +99,7 @@ class TinyTL(Method):
         check_choice("norm", norm, ("group", "batch"))
         self.kernel_size, self.groups, self.norm = kernel_size, groups, norm
         self._before: dict[str, bool] = {}
-        # By module name: the original class of each norm, and mean and standard deviation of each standardized filter.
+        # Original class of each norm, and mean and standard deviation of each standardized filter, by module name.
         self._norms: dict[str, type] = {}
         self._filters: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -115,7 +115,7 @@ class TinyTL(Method):
             module = model.get_submodule(name)
             module.__class__ = _GROUPED[type(module)]
         if norms:
-            # A convolution that a norm follows has no bias; those in squeeze-and-excitation have one.
+            # Convolutions before a norm have no bias. Convolutions in squeeze-and-excitation have a bias.
             self._filters = {
                 n: _standardize(m) for n, m in model.named_modules() if isinstance(m, nn.Conv2d) and m.bias is None
             }
@@ -139,7 +139,9 @@ class TinyTL(Method):
         return Applied(self.name, added, skipped, notes, modules=added, summary=summary)
 
     def _chosen(self, view: ModelView) -> tuple[dict[str, int], dict[str, Skipped]]:
-        """Return the blocks that get a module, with the downsampling factor of their input, and why others get none."""
+        """Return the blocks that receive a module, with the downsampling factors of their inputs, and the skipped
+        blocks.
+        """
         chosen: dict[str, int] = {}
         skipped: dict[str, Skipped] = {}
         smaller = 1
@@ -191,7 +193,6 @@ class TinyTL(Method):
         return found
 
     def _remove(self, model: nn.Module) -> None:
-        """Remove the modules and restore norm layers and filters. Biases and head keep their trained values."""
         block: Any
         for block in model.modules():
             if hasattr(block, "lite_residual"):
@@ -205,13 +206,9 @@ class TinyTL(Method):
                 weight.copy_(weight * deviation.to(weight) + mean.to(weight))
         make_trainable(model, self._before)
 
-    def remove(self, model: nn.Module) -> None:
-        super().remove(model)
-        self._before, self._norms, self._filters = {}, {}, {}
-
 
 def _was_trained(norm: _BatchNorm) -> bool:
-    """Return True if a BatchNorm was trained: its statistics differ from those of a new BatchNorm."""
+    """Return True if the statistics of a BatchNorm differ from the statistics of a new BatchNorm."""
     mean, variance = norm.running_mean, norm.running_var
     if mean is None or variance is None or mean.is_meta or isinstance(mean, FakeTensor):
         return False
@@ -220,7 +217,7 @@ def _was_trained(norm: _BatchNorm) -> bool:
 
 @torch.no_grad()
 def _standardize(module: Any) -> tuple[Tensor, Tensor]:
-    """Standardize frozen filters in place; return their original means and standard deviations, (C_out, 1, 1, 1)."""
+    """Standardize frozen filters in place. Return the original means and standard deviations, (C_out, 1, 1, 1)."""
     weight = module.weight
     variance, mean = torch.var_mean(weight, dim=(1, 2, 3), correction=0, keepdim=True)
     deviation = (variance + EPS).sqrt()

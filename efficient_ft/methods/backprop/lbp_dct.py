@@ -1,7 +1,8 @@
 """LBP-DCT: the low-rank backward pass of LBP-WHT with a low-pass DCT over the full token grid.
 
-At equal numbers of coefficients and equal cost, its gradient is closer to the exact gradient than that of LBP-WHT on
-every grid larger than one 8×8 block. The scheme is that of LBP-WHT (see `lbp_wht`), and the projector is our extension.
+With the same number of coefficients and the same cost, the gradient is closer to the exact gradient than the gradient
+of LBP-WHT on every grid larger than one 8×8 block. The scheme is the same as in LBP-WHT (see `lbp_wht`). The projector
+is our extension.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ class LBPDCT(LowRankBackward):
     """Compute the gradients of linear layers from the lowest DCT-II components of the token grid.
 
     Args:
-        order: from 1 to 15; uses as many components as LBP-WHT's ``l1`` selection of this order with ``ortho`` padding.
+        order: order of the selection, from 1 to 15. The number of components equals the number of bases that LBP-WHT's
+            ``l1`` selection of this order uses with ``ortho`` padding.
         skip, fused: see `LBPWHT`.
 
     Raises:
-        SettingError: `order` is not an integer from 1 to 15.
-        UserError: see `LowRankBackward`.
+        SettingError: If `order` is not an integer from 1 to 15.
+        UserError: See `LowRankBackward`.
     """
 
     name = "lbp_dct"

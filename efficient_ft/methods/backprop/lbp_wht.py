@@ -1,9 +1,9 @@
 """LBP-WHT: a low-rank backward pass with a block-wise Walsh–Hadamard projection.
 
 Source: Yang, Chiang, Li, Marculescu, Marculescu, "Efficient Low-rank Backpropagation for Vision Transformer
-Adaptation", NeurIPS 2023. The default padding is our extension: an orthonormal basis of the cropped rows. It is exact
-at full rank, and closer to the exact gradient at every measured rank. `padding="reflect", as_published=True` reproduces
-the paper.
+Adaptation", NeurIPS 2023. The default padding, an orthonormal basis of the cropped rows, is our extension. It is exact
+at full rank and closer to the exact gradient at every measured rank. The settings `padding="reflect",
+as_published=True` reproduce the paper.
 """
 
 from __future__ import annotations
@@ -33,21 +33,22 @@ class LBPWHT(LowRankBackward):
     Args:
         bases: selection of the 64 bases. ``l1``: i + j ≤ order − 1 (order 1–15; R = order(order+1)/2 up to order 8).
             ``linf``: max(i, j) ≤ order − 1 (order 1–8, R = order²). ``lhe``: the R = order(order+1)/2 bases with the
-            most energy in each layer's g_y over the first `profile_steps` steps, which run the exact backward pass.
+            highest energy in each layer's g_y over the first `profile_steps` steps, which run the exact backward pass.
         order: order of the low-pass selection. The paper recommends 4 (R = 10) to 6 (R = 21).
-        padding: padding of grids whose sides are not multiples of 8: ``ortho``, ``zero`` (both exact at full rank), or
-            ``reflect`` (as published, not exact at any rank).
-        as_published: reproduce the published code: a qkv layer whose forward is never called (SwinV2) stays exact, and
-            layers are projected even if this costs more than the exact backward pass (talking heads).
+        padding: padding for grids whose sides are not multiples of 8: ``ortho`` or ``zero``, which are exact at full
+            rank, or ``reflect`` (as published), which is not exact at any rank.
+        as_published: if True, reproduce the published code. A qkv layer whose forward is never called (SwinV2) then
+            stays exact, and layers are projected even if this costs more than the exact backward pass (talking heads).
         profile_steps: number of optimizer steps that ``lhe`` profiles.
-        skip: parts of the names of layers that stay exact: ``attention``, ``fc2``, ``mlp.fc2``. ``*`` matches any part.
-        fused: on a CPU, compute GELU and a frozen BatchNorm before it in one pass per direction. This takes less time
-            and fewer bytes, and about 100 MiB for the kernel compiler (numba). None: only in networks with BatchNorm
-            before GELU (EfficientFormer), where the gain is largest.
+        skip: parts of the names of layers that stay exact, such as ``attention``, ``fc2`` or ``mlp.fc2``. ``*`` matches
+            any part.
+        fused: if True, GELU and a frozen BatchNorm before it are computed in one pass per direction on a CPU. This
+            saves time and activation memory, but the kernel compiler (numba) uses about 100 MiB. None: only in networks
+            with BatchNorm before GELU (EfficientFormer), where the gain is largest.
 
     Raises:
-        SettingError: a value is not allowed.
-        UserError: see `LowRankBackward`; or a grid is too small for ``reflect`` padding.
+        SettingError: If a value is not allowed.
+        UserError: See `LowRankBackward`. Also raised if a grid is too small for ``reflect`` padding.
     """
 
     name = "lbp_wht"
@@ -95,10 +96,6 @@ class LBPWHT(LowRankBackward):
                 self.load_state_dict(self._restored)
         return applied
 
-    def remove(self, model: nn.Module) -> None:
-        super().remove(model)
-        self._steps, self._layers, self._restored = 0, {}, None  # another model starts with a new profile
-
     def step_end(self) -> None:
         super().step_end()
         if not self.profiles or self._steps >= self.profile_steps:
@@ -111,11 +108,13 @@ class LBPWHT(LowRankBackward):
             self._stop_watching()
 
     def _most_energy(self, energy: Tensor | None) -> Pairs:
-        """Return the R bases of most energy, lowest first, or those of LP_L1 if the layer received no gradient."""
+        """Return the R bases with the highest energy, lowest first, or the bases of LP_L1 if the layer received no
+        gradient.
+        """
         pairs = low_pass_l1(self.order)
         energy = torch.zeros(BLOCK, BLOCK, dtype=torch.float64) if energy is None else energy
         energy = all_reduce_sum(energy)
-        if not energy.any():  # e.g. the last block of a model that classifies by its class token
+        if not energy.any():  # for example, in the last block of a model that classifies by its class token
             return pairs
         top = energy.flatten().topk(len(pairs)).indices.tolist()
         return lowest_first((k // BLOCK, k % BLOCK) for k in top)
@@ -133,7 +132,7 @@ class LBPWHT(LowRankBackward):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if not self.profiles or not state_dict:
             return
-        self._restored = state_dict  # for a model to which the method is applied later
+        self._restored = state_dict  # used if the method is applied later
         self._steps = state_dict["steps"]
         if not self.acts_per_step:
             self._stop_watching()

@@ -1,7 +1,7 @@
-"""The base class of methods with a low-rank backward pass, and the layers that it changes.
+"""Base class of the methods with a low-rank backward pass, and the layers that replace linear layers and convolutions.
 
-Only the class of a layer changes. The module object, the names of its parameters and its forward pass in evaluation
-stay the same, so that a changed model can be copied, pickled, saved and restored.
+Only the class of a layer changes. The module object, its parameter names and its forward pass in evaluation remain the
+same, so that a changed model can be copied, pickled, saved and restored.
 """
 
 from __future__ import annotations
@@ -37,13 +37,11 @@ from efficient_ft.ops.tokens import Tokens, current_tokens
 
 @dataclass
 class LowRank:
-    """The settings of a changed layer.
+    """Settings of a changed layer.
 
-    Attributes:
-        projector: selects the projection for the grid of a step; None while the layer is profiled (exact backward).
-        tokens: the layout of the positions in the input.
-        energy: (8, 8) float64 on the CPU, the share of each WHT basis in the energy of g_y, summed over the backward
-            passes while `projector` is None. Shares give every pass the same weight, regardless of its loss scale.
+    `projector` is None while the layer is profiled with the exact backward pass. `energy` is the fraction of each WHT
+    basis in the energy of g_y, summed over these passes; (8, 8), float64, on the CPU. With fractions, each backward
+    pass has the same weight, regardless of its loss scale.
     """
 
     projector: Projector | None
@@ -102,12 +100,12 @@ CHANGED = {nn.Linear: LowRankLinear, nn.Conv2d: LowRankConv2d}
 
 
 def _records(module: nn.Linear | nn.Conv2d, x: Tensor) -> bool:
-    """Return True if this call belongs to a training step and needs more than a bias gradient."""
+    """Return True if the call belongs to a training step and more than a bias gradient is required."""
     return module.training and torch.is_grad_enabled() and (x.requires_grad or module.weight.requires_grad)
 
 
 def _of_kept(whole: Any, tokens: Tokens, prefix: int, x: Tensor) -> SubsetProjection:
-    """Return the projection of the remaining tokens. Layers that run on the same tokens share it."""
+    """Return the projection of the remaining tokens, which is shared by all layers that run on the same tokens."""
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     key = whole, dtype
@@ -117,7 +115,7 @@ def _of_kept(whole: Any, tokens: Tokens, prefix: int, x: Tensor) -> SubsetProjec
 
 
 def _profiled(y: Tensor, how: LowRank, grid: tuple[int, int], tokens: Tokens | None = None) -> Tensor:
-    """Return `y`. The backward pass adds the energies of its gradient to those of the layer."""
+    """Return `y`. The backward pass adds the energy of the gradient to the energy of the layer."""
 
     def gather(g: Tensor) -> None:
         if how.tokens.form == "channels_first":
@@ -126,7 +124,7 @@ def _profiled(y: Tensor, how: LowRank, grid: tuple[int, int], tokens: Tokens | N
             g = tokens.on_grid(g, how.tokens.prefix, grid[0] * grid[1]).unflatten(1, grid)
         g_BHWC = g[:, how.tokens.prefix :].unflatten(1, grid) if g.dim() == 3 else g
         energy = block_energy(g_BHWC).cpu().double()
-        if 0 < energy.sum() < torch.inf:  # a step with an fp16 overflow is skipped
+        if 0 < energy.sum() < torch.inf:  # steps with an fp16 overflow are skipped
             share = energy / energy.sum()
             how.energy = share if how.energy is None else how.energy + share
 
@@ -141,25 +139,27 @@ def refuse_order(order: int, largest: int, where: str = "") -> None:
 
 
 class LowRankBackward(Method):
-    """Base class of the methods that compute gradients of linear layers and 1×1 convolutions in a low-rank space.
+    """Base class of the methods that compute the gradients of linear layers and 1×1 convolutions in a low-rank space.
 
-    Every layer whose input has a token grid is changed: attention and MLP layers, talking heads and patch merging, but
-    not the stem, the patch embedding and the head. A layer whose low-rank backward pass would cost more than the exact
-    one stays exact and is reported. The selection determines which layers are trained; frozen layers are changed too.
+    Each layer whose input has a token grid is changed: attention and MLP layers, talking heads and patch merging. The
+    stem, the patch embedding and the head are not changed. A layer whose low-rank backward pass would cost more than
+    the exact backward pass stays exact and is reported. The selection determines which layers are trained. Frozen
+    layers are changed too.
 
     A subclass implements `projector_for`.
 
     Attributes:
-        as_published: project layers even if the exact backward pass costs less, and keep layers exact whose forward is
-            never called.
-        profiles: layers run the exact backward pass first, and the subclass sets their projectors later.
+        as_published: if True, project layers even if the exact backward pass costs less, and leave layers exact whose
+            forward is never called.
+        profiles: if True, layers run the exact backward pass first, and the subclass sets their projectors later.
         skip: parts of the names of layers that stay exact (`methods.skip`).
-        fused: compute GELU and a frozen BatchNorm before it in one pass on a CPU (see `methods.fused_gelu`); None: only
-            in networks with BatchNorm before GELU.
+        fused: if True, GELU and a frozen BatchNorm before it are computed in one pass on a CPU (see
+            `methods.fused_gelu`). None: only in networks with BatchNorm before GELU.
 
     Raises:
-        UserError: when applied: the model has no layer with a token grid, or a grid cannot be projected; in a forward
-            pass in training: the positions of the tokens are unknown, or their number differs from the grid's.
+        UserError: Raised by `apply` if the model has no layer with a token grid, or if a grid cannot be projected.
+            Raised by a forward pass in training if the positions of the tokens are unknown, or if the number of tokens
+            differs from the grid.
     """
 
     axis = Axis.BACKPROP
@@ -168,22 +168,22 @@ class LowRankBackward(Method):
     as_published: bool = False
     profiles: bool = False
     fused: bool | None = None
-    _fuses: bool | None = None  # True if GELU layers of the model are fused; None before the method is applied
+    _fuses: bool | None = None  # True if GELU layers are fused; None before `apply`
     skip: Sequence[str] | None = None
 
     @abstractmethod
     def projector_for(self, layer: Layer) -> Projector:
-        """Return the projector of a layer.
+        """Return the projector for a layer.
 
         If the projector is selected later (profiling), return a placeholder with the same rank and cost.
 
         Args:
-            layer: a linear layer or 1×1 convolution of the view, with the layout of its tokens, `layer.tokens`, and
-                `layer.channels`, (C_in, C_out).
+            layer: linear layer or 1×1 convolution of the view. `layer.tokens` is the layout of its tokens, and
+                `layer.channels` is (C_in, C_out).
 
         Raises:
-            SettingError: a setting does not fit this layer. If a projector cannot project a grid, its `projection`
-                raises ValueError, which `apply` converts to UserError.
+            SettingError: If a setting does not fit this layer. If a projector cannot project a grid, its `projection`
+                must raise ValueError, which `apply` converts to UserError.
         """
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
@@ -208,19 +208,19 @@ class LowRankBackward(Method):
                 exact[layer.name] = Skipped(Reason.EXACT_IS_CHEAPER, why)
             else:
                 chosen.append((layer, self.projector_for(layer), layer.tokens))
-        # The model is changed only after every layer has been checked, so that an error leaves it unchanged.
+        # The model is changed after all layers have been checked, so that an error leaves it unchanged.
         for layer, projector, tokens in chosen:
             layer.module.__class__ = CHANGED[type(layer.module)]
             layer.module.low_rank = LowRank(None if self.profiles else projector, tokens)  # type: ignore[assignment]
             if layer.reach is not None:
                 model.get_submodule(layer.reach).qkv_bias_separate = True  # type: ignore[assignment]
                 layer.module.low_rank_reach = layer.reach  # type: ignore[assignment]
-        note = f"{len(exact)} layers left exact where that is cheaper"
+        note = f"{len(exact)} layers keep the exact backward pass, which is cheaper for them"
         notes = [note] if exact else []
         fused = [] if self.fused is False else fuse_gelu(model, everywhere=self.fused is True)
         self._fuses = bool(fused)
         if fused:
-            notes.append(f"on a CPU {len(fused)} GELU layers run in one pass each way (method.{self.name}.fused)")
+            notes.append(f"on a CPU, {len(fused)} GELU layers run in one pass per direction (method.{self.name}.fused)")
         return Applied(
             self.name,
             tuple(layer.name for layer, *_ in chosen),
@@ -235,11 +235,11 @@ class LowRankBackward(Method):
 
     @property
     def libraries(self) -> tuple[str, ...]:  # type: ignore[override]
-        # A prediction for an unknown model includes the library unless fusion is disabled.
+        # Before `apply`, a prediction includes the library unless fusion is disabled.
         return () if self.fused is False or self._fuses is False else ("numba",)
 
     def _costs_more(self, layer: Layer, tokens: TokenLayout) -> str | None:
-        """Return why a layer stays exact, or None if it does not."""
+        """Return why a layer stays exact, or None if it is projected."""
         try:
             projection = self.projector_for(layer).projection(tokens.grid, tokens.prefix, layer.channels)
         except ValueError as error:

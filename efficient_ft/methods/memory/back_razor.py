@@ -1,7 +1,5 @@
-"""Back Razor: activations are pruned to their largest values between the forward and the backward pass.
-
-Source: Jiang, Chen, Huang, Du, Zhou, Wang, "Back Razor: Memory-Efficient Transfer Learning by Self-Sparsified
-Backpropagation", NeurIPS 2022.
+"""Back Razor (Jiang, Chen, Huang, Du, Zhou, Wang, "Back Razor: Memory-Efficient Transfer Learning by Self-Sparsified
+Backpropagation", NeurIPS 2022).
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import torch
 from efficient_ft.core.errors import SettingError
 from efficient_ft.methods.checks import check_choice, check_sparsity
 from efficient_ft.methods.declarations import Adds
-from efficient_ft.methods.memory.packing import DENSE_FORWARD, ActivationPacking
+from efficient_ft.methods.memory.packing import DENSE_FORWARD, ActivationPacking, uniform_policy
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.skip import is_skipped, refuse_skip
 from efficient_ft.models.view import ModelView, Reason, Skipped
@@ -26,32 +24,32 @@ VALUES = ("fp16", "bf16", "same", "int8")
 
 @register
 class BackRazor(ActivationPacking):
-    """Save the largest values of each sample's activations and a bitmap. The forward pass does not change.
+    """Save only the largest values of each sample's activations and a bitmap. The forward pass does not change.
 
-    The method prunes the inputs of linear layers, convolutions and normalizations, q, k, v and the output of softmax.
-    The input of GELU is not pruned but saved in half precision, and ReLU saves one bit per element. The gradient of a
-    layer's input does not depend on pruned values, except through normalizations and attention.
+    The method prunes q, k, v, the output of the softmax, and the inputs of linear layers, convolutions and
+    normalizations. The input of GELU is saved in half precision without pruning, and ReLU saves one bit per element.
+    The gradient of a layer's input does not depend on pruned values, except in normalizations and attention.
 
     Args:
-        sparsity: share of the values that are dropped, from 0 to below 1.
+        sparsity: fraction of the values that are dropped, from 0 to below 1.
         value_dtype: dtype of the saved values: ``fp16`` (as published; on overflow, `step_end` raises an error),
             ``bf16``, ``same`` (the dtype of the activation), or ``int8`` (Back Razor with Mesa: 8 bits with a running
             range per tensor, also for the input of GELU).
         norm_saves: tensor that normalizations save: their ``input`` (as published) or the ``normalized`` input x̂.
-        attention: ``unfused`` saves q, k, v and the output of softmax (as published). ``fused`` saves q, k and v in
-            8 bits and recomputes attention from them with torch's fused kernel.
-        recompute_inputs: a layer after GELU, or after a LayerNorm if ``norm_saves=normalized``, does not save its
-            input. It is recomputed from the tensor that the preceding layer saves.
+        attention: ``unfused`` saves q, k, v and the output of the softmax (as published). ``fused`` saves q, k and v in
+            8 bits and recomputes attention from these tensors with torch's fused kernel.
+        recompute_inputs: if True, a layer after GELU does not save its input, which is recomputed from the tensor that
+            the preceding layer saves. With ``norm_saves=normalized``, this also applies to a layer after a LayerNorm.
         threshold: ``exact`` (as published) or ``sampled``. A sampled threshold is estimated from 4096 values of each
-            sample. It never exceeds the budget, and saves slightly fewer values.
-        prune: ``backward`` or ``both``. ``both`` is the paper's negative control (its Figure 3): the forward pass in
+            sample. It saves slightly fewer values than the budget allows, and never more.
+        prune: ``backward`` or ``both``. ``both`` is the paper's negative control (Figure 3): the forward pass in
             training also computes with the pruned tensors. The backward pass uses the same formulas, and pruning passes
-            gradients straight through. Evaluation and exported models stay dense, so that the two values differ only in
-            the forward pass of training.
-        skip: parts of the names of layers that stay dense: ``decoder``, ``mlp.fc2``. ``*`` matches any part.
+            gradients straight through. Evaluation and exported models remain dense, so that the two values differ only
+            in the forward pass of training.
+        skip: parts of the names of layers that stay dense, such as ``decoder`` or ``mlp.fc2``. ``*`` matches any part.
 
     Raises:
-        SettingError: a value is not allowed, or ``prune=both`` is combined with ``attention=fused`` or
+        SettingError: If a value is not allowed, or if ``prune=both`` is combined with ``attention=fused`` or
             ``value_dtype=int8``.
     """
 
@@ -94,10 +92,8 @@ class BackRazor(ActivationPacking):
         eight_bits = self.value_dtype == "int8"
         sparse = Sparse(self.sparsity, half, eight_bits, self.threshold == "exact")
         activation: Packer = EightBits() if eight_bits else Dense() if half is None else Half(half)
-        return Policy(
-            product=sparse,
-            norm=sparse,
-            attention=sparse,
+        return uniform_policy(
+            sparse,
             activation=activation,
             normalized=self.norm_saves == "normalized",
             derived=self.recompute_inputs,

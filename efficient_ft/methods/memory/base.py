@@ -1,4 +1,4 @@
-"""Base classes of the methods on the memory axis: replacements of forward passes, and packing state."""
+"""Base classes of the methods on the memory axis."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from efficient_ft.ops.saving import PackingState
 
 
 class MemoryForward(OwnForward):
-    """Replacement of the forward pass of a module whose activations are saved in another storage format."""
+    """Replacement for the forward pass of a module whose activations are saved in a different storage format."""
 
     @property
     def training(self) -> bool:
-        """True if this may be a training step.
+        """True if the current call may belong to a training step.
 
-        `freeze_batch_norm` assigns a frozen class to BatchNorms, whose flag follows the model. Other classes of
-        BatchNorm may be in evaluation mode during training.
+        `freeze_batch_norm` assigns a frozen class to BatchNorm layers, and their flag follows the model. Other
+        BatchNorm classes may be in evaluation mode during training.
         """
         if self.module.training:
             return True
@@ -32,7 +32,7 @@ class MemoryForward(OwnForward):
 
 
 def refuse_recomputation(method: str) -> None:
-    """Raise UserError while the model itself recomputes a part: the method would then save nothing."""
+    """Raise UserError while the model itself recomputes a part, because the method would then save no memory."""
     if is_recomputing():
         raise UserError(
             f"method {method}: the model runs its blocks again in the backward pass (gradient checkpointing), so"
@@ -42,11 +42,7 @@ def refuse_recomputation(method: str) -> None:
 
 
 class MemoryMethod(Method):
-    """Base class of the methods that define how a model saves its activations.
-
-    Attributes:
-        libraries: numba, which compiles the CPU kernels, for methods that quantize or prune values.
-    """
+    """Base class of the methods that determine how a model saves its activations."""
 
     axis = Axis.MEMORY
     changes_weights = False
@@ -57,29 +53,24 @@ class MemoryMethod(Method):
         self._restored: dict[str, Any] | None = None
 
     def _begin(self) -> PackingState:
-        """Create new packing state, and restore it if a checkpoint was loaded."""
+        """Create a new packing state, and load the state of a checkpoint if there is one."""
         self._packing = self._new_state()
         if self._restored is not None:
             self._packing.load_state_dict(self._restored)
         return self._packing
 
     def _new_state(self) -> PackingState:
-        """Return the state that persists from step to step: running ranges and overflow."""
+        """Return a new object for the state that persists between steps (running ranges and overflow)."""
         return PackingState()
 
     def _remove(self, model: nn.Module) -> None:
-        for module in model.modules():
-            take_away(module, MemoryForward)
-
-    def remove(self, model: nn.Module) -> None:
-        super().remove(model)
-        self._packing = self._restored = None  # another model starts with new ranges
+        take_away(model, MemoryForward)
 
     def step_end(self) -> None:
         """Check the packed values of the step.
 
         Raises:
-            UserError: a packed value was too large for fp16.
+            UserError: If a packed value exceeds the range of fp16.
         """
         super().step_end()
         if self._packing is not None:
@@ -90,6 +81,6 @@ class MemoryMethod(Method):
         return {} if self._packing is None else self._packing.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restored = state_dict  # for a model to which the method is applied later
+        self._restored = state_dict  # used if the method is applied later
         if self._packing is not None:
             self._packing.load_state_dict(state_dict)

@@ -1,7 +1,5 @@
-"""Block checkpointing: save only a block's input, and run the block again in the backward pass.
-
-Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016. Quantization of the inputs is
-our extension.
+"""Block checkpointing (Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016). The
+quantization of the inputs is our extension.
 """
 
 from __future__ import annotations
@@ -12,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from efficient_ft.methods.base import Applied
-from efficient_ft.methods.blocks import blocks_at, check_indices
-from efficient_ft.methods.checks import check_choice
+from efficient_ft.methods.checks import blocks_at, check_choice, check_indices
 from efficient_ft.methods.declarations import Needs
 from efficient_ft.methods.forwards import put_around
 from efficient_ft.methods.memory.base import MemoryForward, MemoryMethod, refuse_recomputation
@@ -35,13 +32,13 @@ INPUT_DTYPES: dict[str, Packer] = {
 
 
 class _RecomputedForward(MemoryForward):
-    """Replacement that saves only the input of the module, in training."""
+    """Forward pass that saves only the input of the module, in training."""
 
     def __init__(self, module: nn.Module, name: str, packer: Packer, packing: PackingState) -> None:
         super().__init__(module)
         self.name, self.packer, self.packing = name, packer, packing
 
-    @torch.compiler.disable  # runs again inside the backward pass
+    @torch.compiler.disable  # the forward pass also runs inside the backward pass
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Any:
         module = self.module
         parameters = [p for p in module.parameters() if p.requires_grad]
@@ -61,7 +58,7 @@ class _RecomputedForward(MemoryForward):
         if not torch.is_grad_enabled():  # the first run
             return self.within(x, *args, **keywords)
         self.packing.last.in_backward = True
-        # The recomputation must not update running statistics again, since autograd has saved these tensors.
+        # The recomputation must not update the running statistics again, because autograd has saved these tensors.
         moving = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
         before = [(m.momentum, m.num_batches_tracked) for m in moving]
         counts = [None if count is None else count.clone() for _, count in before]
@@ -70,7 +67,7 @@ class _RecomputedForward(MemoryForward):
         try:
             return self.within(x, *args, **keywords)
         finally:
-            # The count is restored instead of decremented: a replaced BatchNorm does not count.
+            # The count is restored instead of decremented, because a replaced BatchNorm does not count.
             for m, (momentum, counter), count in zip(moving, before, counts, strict=True):
                 m.momentum = momentum
                 if counter is not None and count is not None:
@@ -81,17 +78,17 @@ class _RecomputedForward(MemoryForward):
 class Checkpointing(MemoryMethod):
     """Save only the input of each block, and recompute the block in the backward pass.
 
-    Gradients are exact with ``input_dtype=same``. The forward pass of the blocks runs twice. Inputs are never pruned,
-    since a block recomputed from a pruned input would have a different gradient.
+    Gradients are exact with ``input_dtype=same``. The forward pass of each block runs twice. Inputs are never pruned,
+    because a block that is recomputed from a pruned input has a different gradient.
 
     Args:
-        blocks: indices of the blocks; negative indices count from the end. None: all blocks.
+        blocks: indices of the blocks. Negative indices count from the end. If None, all blocks are recomputed.
         input_dtype: storage format of a block's input: ``same`` (unchanged), ``bf16``, ``int8`` (one running range), or
-            ``int4`` (a minimum and a step per 64 values, like in `LowBit`).
+            ``int4`` (a minimum and a step per 64 values, as in `LowBit`).
 
     Raises:
-        SettingError: a value is not allowed; when applied: a block index is outside the model.
-        UserError: when applied: the blocks of the model are not recognized.
+        SettingError: If a value is not allowed. Raised by `apply` if a block index is out of range.
+        UserError: Raised by `apply` if the model's blocks are not recognized.
     """
 
     name = "checkpointing"

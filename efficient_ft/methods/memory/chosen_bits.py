@@ -1,22 +1,20 @@
-"""Selection of the bits and group of each packed tensor under a budget of bytes, by the change of the gradient.
+"""Selection of bits and group size for each packed tensor under a byte budget, by the change of the gradient.
 
-In the steps of the profile, every tensor is saved in 8 bits. When the backward pass reaches the output of a part of the
-model, it runs once from there without changes, and then again for each tensor that the part packs, with only this
-tensor rounded to 3 bits. This measures the change of the gradient through all layers below. The change is the squared
-norm of the difference, relative to that of the part's own gradient, summed over the parts of the model. It is relative
-because optimizers such as Adam are insensitive to the scale of a part's gradient.
+During the profile, all tensors are saved in 8 bits. When the backward pass reaches the output of a part of the model,
+it runs once from this output without changes. It then runs again for each tensor that the part packs, with only this
+tensor rounded to 3 bits. The change is the squared norm of the difference, relative to the squared norm of the part's
+own gradient, summed over the parts of the model. It is relative because optimizers such as Adam are insensitive to the
+scale of a part's gradient.
 
-The changes of several tensors are additive, since their rounding errors are independent. For each tensor, the change is
-proportional to the squared rounding error. This error is measured too, and gives the change in every other format. On a
-trained small ViT, the sum is within 5 % of the change when all tensors are rounded. Bits are then spent where they
-reduce the sum most.
+The changes of several tensors are additive, because their rounding errors are independent. The change of each tensor is
+proportional to the squared rounding error, which yields the change for all other formats. On a trained small ViT, the
+sum is within 5 % of the change when all tensors are rounded. Bits are then assigned where they reduce the sum most.
 
-A part that is frozen in a step of the profile (`lisa`, `uniform_layers`) is not measured in this step: the effect of
-its tensors on the gradients of other parts does not predict the effect on its own gradient. Tensors that were never
-measured get the largest format that fits the budget for all tensors.
+A part that is frozen in a profiling step (`lisa`, `uniform_layers`) is not measured in this step, because its effect on
+the gradients of other parts does not predict the effect on its own gradient.
 
 ActNN (Chen et al., ICML 2021) and GACT (Liu et al., ICML 2022) select bits by the sensitivity of the gradient's
-variance. Measuring changes, relative to each part, is our extension.
+variance. Measuring the change relative to each part is our extension.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -41,17 +39,16 @@ from efficient_ft.ops.tokens import attach_tokens, pop_tokens
 
 #: Storage format of a tensor: bits per value, and values per group.
 Form = tuple[int, int]
-
 #: Bits of every tensor during the profile. Changes are measured relative to this precision.
 _EXACT = 8
 #: Bits to which a tensor is rounded to measure its change.
 _TRIAL = 3
-#: Number of steps without a finite, nonzero gradient (fp16 overflow, a head of zeros) after which a profile ends.
+#: Number of steps without a finite, nonzero gradient (fp16 overflow, zero-initialized head) after which a profile ends.
 _IN_VAIN = 16
 
 
 def bits_per_value(form: Form) -> float:
-    """Return the bits per packed value, including its share of the group's minimum and step."""
+    """Return the bits per packed value, including the value's part of the group's minimum and step."""
     bits, group = form
     return bits + 32 / group
 
@@ -65,18 +62,18 @@ def packed_bits(n: int, form: Form) -> int:
 
 @dataclass
 class ChosenBits(PackingState):
-    """The profile, and the storage formats selected in it.
+    """The profile and the selected storage formats.
 
     Attributes:
-        budget: mean bits per packed value, including minimum and step.
+        budget: mean number of bits per packed value, including minimum and step.
         groups: allowed numbers of values per group.
-        stochastic: round stochastically.
+        stochastic: if True, values are rounded stochastically.
         profile_steps: number of steps to measure.
         steps: number of measured steps.
-        in_vain: number of steps in which nothing could be measured.
+        in_vain: number of steps without a measurement.
         values: number of values of each tensor packed in the profile, by the name of its `PackContext`.
         changes: change of the gradient by tensor and format, summed over the measured steps.
-        forms: selected format by tensor; None: the profile is not finished.
+        forms: selected format by tensor; None until the profile is finished.
     """
 
     budget: float = 4.5
@@ -88,27 +85,26 @@ class ChosenBits(PackingState):
     values: dict[str, int] = field(default_factory=dict)
     changes: dict[str, dict[Form, float]] = field(default_factory=dict)
     forms: dict[str, Form] | None = None
-    #: In the current step: the part of each parameter by its id, the frozen parts, and the measured changes.
+    #: State of the current step: part of each parameter by id, frozen parts, and measured changes.
     _part_of: dict[int, str] = field(default_factory=dict)
     _frozen: dict[str, nn.Module] = field(default_factory=dict)
     _step: dict[str, dict[Form, float]] = field(default_factory=dict)
-    #: The tensor that the running backward pass rounds, and its squared rounding errors by format.
+    #: Tensor that is rounded in the running backward pass, and its squared rounding errors by format.
     _trial: str | None = None
     _errors: dict[Form, float] = field(default_factory=dict)
 
     @property
     def all_forms(self) -> list[Form]:
-        """All formats, from the smallest."""
+        """All formats in increasing order of size."""
         return sorted(((bits, group) for bits in BITS for group in self.groups), key=bits_per_value)
 
     @property
     def default(self) -> Form:
-        """The format of a tensor that was not measured: the largest that fits the budget for all tensors."""
+        """Format of a tensor that was not measured: the largest format that fits the budget for all tensors."""
         return max((f for f in self.all_forms if bits_per_value(f) <= self.budget), key=bits_per_value)
 
-    # ------------------------------------------------------------------ packing
     def pack(self, x: Tensor, context: PackContext) -> Packed:
-        """Pack x in the format selected for it."""
+        """Pack x in its selected format."""
         form = (_EXACT, min(self.groups)) if self.forms is None else self.forms.get(context.name, self.default)
         packed = GroupBits(*form, self.stochastic).pack(x, context)
         if self.forms is not None:
@@ -117,7 +113,6 @@ class ChosenBits(PackingState):
         return Packed(packed.tensors, partial(self._unpack, context.name, packed.unpack))
 
     def _unpack(self, name: str, unpack: Any, *tensors: Tensor) -> Tensor:
-        """Unpack a tensor. Round it if it is measured."""
         x: Tensor = unpack(*tensors)
         if name != self._trial:
             return x
@@ -130,15 +125,14 @@ class ChosenBits(PackingState):
         codes, ranges = group_pack(x, bits, group, seed)
         return group_unpack(codes, ranges, x.numel(), bits, x.dtype).view(x.shape)
 
-    # ------------------------------------------------------------------ the profile
     def begin_part(self, name: str, module: nn.Module) -> None:
-        """Record that a part of the model runs in a step of the profile."""
+        """Record that a part of the model runs in a profiling step."""
         self._part_of.update((id(p), name) for p in module.parameters())
         if not _trains(module):
             self._frozen[name] = module
 
     def measure(self, part: str, output: GradientEdge, g: Tensor) -> None:
-        """Measure the changes for the tensors of a part in the backward pass, once per step. `g` is the gradient."""
+        """Measure the changes for the tensors of a part, once per step, in the backward pass with the gradient `g`."""
         names = [name for name in self.values if _part(name) == part and name not in self._step]
         if self.forms is not None or self._trial is not None or isinstance(g, FakeTensor) or not names:
             return
@@ -157,7 +151,7 @@ class ChosenBits(PackingState):
             return by_part
 
         try:
-            self._trial = ""  # the gradients computed here are not measured themselves
+            self._trial = ""  # the backward passes that run here must not be measured
             exact = gradients()
             sizes = {name: _squared_norm(group) for name, group in exact.items()}
             for name in names:
@@ -173,11 +167,12 @@ class ChosenBits(PackingState):
             self._trial, self.last.held = None, None
 
     def step_end(self) -> None:
-        """End a step. After the last profiling step, select the formats. All processes select the same formats."""
+        """End a step. After the last profiling step, select the formats, which are equal on all processes."""
         if self.forms is not None or not self.values:
             return
         names, forms = sorted(self.values), [form for form in self.all_forms if form[0] < _EXACT]
-        # Selections have ended their step: paused parts have `requires_grad` again, unlike permanently frozen parts.
+        # Selections have already ended the step. Paused parts therefore require gradients again, unlike permanently
+        # frozen parts.
         paused = {part for part, module in self._frozen.items() if _trains(module)}
         measured_now = {name: of for name, of in self._step.items() if _part(name) not in paused}
         found = [[measured_now.get(name, {}).get(form, 0.0) for form in forms] for name in names]
@@ -191,19 +186,19 @@ class ChosenBits(PackingState):
                 before = self.changes.get(name, {})
                 self.changes[name] = {f: before.get(f, 0.0) + change for f, change in zip(forms, row, strict=True)}
         if self.steps == self.profile_steps or self.in_vain == _IN_VAIN:
-            # Processes can have last batches of different sizes, and texts padded to different lengths.
+            # The last batches and the padded lengths of texts may differ between processes.
             counts = all_reduce_sum(torch.tensor([self.values[name] for name in names])).tolist()
             found_at = dict(zip(names, counts, strict=True))
             measured = {name: n for name, n in found_at.items() if any(self.changes.get(name, {}).values())}
             self.forms = choose_forms(measured, self.changes, self.budget, self.all_forms)
 
     def note(self) -> str | None:
-        """Return the selected formats for the report, or None before the selection."""
+        """Return a description of the selected formats, or None before the selection."""
         if self.forms is None:
             return None
         bits, group = self.default
         if not self.forms:
-            return f"bits=auto: no change of the gradient was measured; all tensors in {bits} bits, groups of {group}"
+            return f"bits=auto: no change of the gradient was measured; all tensors have {bits} bits, groups of {group}"
         total = sum(self.values[name] for name in self.forms)
         mean = sum(packed_bits(self.values[name], form) for name, form in self.forms.items()) / total
         by_part: dict[str, str] = {}
@@ -214,7 +209,6 @@ class ChosenBits(PackingState):
         listed = ", ".join(by_part.values())
         return f"bits=auto: {mean:.2f} bits per value with minimum and step; bits/group of each tensor: {listed}"
 
-    # ------------------------------------------------------------------ state
     def state_dict(self) -> dict[str, Any]:
         """Return the profile and the selected formats."""
         return {
@@ -227,7 +221,7 @@ class ChosenBits(PackingState):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state of `state_dict`."""
+        """Load a state returned by `state_dict`."""
         if state_dict.get("noise") is not None:
             self.noise.load_state_dict(state_dict["noise"])
         self.steps, self.in_vain = state_dict["steps"], state_dict["in_vain"]
@@ -236,21 +230,20 @@ class ChosenBits(PackingState):
         self.forms = None if forms is None else {name: (bits, group) for name, (bits, group) in forms.items()}
 
 
+@dataclass(frozen=True, eq=False)
 class ChosenBitsPacker:
-    """The packer of a `ChosenBits`. All kinds of tensors share one object, so that each tensor is packed once."""
+    """Packer that uses a `ChosenBits`. All kinds of tensors share one packer, so that each tensor is packed once."""
 
-    named = True
-
-    def __init__(self, chosen: ChosenBits) -> None:
-        self.chosen = chosen
+    chosen: ChosenBits
+    named: ClassVar[bool] = True
 
     def pack(self, x: Tensor, context: PackContext) -> Packed:
-        """Pack x in the format selected for it."""
+        """Pack x in its selected format."""
         return self.chosen.pack(x, context)
 
 
 class ProfiledForward(PackedForward):
-    """A packed forward pass that is measured during the profile."""
+    """Packed forward pass that is measured during the profile."""
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -269,7 +262,7 @@ class ProfiledForward(PackedForward):
 
 
 class _Output(torch.autograd.Function):
-    """The output of a part, where the backward pass is measured. It saves no tensors."""
+    """Identity function for the output of a part, which measures the part in the backward pass. It saves no tensors."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, chosen: ChosenBits, part: str) -> Tensor:
@@ -286,16 +279,12 @@ class _Output(torch.autograd.Function):
 def choose_forms(
     values: Mapping[str, int], changes: Mapping[str, Mapping[Form, float]], budget: float, forms: Sequence[Form]
 ) -> dict[str, Form]:
-    """Select the format of each tensor with the smallest sum of changes under the budget, up to one tensor.
+    """Select the format of each tensor that minimizes the sum of changes under the budget, up to the size of one
+    tensor.
 
-    All tensors start in the smallest format. Each step enlarges the format of the tensor whose change decreases most
-    per bit.
-
-    Args:
-        values: number of values by tensor.
-        changes: change of the gradient by tensor and format; 0 for missing formats.
-        budget: mean number of bits per value; must be at least the size of the smallest format.
-        forms: formats, from the smallest.
+    All tensors start in the smallest format. Each iteration enlarges the format of the tensor whose change decreases
+    most per bit. `forms` is sorted by size, and missing formats have a change of 0. `budget` is the mean number of bits
+    per value, which must be at least the size of the smallest format.
     """
     chosen = dict.fromkeys(values, forms[0])
     left = budget * sum(values.values()) * (1 + 1e-9) - sum(packed_bits(n, forms[0]) for n in values.values())
@@ -317,10 +306,7 @@ def choose_forms(
 
 
 def _parameters_below(node: Any) -> list[Tensor]:
-    """Return the parameters that a backward pass from a node reaches.
-
-    Code compiled by torch.compile is excluded, since its backward pass can run only once.
-    """
+    """Return the parameters below `node`, except in compiled code, whose backward pass can run only once."""
     seen, nodes, found = {node}, [node], []
     while nodes:
         node = nodes.pop()

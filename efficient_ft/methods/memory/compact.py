@@ -1,8 +1,8 @@
-"""Exact sharing: each activation is saved once, and tensors that can be computed from it are recomputed.
+"""Exact sharing: each activation is saved once, and tensors that can be computed from saved tensors are recomputed.
 
 Sources: Andoorveedu, Zhu, Zheng, Pekhimenko, "Tempo: Accelerating Transformer-Based Model Training through Memory
 Footprint Reduction", NeurIPS 2022; Yang, Wei, et al., "Reducing Fine-Tuning Memory Overhead by Approximate and
-Memory-Sharing Backpropagation" (MS-BP), ICML 2024, in which a normalization and the layers after it share x̂.
+Memory-Sharing Backpropagation" (MS-BP), ICML 2024, where a normalization and the layers after it share x̂.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from torch import nn
 
 from efficient_ft.methods.base import Applied
 from efficient_ft.methods.checks import check_choice
-from efficient_ft.methods.memory.packing import ActivationPacking
+from efficient_ft.methods.memory.packing import ActivationPacking, uniform_policy
 from efficient_ft.methods.registry import register
 from efficient_ft.models.view import ModelView
 from efficient_ft.ops.saving import Policy
 from efficient_ft.ops.storage import Dense, Half, Packer
 
-#: With ``attention=mixed``, attention is recomputed in every block whose number is a multiple of this.
+#: With ``attention=mixed``, attention is recomputed in every block whose number is a multiple of this value.
 _EVERY = 4
-
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -31,20 +30,20 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Compact(ActivationPacking):
     """Save each activation once and exactly. The forward pass does not change.
 
-    A normalization saves its normalized input x̂, from which the inputs of the layers after it are recomputed. A layer
-    does not save its input after GELU, SiLU, a product of two activations (SwiGLU) or, in a network with BatchNorm,
-    after BatchNorm and its activation function. No matrix product is computed twice, except in recomputed attention.
-    Gradients equal those of plain training up to rounding.
+    A normalization saves its normalized input x̂, and the inputs of the layers after it are recomputed from x̂. A layer
+    does not save its input after GELU, SiLU or a product of two activations (SwiGLU). In a network with BatchNorm, it
+    does not save its input after BatchNorm and an activation function either. No matrix product is computed twice,
+    except in recomputed attention. Gradients equal the gradients of plain training up to rounding.
 
     Args:
-        attention: ``recomputed`` saves q, k and v and recomputes attention from them in the backward pass, so that
-            neither its output nor its statistics are saved. ``kept`` saves the tensors that torch's operation saves.
-            ``mixed`` recomputes attention in every fourth block (of twelve, in the fourth, eighth and twelfth).
-        activation_dtype: dtype in which the inputs of GELU and other smooth activation functions are saved: ``same``
-            (exact), or ``bf16`` or ``fp16``, which take half the bytes of fp32. ReLU saves one bit per element.
+        attention: ``recomputed`` saves q, k and v and recomputes attention in the backward pass, so that neither the
+            output nor the statistics of attention are saved. ``kept`` saves the same tensors as torch's operation.
+            ``mixed`` recomputes attention in every fourth block (the fourth, eighth and twelfth of twelve blocks).
+        activation_dtype: dtype of the saved inputs of GELU and other smooth activation functions: ``same`` (exact), or
+            ``bf16`` or ``fp16``, which use half the memory of fp32. ReLU saves one bit per element.
 
     Raises:
-        SettingError: a value is not allowed.
+        SettingError: If a value is not allowed.
     """
 
     name = "compact"
@@ -60,7 +59,7 @@ class Compact(ActivationPacking):
         check_choice("attention", attention, ("mixed", "recomputed", "kept"))
         check_choice("activation_dtype", activation_dtype, ("same", *_DTYPES))
         self.attention, self.activation_dtype = attention, activation_dtype
-        # Blocks that save the tensors of torch's attention, with ``mixed``.
+        # Blocks that save the tensors of torch's attention if ``attention=mixed``.
         self._kept: frozenset[str] = frozenset()
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
@@ -72,16 +71,8 @@ class Compact(ActivationPacking):
         return replace(self.policy(), plain_attention=self.attention == "kept" or part in self._kept)
 
     def policy(self) -> Policy:
-        dense = Dense()
         dtype = _DTYPES.get(self.activation_dtype)
-        activation: Packer = dense if dtype is None else Half(dtype)
-        return Policy(
-            product=dense,
-            norm=dense,
-            attention=dense,
-            activation=activation,
-            normalized=True,
-            derived=True,
-            derived_all=True,
-            fused=dense,
+        activation: Packer = Dense() if dtype is None else Half(dtype)
+        return uniform_policy(
+            Dense(), activation=activation, normalized=True, derived=True, derived_all=True, fused=Dense()
         )

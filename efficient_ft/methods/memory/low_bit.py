@@ -1,4 +1,4 @@
-"""Low-bit activations: 8 to 2 bits per value between the forward and the backward pass, in groups.
+"""Low-bit activations, in groups of values.
 
 Sources: Chen, Zheng, Yao, Wang, Stoica, Mahoney, Gonzalez, "ActNN: Reducing Training Memory Footprint via 2-Bit
 Activation Compressed Training", ICML 2021 (groups, stochastic rounding); Liu, Zheng, Wang, Cen, Chen, Han, Chen, Liu,
@@ -15,42 +15,43 @@ from efficient_ft.core.errors import SettingError
 from efficient_ft.methods.base import Applied
 from efficient_ft.methods.checks import check_choice, check_integer, check_number
 from efficient_ft.methods.memory.chosen_bits import ChosenBits, ChosenBitsPacker, ProfiledForward, bits_per_value
-from efficient_ft.methods.memory.packing import ActivationPacking
+from efficient_ft.methods.memory.packing import ActivationPacking, uniform_policy
 from efficient_ft.methods.registry import register
 from efficient_ft.ops.saving import PackingState, Policy
 from efficient_ft.ops.storage import BITS, GroupBits, Packer
 
 #: Maximum number of values per group.
 _LARGEST = 2**16
-#: Groups from which bits=auto selects.
+#: Numbers of values per group from which bits=auto selects.
 _CHOSEN_GROUPS = (64, 128, 256)
 
 
 @register
 class LowBit(ActivationPacking):
-    """Save the tensors of the backward pass in a few bits per value. The forward pass does not change.
+    """Save the tensors of the backward pass with a few bits per value. The forward pass does not change.
 
-    Each group of consecutive values stores its minimum and its step, the spacing of the representable values, in fp16.
-    Tensors that can be computed from a saved tensor are not saved again: a layer does not save its input after a
-    normalization, GELU, a product of two activations (SwiGLU) or, in a network with BatchNorm, after BatchNorm and its
-    activation function. ReLU saves one bit per element.
+    Each group of consecutive values has a minimum and a step, the distance between two representable values, in fp16. A
+    tensor that can be computed from a saved tensor is not saved. A layer does not save its input after a normalization,
+    GELU or a product of two activations (SwiGLU). In a network with BatchNorm, it does not save its input after
+    BatchNorm and an activation function either. ReLU saves one bit per element.
 
     Args:
-        bits: bits per value: 8, 4, 3, 2 or ``auto``. ``auto`` selects bits for each tensor under the `budget` by the
-            change of the gradient that rounding causes. During the profile, the first `profile_steps`, all tensors
-            have 8 bits.
-        budget: mean bits per value for ``auto``, including minimum and step. 3.5 takes the bytes of ``bits=3``. None:
-            4.5, the budget of ``bits=4``.
-        profile_steps: number of optimizer steps that ``auto`` profiles. Each takes about half a step more per packed
-            tensor, and temporarily stores two more gradients.
-        group: number of values per group, a multiple of 8 up to 65536. None: 64, or 40 with 2 bits; with ``auto``, 64,
-            128 or 256 for each tensor. The minimum and the step add 32 / group bits to each value.
-        rounding: ``nearest``, with a smaller error, or ``stochastic``, with the exact value as mean (like in ActNN).
-        attention: ``fused`` saves q, k and v and recomputes attention from them with torch's fused kernel. ``unfused``
-            saves q, k, v and the output of softmax.
+        bits: bits per value: 8, 4, 3, 2 or ``auto``. ``auto`` selects the bits of each tensor under the `budget` by the
+            change of the gradient that rounding causes. During the profile, the first `profile_steps` steps, all
+            tensors have 8 bits.
+        budget: mean number of bits per value for ``auto``, including minimum and step. 3.5 results in the same size as
+            ``bits=3``. If None, 4.5 is used, the budget of ``bits=4``.
+        profile_steps: number of optimizer steps that ``auto`` profiles. For each packed tensor, such a step takes about
+            half a step longer. It temporarily stores two additional gradients.
+        group: number of values per group, a multiple of 8 up to 65536. The minimum and the step add 32 / group bits to
+            each value. None: 64, or 40 with 2 bits; with ``auto``, 64, 128 or 256 for each tensor.
+        rounding: ``nearest``, which has a smaller error, or ``stochastic``, whose mean is the exact value (as in
+            ActNN).
+        attention: ``fused`` saves q, k and v and recomputes attention from these tensors with torch's fused kernel.
+            ``unfused`` saves q, k, v and the output of the softmax.
 
     Raises:
-        SettingError: a value is not allowed.
+        SettingError: If a value is not allowed.
     """
 
     name = "low_bit"
@@ -95,7 +96,7 @@ class LowBit(ActivationPacking):
 
     @property
     def _groups(self) -> tuple[int, ...]:
-        """Allowed numbers of values per group; a single number unless they are selected."""
+        """Allowed numbers of values per group. There is a single number unless ``bits=auto``."""
         if self.group is not None:
             return (self.group,)
         return _CHOSEN_GROUPS if self.bits == "auto" else (40 if self.bits == 2 else 64,)
@@ -122,16 +123,8 @@ class LowBit(ActivationPacking):
         else:
             assert self.bits != "auto"
             packer = GroupBits(self.bits, self._groups[0], self.rounding == "stochastic")
-        return Policy(
-            product=packer,
-            norm=packer,
-            attention=packer,
-            activation=packer,
-            normalized=True,
-            derived=True,
-            derived_all=True,
-            fused=packer if self.attention == "fused" else None,
-        )
+        fused = packer if self.attention == "fused" else None
+        return uniform_policy(packer, normalized=True, derived=True, derived_all=True, fused=fused)
 
     def _new_state(self) -> PackingState:
         if self.bits != "auto":

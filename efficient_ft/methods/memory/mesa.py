@@ -1,14 +1,11 @@
-"""Mesa: activations are stored in 8 bits between the forward and the backward pass.
-
-Source: Pan, Chen, He, Liu, Cai, Zhuang, "Mesa: A Memory-saving Training Framework for Transformers", 2021.
-"""
+"""Mesa (Pan, Chen, He, Liu, Cai, Zhuang, "Mesa: A Memory-saving Training Framework for Transformers", 2021)."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from efficient_ft.methods.checks import check_choice
-from efficient_ft.methods.memory.packing import ActivationPacking
+from efficient_ft.methods.memory.packing import ActivationPacking, uniform_policy
 from efficient_ft.methods.registry import register
 from efficient_ft.ops.saving import Policy
 from efficient_ft.ops.storage import EightBits
@@ -18,18 +15,18 @@ from efficient_ft.ops.storage import EightBits
 class Mesa(ActivationPacking):
     """Save the tensors of the backward pass in 8 bits. The forward pass does not change.
 
-    The inputs of linear layers, convolutions, normalizations and smooth activation functions, q, k, v and the output of
-    softmax are stochastically rounded to 255 steps. Each attention head has a running range (mean with factor 0.9).
-    ReLU saves one bit per element.
+    q, k, v, the output of the softmax, and the inputs of linear layers, convolutions, normalizations and smooth
+    activation functions are stochastically rounded to 255 steps. Each attention head has a running range (mean with
+    factor 0.9). ReLU saves one bit per element.
 
     Args:
-        attention: ``unfused`` saves q, k, v and the output of softmax (as published). ``fused`` saves q, k and v and
-            recomputes attention from them with torch's fused kernel.
-        recompute_inputs: a layer after GELU or a LayerNorm does not save its input. It is recomputed from the tensor
-            that the preceding layer saves.
+        attention: ``unfused`` saves q, k, v and the output of the softmax (as published). ``fused`` saves q, k and v
+            and recomputes attention from these tensors with torch's fused kernel.
+        recompute_inputs: if True, a layer after GELU or a LayerNorm does not save its input, which is recomputed from
+            the tensor that the preceding layer saves.
 
     Raises:
-        SettingError: a value is not allowed.
+        SettingError: If a value is not allowed.
     """
 
     name = "mesa"
@@ -41,11 +38,8 @@ class Mesa(ActivationPacking):
 
     def policy(self) -> Policy:
         bits = EightBits()
-        return Policy(
-            product=bits,
-            norm=bits,
-            attention=bits,
-            activation=bits,
+        return uniform_policy(
+            bits,
             normalized=self.recompute_inputs,
             derived=self.recompute_inputs,
             fused=bits if self.attention == "fused" else None,

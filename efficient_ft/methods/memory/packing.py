@@ -1,4 +1,4 @@
-"""The base class of methods that pack activations. It selects the packed parts of a model.
+"""Base class of the methods that pack activations, and the selection of the packed parts of a model.
 
 In training, the parts (blocks, stem, downsampling) run their forward pass inside a `PackedOperations` mode.
 """
@@ -30,25 +30,22 @@ from efficient_ft.ops.saving import (
     packed_operation,
     packing_suspended,
 )
-from efficient_ft.ops.storage import Dense, GroupBits, Sparse
+from efficient_ft.ops.storage import Dense, GroupBits, Packer, Sparse
 
-#: Reason for the conflict of low-rank backward with methods that change the forward pass of layers.
+#: Reason for the conflict between low-rank backward and methods that change the forward pass of layers.
 DENSE_FORWARD = "low-rank layers have their own dense forward pass and save their projected input"
-
-#: Reasons for which a layer inside a packed part runs unchanged: its input has no batch dimension of images.
+#: Reasons why a layer inside a packed part runs unchanged. Its input has no batch dimension of images.
 _NO_BATCH = (Reason.NOT_FROM_IMAGES, Reason.ROUTED)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a model that a method packs.
+    """Part of a model that a method packs.
 
     Attributes:
-        name: full name of the part.
-        module: the part.
-        layers: layers of the part that run packed, by their full names.
-        networks: layers that compute a bias of attention scores from positions.
-        is_head: True if the part contains the classifier, in a model with attention.
+        layers: packed layers inside the part, by full name.
+        networks: layers that compute a bias of the attention scores from positions.
+        is_head: True if the part contains the classifier of a model with attention.
     """
 
     name: str
@@ -59,14 +56,7 @@ class Part:
 
 
 class PackedForward(MemoryForward):
-    """A forward pass that packs the tensors that the module saves, in training.
-
-    Args:
-        module, name, networks: see `Part`.
-        policy: storage format of each kind of tensor.
-        packing: state that persists from step to step.
-        method: name of the method.
-    """
+    """Forward pass that packs the tensors that the module saves in training. `packing` persists between steps."""
 
     def __init__(
         self,
@@ -98,12 +88,17 @@ class PackedForward(MemoryForward):
             return self.within(*args, **kwargs)
 
 
-def with_position_network(policy: Policy) -> Policy:
-    """Return the policy of a part whose attention has a bias from a trained network of positions.
+def uniform_policy(packer: Packer, **options: Any) -> Policy:
+    """Return a policy that packs all kinds of activations by `packer`, except for kinds named in `options`."""
+    return Policy(**(dict.fromkeys(("product", "norm", "attention", "activation"), packer) | options))
 
-    The gradient of the bias equals that of the scores, summed over images and windows. Each of its rows sums to 0, so
-    that the gradient of the network is small compared with its terms. With coarse q, k, v and softmax, it would consist
-    mostly of error.
+
+def with_position_network(policy: Policy) -> Policy:
+    """Return the policy for a part whose attention has a bias from a trained network of positions.
+
+    The gradient of the bias equals the gradient of the scores, summed over images and windows. Each of its rows sums to
+    0, so that the gradient of the network is small compared with its terms. With coarse q, k, v and softmax, it would
+    consist mostly of error.
     """
     packer = policy.attention
     if isinstance(packer, Dense) or (isinstance(packer, Sparse) and not packer.sparsity and not packer.eight_bits):
@@ -118,7 +113,7 @@ def with_position_network(policy: Policy) -> Policy:
 
 
 class _PlainForward(MemoryForward):
-    """The unchanged forward pass of a module inside a packed part whose input has no batch dimension of images."""
+    """Unchanged forward pass of a module inside a packed part. Its input has no batch dimension of images."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with packing_suspended():
@@ -126,31 +121,31 @@ class _PlainForward(MemoryForward):
 
 
 class PartwiseMethod(MemoryMethod):
-    """Base class of the methods that save the activations of a model in another storage format, part by part.
+    """Base class of the methods that save the activations of a model in a different storage format, part by part.
 
-    In a model with attention, the blocks, the modules between stages, and a stem of several convolutions are packed.
+    In a model with attention, the blocks, the modules between stages, and a stem with several convolutions are packed.
     The patch embedding, the final normalization and the head stay dense and exact, as published. In a network without
-    attention, all layers are packed, including stem and classifier, as published. Layers without gradients save nothing
-    anyway; the selection decides which parameters are trained. torch.compile does not compile packed parts.
+    attention, all layers are packed, including stem and classifier, as published. Layers without gradients save
+    nothing. The selection determines which parameters are trained. torch.compile does not compile packed parts.
 
     Attributes:
-        packs_tail: in a model with attention, the final normalization is packed too, and the head saves an exact copy
-            of its input instead of the full tensor of which the input is a view (the class token of all tokens).
+        packs_tail: if True, in a model with attention, the final normalization is packed too. The head then saves an
+            exact copy of its input, the class token, so that the tensor with all tokens can be freed.
     """
 
     packs_tail: bool = False
 
     def _left_plain(self, view: ModelView) -> dict[str, Skipped]:
-        """Return further layers that this method leaves unchanged, with the reason."""
+        """Return additional layers that this method leaves unchanged, with the reason."""
         return {}
 
     def _packs(self, module: nn.Module) -> bool:
-        """Return True for the kinds of modules that the report names."""
+        """Return True for the types of modules that the report lists."""
         return isinstance(module, nn.Linear | nn.Conv2d) or is_norm(module)
 
     @abstractmethod
     def _forward_of(self, part: Part, packing: PackingState) -> MemoryForward:
-        """Return the replacement of the forward pass of a part, with the state that persists from step to step."""
+        """Return the replacement for the forward pass of a part. `packing` persists between steps."""
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
         parts, heads, skipped = _parts(view, self.packs_tail)
@@ -186,29 +181,29 @@ class PartwiseMethod(MemoryMethod):
         return Applied(self.name, touched, skipped, self._notes(model, view, packing), summary=summary)
 
     def _notes(self, model: nn.Module, view: ModelView, packing: PackingState) -> tuple[str, ...]:
-        """Return further sentences for the report after all parts have been packed."""
+        """Return additional sentences for the report after all parts have been packed."""
         return ()
 
 
 class ActivationPacking(PartwiseMethod):
     """Base class of the methods that pack activations by a `Policy`. A subclass implements `policy`.
 
-    `PartwiseMethod` describes the packed parts. A constructor calls ``super().__init__()``.
+    The packed parts are described in `PartwiseMethod`. A constructor must call ``super().__init__()``.
 
     Raises:
-        UserError: when applied: no layer of the model can be packed; in `step_end`: a packed value was too large for
-            fp16.
+        UserError: Raised by `apply` if no layer of the model can be packed, and by `step_end` if a packed value exceeds
+            the range of fp16.
     """
 
-    #: Class of the forward passes of the parts.
+    #: Class of the replacements for the parts' forward passes.
     _forward: type[PackedForward] = PackedForward
 
     @abstractmethod
     def policy(self) -> Policy:
-        """Return the packer of each kind of activation. It is called when the method is applied."""
+        """Return the packer for each kind of activation. `apply` calls this method."""
 
     def policy_of(self, part: str) -> Policy:
-        """Return the policy of a part, given by its full name. By default, all parts have the same policy."""
+        """Return the policy for the part with the full name `part`. By default, all parts have the same policy."""
         return self.policy()
 
     def _forward_of(self, part: Part, packing: PackingState) -> MemoryForward:
@@ -217,7 +212,6 @@ class ActivationPacking(PartwiseMethod):
         return self._forward(part.module, part.name, policy, packing, self.name, part.networks)
 
     def _notes(self, model: nn.Module, view: ModelView, packing: PackingState) -> tuple[str, ...]:
-        """Return notes on other storage formats, and on the bytes that stay dense in packed parts."""
         if context.short_reports:
             return ()
         notes = []
@@ -241,8 +235,8 @@ class ActivationPacking(PartwiseMethod):
 def _dense_bytes(model: nn.Module, view: ModelView, packing: PackingState) -> dict[str, float]:
     """Return the bytes per image that operations without a packed version save in a training step, by name.
 
-    They are counted on a fake copy, without memory or arithmetic. Operations below a hundredth of a MiB are omitted.
-    The result is empty if the model cannot be trained on fake tensors because its forward pass depends on values.
+    They are counted on a fake copy, without memory or arithmetic. Operations that save less than 0.01 MiB are omitted.
+    The result is empty if the model cannot run on fake tensors because its forward pass depends on values.
     """
     packing.dense = DenseKept(BATCH)
     try:
@@ -260,14 +254,14 @@ def _dense_bytes(model: nn.Module, view: ModelView, packing: PackingState) -> di
 
 
 def _position_networks(view: ModelView, part: str, parts: Sequence[str]) -> list[str]:
-    """Return the layers whose input does not come from the images: those of a part, and those outside of all parts."""
+    """Return the layers in `part`, or outside of all parts, whose input does not come from the images."""
     names = [x.name for x in view.layers if x.why_not is not None and x.why_not.reason is Reason.NOT_FROM_IMAGES]
     others = tuple(f"{other}." for other in parts if other != part)
     return [name for name in names if not name.startswith(others)]
 
 
 def _runs_packed(view: ModelView, name: str) -> bool:
-    """Return False for a normalization that runs only functions without a packed version."""
+    """Return False for a normalization that consists only of functions without a packed version."""
     functions = view.functions(name)
     if functions is None or not is_norm(view.model.get_submodule(name)):
         return True
@@ -275,11 +269,9 @@ def _runs_packed(view: ModelView, name: str) -> bool:
 
 
 def _parts(view: ModelView, packs_tail: bool) -> tuple[list[str], list[str], dict[str, Skipped]]:
-    """Return the names of the modules to pack, none of which contains another.
+    """Return the names of the disjoint modules to pack, the names that contain the head, and the dense modules.
 
-    Returns:
-        The names; if the model has attention, the names of modules that contain the head; and the reason for each
-        module that stays dense.
+    The second list is empty if the model has no attention.
     """
     inner = [*view.blocks, *(name for extras in view.stage_extras for name in extras)]
     holders = {name.split(".")[0] for name in inner}

@@ -1,7 +1,4 @@
-"""SWAT: sparse weights in the forward and the backward pass, and sparse activations in the backward pass.
-
-Source: Raihan, Aamodt, "Sparse Weight Activation Training", NeurIPS 2020, the baseline in Table 2 of Back Razor.
-"""
+"""SWAT (Raihan, Aamodt, "Sparse Weight Activation Training", NeurIPS 2020), the baseline in Table 2 of Back Razor."""
 
 from __future__ import annotations
 
@@ -24,14 +21,14 @@ from efficient_ft.ops.swat import SparseProducts, Thresholds, largest
 
 
 class _SparseForward(MemoryForward):
-    """A forward pass with sparse weights, in training and in evaluation."""
+    """Forward pass with sparse weights, in training and in evaluation."""
 
     def __init__(self, module: nn.Module, name: str, thresholds: Thresholds, layers: dict[str, nn.Module]) -> None:
         super().__init__(module)
         self.name, self.thresholds, self.layers = name, thresholds, layers
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """Return the weights by name. A shared weight is listed once."""
+        """Return the weights by name, without duplicates."""
         found: dict[int, tuple[str, nn.Parameter]] = {}
         for name, layer in self.layers.items():
             assert isinstance(layer.weight, nn.Parameter)
@@ -57,7 +54,6 @@ class _SparseForward(MemoryForward):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Set the dropped weights to zero permanently."""
         for name, weight in self.weights().items():
             weight.copy_(largest(self.thresholds.in_evaluation(name, weight), weight))
 
@@ -66,22 +62,22 @@ class _SparseForward(MemoryForward):
 class SWAT(PartwiseMethod):
     """Compute with the largest weights of each layer, and save the largest activations for the backward pass.
 
-    Linear layers and convolutions drop the smallest weights in the forward pass and in the gradient of their input.
-    They drop the smallest activations in the gradient of their weight. This gradient is dense, so that dropped weights
-    are trained and may be used again later. A threshold applies to all values of a weight, or to the activations of all
-    images in a batch. The first layer of the network, all layers other than linear layers and convolutions, and in a
-    model with attention the patch embedding and the head are exact. ReLU saves one bit per element.
+    Linear layers and convolutions drop their smallest weights in the forward pass and in the gradient of the input.
+    They drop the smallest activations in the gradient of the weight. This gradient is dense, so that dropped weights
+    are trained and may be used again later. Each threshold applies to all values of a weight, or to the activations of
+    all images in a batch. The first layer of the network and all layers other than linear layers and convolutions are
+    exact. In a model with attention, the patch embedding and the head are exact too. ReLU saves one bit per element.
 
-    The result is a network with sparse weights. Evaluation uses them, exported weights contain zeros for dropped
-    values, and `remove` leaves these zeros. The share of dropped values equals `sparsity` in the steps that refresh the
-    thresholds. Between these steps and at the end of training, it varies with the weights.
+    The result is a network with sparse weights. Evaluation uses the sparse weights, and exported weights contain zeros
+    for the dropped values. `remove` does not restore these values. The fraction of dropped values equals `sparsity` in
+    the steps that refresh the thresholds. Between these steps and at the end of training, it varies with the weights.
 
     Args:
-        sparsity: share of the weights and of the activations that are dropped, from 0 to below 1.
-        refresh_interval: number of optimizer steps for which thresholds are used.
+        sparsity: fraction of the weights and activations that are dropped, from 0 to below 1.
+        refresh_interval: number of optimizer steps between two computations of the thresholds.
 
     Raises:
-        SettingError: a value is not allowed.
+        SettingError: If a value is not allowed.
     """
 
     name = "swat"

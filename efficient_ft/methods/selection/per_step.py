@@ -1,8 +1,9 @@
-"""Selections that change from step to step: in each step, some blocks are trained and the others are frozen.
+"""Selections that change between steps: in each step, some blocks are trained and the other blocks are frozen.
 
-Within a step, a frozen parameter has ``requires_grad = False``. No gradient is computed for it, and nothing is recorded
-or saved below the lowest trainable parameter. Between steps, all parameters that may be trained have ``requires_grad``,
-so that the optimizer can be created over all of them and its groups never change. Choices are drawn from (seed, step).
+Within a step, a frozen parameter has ``requires_grad = False``. No gradient is computed for it, and below the lowest
+trainable parameter, autograd records and saves nothing. Between steps, all parameters that may be trained require
+gradients, so that the optimizer can be created with all of them and its groups never change. Random choices are drawn
+from (seed, step).
 """
 
 from __future__ import annotations
@@ -26,26 +27,25 @@ from efficient_ft.models.view import ModelView, Reason, Skipped, parameters_unde
 
 
 class LayersPerStep(Selection):
-    """Base class of the selections that change from step to step. A subclass returns the trained blocks in `choose`.
+    """Base class of the selections that change between steps. A subclass returns the trained blocks in `choose`.
 
     The head and the norm before it are trained in every step. Within a step, the parameters of the other blocks are
-    frozen. Between steps, all parameters that may be trained have `requires_grad`, so that the optimizer can be created
-    over all of them.
+    frozen. Between steps, all parameters that may be trained require gradients.
 
     Args:
         num_layers: K, number of blocks to train per step.
-        train_embeddings: train the modules before the blocks (patch embedding, class token, positions) in every step.
-            If False, they are frozen, and the backward pass of a step ends at the lowest trained block.
-        seed: seed of the choices; None: the seed of the run, and 0 outside of runs.
+        train_embeddings: if True, the modules before the blocks (patch embedding, class token, positions) are trained
+            in every step. If False, they are frozen, and the backward pass of a step ends at the lowest trained block.
+        seed: seed of the random choices. If None, the seed of the run is used, and 0 outside of runs.
 
     Raises:
-        SettingError: a value is not allowed; when applied: the model has fewer blocks than `num_layers`.
-        UserError: when applied: the blocks of the model are not recognized.
+        SettingError: If a value is not allowed. Raised by `apply` if the model has fewer blocks than `num_layers`.
+        UserError: Raised by `apply` if the model's blocks are not recognized.
     """
 
     needs = frozenset({Needs.BLOCKS, Needs.FIND_UNUSED_PARAMETERS})
     acts_per_step = True
-    #: The blocks of a step are drawn at random, so its cost is averaged over this number of steps.
+    #: The blocks are sampled at random in each step. The cost is therefore averaged over this number of steps.
     cost_steps = 8
 
     def __init__(self, num_layers: int, train_embeddings: bool, seed: int | None) -> None:
@@ -56,19 +56,19 @@ class LayersPerStep(Selection):
             raise SettingError("seed", seed, "null (the run's) or an integer >= 0")
         self.num_layers, self.train_embeddings, self.seed = num_layers, train_embeddings, seed
         self._blocks: dict[str, nn.Module] = {}
-        #: Trainable parameters of each block, once all methods are applied (adapters freeze the layers they adapt).
+        #: Trainable parameters of each block after all methods have been applied (adapters freeze the adapted layers).
         self._trainable: dict[str, list[nn.Parameter]] | None = None
         self._trained: tuple[int, ...] = ()
 
     @abstractmethod
     def choose(self, step: int, count: int) -> list[int]:
-        """Return the indices, counted from 0, of the blocks to train in a step.
+        """Return the indices of the blocks to train in a step, counted from 0.
 
-        Draw random choices only from (`self.seed`, `step`), so that all processes and a resumed run agree.
+        Random choices must be drawn only from (`self.seed`, `step`), so that all processes and resumed runs agree.
 
         Args:
-            step: number of the optimizer step, from 0.
-            count: number of blocks of the model.
+            step: number of the optimizer step, counted from 0.
+            count: number of blocks in the model.
         """
 
     def chosen(self, view: ModelView) -> dict[str, Tensor]:
@@ -88,28 +88,17 @@ class LayersPerStep(Selection):
         return Applied(self.name, view.blocks, dict.fromkeys(frozen, why), summary=summary)
 
     def _drawn(self, count: int) -> str:
-        """Return a phrase about the number of trained blocks of `count`."""
+        """Return a phrase about the number of trained blocks out of `count` blocks."""
         return f"{self.num_layers} of {count} blocks train in each step"
 
     def _notes(self) -> tuple[str, ...]:
-        """Return further phrases of the report."""
         return ()
 
     def _check_count(self, view: ModelView) -> None:
-        """Raise SettingError if the model has fewer than K blocks."""
         if self.num_layers > len(view.blocks):
-            raise SettingError(
-                f"method.{self.name}.num_layers",
-                self.num_layers,
-                f"an integer from 1 to {len(view.blocks)}",
-                f"{view.name} has {len(view.blocks)} blocks.",
-            )
+            count = len(view.blocks)
+            raise self.setting_error("num_layers", f"an integer from 1 to {count}", f"{view.name} has {count} blocks.")
 
-    def remove(self, model: nn.Module) -> None:
-        super().remove(model)
-        self._blocks, self._trainable = {}, None
-
-    # ------------------------------------------------------------------ per step
     def step_begin(self, step: int) -> None:
         super().step_begin(step)
         if self._trainable is None:
@@ -117,7 +106,7 @@ class LayersPerStep(Selection):
                 name: [p for p in block.parameters() if p.requires_grad] for name, block in self._blocks.items()
             }
         count = len(self._blocks)
-        with unset_fake_temporarily():  # costs are counted on fake tensors, but choices require real tensors
+        with unset_fake_temporarily():  # costs are counted on fake tensors, but the choice requires real tensors
             self._trained = tuple(sorted(self.choose(step, count)))
         for index, parameters in enumerate(self._trainable.values()):
             for parameter in parameters:
@@ -143,14 +132,14 @@ class LayersPerStep(Selection):
 
 @register
 class UniformLayers(LayersPerStep):
-    """Train K uniformly drawn blocks in every step: the control for methods that choose by importance.
+    """Train K uniformly sampled blocks in each step: the control for methods that choose blocks by importance.
 
     Args:
         num_layers, train_embeddings, seed: see `LayersPerStep`.
 
     Raises:
-        SettingError: see `LayersPerStep`.
-        UserError: when applied: the blocks of the model are not recognized.
+        SettingError: See `LayersPerStep`.
+        UserError: Raised by `apply` if the model's blocks are not recognized.
     """
 
     name = "uniform_layers"
@@ -164,7 +153,7 @@ class UniformLayers(LayersPerStep):
 
 @register
 class LISA(LayersPerStep):
-    """Train K blocks, drawn uniformly every `interval` steps, and the modules before and after the blocks.
+    """Train K blocks, sampled uniformly every `interval` steps, and the modules before and after the blocks.
 
     Source: Pan, Liu, Diao, Pi, Zhang, Han, Zhang, "LISA: Layerwise Importance Sampling for Memory-Efficient Large
     Language Model Fine-Tuning", NeurIPS 2024.
@@ -175,8 +164,7 @@ class LISA(LayersPerStep):
         train_embeddings, seed: see `LayersPerStep`.
 
     Raises:
-        SettingError: see `LayersPerStep`; or `interval` is not an integer >= 1.
-        UserError: when applied: the blocks of the model are not recognized.
+        SettingError: If `interval` is not an integer >= 1. See also `LayersPerStep`.
     """
 
     name = "lisa"
@@ -194,27 +182,27 @@ class LISA(LayersPerStep):
         return f"{self.num_layers} of {count} blocks train, drawn every {self.interval} steps"
 
     def choose(self, step: int, count: int) -> list[int]:
-        # The first step of an interval determines the choice for all of its steps.
+        # The first step of an interval determines the choice for the entire interval.
         return torch.randperm(count, generator=self._generator(step - step % self.interval))[: self.num_layers].tolist()
 
 
 @register
 class TopLayers(LayersPerStep):
-    """Train the K most important blocks, which a short profile determines: "FT top-K" of the ALaST paper.
+    """Train the K most important blocks, as measured by a short profile ("FT top-K" in the ALaST paper).
 
-    All blocks are trained in the first steps. The importance of a block is the size of its gradient relative to its
-    weights, ‖g‖ / ‖w‖. Each step is normalized to a sum of 1, which is our choice: the paper only mentions
-    "exploration". Steps with non-finite gradients are ignored. Checkpoints contain the chosen blocks.
+    All blocks are trained during the profile. The importance of a block is the size of its gradient relative to its
+    weights, ‖g‖ / ‖w‖. The importances of each step are normalized to a sum of 1, which is our choice: the paper only
+    mentions "exploration". Steps with non-finite gradients are ignored. Checkpoints contain the chosen blocks.
 
     Args:
         num_layers: K, number of blocks to train.
-        profile_steps: number of optimizer steps of the profile.
-        train_embeddings: see `LayersPerStep`; it applies during and after the profile.
+        profile_steps: number of optimizer steps in the profile.
+        train_embeddings: see `LayersPerStep`. The setting applies during and after the profile.
 
     Raises:
-        SettingError: see `LayersPerStep`; or `profile_steps` is not an integer >= 1.
-        UserError: when applied: the blocks of the model are not recognized; in `step_end` of the profile: the gradients
-            were already set to None.
+        SettingError: See `LayersPerStep`. Also raised if `profile_steps` is not an integer >= 1.
+        UserError: Raised by `apply` if the model's blocks are not recognized, and by `step_end` in the profile if the
+            gradients have already been set to None.
     """
 
     name = "top_layers"
@@ -243,22 +231,18 @@ class TopLayers(LayersPerStep):
         super().step_end()
         if self._steps >= self.profile_steps or not self._trainable:
             return
-        blocks = list(self._trainable.values())  # with adapters, some blocks may have no trainable parameters
+        blocks = list(self._trainable.values())  # with adapters, a block may have no trainable parameters
         found = iter(torch.stack([_gradient_size(parameters) for parameters in blocks if parameters]).tolist())
         sizes = [next(found) if parameters else 0.0 for parameters in blocks]
         total = sum(sizes)
         if not math.isfinite(total):
-            return  # after an fp16 overflow, the optimizer skips this step, and the profile uses another step
+            return  # the optimizer skips steps with an fp16 overflow, and the profile is extended
         shares = [size / total if total else 0.0 for size in sizes]
         self._shares = [a + b for a, b in zip(self._shares or [0.0] * len(shares), shares, strict=True)]
         self._steps += 1
         if self._steps == self.profile_steps:
             ranked = sorted(range(len(shares)), key=lambda index: (-self._shares[index], index))
             self._top = sorted(ranked[: self.num_layers])
-
-    def remove(self, model: nn.Module) -> None:
-        super().remove(model)
-        self._steps, self._shares, self._top = 0, [], []  # another model starts with a new profile
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self._steps, "shares": list(self._shares), "top": list(self._top)}
@@ -269,7 +253,7 @@ class TopLayers(LayersPerStep):
 
 
 def _gradient_size(parameters: list[nn.Parameter]) -> Tensor:
-    """Return ‖g‖ / ‖w‖ over all parameters of a block. Raise UserError if the gradients were already set to None."""
+    """Return ‖g‖ / ‖w‖ over all parameters of a block, or raise UserError if it has no gradients."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         raise UserError(

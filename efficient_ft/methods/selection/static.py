@@ -1,7 +1,7 @@
-"""Static selections: the parameters to train are chosen once, before training.
+"""Static selections: the parameters to train are selected once, before training.
 
-Only selections set `requires_grad`, except that adapters may freeze the layers that they adapt. Below the lowest
-trainable parameter, autograd records no graph and saves no activation.
+Only selections set `requires_grad`, except that adapters may freeze the adapted layers. Below the lowest trainable
+parameter, autograd records no graph and saves no activations.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
-from efficient_ft.methods.blocks import blocks_at, check_indices
-from efficient_ft.methods.checks import check_bool
+from efficient_ft.methods.checks import blocks_at, check_bool, check_indices
 from efficient_ft.methods.declarations import Axis, Needs
 from efficient_ft.methods.feed_forward import run_in_parts, run_whole
 from efficient_ft.methods.registry import register
@@ -25,16 +24,17 @@ from efficient_ft.models.view import ModelView, Reason, Skipped, is_norm, parame
 
 
 class Selection(Method):
-    """Base class of the selections. A subclass returns the parameters to train in `chosen`; all others are frozen.
+    """Base class of the selections. A subclass returns the parameters to train in `chosen`. All other parameters are
+    frozen.
 
-    `apply` sets `requires_grad` and reports modules and parameters by the fewest names. `remove` restores
-    `requires_grad`. Frozen feed-forward networks process parts of the batch, see `methods.feed_forward`. A constructor
-    calls ``super().__init__()``.
+    `apply` sets `requires_grad` and reports modules and parameters with as few names as possible. `remove` restores
+    `requires_grad`. Frozen feed-forward networks process the batch in parts (see `methods.feed_forward`). A constructor
+    must call ``super().__init__()``.
     """
 
     axis = Axis.SELECTION
     changes_weights = False
-    #: `requires_grad` of every parameter before the selection, by name.
+    #: `requires_grad` of each parameter before the selection, by name.
     _before: dict[str, bool]
 
     def __init__(self) -> None:
@@ -42,14 +42,14 @@ class Selection(Method):
 
     @abstractmethod
     def chosen(self, view: ModelView) -> dict[str, Tensor]:
-        """Return the parameters to train by full name.
+        """Return the parameters to train as a mapping from full names to parameters.
 
         Args:
-            view: the view of the model. `parameters_under(view.model, names)` returns the parameters of modules.
+            view: view of the model. `parameters_under(view.model, names)` returns the parameters of modules.
 
         Raises:
-            SettingError: a setting does not fit this model.
-            UserError: no parameter of the model can be chosen.
+            SettingError: If a setting does not fit this model.
+            UserError: If the model has no parameter that can be selected.
         """
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
@@ -63,16 +63,12 @@ class Selection(Method):
         return Applied(self.name, touched, skipped, summary=f"{self._trains(touched)}: {trained(model)}")
 
     def _trains(self, touched: tuple[str, ...]) -> str:
-        """Return a phrase about the trained parts, which `touched` lists by the fewest names."""
+        """Return a phrase about the trained parts, which `touched` lists with as few names as possible."""
         return f"{ranges(touched)} {'trains' if len(touched) == 1 else 'train'}"
 
     def _remove(self, model: nn.Module) -> None:
         run_whole(model)
         make_trainable(model, self._before)
-
-    def remove(self, model: nn.Module) -> None:
-        super().remove(model)
-        self._before = {}
 
 
 @register
@@ -80,7 +76,7 @@ class Full(Selection):
     """Train all parameters (full fine-tuning).
 
     Args:
-        train_norms: if False, freeze the scales and shifts of normalization layers, like Back Razor does for CNNs
+        train_norms: if False, the scales and shifts of normalization layers are frozen, as in Back Razor for CNNs
             (Jiang et al., NeurIPS 2022, Section 4.2).
     """
 
@@ -116,13 +112,13 @@ class HeadOnly(Selection):
 
 @register
 class LastStage(Selection):
-    """Train the last stage, the layers after it, and the head: the partial training of LBP-WHT.
+    """Train the last stage, the layers after it, and the head, as in the partial training of LBP-WHT.
 
-    The downsampling of the stage is included, except where the papers omit it (EfficientFormerV2). An isotropic
+    The downsampling layer of the stage is included, except where the papers omit it (EfficientFormerV2). An isotropic
     transformer has four equal stages. See `ModelView.last_stage`.
 
     Raises:
-        UserError: when applied: the stages or blocks of the model are not recognized.
+        UserError: Raised by `apply` if the model's stages or blocks are not recognized.
     """
 
     name = "last_stage"
@@ -141,10 +137,10 @@ class Blocks(Selection):
     """Train the listed blocks, the final norm and the head.
 
     Args:
-        blocks: indices of the blocks, counted from 0 through all stages; negative indices count from the end.
+        blocks: indices of the blocks, counted from 0 across all stages. Negative indices count from the end.
 
     Raises:
-        SettingError: no index is given; when applied: an index is outside the model.
+        SettingError: If no index is given. Raised by `apply` if an index is out of range.
     """
 
     name = "blocks"
@@ -152,7 +148,7 @@ class Blocks(Selection):
     hints: ClassVar[Mapping[Needs, str]] = {
         Needs.BLOCKS: "Select the parameters to train by another selection (head, full, bitfit, norm_last)."
     }
-    #: Reject lists that contain a block twice.
+    #: If True, a list that contains a block twice is rejected.
     _each_once = False
 
     def __init__(self, blocks: list[int]) -> None:
@@ -173,11 +169,11 @@ class Blocks(Selection):
 class BitFit(Selection):
     """Train all bias vectors and the head (BitFit: Ben Zaken et al., 2022).
 
-    The `q_bias` and `v_bias` of SwinV2 and BEiT, which are not in the qkv layer, are included. Tables of relative
-    positions that are called biases are not.
+    The parameters `q_bias` and `v_bias` of SwinV2 and BEiT, which are not in the qkv layer, are included. Tables of
+    relative positions are excluded, even if they are called biases.
 
     Raises:
-        UserError: when applied: the model has no biases outside its head.
+        UserError: Raised by `apply` if the model has no biases outside its head.
     """
 
     name = "bitfit"
@@ -199,7 +195,7 @@ class NormLast(Selection):
     """Train the scales and shifts of all normalization layers, and the head (FT-Norm+Last).
 
     Raises:
-        UserError: when applied: the model has no such parameters outside its head.
+        UserError: Raised by `apply` if the model has no such parameters outside its head.
     """
 
     name = "norm_last"
@@ -220,7 +216,9 @@ class NormLast(Selection):
 
 
 def concise(model: nn.Module, chosen: set[int]) -> tuple[str, ...]:
-    """Return the fewest names of modules and parameters that represent exactly the parameters with the given ids."""
+    """Return as few names of modules and parameters as possible that represent exactly the parameters with the given
+    ids.
+    """
 
     def names(module: nn.Module, prefix: str) -> Iterator[str]:
         own = [f"{prefix}{n}" for n, p in module.named_parameters(recurse=False) if id(p) in chosen]
@@ -236,7 +234,6 @@ def concise(model: nn.Module, chosen: set[int]) -> tuple[str, ...]:
 
 
 def _norms(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters that belong directly to normalization layers, by full name."""
     return {
         f"{name}.{own}" if name else own: parameter
         for name, module in model.named_modules()

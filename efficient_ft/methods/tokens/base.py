@@ -1,7 +1,7 @@
-"""The common base of the methods that drop or merge tokens: the forward passes of their blocks.
+"""Common base of the methods that drop or merge tokens: the forward passes of transformer blocks.
 
-A transformer block runs in two halves, attention and feed-forward network. The number of tokens is reduced between or
-after them. The record of the remaining tokens (`ops.tokens.Tokens`) is passed from block to block.
+A transformer block runs in two halves: attention and feed-forward network. The number of tokens is reduced between the
+halves or after them. The blocks pass on a record of the remaining tokens (`ops.tokens.Tokens`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from efficient_ft.core.errors import UserError
+from efficient_ft.methods.base import Method
 from efficient_ft.methods.forwards import OwnForward, foreign_forward, put_inside, take_away
 from efficient_ft.models.marks import added_modules, marks_of
 from efficient_ft.models.view import ModelView
@@ -34,23 +35,22 @@ from efficient_ft.ops.tokens import (
     token_context,
 )
 
-#: Allowed submodules of a supported block, and the required submodules in their order.
+#: Allowed submodules of a supported block, and the required submodules in order of execution.
 _BLOCK = {"norm1", "attn", "ls1", "drop_path1", "norm2", "mlp", "ls2", "drop_path2"}
 _ORDER = ["norm1", "attn", "norm2", "mlp"]
-
-#: Functions with which unfused attention computes its attention map, (B, H, N, N).
+#: Functions that compute the attention map (B, H, N, N) in unfused attention.
 SOFTMAX = (Tensor.softmax, torch.softmax, F.softmax)
 
 
 class Attention(TorchFunctionMode):
-    """Record the class token's attention inside a ``with`` block, in fused attention or in its softmax.
+    """Record the attention of the class token inside a ``with`` block, from fused attention or from the softmax.
 
     Args:
-        prefix: P, number of prefix tokens; the class token is the first.
+        prefix: P, number of prefix tokens. The class token is the first one.
 
     Attributes:
-        scores_BL: attention of the class token to each of the L = N − P patch tokens, averaged over the heads; None: no
-            attention was computed.
+        scores_BL: attention of the class token to each of the L = N − P patch tokens, averaged over the heads; None if
+            no attention was computed.
     """
 
     scores_BL: Tensor | None = None
@@ -65,7 +65,7 @@ class Attention(TorchFunctionMode):
             q, k, *others = args
             packing = current_packing()
             if packing is not None and packing.policy.fused is None:
-                q, k = q.contiguous(), k.contiguous()  # like in unfused attention, so that k is saved only once
+                q, k = q.contiguous(), k.contiguous()  # as in unfused attention, so that k is saved only once
             self.scores_BL = class_attention(q, k, self.prefix, kwargs.get("scale"))
             return func(q, k, *others, **kwargs)
         result = func(*args, **kwargs)
@@ -75,13 +75,9 @@ class Attention(TorchFunctionMode):
 
 
 class Place(NamedTuple):
-    """The place of a block in a model.
+    """Position of a block in a model: `prefix` is P, and `positions` is H · W of the grid of patch tokens.
 
-    Attributes:
-        method_name: name of the method that replaces the forward pass of the block.
-        prefix: P, number of prefix tokens of the model.
-        positions: H · W of the model's grid of patch tokens.
-        last: True for the last block of the model, whose output has no record.
+    The output of the last block has no record of tokens.
     """
 
     method_name: str
@@ -91,14 +87,10 @@ class Place(NamedTuple):
 
 
 class TokenForward(OwnForward):
-    """Forward pass of a block that keeps all its tokens, in a model in which other blocks drop or merge tokens.
+    """Forward pass of a block that keeps all its tokens, in a model whose other blocks drop or merge tokens.
 
-    It takes the record of the tokens from its input and attaches it to its output. If a block has several such forward
-    passes, only one runs: the outermost of those that drop or merge tokens, or else the innermost.
-
-    Args:
-        module: the block.
-        place: its place in the model.
+    The record of the tokens is taken from the input and attached to the output. If a block has several such forward
+    passes, only one of them runs: the outermost one that drops or merges tokens, or else the innermost one.
     """
 
     def __init__(self, module: nn.Module, place: Place) -> None:
@@ -106,7 +98,7 @@ class TokenForward(OwnForward):
         self.method_name, self.prefix, self.positions, self.last = place
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if any(isinstance(inner, TokenForward) for inner in self.all_inside()):  # of another method
+        if any(isinstance(inner, TokenForward) for inner in self.all_inside()):  # another method replaced it
             result: Tensor = self.within(x, *args, **kwargs)
             return result
         x, tokens = pop_tokens(x)
@@ -117,16 +109,27 @@ class TokenForward(OwnForward):
         """Attach the record of the tokens to x for the next block, and return x."""
         return x if self.last else attach_tokens(x, tokens)
 
-    def plain(self, others: Sequence[Any], keywords: dict[str, Any]) -> None:
-        """Raise UserError if the block is called with a mask or positions, which apply to all tokens."""
+    def popped(self, x: Tensor, others: Sequence[Any], keywords: dict[str, Any]) -> tuple[Tensor, Tokens | None]:
+        """Return x and the record of its tokens.
+
+        Raise UserError in an export by TorchScript, and for a mask or positions, which refer to all tokens.
+        """
+        if torch.onnx.is_in_onnx_export() and not torch.compiler.is_exporting():
+            name = self.method_name
+            raise UserError(
+                f"method {name}: torch.onnx.export with dynamo=False has no operators for dropping or merging tokens."
+                f" Use dynamo=True, or remove the method first: {name}.remove(model). The exported model then uses all"
+                " tokens."
+            )
         if any(value is not None and value is not False for value in (*others, *keywords.values())):
             raise UserError(
                 f"{type(self.module).__name__}: tokens cannot be dropped or merged in blocks that are called with an"
                 " attention mask or positions. Use a model without them."
             )
+        return pop_tokens(x)
 
     def first_half(self, x: Tensor, observer: TorchFunctionMode | None) -> Tensor:
-        """Return x + attention(x). Attention runs inside `observer` if it is given."""
+        """Return x + attention(x). If `observer` is given, attention runs inside it."""
         block: Any = self.module
         with observer or nullcontext():
             attended = block.attn(block.norm1(x))
@@ -139,19 +142,16 @@ class TokenForward(OwnForward):
 
 
 def _through(block: nn.Module, names: Sequence[str], x: Tensor) -> Tensor:
-    """Apply the named submodules of `block` in turn. Skip those that it does not have."""
     for name in names:
         x = getattr(block, name)(x) if hasattr(block, name) else x
     return x
 
 
 class DroppingForward(TokenForward):
-    """Forward pass of a block that drops tokens between its attention and its feed-forward network.
+    """Forward pass of a block that drops tokens between attention and the feed-forward network.
 
-    Args:
-        module, place: see `TokenForward`.
-        keep: returns the number of patch tokens to keep, given their number.
-        fuse: append one token fused from the dropped tokens.
+    `keep` maps the number of patch tokens to the number of patch tokens to keep. If `fuse` is True, the dropped tokens
+    are fused into one token, which is appended.
     """
 
     def __init__(self, module: nn.Module, place: Place, keep: Callable[[int], int], fuse: bool) -> None:
@@ -161,9 +161,7 @@ class DroppingForward(TokenForward):
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
         if is_token_reduction_suspended():
             return super().__call__(x, *others, **keywords)
-        refuse_onnx(self.method_name)
-        self.plain(others, keywords)
-        x, tokens = pop_tokens(x)
+        x, tokens = self.popped(x, others, keywords)
         attention = Attention(self.prefix)
         with token_context(tokens):
             x = self.first_half(x, attention)
@@ -172,93 +170,13 @@ class DroppingForward(TokenForward):
             return self.passed_on(self.second_half(x), tokens)
 
     def drop(self, x: Tensor, attention: Attention, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        """Drop the tokens of lowest recorded `attention`. Return the remaining tokens and their record."""
+        """Drop the tokens with the lowest recorded attention. Return the remaining tokens and their record."""
         assert attention.scores_BL is not None, "no attention was recorded"
         count = attention.scores_BL.shape[1]
         kept = self.keep(count)
         with packing_suspended():
             x, index_BK = drop(x, attention.scores_BL, self.prefix, kept, self.fuse)
         return x, tokens.dropped(index_BK, self.positions, self.fuse and kept < count)
-
-
-def refuse_other_blocks(view: ModelView, method_name: str, names: Sequence[str]) -> None:
-    """Check that every named block has the structure that `TokenForward` can run in two halves.
-
-    Raises:
-        UserError: a block has another structure, its own forward pass, or a module that another method has added.
-    """
-    added = added_modules(view.model)
-    for name in names:
-        block = view.model.get_submodule(name)
-        parts = [child for child, _ in block.named_children()]
-        new = {f"{name}.{part}" for part in parts} & added
-        if new:
-            owner = next((mark.method for mark in marks_of(view.model) if new & set(mark.modules)), "another library")
-            raise UserError(
-                f"method {method_name}: {name} of {view.name} has a module that {owner} added to it. Drop or merge"
-                " tokens in other blocks only."
-            )
-        takes = set(inspect.signature(type(block).forward).parameters) - {"self", "x", "attn_mask", "is_causal"}
-        # timm registers submodules in execution order. Norms after attention and mlp are another structure.
-        if takes or set(parts) - _BLOCK or [part for part in parts if part in _ORDER] != _ORDER:
-            raise UserError(
-                f"method {method_name}: the blocks of {view.name} ({type(block).__name__}) do not have the structure"
-                " norm1, attn, norm2, mlp without other inputs or submodules. Tokens can be dropped or merged in timm's"
-                " ViT blocks only."
-            )
-        if type(block).forward is not Block.forward or foreign_forward(block) is not None:
-            raise UserError(
-                f"method {method_name}: {name} of {view.name} ({type(block).__name__}) has its own forward pass, which"
-                " this method would replace by that of timm's Block. Use a network of timm's Block, or move the change"
-                " into the block's attn or mlp, whose forward passes are kept."
-            )
-
-
-def refuse_unfit_model(view: ModelView, method_name: str) -> None:
-    """Check that some block can run in two halves. Call it before indices of blocks are checked.
-
-    Raises:
-        UserError: no block can; the error is that of `refuse_other_blocks` for the first block.
-    """
-    errors = []
-    for name in view.blocks:
-        try:
-            return refuse_other_blocks(view, method_name, [name])
-        except UserError as error:
-            errors.append(error)
-    raise errors[0]
-
-
-def refuse_fixed_tokens(view: ModelView, method_name: str, run: Callable[[nn.Module, Tensor, int], None]) -> None:
-    """Check that every block accepts tokens (B, N, C) for any N, by running a copy of each on fake tensors.
-
-    Args:
-        view: the view of a model with blocks and `Needs.TOKEN_GRID`.
-        method_name: name of the method.
-        run: runs a block like the method does, on all tokens (1, N, C) and on fewer tokens. Its last argument is the
-            number of prefix tokens.
-
-    Raises:
-        UserError: a block fails, or `run` raises UserError.
-    """
-    mode, positions = FakeTensorMode(allow_non_fake_inputs=True), grid_positions(view)
-    for name in view.blocks:
-        block = view.model.get_submodule(name)
-        like = next(block.parameters())
-        channels = next(layer.channels[0] for layer in view.layers if layer.name.startswith(f"{name}."))
-        with FakeCopyMode(mode):
-            probe = copy.deepcopy(block).eval()
-        try:
-            with mode, torch.no_grad():
-                x = torch.empty(1, view.prefix_tokens + positions, channels, device=like.device, dtype=like.dtype)
-                run(probe, x, view.prefix_tokens)
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(
-                f"method {method_name}: the blocks of {view.name} ({type(block).__name__}) do not accept tokens"
-                f" (B, N, C) for any N: {str(error).splitlines()[0]}"
-            ) from error
 
 
 def grid_positions(view: ModelView) -> int:
@@ -269,7 +187,7 @@ def grid_positions(view: ModelView) -> int:
 
 
 class _Refused:
-    """A replacement for a function of a model whose result needs all tokens of each block."""
+    """Replacement for a function of a model whose result requires all tokens of each block."""
 
     def __init__(self, method_name: str, function: str) -> None:
         self.method_name, self.function = method_name, function
@@ -281,49 +199,101 @@ class _Refused:
         )
 
 
-#: Functions of timm's networks that map the tokens of blocks to the grid.
+#: Functions of `timm` models that map the tokens of blocks to the grid.
 _ALL_TOKENS = ("forward_intermediates", "get_intermediate_layers")
 
 
-def refuse_onnx(method_name: str) -> None:
-    """Raise UserError while a model is exported to ONNX by TorchScript."""
-    if torch.onnx.is_in_onnx_export() and not torch.compiler.is_exporting():
-        raise UserError(
-            f"method {method_name}: torch.onnx.export with dynamo=False has no operators for dropping or merging"
-            f" tokens. Use dynamo=True. Or remove the method first: {method_name}.remove(model). The exported model"
-            " then computes with all tokens."
-        )
+class TokenMethod(Method):
+    """Base class of the methods that replace the forward passes of transformer blocks."""
 
+    def refuse_other_blocks(self, view: ModelView, names: Sequence[str]) -> None:
+        """Raise UserError if a named block does not have the structure that `TokenForward` can run in two halves.
 
-def give_forwards(
-    model: nn.Module,
-    view: ModelView,
-    method_name: str,
-    chosen: Mapping[str, tuple[type[TokenForward], tuple[Any, ...]]],
-) -> None:
-    """Replace the forward pass of every block.
+        The error is also raised for a block with its own forward pass, or with a module that another method has added.
+        """
+        added = added_modules(view.model)
+        for name in names:
+            block = view.model.get_submodule(name)
+            parts = [child for child, _ in block.named_children()]
+            new = {f"{name}.{part}" for part in parts} & added
+            if new:
+                owners = (mark.method for mark in marks_of(view.model) if new & set(mark.modules))
+                raise UserError(
+                    f"method {self.name}: {name} of {view.name} has a module that {next(owners, 'another library')}"
+                    " added to it. Drop or merge tokens in other blocks only."
+                )
+            takes = set(inspect.signature(type(block).forward).parameters) - {"self", "x", "attn_mask", "is_causal"}
+            # timm registers submodules in execution order. Norms after attention and mlp are a different structure.
+            if takes or set(parts) - _BLOCK or [part for part in parts if part in _ORDER] != _ORDER:
+                raise UserError(
+                    f"method {self.name}: the blocks of {view.name} ({type(block).__name__}) do not have the structure"
+                    " norm1, attn, norm2, mlp without other inputs or submodules. Tokens can be dropped or merged in"
+                    " timm's ViT blocks only."
+                )
+            if type(block).forward is not Block.forward or foreign_forward(block) is not None:
+                raise UserError(
+                    f"method {self.name}: {name} of {view.name} ({type(block).__name__}) has its own forward pass,"
+                    " which this method would replace by the forward pass of timm's Block. Use a network with timm's"
+                    " Block, or move the change into the block's attn or mlp, whose forward passes are kept."
+                )
 
-    Args:
-        model: the model, changed in place.
-        view: the view of `model`.
-        method_name: name of the method.
-        chosen: for each block with a special forward pass, its class and its arguments after `place`. All other blocks
-            get a plain `TokenForward`.
-    """
-    positions = grid_positions(view)
-    for function in _ALL_TOKENS:
-        if hasattr(model, function):
-            setattr(model, function, _Refused(method_name, function))
-    for name in view.blocks:
-        block, (kind, settings) = model.get_submodule(name), chosen.get(name, (TokenForward, ()))
-        place = Place(method_name, view.prefix_tokens, positions, name == view.blocks[-1])
-        put_inside(block, kind(block, place, *settings))
+    def refuse_unfit_model(self, view: ModelView) -> None:
+        """Raise the error of `refuse_other_blocks` for the first block if no block can run in two halves."""
+        errors = []
+        for name in view.blocks:
+            try:
+                return self.refuse_other_blocks(view, [name])
+            except UserError as error:
+                errors.append(error)
+        raise errors[0]
 
+    def refuse_fixed_tokens(self, view: ModelView, run: Callable[[nn.Module, Tensor, int], None]) -> None:
+        """Raise UserError unless each block accepts tokens (B, N, C) for any N. Copies of the blocks run on fake
+        tensors.
 
-def take_forwards(model: nn.Module, method_name: str) -> None:
-    """Remove the forward passes that `give_forwards` assigned to the blocks for a method."""
-    for function in _ALL_TOKENS:
-        if isinstance(vars(model).get(function), _Refused):
-            delattr(model, function)
-    for module in model.modules():
-        take_away(module, TokenForward, lambda forward: forward.method_name == method_name)
+        Args:
+            view: view of a model with blocks and `Needs.TOKEN_GRID`.
+            run: function that runs a block like the method does, once on all tokens (1, N, C) and once on fewer tokens.
+                Its arguments are the block, the tokens and the number of prefix tokens.
+        """
+        mode, positions = FakeTensorMode(allow_non_fake_inputs=True), grid_positions(view)
+        for name in view.blocks:
+            block = view.model.get_submodule(name)
+            like = next(block.parameters())
+            channels = next(layer.channels[0] for layer in view.layers if layer.name.startswith(f"{name}."))
+            with FakeCopyMode(mode):
+                probe = copy.deepcopy(block).eval()
+            try:
+                with mode, torch.no_grad():
+                    x = torch.empty(1, view.prefix_tokens + positions, channels, device=like.device, dtype=like.dtype)
+                    run(probe, x, view.prefix_tokens)
+            except UserError:
+                raise
+            except Exception as error:
+                raise UserError(
+                    f"method {self.name}: the blocks of {view.name} ({type(block).__name__}) do not accept tokens"
+                    f" (B, N, C) for any N: {str(error).splitlines()[0]}"
+                ) from error
+
+    def give_forwards(
+        self, model: nn.Module, view: ModelView, chosen: Mapping[str, tuple[type[TokenForward], tuple[Any, ...]]]
+    ) -> None:
+        """Replace the forward pass of each block of `model` in place.
+
+        `chosen` maps the names of blocks with a special forward pass to its class and the arguments after `place`. All
+        other blocks receive a plain `TokenForward`.
+        """
+        positions = grid_positions(view)
+        for function in _ALL_TOKENS:
+            if hasattr(model, function):
+                setattr(model, function, _Refused(self.name, function))
+        for name in view.blocks:
+            block, (kind, settings) = model.get_submodule(name), chosen.get(name, (TokenForward, ()))
+            place = Place(self.name, view.prefix_tokens, positions, name == view.blocks[-1])
+            put_inside(block, kind(block, place, *settings))
+
+    def _remove(self, model: nn.Module) -> None:
+        for function in _ALL_TOKENS:
+            if isinstance(vars(model).get(function), _Refused):
+                delattr(model, function)
+        take_away(model, TokenForward, lambda forward: forward.method_name == self.name)

@@ -1,7 +1,5 @@
-"""EViT: patch tokens with low attention from the class token are dropped and fused into one token.
-
-Source: Liang, Ge, Tong, Song, Wang, Xie, "Not All Patches Are What You Need: Expediting Vision Transformers via Token
-Reorganizations", ICLR 2022.
+"""EViT (Liang, Ge, Tong, Song, Wang, Xie, "Not All Patches Are What You Need: Expediting Vision Transformers via Token
+Reorganizations", ICLR 2022).
 """
 
 from __future__ import annotations
@@ -12,62 +10,51 @@ from typing import Any
 
 from torch import nn
 
-from efficient_ft.core.errors import SettingError
-from efficient_ft.methods.base import Applied, Method
-from efficient_ft.methods.blocks import blocks_at, check_indices
-from efficient_ft.methods.checks import check_bool, check_keep_rate
+from efficient_ft.methods.base import Applied
+from efficient_ft.methods.checks import blocks_at, check_bool, check_indices, check_keep_rate
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.summary import ranges
-from efficient_ft.methods.tokens.base import (
-    DroppingForward,
-    give_forwards,
-    grid_positions,
-    refuse_other_blocks,
-    refuse_unfit_model,
-    take_forwards,
-)
+from efficient_ft.methods.tokens.base import DroppingForward, TokenMethod, grid_positions
 from efficient_ft.models.view import ModelView, Reason, Skipped
 from efficient_ft.ops.tokens import num_kept
 
 
-class DropsTokens(Method):
-    """Base class of the methods that drop tokens like `EViT`, which describes the settings."""
+class DropsTokens(TokenMethod):
+    """Base class of the methods that drop tokens like `EViT`, where the settings are described."""
 
     drop_at: list[int]
     keep_rate: float
     fuse: bool
 
     def _store_dropping(self, drop_at: Any, keep_rate: Any, fuse: Any) -> None:
-        """Check the settings and store them. Here, `drop_at` may be empty."""
+        """Check and store the settings. Here, `drop_at` may be empty."""
         check_indices("drop_at", [0] if drop_at == [] else drop_at, "[3,6,9]")
         check_keep_rate(keep_rate)
         check_bool("fuse", fuse)
         self.drop_at, self.keep_rate, self.fuse = list(drop_at), keep_rate, fuse
 
     def _drop_tokens(self, model: nn.Module, view: ModelView) -> tuple[str, ...]:
-        """Let the blocks at the indices `drop_at` drop tokens, and return their names. An error changes nothing."""
-        refuse_unfit_model(view, self.name)
+        """Replace the forward passes of the blocks in `drop_at`, and return their names. An error changes nothing."""
+        self.refuse_unfit_model(view)
         chosen = blocks_at(view, f"method.{self.name}.drop_at", self.drop_at, last=False)
-        refuse_other_blocks(view, self.name, chosen)
+        self.refuse_other_blocks(view, chosen)
         self._refuse_few(view, chosen)
         settings = partial(num_kept, keep_rate=self.keep_rate), self.fuse
-        give_forwards(model, view, self.name, dict.fromkeys(chosen, (DroppingForward, settings)))
+        self.give_forwards(model, view, dict.fromkeys(chosen, (DroppingForward, settings)))
         return chosen
 
     def _refuse_few(self, view: ModelView, chosen: Sequence[str]) -> None:
-        """Raise SettingError if a block outputs as many tokens as it receives."""
         count = grid_positions(view)
         for name in chosen:
             kept = num_kept(count, self.keep_rate)
             left = kept + (self.fuse and kept < count)
             if self.keep_rate < 1 and left >= count:
                 height, width = view.image_size
-                raise SettingError(
-                    f"method.{self.name}.keep_rate",
-                    self.keep_rate,
-                    f"low enough to drop tokens in every block of drop_at ({name} takes {count} patch tokens and keeps"
-                    f" {kept}{' and a fused one' if left > kept else ''})",
+                raise self.setting_error(
+                    "keep_rate",
+                    f"low enough to drop tokens in every block of drop_at ({name} receives {count} patch tokens and"
+                    f" keeps {kept}{' and a fused token' if left > kept else ''})",
                     f"Use larger images (now {height}×{width}), or drop tokens in fewer blocks.",
                 )
             count = left
@@ -75,25 +62,26 @@ class DropsTokens(Method):
 
 @register
 class EViT(DropsTokens):
-    """Drop the patch tokens that the class token attends to least (EViT: Liang et al., ICLR 2022).
+    """Drop the patch tokens to which the class token attends least (EViT: Liang et al., ICLR 2022).
 
-    Each block of ``drop_at`` keeps the share ``keep_rate`` of the patch tokens with the highest attention from the
-    class token (averaged over heads), in descending order of attention. It does so between attention and feed-forward
-    network. The other patch tokens are fused into one token, their sum weighted by attention. Tokens are dropped in
-    training and in evaluation. The weights keep the model's own names, but must be used with the same dropping, which
-    exported files record. Attention stays fused, and the class token's row is computed separately.
+    Each block in ``drop_at`` keeps the fraction ``keep_rate`` of the patch tokens with the highest attention from the
+    class token, averaged over the heads. The kept tokens are sorted by attention in descending order. The block drops
+    tokens between attention and the feed-forward network. The dropped tokens are fused into one token, their sum
+    weighted by attention. Tokens are dropped in training and in evaluation. The weights keep the model's own names, but
+    must be used with the same token dropping, which exported files record. Attention remains fused. The attention of
+    the class token is computed separately.
 
     Args:
-        drop_at: indices of the blocks in which tokens are dropped, counted from 0; negative indices count from the end.
-            The last block is not allowed.
-        keep_rate: share of the patch tokens that each of these blocks keeps, above 0 and at most 1. The number is
-            rounded up.
-        fuse: append one token fused from the dropped tokens.
+        drop_at: indices of the blocks that drop tokens, counted from 0. Negative indices count from the end. The last
+            block is not allowed.
+        keep_rate: fraction of the patch tokens that each of these blocks keeps, above 0 and at most 1. The number of
+            tokens is rounded up.
+        fuse: if True, one token fused from the dropped tokens is appended.
 
     Raises:
-        SettingError: a setting is out of range; when applied: a block index is outside the model, belongs to the last
-            block or is listed twice, or a block would drop no token because too few are left.
-        UserError: when applied: the model has no class token, no grid of tokens, or blocks of an unsupported type; or
+        SettingError: If a setting is out of range. Raised by `apply` if a block index is out of range, repeated, or the
+            index of the last block, or if too few tokens remain for a block to drop one.
+        UserError: Raised by `apply` if the model has no class token, no token grid, or unsupported blocks, or if
             another method that drops or merges tokens has been applied.
     """
 
@@ -115,6 +103,3 @@ class EViT(DropsTokens):
         fused = ", and fuse the others into one" if self.fuse else ""
         summary = f"{ranges(dropping)} each keep {self.keep_rate:g} of the patch tokens{fused}"
         return Applied(self.name, dropping, others, summary=summary)
-
-    def _remove(self, model: nn.Module) -> None:
-        take_forwards(model, self.name)

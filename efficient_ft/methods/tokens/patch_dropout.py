@@ -1,7 +1,5 @@
-"""PatchDropout: in training, a random subset of each image's patch tokens is processed.
-
-Source: Liu, Matsoukas, Strand, Azizpour, Smith, "PatchDropout: Economizing Vision Transformers Using Patch Dropout",
-WACV 2023.
+"""PatchDropout (Liu, Matsoukas, Strand, Azizpour, Smith, "PatchDropout: Economizing Vision Transformers Using Patch
+Dropout", WACV 2023).
 """
 
 from __future__ import annotations
@@ -14,19 +12,13 @@ from timm.layers import PatchDropout as TimmPatchDropout
 from timm.layers import PatchDropoutWithIndices
 from torch import Tensor, nn
 
-from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.methods.base import Applied, Method
+from efficient_ft.core.errors import UserError
+from efficient_ft.methods.base import Applied
 from efficient_ft.methods.checks import check_keep_rate
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.forwards import OwnForward, put_around, take_away
 from efficient_ft.methods.registry import register
-from efficient_ft.methods.tokens.base import (
-    give_forwards,
-    grid_positions,
-    refuse_fixed_tokens,
-    refuse_other_blocks,
-    take_forwards,
-)
+from efficient_ft.methods.tokens.base import TokenMethod, grid_positions
 from efficient_ft.models.view import ModelView
 from efficient_ft.ops.saving import packing_suspended
 from efficient_ft.ops.tokens import (
@@ -55,36 +47,35 @@ class _PatchDropForward(OwnForward):
         return self.within(attach_tokens(x, tokens.dropped(index_BK, self.positions, False)), *others, **keywords)
 
     def _kept(self, x_BNC: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the prefix tokens with a random subset of the patch tokens, and the indices (B, K) of the subset."""
         patches_BLC = x_BNC[:, self.prefix :]
         batch, count = patches_BLC.shape[:2]
         order_BL = torch.rand(batch, count, device=x_BNC.device).argsort(1)
-        # In the order of the grid, so that keep_rate=1 changes nothing.
+        # The indices are sorted in grid order, so that keep_rate=1 changes nothing.
         index_BK = order_BL[:, : num_kept(count, self.keep_rate)].sort(1).values
         return torch.cat([x_BNC[:, : self.prefix], take(patches_BLC, index_BK)], 1), index_BK
 
 
 @register
-class PatchDropout(Method):
+class PatchDropout(TokenMethod):
     """Train on a random subset of each image's patch tokens (PatchDropout: Liu et al., WACV 2023).
 
-    In each training step, the share ``keep_rate`` of an image's patch tokens enters the first block, after position
-    embeddings have been added. The patches are drawn uniformly for each image. Prefix tokens (class token, distillation
+    In each training step, the fraction ``keep_rate`` of an image's patch tokens enters the first block, after position
+    embeddings have been added. The subset is sampled uniformly for each image. Prefix tokens (class token, distillation
     token, registers) are always kept. Evaluation uses all patches, so that the evaluated model is unmodified.
 
-    Patches are drawn from torch's generator, like dropout masks. Runs seed it by (seed, rank, batch), so that a resumed
-    run draws the same patches. Kept tokens have grid positions. Low-rank backward therefore projects them, and methods
-    that drop or merge tokens in the blocks process the kept tokens.
+    The subset is sampled from the default generator of torch, like dropout masks. Runs seed this generator by (seed,
+    rank, batch), so that a resumed run samples the same patches. Kept tokens have grid positions. Therefore, low-rank
+    backward can project them, and methods that drop or merge tokens can process them.
 
     Args:
-        keep_rate: share of the patch tokens that enter the blocks in training, above 0 and at most 1. The number is
-            rounded up.
+        keep_rate: fraction of the patch tokens that enters the blocks in training, above 0 and at most 1. The number of
+            tokens is rounded up.
 
     Raises:
-        SettingError: the rate is out of range; when applied: no patch of the model's images would be dropped.
-        UserError: when applied: the model has no blocks or no grid of tokens, its blocks are of an unsupported type
-            (positions inside the blocks, side modules), or the model drops patches already (timm's
-            ``patch_drop_rate``).
+        SettingError: If the rate is out of range. Raised by `apply` if no patch of the model's images would be dropped.
+        UserError: Raised by `apply` if the model has no blocks or no token grid, if its blocks are not supported
+            (positions inside the blocks, side modules), or if the model already drops patches (``patch_drop_rate`` in
+            `timm`).
     """
 
     name = "patch_dropout"
@@ -102,7 +93,7 @@ class PatchDropout(Method):
         self.keep_rate = keep_rate
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
-        refuse_other_blocks(view, self.name, view.blocks)
+        self.refuse_other_blocks(view, view.blocks)
         if any(isinstance(module, TimmPatchDropout | PatchDropoutWithIndices) for module in model.modules()):
             raise UserError(
                 f"method {self.name}: {view.name} has its own patch dropout. Create it with patch_drop_rate=0."
@@ -111,14 +102,13 @@ class PatchDropout(Method):
         kept = num_kept(count, self.keep_rate)
         if self.keep_rate < 1 and kept == count:
             height, width = view.image_size
-            raise SettingError(
-                f"method.{self.name}.keep_rate",
-                self.keep_rate,
+            raise self.setting_error(
+                "keep_rate",
                 f"low enough to drop a patch ({view.name} has {count} patches)",
                 f"Use larger images (now {height}×{width}).",
             )
-        refuse_fixed_tokens(view, self.name, _run_on_fewer)
-        give_forwards(model, view, self.name, {})
+        self.refuse_fixed_tokens(view, _run_on_fewer)
+        self.give_forwards(model, view, {})
         first = view.blocks[0]
         block = model.get_submodule(first)
         put_around(block, _PatchDropForward(block, view.prefix_tokens, count, self.keep_rate))
@@ -126,9 +116,8 @@ class PatchDropout(Method):
         return Applied(self.name, (first,), summary=summary)
 
     def _remove(self, model: nn.Module) -> None:
-        for module in model.modules():
-            take_away(module, _PatchDropForward)
-        take_forwards(model, self.name)
+        take_away(model, _PatchDropForward)
+        super()._remove(model)
 
 
 def _run_on_fewer(block: nn.Module, x: Tensor, prefix: int) -> None:

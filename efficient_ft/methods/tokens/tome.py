@@ -1,7 +1,4 @@
-"""ToMe: similar patch tokens are merged in every block.
-
-Source: Bolya, Fu, Dai, Zhang, Feichtenhofer, Hoffman, "Token Merging: Your ViT But Faster", ICLR 2023.
-"""
+"""ToMe (Bolya, Fu, Dai, Zhang, Feichtenhofer, Hoffman, "Token Merging: Your ViT But Faster", ICLR 2023)."""
 
 from __future__ import annotations
 
@@ -16,22 +13,12 @@ from torch.overrides import TorchFunctionMode
 
 from efficient_ft.core.context import is_recomputing
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.methods.base import Applied, Method
+from efficient_ft.methods.base import Applied
 from efficient_ft.methods.checks import check_bool, check_number
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.summary import ranges
-from efficient_ft.methods.tokens.base import (
-    SOFTMAX,
-    Place,
-    TokenForward,
-    give_forwards,
-    grid_positions,
-    refuse_fixed_tokens,
-    refuse_onnx,
-    refuse_other_blocks,
-    take_forwards,
-)
+from efficient_ft.methods.tokens.base import SOFTMAX, Place, TokenForward, TokenMethod, grid_positions
 from efficient_ft.models.view import ModelView, Reason, Skipped
 from efficient_ft.ops.saving import packing_suspended
 from efficient_ft.ops.tokens import (
@@ -39,25 +26,20 @@ from efficient_ft.ops.tokens import (
     is_token_reduction_suspended,
     match,
     merge,
-    pop_tokens,
     token_context,
     unmerge,
 )
 
-#: Functions with which unfused attention computes its scores, q kᵀ.
+#: Functions that compute the scores q kᵀ in unfused attention.
 _PRODUCTS = (Tensor.matmul, Tensor.__matmul__, torch.matmul)
 
 
 class _SizedAttention(TorchFunctionMode):
-    """Proportional attention and a record of the keys inside a ``with`` block, for fused attention and softmax.
+    """Apply proportional attention inside a ``with`` block, and record the keys, for fused attention and softmax.
 
-    Args:
-        sizes_BN: number of patches that each token represents. Their log is added to the attention scores before
-            softmax (ToMe, Equation 1). None: each token counts once.
-        record_keys: record the keys.
-
-    Attributes:
-        keys: detached keys of each attention, averaged over heads, (B, N, D), in at least single precision.
+    `sizes_BN` is the number of patches that each token represents. Its logarithm is added to the attention scores
+    before the softmax (Equation 1 of ToMe). If it is None, each token counts once. `keys` contains the detached keys of
+    each attention, averaged over the heads, (B, N, D), in at least single precision.
     """
 
     def __init__(self, sizes_BN: Tensor | None, record_keys: bool) -> None:
@@ -65,7 +47,7 @@ class _SizedAttention(TorchFunctionMode):
         self.bias_B11N = None if sizes_BN is None else sizes_BN.log()[:, None, None]
         self.record_keys = record_keys
         self.keys: list[Tensor] = []
-        self._factor: Tensor | None = None  # second factor of the last product, which is kᵀ if softmax follows
+        self._factor: Tensor | None = None  # second factor of the last product; kᵀ if a softmax follows
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -96,14 +78,10 @@ class _SizedAttention(TorchFunctionMode):
 
 
 class _MergingForward(TokenForward):
-    """Forward pass of a block that merges tokens between its attention and its feed-forward network.
+    """Forward pass of a block that merges r tokens between attention and the feed-forward network.
 
-    Args:
-        module, place: see `TokenForward`.
-        r: number of tokens to merge; at most half of the patch tokens are merged.
-        proportional_attention: see `ToMe`.
-        after_merge: True if an earlier block merges tokens.
-        unmerges: True if the last block repeats each merged token, so that all later layers weight it by its size.
+    `after_merge` is True if an earlier block merges tokens. If `unmerges` is True, the last block repeats each merged
+    token, so that all later layers weight it by its size.
     """
 
     def __init__(
@@ -122,9 +100,7 @@ class _MergingForward(TokenForward):
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
         if is_token_reduction_suspended():
             return super().__call__(x, *others, **keywords)
-        refuse_onnx(self.method_name)
-        self.plain(others, keywords)
-        x, tokens = pop_tokens(x)
+        x, tokens = self.popped(x, others, keywords)
         if self.after_merge and tokens is None and is_recomputing():
             raise UserError(
                 "method tome: reentrant checkpointing recomputes a block without the sizes of its merged tokens. Use"
@@ -150,7 +126,7 @@ class _MergingForward(TokenForward):
         return r > 0
 
     def _merged(self, x: Tensor, attention: _SizedAttention, tokens: Tokens, r: int) -> tuple[Tensor, Tokens]:
-        """Merge r of the tokens x with the record `tokens`. Return the remaining tokens and their record."""
+        """Merge r of the tokens x, whose record is `tokens`. Return the remaining tokens and their record."""
         if not attention.keys:
             raise UserError(
                 f"method tome: the keys of {type(self.module.attn).__name__} were not found, since it computes no"
@@ -168,42 +144,43 @@ class _MergingForward(TokenForward):
 
 
 @register
-class ToMe(Method):
+class ToMe(TokenMethod):
     """Merge the most similar patch tokens in every block (ToMe: Bolya et al., ICLR 2023).
 
-    Between attention and feed-forward network, patch tokens are split into two alternating sets. Each token of the
-    first set is matched with the most similar token of the second set (cosine similarity of the keys, averaged over
-    heads, detached). The r most similar pairs are merged into their mean, weighted by the number of patches that each
-    token represents. Prefix tokens (class token, distillation token, registers) are not merged and stay first.
-    Attention stays fused.
+    Between attention and the feed-forward network, patch tokens are split into two alternating sets. Each token of the
+    first set is matched with the most similar token of the second set. Similarity is the cosine similarity of the
+    detached keys, averaged over the heads. The r most similar pairs are merged into their mean, weighted by the number
+    of patches that each token represents. Prefix tokens (class token, distillation token, registers) are not merged and
+    remain first. Attention remains fused.
 
-    The two sets are then concatenated, as in the paper: prefix tokens, the rest of the first set, the second set. This
-    order only determines the two sets of the next block. Blocks whose attention depends on positions (relative, rotary)
-    are rejected.
+    The prefix tokens, the rest of the first set, and the second set are then concatenated in this order, as in the
+    paper. This order affects only the two sets of the next block. Blocks whose attention depends on positions
+    (relative, rotary) are rejected.
 
     Tokens are merged in training and in evaluation. The weights keep the model's own names, but must be used with the
-    same merging, which exported files record. The model needs no class token. Unless a timm model classifies by its
-    class token alone, the last block repeats each merged token once for each patch that it represents, in the order of
-    the patches. Pooling after the blocks therefore weights tokens by their size: a mean is weighted by the sizes, and
-    attention pooling adds their log to its scores.
+    same merging, which exported files record. The model does not require a class token. Unless a `timm` model
+    classifies by its class token alone, the last block repeats each merged token once for each patch that it
+    represents, in the order of the patches. Pooling after the blocks therefore weights tokens by their size: a mean is
+    weighted by the sizes, and attention pooling adds their logarithm to its scores.
 
-    If fewer than 2·r patch tokens are left, half of them are merged, as in the paper. An r is rejected if it exceeds
-    half of the grid's tokens, or if only one patch token would be left after the last block.
+    If fewer than 2·r patch tokens are left, half of them are merged, as in the paper. A value of r is rejected if it
+    exceeds half of the grid's tokens, or if only one patch token would be left after the last block.
 
     Args:
-        r: number of tokens merged in each block, at least 0; a list contains one number per block.
-        inflect: slope of the schedule of r, the second number of the paper's (r, inflect), from −1 to 1. r changes
-            linearly from (1 − inflect)·r in the first block to (1 + inflect)·r in the last: −1 goes from 2·r to 0 (the
-            paper's decreasing schedule), and 1 from 0 to 2·r. Rounding preserves the mean r. It requires a single r.
-        proportional_attention: add the log of the number of patches that a token represents to its attention scores
-            (the paper's Equation 1).
+        r: number of tokens merged in each block, at least 0. A list contains one number per block.
+        inflect: slope of the schedule of r, from −1 to 1; the second number of the paper's pair (r, inflect). r changes
+            linearly from (1 − inflect)·r in the first block to (1 + inflect)·r in the last block. For −1, it decreases
+            from 2·r to 0, as in the paper's decreasing schedule. For 1, it increases from 0 to 2·r. Rounding preserves
+            the mean r. Values other than 0 require a single r.
+        proportional_attention: if True, add the logarithm of the number of patches that a token represents to its
+            attention scores (Equation 1 of the paper).
 
     Raises:
-        SettingError: a setting is out of range; when applied: r is a list whose length differs from the number of
-            blocks, or merges too many tokens.
-        UserError: when applied: the model has no grid of tokens, its blocks are of an unsupported type, or its
-            attention has a mask or no keys; or another method that drops or merges tokens, or one with a low-rank
-            backward pass, has been applied.
+        SettingError: If a setting is out of range. Raised by `apply` if r is a list whose length differs from the
+            number of blocks, or if r merges too many tokens.
+        UserError: Raised by `apply` if the model has no token grid or unsupported blocks, if its attention has a mask
+            or no keys, or if another method that drops or merges tokens, or a method with a low-rank backward pass, has
+            been applied.
     """
 
     name = "tome"
@@ -228,16 +205,16 @@ class ToMe(Method):
         self.inflect, self.proportional_attention = inflect, proportional_attention
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
-        refuse_other_blocks(view, self.name, view.blocks)
+        self.refuse_other_blocks(view, view.blocks)
         patches = grid_positions(view)
-        refuse_fixed_tokens(view, self.name, _run_merging)
+        self.refuse_fixed_tokens(view, _run_merging)
         r = self._r_per_block(view, patches)
         unmerges = not classifies_by_class_token(model)
         forwards = {
             name: (_MergingForward, (n, self.proportional_attention, any(r[:index]), unmerges))
             for index, (name, n) in enumerate(zip(view.blocks, r, strict=True))
         }
-        give_forwards(model, view, self.name, forwards)
+        self.give_forwards(model, view, forwards)
         why = Skipped(Reason.NO_EFFECT, "r is 0")
         none = {name: why for name, n in zip(view.blocks, r, strict=True) if not n}
         merging = tuple(name for name in view.blocks if name not in none)
@@ -248,46 +225,38 @@ class ToMe(Method):
         return Applied(self.name, merging, none, summary=summary)
 
     def _r_per_block(self, view: ModelView, patches: int) -> list[int]:
-        """Return r of each block of a model with `patches` patch tokens, or raise SettingError if r does not fit it."""
         blocks = len(view.blocks)
-        setting = f"method.{self.name}.r"
         if isinstance(self.r, list):
             if len(self.r) != blocks:
-                raise SettingError(setting, self.r, f"a list of {blocks} integers, one for each block of {view.name}")
+                raise self.setting_error("r", f"a list of {blocks} integers, one for each block of {view.name}")
             if not _leaves_some(self.r, patches):
-                raise SettingError(
-                    setting,
-                    self.r,
+                raise self.setting_error(
+                    "r",
                     f"a list of integers from 0 to {patches // 2} that leaves more than one patch token",
                     f"{view.name} has {patches} patch tokens, and each block merges at most half of its input.",
                 )
             return self.r
         if not _leaves_some(scheduled(self.r, self.inflect, blocks), patches):
             largest = max(n for n in range(patches + 1) if _leaves_some(scheduled(n, self.inflect, blocks), patches))
-            raise SettingError(
-                setting,
-                self.r,
+            raise self.setting_error(
+                "r",
                 f"an integer from 0 to {largest}",
                 f"{view.name} has {patches} patch tokens, each of its {blocks} blocks merges at most half of its input,"
                 " and more than one patch token must be left.",
             )
         return scheduled(self.r, self.inflect, blocks)
 
-    def _remove(self, model: nn.Module) -> None:
-        take_forwards(model, self.name)
-
 
 def classifies_by_class_token(model: nn.Module) -> bool:
-    """Return True for a timm model whose classifier reads prefix tokens alone.
+    """Return True for a `timm` model whose classifier reads only prefix tokens.
 
-    A class of another package may read the patch tokens despite these attributes.
+    Classes from other packages may read the patch tokens although they have the same attributes.
     """
     by_token = getattr(model, "global_pool", None) == "token" and getattr(model, "attn_pool", None) is None
     return by_token and type(model).__module__.startswith("timm.models.")
 
 
 def _run_merging(block: nn.Module, x: Tensor, prefix: int) -> None:
-    """Run a block on x (1, N, C) unchanged, with tokens merged inside it, and on fewer tokens."""
     patches = x.shape[1] - prefix
     block(x)
     place = Place(ToMe.name, prefix, patches, True)
@@ -296,10 +265,11 @@ def _run_merging(block: nn.Module, x: Tensor, prefix: int) -> None:
 
 
 def scheduled(r: int, inflect: float, blocks: int) -> list[int]:
-    """Return r of each block, changing linearly from (1 − inflect)·r in the first to (1 + inflect)·r in the last.
+    """Return r of each block, which changes linearly from (1 − inflect)·r in the first block to (1 + inflect)·r in the
+    last.
 
-    The mean is r. Two blocks at the same distance from the middle merge exactly 2·r tokens together. Halves are rounded
-    to even, and `inflect` is read as a decimal fraction.
+    The mean over the blocks is r. Two blocks at the same distance from the middle merge exactly 2·r tokens in total.
+    Halves are rounded to even, and `inflect` is interpreted as a decimal fraction.
     """
     slope = 0 if blocks == 1 else Fraction(str(inflect)) / (blocks - 1)
     return [round(r + r * slope * (2 * block - blocks + 1)) for block in range(blocks)]
@@ -311,7 +281,7 @@ def merged_of(patches: int, r: int) -> int:
 
 
 def _leaves_some(r: Sequence[int], patches: int) -> bool:
-    """Return True if no r exceeds half of all patch tokens, and more than one patch token is left at the end."""
+    """Return True if no r exceeds half of all patch tokens and more than one patch token remains at the end."""
     if not any(r):
         return True
     left = patches

@@ -1,8 +1,6 @@
-"""ALaST: the budget of a block determines its number of output tokens and its probability of being trained.
-
-Source: Devoto, Alvetreti, Pomponi, Di Lorenzo, Minervini, Scardapane, "Adaptive Layer Selection for Efficient Vision
-Transformer Fine-Tuning", 2024. Settings cover the choices that the paper does not specify, and those in which the
-authors' later account differs.
+"""ALaST (Devoto, Alvetreti, Pomponi, Di Lorenzo, Minervini, Scardapane, "Adaptive Layer Selection for Efficient Vision
+Transformer Fine-Tuning", 2024). The settings cover the choices that the paper does not specify, and the choices that
+the authors later described differently.
 """
 
 from __future__ import annotations
@@ -23,31 +21,20 @@ from efficient_ft.methods.checks import check_choice, check_number
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.selection.per_step import LayersPerStep
-from efficient_ft.methods.tokens.base import (
-    Attention,
-    DroppingForward,
-    Place,
-    give_forwards,
-    grid_positions,
-    refuse_other_blocks,
-    take_forwards,
-)
+from efficient_ft.methods.tokens.base import Attention, DroppingForward, Place, TokenMethod, grid_positions
 from efficient_ft.models.view import ModelView
-from efficient_ft.ops.tokens import Tokens, is_token_reduction_suspended, pop_tokens, token_context
+from efficient_ft.ops.tokens import Tokens, is_token_reduction_suspended, token_context
 
-#: Settings that must be numbers of at least 0.
+#: Settings that must be numbers >= 0.
 _NUMBERS = ("budget_min", "budget_max", "budget_init", "budget_lr")
 
 
 @dataclass
 class _Budget:
-    """The budget of one block.
+    """Budget of one block.
 
-    Attributes:
-        value: b, the share of the incoming patch tokens that is passed on.
-        change: Σ of ‖CLS_l − CLS_{l−1}‖² over the images of the step so far, in a buffer that all steps share.
-        images: number of images of the step so far.
-        before: Δ of the previous step; None in the first step.
+    `value` is b, and `before` is Δ of the previous step. `change` is the sum of ‖CLS_l − CLS_{l−1}‖² over the `images`
+    of the current step, in a buffer that is reused in all steps.
     """
 
     value: float
@@ -57,22 +44,21 @@ class _Budget:
 
 
 class _BudgetedForward(DroppingForward):
-    """A block that, in training, passes on as many tokens as its budget allows."""
+    """Forward pass of a block that outputs as many tokens as its budget allows, in training."""
 
     def __init__(self, module: nn.Module, place: Place, budgets: dict[str, _Budget], name: str, least: int) -> None:
         super().__init__(module, place, self._kept, False)
         self.budget, self.least = budgets[name], least
 
     def _kept(self, count: int) -> int:
-        # The constant corrects rounding errors: 0.7 · 10 must give 7.
+        # The constant compensates for rounding errors: 0.7 · 10 must result in 7.
         return max(self.least, math.floor(self.budget.value * count + 1e-9))
 
-    @torch.compiler.disable  # the number of tokens changes from step to step
+    @torch.compiler.disable  # the number of tokens varies between steps
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
         if not self.module.training or is_token_reduction_suspended():
             return super(DroppingForward, self).__call__(x, *others, **keywords)
-        self.plain(others, keywords)
-        x, tokens = pop_tokens(x)
+        x, tokens = self.popped(x, others, keywords)
         count = x.shape[1] - self.prefix
         drops = self._kept(count) < count
         seen = Attention(self.prefix) if drops else None
@@ -93,36 +79,38 @@ class _BudgetedForward(DroppingForward):
 
 
 @register
-class ALaST(LayersPerStep):
-    """Train K blocks per step, drawn by their budgets. A block passes on as many tokens as its budget allows.
+class ALaST(LayersPerStep, TokenMethod):
+    """Train K blocks per step, sampled by their budgets. The budget also limits the number of tokens that a block
+    outputs.
 
-    The budget b of a block follows the change that the block makes to the class token. After each step,
-    ``b ← b + budget_lr · (Δ − Δ of the previous step)``, limited to [budget_min, budget_max]. Δ is the squared change
-    of the class token through the block (the paper's Equations 5 and 6). After a block, the ⌊b · N⌋ of its N patch
-    tokens with the highest attention from the class token are passed on. The others are dropped without fusion. Frozen
-    blocks drop tokens too. At least one token remains in a model that does not classify by its class token alone. In
+    The budget b of a block follows the change that the block makes to the class token. After each step, ``b ← b +
+    budget_lr · (Δ − Δ of the previous step)``, clamped to [budget_min, budget_max]. Δ is the squared change of the
+    class token by the block (the paper's Equations 5 and 6). From the N patch tokens of a block, the ⌊b · N⌋ tokens
+    with the highest attention from the class token are passed on. The other tokens are dropped without fusion. Frozen
+    blocks also drop tokens. At least one token is kept unless the model classifies by its class token alone. In
     evaluation, all tokens are passed on.
 
-    The defaults follow the authors' later account. The variant ``alast_paper`` has the settings of the paper.
+    The defaults follow the authors' later account. The variant ``alast_paper`` uses the settings of the paper.
 
     Args:
         num_layers: K, number of blocks to train per step.
-        budget_init: budget of every block in the first step.
+        budget_init: budget of each block in the first step.
         budget_min, budget_max: lower and upper bound of the budgets.
-        budget_lr: α. In the paper, it equals the learning rate, 1e-4. The default multiplies this value by 128, the
-            paper's batch size, since Δ is a mean.
-        delta: reduction of Δ, a sum over channels and images: ``image`` (mean over the images), ``value`` (mean over
-            images and channels), or ``batch`` (sum; α then depends on the batch size).
-        first_delta: Δ before the first step: ``zero``, or ``same`` to use the Δ of the first step, which then changes
-            no budget.
-        layer_choice: choice of the blocks to train: ``sample`` (K blocks without replacement, with probabilities
-            softmax(b)), or ``highest`` (the K blocks with the highest budgets; ties go to the earlier block).
+        budget_lr: α. In the paper, α equals the learning rate, 1e-4. The default multiplies this value by 128, the
+            batch size of the paper, because Δ is a mean.
+        delta: reduction of Δ over channels and images: ``image`` (mean over the images), ``value`` (mean over images
+            and channels), or ``batch`` (sum, so that α depends on the batch size).
+        first_delta: Δ before the first step: ``zero``, or ``same`` to use the Δ of the first step, which then does not
+            change the budgets.
+        layer_choice: rule that selects the trained blocks: ``sample`` (K blocks without replacement, with probabilities
+            softmax(b)), or ``highest`` (the K blocks with the highest budgets; the earlier block wins a tie).
         train_embeddings, seed: see `LayersPerStep`.
 
     Raises:
-        SettingError: a value is not allowed; when applied: the model has fewer blocks than `num_layers`, or budgets
-            leave no token.
-        UserError: when applied: the model has no class token, no token grid, or blocks of an unsupported type.
+        SettingError: If a value is not allowed. Raised by `apply` if the model has fewer blocks than `num_layers`, or
+            if the budgets leave no token.
+        UserError: Raised by `apply` if the model has no class token or no token grid, or if its blocks are not
+            supported.
     """
 
     name = "alast"
@@ -167,30 +155,28 @@ class ALaST(LayersPerStep):
         self._restored: dict[str, Any] | None = None
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
-        refuse_other_blocks(view, self.name, view.blocks)
+        self.refuse_other_blocks(view, view.blocks)
         self._check_count(view)
         self._check_start(view)
         self._budgets = {name: _Budget(float(self.budget_init)) for name in view.blocks}
         self._channels = int(model.get_parameter("cls_token").shape[-1])
         if self._restored is not None:
             self.load_state_dict(self._restored)
-        # The average of patch tokens requires at least one.
+        # The average over patch tokens requires at least one token.
         least = 0 if getattr(model, "global_pool", "token") == "token" else 1
         chosen = {name: (_BudgetedForward, (self._budgets, name, least)) for name in view.blocks}
-        give_forwards(model, view, self.name, chosen)
+        self.give_forwards(model, view, chosen)
         return super()._apply(model, view)
 
     def _check_start(self, view: ModelView) -> None:
-        """Raise SettingError if the initial budgets leave no patch token after a block before the last."""
         positions = left = grid_positions(view)
         for name in view.blocks[:-1]:
             left = math.floor(self.budget_init * left + 1e-9)
             if not left and self.budget_init:
                 height, width = view.image_size
-                raise SettingError(
-                    f"method.{self.name}.budget_init",
-                    self.budget_init,
-                    "a share that leaves patch tokens after all blocks",
+                raise self.setting_error(
+                    "budget_init",
+                    "a number that leaves patch tokens after all blocks",
                     f"None of the {positions} patch tokens is left after {name}. Use larger images (now"
                     f" {height}×{width}).",
                 )
@@ -199,12 +185,8 @@ class ALaST(LayersPerStep):
         return (f"blocks initially keep {self.budget_init:g} of the tokens",)
 
     def _remove(self, model: nn.Module) -> None:
-        take_forwards(model, self.name)
+        TokenMethod._remove(self, model)
         super()._remove(model)
-
-    def remove(self, model: nn.Module) -> None:
-        super().remove(model)
-        self._restored = None  # another model starts from budget_init
 
     def choose(self, step: int, count: int) -> list[int]:
         self._present = [budget.value for budget in self._budgets.values()]
@@ -218,7 +200,7 @@ class ALaST(LayersPerStep):
         budgets = list(self._budgets.values())
         changes = [budget.change for budget in budgets if budget.change is not None and budget.images]
         if len(changes) < len(budgets) or not changes or isinstance(changes[0], FakeTensor) or changes[0].is_meta:
-            return  # no step was taken, or only its cost was counted
+            return  # no step was taken, or only the cost of a step was counted
         deltas = self._deltas(torch.stack(changes), budgets[0].images)
         for budget, delta in zip(budgets, deltas, strict=True):
             assert budget.change is not None
@@ -233,7 +215,7 @@ class ALaST(LayersPerStep):
             budget.before = delta
 
     def _deltas(self, changes: Tensor, images: int) -> list[float]:
-        """Return Δ of every block, over the images of all micro-batches and processes."""
+        """Return Δ of each block over the images of all micro-batches and processes."""
         *deltas, images_all = all_reduce_sum(torch.cat([changes, changes.new_tensor([images])])).tolist()
         over = {"image": images_all, "value": images_all * self._channels, "batch": 1.0}[self.delta]
         return [delta / over for delta in deltas]
@@ -245,6 +227,6 @@ class ALaST(LayersPerStep):
         return {name: [budget.value, budget.before] for name, budget in self._budgets.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restored = state_dict  # for a model to which the method is applied later
+        self._restored = state_dict  # used if the method is applied later
         for name, budget in self._budgets.items():
             budget.value, budget.before = state_dict[name]

@@ -1,6 +1,7 @@
-"""BSR: a few blocks are trained, and unimportant tokens are dropped.
+"""BSR (Sarkar et al., "Block Selective Reprogramming for On-device Training of Vision Transformers", CVPR Workshops
+2024).
 
-Source: "Block Selective Reprogramming for On-device Training of Vision Transformers", CVPR Workshops 2024.
+The variant with experts is described in Section 5.2.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from typing import ClassVar
 
 from torch import nn
 
+from efficient_ft.methods.adapters.moe import ExpertsMethod
 from efficient_ft.methods.base import Applied
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.selection.static import Blocks
-from efficient_ft.methods.summary import ranges
-from efficient_ft.methods.tokens.base import refuse_unfit_model, take_forwards
+from efficient_ft.methods.summary import ranges, trained
 from efficient_ft.methods.tokens.evit import DropsTokens
 from efficient_ft.models.view import ModelView
 
@@ -25,21 +26,20 @@ from efficient_ft.models.view import ModelView
 class BSR(Blocks, DropsTokens):
     """Train the listed blocks, the final norm and the head, and drop tokens like `EViT` in training and evaluation.
 
-    The method combines the selection of `Blocks` with the dropping of `EViT`, which are also available separately and
-    can be stacked.
+    The method combines the selection of `Blocks` with the token dropping of `EViT`. Both are also available as separate
+    methods and can be stacked.
 
     Args:
-        blocks: indices of the blocks to train, counted from 0; negative indices count from the end.
-        drop_at: indices of the blocks in which tokens are dropped. The last block is not allowed. With an empty list,
-            no token is dropped, and every model with blocks is supported (BSR on ResNet-50; "Ours" in the paper's Table
-            5).
-        keep_rate: share of the patch tokens that each of these blocks keeps, above 0 and at most 1.
-        fuse: fuse the dropped tokens into one token, weighted by attention.
+        blocks: indices of the blocks to train, counted from 0. Negative indices count from the end.
+        drop_at: indices of the blocks that drop tokens. The last block is not allowed. If the list is empty, no tokens
+            are dropped, and any model with blocks is supported (BSR on ResNet-50; "Ours" in the paper's Table 5).
+        keep_rate: fraction of the patch tokens that each of these blocks keeps, above 0 and at most 1.
+        fuse: if True, the dropped tokens are fused into one token, weighted by attention.
 
     Raises:
-        SettingError: a value is not allowed; when applied: a block is outside the model or listed twice.
-        UserError: when applied: the blocks of the model are not recognized; or tokens are dropped, and the model has no
-            class token, no token grid, or blocks of an unsupported type.
+        SettingError: If a value is not allowed. Raised by `apply` if a block index is out of range or repeated.
+        UserError: Raised by `apply` if the model's blocks are not recognized, or if tokens are dropped in a model
+            without a class token, without a token grid, or with unsupported blocks.
     """
 
     name = "bsr"
@@ -70,13 +70,65 @@ class BSR(Blocks, DropsTokens):
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
         if not self.drop_at:
             return super()._apply(model, view)
-        refuse_unfit_model(view, self.name)
-        self._names(view)  # checks `blocks` before the model is changed
+        self.refuse_unfit_model(view)
+        self._names(view)  # validates `blocks` before the model is changed
         dropping = self._drop_tokens(model, view)
         selected = super()._apply(model, view)
         dropped = f"{ranges(dropping)} each keep {self.keep_rate:g} of the patch tokens"
         return replace(selected, summary=f"{selected.summary}; {dropped}")
 
     def _remove(self, model: nn.Module) -> None:
-        take_forwards(model, self.name)
+        DropsTokens._remove(self, model)
         super()._remove(model)
+
+
+@register
+class BSRMoE(ExpertsMethod, BSR):
+    """Train like `BSR`, with experts instead of the feed-forward networks of the trained blocks.
+
+    The method combines `BSR` and `MoE`. The listed blocks (attention, norms, experts, gates), the final norm and the
+    head are trained, and tokens are dropped. The costs in the paper's Table 6 use ``keep_rate=0.7, fuse=False``.
+
+    Args:
+        num_experts, top_k, norm_topk_prob, aux_loss_coef: see `MoE`.
+        blocks: indices of the blocks that are trained and receive experts.
+        drop_at, keep_rate, fuse: see `BSR`.
+
+    Raises:
+        SettingError: See `MoE` and `BSR`.
+        UserError: See `MoE` and `BSR`.
+    """
+
+    name = "bsr_moe"
+    other_axes: tuple[Axis, ...] = (Axis.ADAPTERS, Axis.TOKENS)
+    adds = ExpertsMethod.adds | BSR.adds
+    needs = ExpertsMethod.needs | BSR.needs
+
+    def __init__(
+        self,
+        num_experts: int = 16,
+        top_k: int = 4,
+        blocks: list[int] = [3, 7, 11],  # noqa: B006
+        norm_topk_prob: bool = False,
+        aux_loss_coef: float = 0.0,
+        drop_at: list[int] = [3, 6, 9],  # noqa: B006
+        keep_rate: float = 0.5,
+        fuse: bool = True,
+    ):
+        BSR.__init__(self, blocks, drop_at, keep_rate, fuse)
+        self._store_routing(num_experts, top_k, norm_topk_prob, aux_loss_coef)
+
+    def _apply(self, model: nn.Module, view: ModelView) -> Applied:
+        if self.drop_at:
+            self.refuse_unfit_model(view)
+        names = self._networks_of(view, self.blocks)
+        done = BSR._apply(self, model, view)
+        without = trained(model)
+        self._put_experts(model, names)
+        summary = done.summary.replace(f": {without}", f": {trained(model)}")
+        where = ranges(name.removesuffix(".mlp") for name in names)
+        return replace(done, summary=f"{summary}; {self.num_experts} experts in {where}", routed=names)
+
+    def _remove(self, model: nn.Module) -> None:
+        self._take_experts(model)
+        BSR._remove(self, model)
