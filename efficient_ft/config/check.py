@@ -90,11 +90,7 @@ def _check_together(config: Config) -> None:
         _check_data(key, one)
     if config.tasks:
         _check_tasks(config.tasks)
-    for setting, owners in (
-        ("momentum", ("sgd",)),
-        ("betas", ("adamw", "adam")),
-        ("state_bits", ("adamw", "adam")),
-    ):
+    for setting, owners in (("momentum", ("sgd",)), ("betas", ("adamw", "adam")), ("state_bits", ("adamw", "adam"))):
         # The default is in every configuration that a run has written.
         if getattr(optim, setting) != OptimConfig.model_fields[setting].default and optim.name not in owners:
             raise SettingError(

@@ -140,9 +140,7 @@ RULES: dict[str, KindRules] = {
 
 #: Several data sets in turn (``tasks=``), which use the rules of their kind in addition.
 SEVERAL = KindRules(
-    "several tasks",
-    (),
-    unsupported={"cache_features": "auto stores none there.", "prefix": "auto is fp32 there."},
+    "several tasks", (), unsupported={"cache_features": "auto stores none there.", "prefix": "auto is fp32 there."}
 )
 
 

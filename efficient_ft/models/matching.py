@@ -106,9 +106,7 @@ def _search(
             return _search(config, path, Contents(plain, keys, searched.objects), own, fit)
     if not complete:
         return searched, max(
-            fits,
-            key=lambda one: (one.loaded, len(searched.under(one.prefix))),
-            default=Fit("", missing=tuple(own)),
+            fits, key=lambda one: (one.loaded, len(searched.under(one.prefix))), default=Fit("", missing=tuple(own))
         )
     complete = _different(complete)
     if len(complete) == 1:

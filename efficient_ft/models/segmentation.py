@@ -140,10 +140,7 @@ def _segformer_class(config: ModelConfig, classes: int) -> tuple[Any, Any]:
     make: Any = SegformerConfig
     settings = {"hidden_sizes": channels, "depths": depths, "decoder_hidden_size": decoder, **config.kwargs}
     about = make(
-        num_labels=classes,
-        drop_path_rate=config.drop_path_rate,
-        classifier_dropout_prob=config.drop_rate,
-        **settings,
+        num_labels=classes, drop_path_rate=config.drop_path_rate, classifier_dropout_prob=config.drop_rate, **settings
     )
     return SegformerForSemanticSegmentation, about
 

@@ -39,9 +39,7 @@ def tokenizer() -> BertTokenizerFast:
     plain = Tokenizer(WordPiece({word: k for k, word in enumerate(VOCABULARY)}, unk_token="[UNK]"))
     plain.normalizer, plain.pre_tokenizer = BertNormalizer(), BertPreTokenizer()
     plain.post_processor = TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     return BertTokenizerFast(tokenizer_object=plain)
 

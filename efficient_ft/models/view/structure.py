@@ -47,9 +47,7 @@ def stem_of(model: nn.Module) -> str | None:
     return first if f"{holder_of(model)}.".startswith(f"{top}.") else top
 
 
-def stages_of(
-    model: nn.Module,
-) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...], tuple[str, ...]]:
+def stages_of(model: nn.Module) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...], tuple[str, ...]]:
     """Return the blocks of each stage, its other modules (downsampling), and the modules that contain them, by full
     name.
     """
