@@ -1,4 +1,4 @@
-"""Image classifiers of timm, and those of this package that have the same interface."""
+"""Image classifiers from timm, and classifiers of this package with the same interface."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ if TYPE_CHECKING:
 
 __all__ = ["build", "input_of", "load", "missing"]
 
+#: Exceptions of a network that cannot process an image size. UserError is a ValueError.
+_FAILURES = (RuntimeError, AssertionError, ValueError, ArithmeticError, LookupError)
+
 
 def build(config: ModelConfig, classes: int) -> nn.Module:
-    """Build a classifier with random weights.
-
-    Args:
-        config: the `model` section of the configuration.
-        classes: number of classes.
+    """Build a classifier with random weights; see `factory.Family`.
 
     Raises:
-        UserError: an unknown name, or arguments or an image size that the model rejects.
+        UserError: If the name is unknown, or the model rejects the arguments or the image size.
     """
     cfg = pretrained_cfg(config)
     try:
@@ -39,7 +38,7 @@ def build(config: ModelConfig, classes: int) -> nn.Module:
     except UserError:
         if config.image_size is not None:
             own = config.model_copy(update={"image_size": None})
-            build_timm(own, timm_kwargs(own, cfg, classes))  # raises if the size is not the reason
+            build_timm(own, timm_kwargs(own, cfg, classes))  # raises an error if the size is not the reason
             raise _refused_size(config, cfg) from None
         raise
     _check_image_size(config, cfg, model)
@@ -48,18 +47,10 @@ def build(config: ModelConfig, classes: int) -> nn.Module:
 
 
 def load(config: ModelConfig, classes: int, random: nn.Module) -> nn.Module:
-    """Build a classifier with the weights of a file, or with timm's pretrained weights.
-
-    Args:
-        config: the `model` section of the configuration.
-        classes: number of classes.
-        random: the same network with random weights.
-
-    Returns:
-        The network, with its `LoadingReport`.
+    """Build a classifier with the weights of a file, or with timm's pretrained weights; see `factory.Family`.
 
     Raises:
-        UserError: the weights cannot be fetched, cannot be read, or do not fit.
+        UserError: If the weights cannot be downloaded, cannot be read, or do not fit.
     """
     cfg = pretrained_cfg(config)
     path = fetch_weights(config, cfg)
@@ -74,7 +65,7 @@ def missing(config: ModelConfig) -> str | None:
 
 
 def _refused_size(config: ModelConfig, cfg: PretrainedCfg) -> SettingError:
-    """Return the error for an image size that a network cannot process, with the next larger one that it can."""
+    """Return the error for an image size that a network cannot process. It suggests the next larger usable size."""
     height, width = image_size(config, cfg)
     own = tuple(cfg.input_size[-2:])
     sizes = [side for side in range(32, max(own), 32) if side > max(height, width)]
@@ -97,20 +88,20 @@ def _is_usable(config: ModelConfig, side: int) -> bool:
         model = build_timm(changed, timm_kwargs(changed, cfg, 2))
         with torch.no_grad():
             model.eval()(torch.zeros(1, changed.kwargs.get("in_chans", 3), side, side))
-    except (RuntimeError, AssertionError, ValueError, ArithmeticError, LookupError):  # UserError is a ValueError
+    except _FAILURES:
         return False
     return True
 
 
 def _record_input_size(config: ModelConfig, model: nn.Module) -> None:
-    """Set the input size in the model's own record: the model view probes it at that size."""
+    """Set the input size in the model's `pretrained_cfg`. The model view runs the model at that size."""
     spec = input_of(config)
     record: Any = model.pretrained_cfg
     model.pretrained_cfg = {**record, "input_size": (len(spec.mean), *spec.size)}  # type: ignore[assignment]
 
 
 def _check_image_size(config: ModelConfig, cfg: PretrainedCfg, model: nn.Module) -> None:
-    """Reject a size that the model accepts but cannot process, or whose pixels its patches do not cover."""
+    """Reject an image size that the model fails to process, or that its patches do not cover completely."""
     own = tuple(cfg.input_size[-2:])
     size = image_size(config, cfg)
     if size == own and not any("patch" in name for name in config.kwargs):
@@ -119,8 +110,8 @@ def _check_image_size(config: ModelConfig, cfg: PretrainedCfg, model: nn.Module)
     try:
         with torch.no_grad(), _patches(model, size) as patches:
             model.eval()(torch.zeros(1, config.kwargs.get("in_chans", 3), *size))
-    except (RuntimeError, AssertionError, ValueError, ArithmeticError, LookupError) as error:
-        if config.image_size is None:  # patches of another size
+    except _FAILURES as error:
+        if config.image_size is None:  # the patch size in the arguments is the reason
             kwargs = ", ".join(f"{name}={value}" for name, value in config.kwargs.items())
             raise SettingError(
                 "model.kwargs", kwargs, f"arguments with which {config.name} runs", f"It fails: {first_line(error)}"
@@ -135,7 +126,7 @@ def _check_image_size(config: ModelConfig, cfg: PretrainedCfg, model: nn.Module)
 
 @contextmanager
 def _patches(model: nn.Module, size: tuple[int, int]) -> Iterator[list[tuple[int, int]]]:
-    """Record the patch sizes of layers whose patches do not cover images of `size`."""
+    """Record the patch sizes of layers whose patches do not cover images of `size` completely."""
     found: list[tuple[int, int]] = []
 
     def look(layer: nn.Module, inputs: tuple[Any, ...]) -> None:

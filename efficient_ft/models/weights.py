@@ -23,8 +23,8 @@ from safetensors import safe_open
 from timm.models import PretrainedCfg, adapt_input_conv
 from torch import Tensor, nn
 
-from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.models.checkpoint import Contents, error_text, read_contents, require_file, why_unusable
+from efficient_ft.core.errors import SettingError, UserError, first_line
+from efficient_ft.models.checkpoint import Contents, read_contents, require_file, why_unusable
 from efficient_ft.models.loading_report import LoadingReport, set_loading_report
 from efficient_ft.models.matching import Fit, choose, compare, no_fit, outside, some, split_prefix
 from efficient_ft.models.mismatch import explain
@@ -100,7 +100,7 @@ def match_timm(
                 converted = given if convert is None else _call(convert, dict(given), model)
             converted = _first_layer(converted, own, cfg)
         except Exception as failure:  # timm's conversions expect weights of the same model
-            converted, error = given, error_text(failure)
+            converted, error = given, first_line(failure).rstrip(".")
         result = compare(prefix, converted, own, model, heads, offset=cfg.label_offset or 0, lenient=lenient)
         left_out = {**result.left_out, **_dropped(given, converted)}
         notes = (*result.notes, *_changes(given, result.taken, result.new_heads))
@@ -326,7 +326,8 @@ def _load_npz(config: ModelConfig, kwargs: dict[str, Any], path: Path) -> nn.Mod
             "model.weights",
             path,
             f"a file of the original JAX weights of {config.name}",
-            f"Loading it failed: {error_text(error)}. Or pass a .safetensors or .pth file with timm's names.",
+            f"Loading it failed: {first_line(error).rstrip('.')}. Or pass a .safetensors or .pth file with timm's"
+            " names.",
         ) from error
     own = model.state_dict()
     classes = len(np.load(path).get("head/bias", ()))

@@ -118,7 +118,7 @@ def test_a_portable_configuration_needs_no_folder(folder: Path) -> None:
         ({"max_length": 65}, r"model\.max_length must be at most 64, the positions of bert, got 65"),
         ({"kwargs": {"to_dict": 8}}, r"model\.kwargs\.to_dict must be an argument of bert"),
         ({"kwargs": {"return_dict": False}}, r"model\.kwargs\.return_dict must be unset"),
-        ({"name": "./bert"}, r"model\.name must be OWNER/NAME of the hub.*model\.weights=DIR"),
+        ({"name": "./bert"}, r"model\.name must be OWNER/NAME on the hub.*model\.weights=DIR"),
         ({"kwargs": {"hidden_sise": 8}}, r"model\.kwargs\.hidden_sise must be an argument of bert.*'hidden_size'"),
         ({"kwargs": {"num_labels": 3}}, r"model\.kwargs\.num_labels must be unset"),
         ({"drop_rate": 0.1}, r"model\.drop_rate must be 0 with task=text.*hidden_dropout_prob"),
@@ -220,7 +220,7 @@ def test_missing_files_are_named(folder: Path, tmp_path: Path, monkeypatch: pyte
     message = str(factory.missing_weights(config("bert_base", pretrained=True)))
     assert "google-bert/bert-base-uncased" in message
     assert "model.weights=DIR" in message
-    assert "for which there are no published weights" in str(factory.missing_weights(config(pretrained=True)))
+    assert "a model type without published weights" in str(factory.missing_weights(config(pretrained=True)))
     with pytest.raises(UserError, match="HF_HUB_OFFLINE"):
         tokenizer_of(config("bert_base"))
 
@@ -380,8 +380,8 @@ def test_code_that_a_folder_names_is_left_out_and_reported(
     ("file", "entry", "said"),
     [
         ("config.json", {"quantization_config": {"quant_method": "gptq"}}, "the weights are quantized"),
-        ("config.json", {"model_type": "unheard"}, "model_type=unheard is no kind of network"),
-        ("config.json", {"model_type": ["bert"]}, "is no kind of network"),
+        ("config.json", {"model_type": "unheard"}, "model_type=unheard is not a model type"),
+        ("config.json", {"model_type": ["bert"]}, "is not a model type"),
         ("config.json", None, "it is not a mapping"),
         ("adapter_config.json", {"base_model_name_or_path": "owner/name"}, "Merge it into its network first"),
     ],
