@@ -383,7 +383,7 @@ def test_a_single_layer_that_was_never_filled_is_named(tmp_path: Path, weights: 
     never = {"blocks.1.attn.qkv.weight": 0.0, "blocks.0.mlp.fc1.weight": 0.3}
     held = {n: torch.full_like(v, never[n]) if n in never else v for n, v in weights.items()}
     assert report(load(tmp_path / "w.pth", held)).suspicious == (
-        "blocks.1.attn.qkv.weight: all values are 0, as in a tensor that was never filled",
+        "blocks.1.attn.qkv.weight: all values are 0, as in a tensor that was never initialized",
         "blocks.0.mlp.fc1.weight: all values are equal",
     )
     start = ("cls_token", "pos_embed", "bias", "norm1.weight", "head.weight")  # these may stay at zero
