@@ -148,7 +148,7 @@ def test_live_batch_statistics_end_the_prefix() -> None:
     HeadOnly().apply(model)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     prefix = find_prefix(model, images(64, 2))
-    assert (prefix.end, prefix.reason) == ("conv1", "bn1 computes statistics of the batch")
+    assert (prefix.end, prefix.reason) == ("conv1", "bn1 computes batch statistics")
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
 
 
