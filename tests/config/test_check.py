@@ -32,7 +32,7 @@ from tests.config.settings import PLAIN, two_tasks, with_settings
         (
             "trainer__strategy",
             "fsdp",
-            "trainer.strategy must be auto or ddp, got fsdp. It would divide each parameter over the processes",
+            "trainer.strategy must be auto or ddp, got fsdp. It would shard each parameter over the processes",
         ),
         ("trainer__strategy", "deepspeed_stage_2", "trainer.strategy must be auto or ddp, got deepspeed_stage_2."),
         ("trainer__strategy", "dp", "trainer.strategy must be one of auto, ddp, got dp."),

@@ -198,7 +198,7 @@ def test_timm_s_average_is_used_and_named(tmp_path: Path, weights: State) -> Non
     held = {"state_dict": weights, "state_dict_ema": shifted(weights)}
     model = load(tmp_path / "w.pth", held)
     assert_equal(model.state_dict(), shifted(weights))
-    assert "model.weights_key=state_dict selects the others" in report(model).lines(1000)[-1]
+    assert "model.weights_key=state_dict selects the other weights" in report(model).lines(1000)[-1]
     assert_equal(load(tmp_path / "w.pth", held, weights_key="state_dict").state_dict(), weights)
 
 
