@@ -28,7 +28,8 @@ def mistake(
     key, value, node = prefix, typing.cast(Any, plain), whole
     for part in loc:
         name = str(part)
-        node = _section(node, whole) if isinstance(value, Mapping) else resolved(node, whole)
+        branches = [resolved(one, whole) for one in node.get("anyOf", []) if isinstance(value, Mapping)]
+        node = next((one for one in branches if "properties" in one), resolved(node, whole))
         below = node.get("properties")
         if below is None and isinstance(value, Mapping) and isinstance(node.get("additionalProperties"), dict):
             below = dict.fromkeys(value, node["additionalProperties"])  # the user chooses the names
@@ -94,11 +95,7 @@ def _nearest(setting: str, known: Iterable[str], elsewhere: Iterable[str]) -> st
 class UnknownSetting(SettingError):
     """The error for a setting that does not exist.
 
-    Args:
-        setting: Full name of the setting.
-        value: The given value.
-        known: Names of the settings in the same group.
-        elsewhere: Full names of other settings.
+    `known` contains the names of the settings in the same group, and `elsewhere` the full names of other settings.
     """
 
     def __init__(self, setting: str, value: object, known: Iterable[str], elsewhere: Iterable[str] = ()):
@@ -122,12 +119,6 @@ def resolved(node: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
     """Return the definition to which a node of the JSON schema `whole` refers, or the node itself."""
     reference = node.get("$ref")
     return whole["$defs"][reference.rpartition("/")[2]] if reference else node
-
-
-def _section(node: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
-    """Return the definition of a section, which may be one branch of a union with null."""
-    options = [resolved(one, whole) for one in node.get("anyOf", [])]
-    return next((one for one in options if "properties" in one), resolved(node, whole))
 
 
 @functools.cache
@@ -185,13 +176,13 @@ def _constraint(node: dict[str, Any], whole: dict[str, Any]) -> str:
             words = "a non-empty mapping" if node.get("minProperties") else "a mapping"
             # A group is a mapping with fixed names, which other messages list.
             inner = resolved(below, whole) if isinstance(below, dict) else {}
+            if not inner:
+                return words
             keys = " or ".join(resolved(node.get("propertyNames", {}), whole).get("enum", ["names"]))
-            return f"{words} from {keys} to {_plural(_constraint(inner, whole))}" if inner else words
+            each = _constraint(inner, whole)
+            plural = "mappings" if f"{each} ".startswith("a mapping ") else f"values, each {each}"
+            return f"{words} from {keys} to {plural}"
     return "a value of the type in the constructor's signature"
-
-
-def _plural(words: str) -> str:
-    return "mappings" if words == "a mapping" or words.startswith("a mapping ") else f"values, each {words}"
 
 
 def show(value: Any) -> str:

@@ -63,12 +63,7 @@ class KindRules:
             raise SettingError(f"data.augment.{setting}", show(value), known, self.augmentation)
 
     def refuse_unsupported(self, config: Config, where: str) -> None:
-        """Raise a SettingError for unsupported stored features or forms of the frozen prefix.
-
-        Args:
-            config: Configuration of the run.
-            where: Last words of the constraint in the message.
-        """
+        """Raise a SettingError for unsupported stored features or forms of the prefix. `where` ends the constraint."""
         trainer = config.trainer
         if trainer.cache_features == "on" and "cache_features" in self.unsupported:
             known = f"off or auto {where}"
@@ -207,16 +202,13 @@ def _refuse_section(config: Config, others: Iterable[KindRules]) -> None:
 
 def _refuse_setting_of_other_family(model: ModelConfig) -> None:
     """Reject a setting of text classifiers or segmentation networks for an image classifier."""
-    for name, value, owners in (
-        ("max_length", model.max_length, "text classifiers"),
-        ("encoder", model.encoder, "segmentation networks (model=smp)"),
-    ):
-        if value is not None:
+    for name, owners in (("max_length", "text classifiers"), ("encoder", "segmentation networks (model=smp)")):
+        if getattr(model, name) is not None:
             import timm
 
             if model.name in OWN_CLASSIFIERS or timm.is_model(model.name.partition(".")[0]):
                 do = f"It belongs to {owners}. Leave it out."
-                raise SettingError(f"model.{name}", value, f"null with model.name={model.name}", do)
+                raise SettingError(f"model.{name}", getattr(model, name), f"null with model.name={model.name}", do)
 
 
 def _check_masks(name: str, masks: MaskConfig) -> None:

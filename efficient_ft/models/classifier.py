@@ -27,11 +27,7 @@ _FAILURES = (RuntimeError, AssertionError, ValueError, ArithmeticError, LookupEr
 
 
 def build(config: ModelConfig, classes: int) -> nn.Module:
-    """Build a classifier with random weights; see `factory.Family`.
-
-    Raises:
-        UserError: If the name is unknown, or the model rejects the arguments or the image size.
-    """
+    """Build a classifier with random weights; see `factory.random_model`."""
     cfg = pretrained_cfg(config)
     try:
         model = build_timm(config, timm_kwargs(config, cfg, classes))
@@ -47,11 +43,7 @@ def build(config: ModelConfig, classes: int) -> nn.Module:
 
 
 def load(config: ModelConfig, classes: int, random: nn.Module) -> nn.Module:
-    """Build a classifier with the weights of a file, or with timm's pretrained weights; see `factory.Family`.
-
-    Raises:
-        UserError: If the weights cannot be downloaded, cannot be read, or do not fit.
-    """
+    """Build a classifier with the weights of a file, or with timm's pretrained weights; see `factory.create_model`."""
     cfg = pretrained_cfg(config)
     path = fetch_weights(config, cfg)
     model = load_weights(config, timm_kwargs(config, cfg, classes), random, cfg, path)
@@ -72,12 +64,9 @@ def _refused_size(config: ModelConfig, cfg: PretrainedCfg) -> SettingError:
     usable = next((side for side in sizes if _is_usable(config, side)), None)
     use = "" if usable is None else f"model.image_size={usable}, or "
     other = " Or change model.kwargs." if config.kwargs else ""
-    return SettingError(
-        "model.image_size",
-        height if height == width else f"[{height},{width}]",
-        f"a size that {config.name} can process",
-        f"Its own is {own[0]}×{own[1]}. Use {use}null for its own.{other}",
-    )
+    given = height if height == width else f"[{height},{width}]"
+    do = f"Its own is {own[0]}×{own[1]}. Use {use}null for its own.{other}"
+    return SettingError("model.image_size", given, f"a size that {config.name} can process", do)
 
 
 def _is_usable(config: ModelConfig, side: int) -> bool:
@@ -150,9 +139,6 @@ def _unused_pixels(config: ModelConfig, size: tuple[int, int], patch: tuple[int,
     square = size[0] == size[1] and patch[0] == patch[1]
     near = [side[0] if square else f"[{side[0]},{side[1]}]" for side in (used, next_) if min(side)]
     shown = [str(side[0]) if square else f"{side[0]}×{side[1]}" for side in (used, size)]
-    return SettingError(
-        "model.image_size",
-        size[0] if square else f"[{size[0]},{size[1]}]",
-        f"a multiple of {patch[0]}, the patch size of {config.name}",
-        f"Only {shown[0]} of {shown[1]} pixels would be used. Use {' or '.join(map(str, near))}.",
-    )
+    known = f"a multiple of {patch[0]}, the patch size of {config.name}"
+    do = f"Only {shown[0]} of {shown[1]} pixels would be used. Use {' or '.join(map(str, near))}."
+    return SettingError("model.image_size", size[0] if square else f"[{size[0]},{size[1]}]", known, do)

@@ -118,9 +118,7 @@ def create_model(config: ModelConfig, num_classes: int | Mapping[str, int], *, r
 def random_model(config: ModelConfig, num_classes: int | Mapping[str, int]) -> nn.Module:
     """Create the network with random weights even if the configuration names weights, e.g. to count its cost.
 
-    Args:
-        config: The `model` section of the configuration.
-        num_classes: Number of outputs, or a mapping from tasks to numbers of outputs.
+    The arguments are the arguments of `create_model`.
 
     Raises:
         UserError: If the name is unknown, or the model rejects the arguments or the image size.

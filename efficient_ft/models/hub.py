@@ -25,12 +25,7 @@ _ALTERNATIVES = "Or use model.weights=FILE (a local file), or model.pretrained=f
 
 
 def missing_files(config: ModelConfig, cfg: PretrainedCfg) -> str | None:
-    """Return a message if the weights of a network are missing; see `factory.missing_weights`.
-
-    Args:
-        config: The `model` section of the configuration.
-        cfg: timm's pretrained configuration of the model.
-    """
+    """Return a message if the weights of a network are missing; see `factory.missing_weights`."""
     if config.weights is not None:
         try:
             require_file(Path(config.weights).expanduser())
@@ -43,8 +38,13 @@ def missing_files(config: ModelConfig, cfg: PretrainedCfg) -> str | None:
         return f"There are no pretrained weights of model.name={config.name}. {_ALTERNATIVES}"
     if _cached(cfg) is not None:
         return None
-    url = _url(cfg)
-    why = why_unavailable(url) if cfg.hf_hub_id else unreachable(url, accept_404=True)
+    if cfg.hf_hub_id:
+        repo, revision, names = _hub_files(cfg)
+        url = hf_hub_url(repo, names[0], revision=revision)
+        why = why_unavailable(url)
+    else:
+        url = str(cfg.url or cfg.file)
+        why = unreachable(url, accept_404=True)
     if why is None:
         return None
     return (
@@ -112,13 +112,6 @@ def _cached(cfg: PretrainedCfg) -> Path | None:
 
 def _torch_hub_file(cfg: PretrainedCfg) -> Path:
     return Path(torch.hub.get_dir()) / "checkpoints" / str(cfg.url).rpartition("/")[2]
-
-
-def _url(cfg: PretrainedCfg) -> str:
-    if cfg.hf_hub_id:
-        repo, revision, names = _hub_files(cfg)
-        return hf_hub_url(repo, names[0], revision=revision)
-    return str(cfg.url or cfg.file)
 
 
 def why_unavailable(url: str) -> str | None:

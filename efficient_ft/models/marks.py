@@ -13,8 +13,6 @@ from torch import nn
 
 #: Name of the model attribute that stores the marks.
 _MARKS = "efficient_ft_methods"
-#: Name of the model attribute that stores the names of the classifier's modules.
-_CLASSIFIER = "efficient_ft_classifier"
 
 
 @dataclass(frozen=True)
@@ -58,16 +56,6 @@ def remove_mark(model: nn.Module, key: str) -> None:
         setattr(model, _MARKS, rest)
     elif hasattr(model, _MARKS):
         delattr(model, _MARKS)
-
-
-def name_classifier(model: nn.Module, names: tuple[str, ...]) -> None:
-    """Store the full names of the classifier's modules that the user passed."""
-    setattr(model, _CLASSIFIER, names)
-
-
-def named_classifier(model: nn.Module) -> tuple[str, ...]:
-    """Return the full names of the classifier's modules that the user passed, or an empty tuple."""
-    return getattr(model, _CLASSIFIER, ())
 
 
 def added_modules(model: nn.Module) -> frozenset[str]:

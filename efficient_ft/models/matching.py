@@ -68,14 +68,9 @@ class Fit:
 def choose(
     config: ModelConfig, path: Path, contents: Contents, own: Collection[str], fit: Callable[[Contents, str], Fit]
 ) -> tuple[Contents, Fit]:
-    """Find the prefix under which a file fits a network.
+    """Find the prefix under which a file fits a network with the tensor names `own`.
 
-    Args:
-        config: The `model` section of the configuration. `weights_key` restricts the search.
-        path: Path of the file for messages.
-        contents: Contents of the file.
-        own: Names of the network's tensors.
-        fit: Function that compares the tensors under a prefix with the network.
+    `model.weights_key` restricts the search, and `fit` compares the tensors under a prefix with the network.
 
     Returns:
         The searched contents, and the complete fit, or the nearest fit if no fit is complete.
@@ -94,10 +89,9 @@ def _search(
     most = max(votes.values(), default=0)
     likely = [prefix for prefix, count in votes.most_common(_BY_NAMES) if count * 2 >= most]
     fits = [fit(searched, prefix) for prefix in likely]
-    complete = [one for one in fits if one.complete]
-    if not complete:
+    if not any(one.complete for one in fits):
         fits += [fit(searched, prefix) for prefix in _groups(searched.tensors, len(own)) if prefix not in likely]
-        complete = [one for one in fits if one.complete]
+    complete = [one for one in fits if one.complete]
     if not complete and any(_WRAPPERS.search(name) for name in searched.tensors):
         names = {name: _WRAPPERS.sub("", name) for name in searched.tensors}
         if len(set(names.values())) == len(names):
@@ -105,9 +99,8 @@ def _search(
             keys = {names[name]: _WRAPPERS.sub("", searched.keys[name]) for name in names}
             return _search(config, path, Contents(plain, keys, searched.objects), own, fit)
     if not complete:
-        return searched, max(
-            fits, key=lambda one: (one.loaded, len(searched.under(one.prefix))), default=Fit("", missing=tuple(own))
-        )
+        fits = fits or [Fit("", missing=tuple(own))]
+        return searched, max(fits, key=lambda one: (one.loaded, len(searched.under(one.prefix))))
     complete = _different(complete)
     if len(complete) == 1:
         return searched, complete[0]
@@ -128,9 +121,8 @@ def _restricted(config: ModelConfig, path: Path, contents: Contents) -> Contents
         if len(groups) == 1:
             groups = Counter(".".join(name.split(".")[:2]) for name in contents.tensors)
         inside = ", ".join(f"{name} ({count} tensors)" for name, count in groups.most_common(8))
-        raise SettingError(
-            "model.weights_key", config.weights_key, "a prefix of names in model.weights", f"{path} contains {inside}."
-        )
+        known = "a prefix of names in model.weights"
+        raise SettingError("model.weights_key", config.weights_key, known, f"{path} contains {inside}.")
     return Contents(tensors, contents.keys, contents.objects)
 
 
@@ -190,13 +182,10 @@ def _ambiguous(config: ModelConfig, path: Path, contents: Contents, fits: Sequen
     named = [(one.prefix.rstrip("."), len(contents.under(one.prefix))) for one in fits]
     listed = ", ".join(f"{name or 'the top level'} ({count} tensors)" for name, count in named)
     keys = [name for name, _ in named if name]
-    return SettingError(
-        "model.weights_key",
-        "null" if config.weights_key is None else config.weights_key,
-        f"one of {', '.join(keys)}",
-        f"{path} contains {len(fits)} sets of weights that fit {config.name}: {listed}. Set {setting(keys[-1])}"
-        " or another key.",
-    )
+    given = "null" if config.weights_key is None else config.weights_key
+    do = f"{path} contains {len(fits)} sets of weights that fit {config.name}: {listed}."
+    do += f" Set {setting(keys[-1])} or another key."
+    return SettingError("model.weights_key", given, f"one of {', '.join(keys)}", do)
 
 
 def compare(
@@ -209,10 +198,10 @@ def compare(
     offset: int = 0,
     lenient: bool = False,
 ) -> Fit:
-    """Compare the tensors under a prefix of a file with a network.
+    """Compare the tensors `given` under a prefix of a file with the tensors `own` of a network.
 
     Args:
-        prefix: Prefix of the tensors' full names.
+        prefix: Prefix of the full names in the file.
         given: Tensors from the file, by the network's names.
         own: Tensors of the network, with new classifiers.
         model: The network.
@@ -261,13 +250,9 @@ def compare(
 
 
 def fit_of_transformers(prefix: str, model: nn.Module, found: Mapping[str, Any], heads: Collection[str]) -> Fit:
-    """Return the fit of weights that `transformers` has loaded.
+    """Return the fit of a network that `transformers` has loaded with the loading info `found`.
 
-    Args:
-        prefix: Prefix of the tensors' full names.
-        model: The loaded network.
-        found: Loading info from `transformers`.
-        heads: Names of the parts that may be newly initialized.
+    `prefix` is the prefix of the full names in the file, and `heads` names the parts that may be newly initialized.
     """
     own = model.state_dict()
     shapes = {name: f"{'×'.join(map(str, was))} in the file, {'×'.join(map(str, now))} in the model"

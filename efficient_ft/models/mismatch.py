@@ -45,16 +45,10 @@ def explain(
     heads: tuple[str, ...],
     setting: str = "model=timm model.name",
 ) -> str:
-    """Explain in one or more sentences why the nearest part of a file does not fit a network.
+    """Explain in one or more sentences why the nearest part of a file does not fit the network `name`.
 
-    Args:
-        name: Name of the network in timm or another library.
-        path: Path of the file.
-        contents: The searched contents.
-        fit: The nearest fit.
-        own: Tensors of the network.
-        heads: Names of the network's classifiers.
-        setting: Settings that select another timm model, for messages.
+    `own` contains the network's tensors, `heads` the names of its classifiers, and `setting` the settings that select
+    another timm model.
     """
     given = contents.under(fit.prefix)
     if any(".lora_" in one or ".base_layer." in one for one in contents.tensors):
@@ -120,12 +114,8 @@ def _tokens(given: Mapping[str, Tensor], own: Mapping[str, Tensor], *, positions
 
 def _prefix_tokens(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the number of prefix tokens by kind."""
-    found: dict[str, int] = {}
-    for name, kind in PREFIX_TOKENS.items():
-        value = tensors.get(name)
-        if value is not None:
-            found[kind] = value.shape[1] if value.ndim == 3 else 1
-    return found
+    present = {kind: tensors[name] for name, kind in PREFIX_TOKENS.items() if name in tensors}
+    return {kind: value.shape[1] if value.ndim == 3 else 1 for kind, value in present.items()}
 
 
 def _words(tokens: Mapping[str, int]) -> str:
@@ -174,8 +164,7 @@ def _structure(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[s
     facts = []
     theirs, ours = _depths(given), _depths(own)
     deep = [one for one in ours if one in theirs and theirs[one] != ours[one]]
-    wide = {kind: (size(given), size(own)) for kind, size in (("width", _width), ("patches", _patch))}
-    there, here = wide["width"]
+    there, here = _width(given), _width(own)
     if there and here and there != here:
         at = next((one for one in ("blocks", "layers", "stages") if one in theirs and one in ours), None)
         count = (f"{theirs[at]} {at}", f"{ours[at]}") if at else ("a stem", "a stem")
@@ -185,8 +174,10 @@ def _structure(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[s
         plain = one in ("blocks", "layers", "stages")
         facts.append(f"the file has {theirs[one]} {one}, the model has {ours[one]}" if plain
                      else f"{one} has {theirs[one]} parts in the file, {ours[one]} in the model")  # fmt: skip
-    if wide["patches"][0] and wide["patches"][1] and wide["patches"][0] != wide["patches"][1]:
-        facts.append(f"the file has patches of {wide['patches'][0]} pixels, the model has {wide['patches'][1]}")
+    patches = [tensors.get("patch_embed.proj.weight", torch.empty(0)) for tensors in (given, own)]
+    sizes = [f"{patch.shape[-2]}×{patch.shape[-1]}" for patch in patches if patch.ndim == 4]
+    if len(set(sizes)) == 2:
+        facts.append(f"the file has patches of {sizes[0]} pixels, the model has {sizes[1]}")
     return facts
 
 
@@ -216,19 +207,11 @@ def _width(tensors: Mapping[str, Tensor]) -> int | None:
     return None
 
 
-def _patch(tensors: Mapping[str, Tensor]) -> str | None:
-    value = tensors.get("patch_embed.proj.weight")
-    return f"{value.shape[-2]}×{value.shape[-1]}" if value is not None and value.ndim == 4 else None
-
-
 def suggestion(name: str, stem: str, contents: Contents, heads: tuple[str, ...]) -> str | None:
     """Return the name of a timm model that fits the tensors of a file, or None if a short search finds none.
 
-    Args:
-        name: Name of the model that does not fit.
-        stem: Name of the file without its extension.
-        contents: Contents of the file.
-        heads: Names of the model's classifiers.
+    `name` is the model that does not fit, `stem` the file's name without its extension, and `heads` the names of the
+    model's classifiers.
     """
     for other in itertools.islice(_by_likeness(name, stem, contents), _TRIED):
         try:

@@ -174,24 +174,20 @@ def find_prefix(model: nn.Module, images: Tensor) -> FrozenPrefix:
         UserError: If there is no such prefix. The message states the reason.
     """
     with _restored_buffers(model):
-        return _find_prefix(model, images)
-
-
-def _find_prefix(model: nn.Module, images: Tensor) -> FrozenPrefix:
-    trace = _Trace(model)
-    trace.run(images)
-    expected = _seeded(model, images)  # run without hooks, because layers with hooks may compute differently
-    end, reason = trace.first_that_matters()
-    below = [call for call in trace.calls if 0 <= call.left <= end and trace.once(call)]
-    ends = [call for call in below if isinstance(call.output, _Like) and call.output.shape[0] == len(images)]
-    for call in sorted(ends, key=lambda call: call.left, reverse=True)[:_TRIES]:
-        inside = {one.name: one for one in below if one.left <= call.left}
-        outermost = [one for one in inside.values() if not any(name in inside for name in _ancestors(one.name))]
-        if call not in outermost:
-            continue
-        prefix = FrozenPrefix(model, call, outermost, tuple(images.shape[1:]), reason)
-        if _continues(model, prefix, images, expected) and _continues_in_evaluation(model, prefix, images):
-            return prefix
+        trace = _Trace(model)
+        trace.run(images)
+        expected = _seeded(model, images)  # run without hooks, because layers with hooks may compute differently
+        end, reason = trace.first_that_matters()
+        below = [call for call in trace.calls if 0 <= call.left <= end and trace.counts[call.name] == 1]
+        ends = [call for call in below if isinstance(call.output, _Like) and call.output.shape[0] == len(images)]
+        for call in sorted(ends, key=lambda call: call.left, reverse=True)[:_TRIES]:
+            inside = {one.name: one for one in below if one.left <= call.left}
+            outermost = [one for one in inside.values() if not any(name in inside for name in _ancestors(one.name))]
+            if call not in outermost:
+                continue
+            prefix = FrozenPrefix(model, call, outermost, tuple(images.shape[1:]), reason)
+            if _continues(model, prefix, images, expected) and _continues_in_evaluation(model, prefix, images):
+                return prefix
     below_it = "nothing is below it" if not ends else "a later layer uses the values below it again"
     raise UserError(f"No part of the network can be computed once: {reason}, and {below_it}.")
 
@@ -203,7 +199,7 @@ class _Trace:
         self.model = model
         self._modules = dict(model.named_modules())
         self.calls: list[_Call] = []
-        self._counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         self._active: list[_Call] = []
         self._events = 0
         self._state = torch.get_rng_state()
@@ -235,7 +231,7 @@ class _Trace:
 
     def _enter(self, name: str) -> None:
         self.calls.append(_Call(name, self._event()))
-        self._counts[name] += 1
+        self.counts[name] += 1
         self._active.append(self.calls[-1])
 
     def _leave(self, output: Any) -> None:
@@ -246,19 +242,16 @@ class _Trace:
             call.order = (0, *sorted(range(1, output.dim()), key=output.stride().__getitem__, reverse=True))
             call.carries_more = bool(vars(output))
 
-    def once(self, call: _Call) -> bool:
-        """Return True if the module of `call` was called only once."""
-        return self._counts[call.name] == 1
-
     def first_that_matters(self) -> tuple[int, str]:
         """Return the event before the first computation that differs between steps, and the reason."""
         found = [(self._drawn[0], f"{self._drawn[1]} draws random numbers")] if self._drawn else []
         for call in self.calls:
             for name in self._own(call.name):
                 module = self._modules[name]
+                frozen = type(module) in FROZEN.values() or not module.training
                 if any(p.requires_grad for p in module.parameters(recurse=False)):
                     found.append((call.entered - 1, f"{name or 'the network itself'} trains"))
-                elif isinstance(module, _BatchNorm) and _is_live(module):
+                elif isinstance(module, _BatchNorm) and (module.running_mean is None or not frozen):
                     found.append((call.entered - 1, f"{name} computes batch statistics"))
             if call.carries_more:
                 found.append((call.entered - 1, f"{call.name} returns a tensor with additional attributes"))
@@ -268,8 +261,8 @@ class _Trace:
     def _own(self, called: str) -> list[str]:
         """Return a module and its submodules that were never called. The module may use their parameters directly."""
         below = f"{called}." if called else ""
-        uncalled = [name for name in self._modules if name.startswith(below) and name not in self._counts]
-        return [called, *(n for n in uncalled if next((a for a in _ancestors(n) if a in self._counts), "") == called)]
+        uncalled = [name for name in self._modules if name.startswith(below) and name not in self.counts]
+        return [called, *(n for n in uncalled if next((a for a in _ancestors(n) if a in self.counts), "") == called)]
 
 
 def _continues_in_evaluation(model: nn.Module, prefix: FrozenPrefix, images: Tensor) -> bool:
@@ -292,11 +285,6 @@ def _restored_buffers(model: nn.Module) -> Iterator[None]:
     finally:
         for name, buffer in model.named_buffers():
             buffer.copy_(before[name])
-
-
-def _is_live(norm: _BatchNorm) -> bool:
-    """Return True if the layer uses batch statistics."""
-    return norm.running_mean is None or (norm.training and type(norm) not in FROZEN.values())
 
 
 def _ancestors(name: str) -> list[str]:

@@ -83,11 +83,8 @@ class Folds:
 def find_folds(model: nn.Module, run: Callable[[], Any]) -> Folds:
     """Find convolutions whose output is the input of a BatchNorm layer with frozen statistics.
 
-    The search does not detect other uses of a convolution's output. Compare the results before using the folds.
-
-    Args:
-        model: The network.
-        run: Function that runs a forward pass of `model` or of a part of it.
+    `run` runs a forward pass of `model` or of a part of it. The search does not detect other uses of a convolution's
+    output. Compare the results before using the folds.
     """
     made: dict[int, tuple[nn.Conv2d, Tensor]] = {}  # keeps the outputs alive so that their ids are unique
     calls: Counter[nn.Module] = Counter()
@@ -128,8 +125,8 @@ def folded(conv: nn.Conv2d, norm: _BatchNorm) -> tuple[Tensor, Tensor]:
     scale = (norm.running_var.double() + norm.eps).rsqrt()
     if norm.weight is not None:
         scale = scale * norm.weight.double()
-    bias = -norm.running_mean.double() if conv.bias is None else conv.bias.double() - norm.running_mean.double()
-    bias = bias * scale
+    mean = norm.running_mean.double()
+    bias = (-mean if conv.bias is None else conv.bias.double() - mean) * scale
     if norm.bias is not None:
         bias = bias + norm.bias.double()
     return (conv.weight * scale[:, None, None, None].to(conv.weight.dtype)), bias.to(conv.weight.dtype)
@@ -157,9 +154,7 @@ def choose_form(
 ) -> tuple[Form, dict[str, float], dict[str, float]]:
     """Time the forms alternately, and select the fastest form with a sufficiently exact output.
 
-    Args:
-        run: Function that computes the features of a batch in a form.
-        forms: Forms in order of complexity, starting with `Form.FP32`.
+    `run` computes the features of a batch in a form. `forms` are in order of complexity and start with `Form.FP32`.
 
     Returns:
         The selected form, the median time of each form in seconds, and the deviation of each form's output from fp32.

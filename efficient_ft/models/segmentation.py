@@ -56,11 +56,7 @@ _SET_ELSEWHERE = {
 
 
 def input_of(config: ModelConfig) -> InputSpec:
-    """Return the size of training crops and the normalization of a segmentation network.
-
-    Raises:
-        SettingError: If the encoder is unknown.
-    """
+    """Return the size of training crops and the normalization of a segmentation network; see `factory.input_of`."""
     mean, std = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
     if config.encoder is not None:
         cfg = encoder_cfg(config)
@@ -71,11 +67,7 @@ def input_of(config: ModelConfig) -> InputSpec:
 
 
 def encoder_cfg(config: ModelConfig) -> PretrainedCfg:
-    """Return timm's pretrained configuration of the encoder.
-
-    Raises:
-        SettingError: If the encoder is not a timm model.
-    """
+    """Return timm's pretrained configuration of the encoder, or raise a SettingError if it is not a timm model."""
     try:
         return pretrained_cfg(config.model_copy(update={"name": config.encoder}))
     except SettingError as error:
@@ -85,11 +77,7 @@ def encoder_cfg(config: ModelConfig) -> PretrainedCfg:
 
 
 def weights_cfg(config: ModelConfig) -> PretrainedCfg:
-    """Return the pretrained configuration of Segformer trained on ADE20K, or of the encoder.
-
-    Raises:
-        SettingError: If the encoder is unknown.
-    """
+    """Return the pretrained configuration of Segformer trained on ADE20K, or of the encoder (see `encoder_cfg`)."""
     if config.encoder is not None:
         return encoder_cfg(config)
     size = 640 if config.name == "segformer_b5" else 512
@@ -99,14 +87,10 @@ def weights_cfg(config: ModelConfig) -> PretrainedCfg:
 
 
 def build(config: ModelConfig, classes: int, encoder: dict[str, Tensor] | None = None) -> nn.Module:
-    """Build a segmentation network for images (B, 3, H, W); see `factory.Family`.
+    """Build a segmentation network for images (B, 3, H, W); see `factory.random_model`.
 
-    The network returns logits (B, classes, h, w), or an object that contains the logits.
-
-    Args:
-        config: The `model` section of the configuration.
-        classes: Number of classes.
-        encoder: Encoder weights with timm's names, or None for random weights.
+    The network returns logits (B, classes, h, w), or an object that contains the logits. `encoder` contains weights of
+    the encoder with timm's names. By default, the weights are random.
 
     Raises:
         SettingError: If the network is unknown, or another setting determines an argument.
@@ -186,11 +170,7 @@ def _encoder_decoder(config: ModelConfig, classes: int, encoder: dict[str, Tenso
 
 
 def load(config: ModelConfig, classes: int, random: nn.Module) -> nn.Module:
-    """Build a segmentation network with its own weights, or with timm's weights for its encoder; see `factory.Family`.
-
-    Raises:
-        UserError: If the weights cannot be downloaded, cannot be read, or do not fit.
-    """
+    """Build a network with its own weights, or with timm's weights for its encoder; see `factory.create_model`."""
     path = fetch_weights(config, weights_cfg(config))
     if config.encoder is None:
         return _load_segformer(config, classes, path, random)

@@ -27,9 +27,6 @@ class Tasks:
     Args:
         names: One or more unique names of letters, digits, ``_`` and ``-``, which become parts of parameter names.
 
-    Attributes:
-        names: The names of the tasks.
-
     Raises:
         SettingError: If there are no names, or if names are repeated or invalid.
     """
@@ -43,9 +40,8 @@ class Tasks:
         for name in self.names:
             # A ModuleDict does not accept the names of its attributes as keys.
             if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or hasattr(nn.ModuleDict, name) or name == "training":
-                raise SettingError(
-                    "tasks", repr(name), "names of letters, digits, _ and -, other than attributes of nn.ModuleDict"
-                )
+                known = "names of letters, digits, _ and -, other than attributes of nn.ModuleDict"
+                raise SettingError("tasks", repr(name), known)
         self._active = self.names[0]
 
     @property
@@ -65,11 +61,9 @@ class Tasks:
 
 
 class PerTask(nn.ModuleDict):
-    """A container with one module per task. The forward pass runs the module of the active task.
+    """A container with one module per task, which runs the module of the active task.
 
-    Args:
-        tasks: The tasks, which all `PerTask` modules of a network share.
-        modules: Modules by task.
+    All `PerTask` modules of a network share the object `tasks`.
     """
 
     def __init__(self, tasks: Tasks, modules: Mapping[str, nn.Module]) -> None:
@@ -112,9 +106,8 @@ def give_heads(model: nn.Module, classes: Mapping[str, int], zero: bool = False)
         raise UserError(f"{type(model).__name__} already has several tasks. Call give_heads once.")
     reset: Any = getattr(model, "reset_classifier", None)
     if reset is None:
-        raise UserError(
-            f"{type(model).__name__} has no reset_classifier, so its classifier cannot be replaced. Use a timm model."
-        )
+        why = "has no reset_classifier, so its classifier cannot be replaced"
+        raise UserError(f"{type(model).__name__} {why}. Use a timm model.")
     tasks = Tasks(classes)
     own = getattr(model, "num_classes", None)
     heads: dict[str, dict[str, nn.Module]] = {}  # modules by full name of the classifier and by task

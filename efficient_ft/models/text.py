@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import pickle
 import re
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,41 +33,20 @@ if TYPE_CHECKING:
     from efficient_ft.config.schema import ModelConfig
 
 
-@dataclass(frozen=True)
-class KnownModel:
-    """A pretrained network with a known architecture.
-
-    Attributes:
-        repository: Repository on the hub.
-        type: Model type in `transformers`.
-        changes: Arguments that differ from the defaults of the model type.
-    """
-
-    repository: str
-    type: str
-    changes: dict[str, Any] = field(default_factory=dict)
-
-
 def _bert(layers: int, width: int, heads: int) -> dict[str, Any]:
-    return {
-        "num_hidden_layers": layers,
-        "hidden_size": width,
-        "num_attention_heads": heads,
-        "intermediate_size": 4 * width,
-    }
+    sizes = {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads}
+    return {**sizes, "intermediate_size": 4 * width}
 
 
-TEXT_MODELS: dict[str, KnownModel] = {
-    "bert_base": KnownModel("google-bert/bert-base-uncased", "bert"),
-    # Turc et al., "Well-Read Students Learn Better", 2019.
-    "bert_small": KnownModel("google/bert_uncased_L-4_H-512_A-8", "bert", _bert(4, 512, 8)),
-    "bert_tiny": KnownModel("google/bert_uncased_L-2_H-128_A-2", "bert", _bert(2, 128, 2)),
-    "distilbert_base": KnownModel("distilbert/distilbert-base-uncased", "distilbert"),
-    "roberta_base": KnownModel(
-        "FacebookAI/roberta-base",
-        "roberta",
-        {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5},
-    ),
+_ROBERTA = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
+#: Repository on the hub, model type in `transformers`, and changes to the type's default arguments, by model name.
+#: bert_small and bert_tiny are from Turc et al., "Well-Read Students Learn Better", 2019.
+TEXT_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "bert_base": ("google-bert/bert-base-uncased", "bert", {}),
+    "bert_small": ("google/bert_uncased_L-4_H-512_A-8", "bert", _bert(4, 512, 8)),
+    "bert_tiny": ("google/bert_uncased_L-2_H-128_A-2", "bert", _bert(2, 128, 2)),
+    "distilbert_base": ("distilbert/distilbert-base-uncased", "distilbert", {}),
+    "roberta_base": ("FacebookAI/roberta-base", "roberta", _ROBERTA),
 }
 
 #: Files of a repository or folder. A network needs one file of each group.
@@ -109,7 +87,7 @@ def input_of(config: ModelConfig) -> InputSpec:
 
 
 def build(config: ModelConfig, classes: int) -> nn.Module:
-    """Build a text classifier with random weights; see `factory.Family`.
+    """Build a text classifier with random weights; see `factory.random_model`.
 
     Raises:
         SettingError: If the network or an argument is unknown, or `model.max_length` exceeds the number of positions.
@@ -120,10 +98,15 @@ def build(config: ModelConfig, classes: int) -> nn.Module:
 
 def _random(config: ModelConfig, about: Any) -> nn.Module:
     """Build the network of the `transformers` configuration `about` with random weights in fp32."""
-    auto = _transformers(config)
-    _check_sizes(config, about)
+    for name, most in _SIZES.items():
+        size = getattr(about, name, None)
+        if size is not None and (type(size) is not int or not 1 <= size <= most):
+            file = f"{name} in config.json of {config.weights or config.name}"
+            place = f"model.kwargs.{name}" if name in config.kwargs else file
+            raise SettingError(place, size, f"an integer from 1 to {most:,}")
+    auto = _transformers(config).AutoModelForSequenceClassification
     try:
-        model: nn.Module = auto.AutoModelForSequenceClassification.from_config(about, dtype=torch.float32)
+        model: nn.Module = auto.from_config(about, dtype=torch.float32)
     except _REFUSALS as error:
         given = f"model.kwargs={config.kwargs}" if config.kwargs else f"the type {about.model_type}"
         raise UserError(
@@ -136,43 +119,23 @@ def _random(config: ModelConfig, about: Any) -> nn.Module:
     return model
 
 
-def _check_sizes(config: ModelConfig, about: Any) -> None:
-    """Raise a SettingError for the first invalid size in the `transformers` configuration `about`."""
-    for name, most in _SIZES.items():
-        size = getattr(about, name, None)
-        if size is not None and (type(size) is not int or not 1 <= size <= most):
-            own = name in config.kwargs
-            place = f"model.kwargs.{name}" if own else f"{name} in config.json of {config.weights or config.name}"
-            raise SettingError(place, size, f"an integer from 1 to {most:,}")
-
-
 def load(config: ModelConfig, classes: int, random: nn.Module | None = None) -> nn.Module:
-    """Build a text classifier with the weights of its repository, a local folder or a file; see `factory.Family`.
-
-    Raises:
-        SettingError: If the weights do not fit, or for the reasons in `build`.
-        UserError: If files cannot be downloaded or read, or for the reasons in `build`.
-    """
+    """Build a text classifier with the weights of its repository, a folder or a file; see `factory.create_model`."""
     about, source = _architecture(config, classes), _local(config)
     if (source / "adapter_config.json").is_file():
         raise UserError(f"{source} contains an adapter. Merge it into its network first (peft: merge_and_unload()).")
     if config.weights_key is not None and source.is_dir():
         raise SettingError("model.weights_key", config.weights_key, "null if model.weights is a folder")
+    options: Any = {"ignore_mismatched_sizes": True, "local_files_only": True, "trust_remote_code": False}
     with torch.device("meta"):
         plain = _random(config, about)
     kind: Any = type(plain)
     own, base = plain.state_dict(), f"{plain.base_model_prefix}."
 
     def fit(weights: dict[str, Tensor] | None, prefix: str) -> Fit:
+        folder = None if source.is_file() else str(source)
         model, found = kind.from_pretrained(
-            None if source.is_file() else str(source),
-            config=about,
-            state_dict=weights,
-            dtype="float32",
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            local_files_only=True,
-            trust_remote_code=False,
+            folder, config=about, state_dict=weights, dtype="float32", output_loading_info=True, **options
         )
         new = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
         heads = {name.rpartition(".")[0] for name in new if not name.startswith(base) or ".pooler." in name}
@@ -200,7 +163,7 @@ def tokenizer_of(config: ModelConfig) -> Tokenizer:
     """Read the tokenizer of a network.
 
     Raises:
-        UserError: If `transformers` is not installed, or the tokenizer's files are missing or damaged.
+        UserError: If `transformers` is not installed, or if the tokenizer's files are missing or damaged.
     """
     auto = _transformers(config)
     source = _local(config, tokenizer=True)
@@ -214,11 +177,9 @@ def tokenizer_of(config: ModelConfig) -> Tokenizer:
         )
         if fast.pad_token_id is None:
             raise ValueError("it has no padding token")
-        return Tokenizer(
-            fast.backend_tokenizer,
-            [name for name in fast.model_input_names if name in ("input_ids", "attention_mask", "token_type_ids")],
-            (fast.pad_token_id, fast.pad_token),
-        )
+        known = ("input_ids", "attention_mask", "token_type_ids")
+        inputs = [name for name in fast.model_input_names if name in known]
+        return Tokenizer(fast.backend_tokenizer, inputs, (fast.pad_token_id, fast.pad_token))
 
     return checked_tokenizer(source, read_folder)
 
@@ -229,9 +190,8 @@ def _require_plain_tokenizer(folder: Path) -> None:
         return
     for name, value in read_json(folder / "tokenizer_config.json").items():
         if name.endswith("_file") and isinstance(value, str) and Path(value).name != value.replace("\\", "/"):
-            raise UserError(
-                f"{folder}/tokenizer_config.json: {name}={value} is outside of the folder. Remove the entry."
-            )
+            entry = f"{folder}/tokenizer_config.json: {name}={value}"
+            raise UserError(f"{entry} is outside of the folder. Remove the entry.")
 
 
 #: Entries of a `transformers` configuration that do not describe the architecture.
@@ -262,11 +222,9 @@ def portable(config: ModelConfig, model: nn.Module) -> ModelConfig:
     plain = _transformers(config).AutoConfig.for_model(about.model_type)
     usual = plain.to_dict()
     # A published config.json may contain entries that are not arguments of the network.
-    kwargs = {
-        name: value
-        for name, value in about.to_dict().items()
-        if name not in _NO_ARCHITECTURE and _is_argument(plain, name) and usual.get(name) != value
-    }
+    changed = {name: value for name, value in about.to_dict().items() if usual.get(name) != value}
+    names = [name for name in changed if name not in _NO_ARCHITECTURE and _is_argument(plain, name)]
+    kwargs = {name: changed[name] for name in names}
     return config.model_copy(update={"name": about.model_type, "kwargs": kwargs})
 
 
@@ -317,7 +275,7 @@ def _repository(config: ModelConfig) -> str | None:
         SettingError: If the name is a folder, or is not a valid name on the hub.
     """
     if config.name in TEXT_MODELS:
-        return TEXT_MODELS[config.name].repository
+        return TEXT_MODELS[config.name][0]
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", config.name) and not Path(config.name).is_dir():
         return config.name
     if not re.fullmatch(r"[\w-]+", config.name):
@@ -352,9 +310,8 @@ def _local(config: ModelConfig, tokenizer: bool = False) -> Path:
             folder = Path(snapshot_download(repository, allow_patterns=[*wanted, *_OPTIONAL, _WEIGHTS[1]]))
         return folder
     except Exception as error:  # hub errors and transport errors have no narrower common base class
-        raise UserError(
-            f"The files of {config.name} cannot be fetched: {first_line(error)}. {_ALTERNATIVES}"
-        ) from error
+        why = first_line(error)
+        raise UserError(f"The files of {config.name} cannot be fetched: {why}. {_ALTERNATIVES}") from error
 
 
 def _metadata(file: Path) -> dict[str, str]:
@@ -381,12 +338,12 @@ def _transformers(config: ModelConfig) -> Any:
 def _architecture(config: ModelConfig, classes: int) -> Any:
     """Return the network's `transformers` configuration with the changes in `model.kwargs`."""
     auto = _transformers(config)
-    known = TEXT_MODELS.get(config.name)
     changes: dict[str, Any] = {}
     if config.weights is not None and Path(config.weights).expanduser().is_dir():
         about = _read_architecture(config, Path(config.weights).expanduser())
-    elif known is not None:
-        about, changes = auto.AutoConfig.for_model(known.type), known.changes
+    elif config.name in TEXT_MODELS:
+        _, kind, changes = TEXT_MODELS[config.name]
+        about = auto.AutoConfig.for_model(kind)
     elif _repository(config) is not None:
         about = _read_architecture(config, _local(config.model_copy(update={"pretrained": False})))
     else:
@@ -424,10 +381,8 @@ def _read_architecture(config: ModelConfig, folder: Path) -> Any:
     known = _transformers(config).CONFIG_MAPPING
     kind = plain.get("model_type", config.name)
     if not isinstance(kind, str) or kind not in known:
-        raise UserError(
-            f"{folder}/config.json cannot be used (model_type={plain.get('model_type')} is not a model type of"
-            " transformers)."
-        )
+        why = f"model_type={plain.get('model_type')} is not a model type of transformers"
+        raise UserError(f"{folder}/config.json cannot be used ({why}).")
     try:
         return known[kind].from_dict(plain)
     except _REFUSALS as error:

@@ -38,12 +38,8 @@ def pretrained_cfg(config: ModelConfig) -> PretrainedCfg:
     """
     name = config.name
     if not timm.is_model(name):
-        raise SettingError(
-            "model.name",
-            name,
-            "a classifier of timm (see timm.list_models()), vit_digits, vit_micro or proxyless_mobile",
-            did_you_mean(name, timm.list_models()).strip() or None,
-        )
+        known = "a classifier of timm (see timm.list_models()), vit_digits, vit_micro or proxyless_mobile"
+        raise SettingError("model.name", name, known, did_you_mean(name, timm.list_models()).strip() or None)
     try:
         cfg = get_pretrained_cfg(name)
     except RuntimeError:  # the model does not have the tag (the part after the dot)

@@ -52,7 +52,7 @@ def load_weights(
         kwargs: Keyword arguments of `timm.create_model`.
         random: The same model with random weights. Its classifier replaces a classifier that does not fit.
         cfg: timm's pretrained configuration of the model.
-        path: A file that `read_contents` reads, or an .npz file with the original JAX weights of the ViT family.
+        path: File that `read_contents` reads, or .npz file with the original JAX weights of the ViT family.
 
     Raises:
         SettingError: If the file does not exist or cannot be read, or if no part or several parts of it fit the model.
@@ -162,34 +162,23 @@ def check_values(path: Path, weights: Mapping[str, Tensor], model: nn.Module) ->
             raise SettingError("model.weights", path, "a file of finite, trained weights", words)
     large = [n for n, peak in peaks.items() if peak > (_LARGE_VARIANCE if n in variances else _LARGE_WEIGHT)]
     dead = [name for name, value in variances.items() if float((value <= 1e-12).float().mean()) > 0.5]
-    heads = _classifier(model)
-    matrices = [n for n, p in model.named_parameters() if id(p) not in heads and _is_matrix(n, floats.get(n))]
+    classifier: Any = getattr(model, "get_classifier", tuple)()  # only timm models have `get_classifier`
+    modules = classifier if isinstance(classifier, tuple | list) else (classifier,)
+    heads = {id(p) for module in modules if isinstance(module, nn.Module) for p in module.parameters()}
+    matrices = [
+        name for name, p in model.named_parameters()
+        if id(p) not in heads and name in floats and floats[name].ndim > 1 and floats[name].numel() > 1
+        and name.endswith("weight") and "token_type" not in name  # RoBERTa's published token types are zero
+    ]  # fmt: skip
     flat = [name for name in matrices if bool((floats[name] == floats[name].flatten()[0]).all())]
     zero = [name for name in flat if peaks[name] == 0]
-    return tuple(
-        f"{some(names)}: {words}"
-        for names, words in (
-            (large, f"values up to {max((peaks[n] for n in large), default=0):.0e}"),
-            (dead, "a running variance of 0 in most channels"),
-            (zero, "all values are 0, as in a tensor that was never initialized"),
-            ([name for name in flat if name not in zero], "all values are equal"),
-        )
-        if names
-    )
-
-
-def _classifier(model: nn.Module) -> set[int]:
-    """Return the ids of the parameters of a timm model's classifiers."""
-    classifier: Any = getattr(model, "get_classifier", tuple)  # networks of other libraries do not have it
-    found = classifier()
-    modules = found if isinstance(found, tuple | list) else (found,)
-    return {id(p) for module in modules if isinstance(module, nn.Module) for p in module.parameters()}
-
-
-def _is_matrix(name: str, value: Tensor | None) -> bool:
-    """Return True for the matrix or kernel of a layer."""
-    layer = name.endswith("weight") and "token_type" not in name  # RoBERTa's published token types are zero
-    return layer and value is not None and value.ndim > 1 and value.numel() > 1
+    suspicious = {
+        f"values up to {max((peaks[n] for n in large), default=0):.0e}": large,
+        "a running variance of 0 in most channels": dead,
+        "all values are 0, as in a tensor that was never initialized": zero,
+        "all values are equal": [name for name in flat if name not in zero],
+    }
+    return tuple(f"{some(names)}: {words}" for words, names in suspicious.items() if names)
 
 
 @contextmanager
@@ -310,13 +299,9 @@ def _load_npz(config: ModelConfig, kwargs: dict[str, Any], path: Path) -> nn.Mod
     try:
         model = build(config, kwargs, pretrained=True, pretrained_cfg_overlay=overlay)
     except (KeyError, RuntimeError, AttributeError, OSError, ValueError, zipfile.BadZipFile, UserError) as error:
-        raise SettingError(
-            "model.weights",
-            path,
-            f"a file of the original JAX weights of {config.name}",
-            f"Loading it failed: {first_line(error).rstrip('.')}. Or pass a .safetensors or .pth file with timm's"
-            " names.",
-        ) from error
+        known = f"a file of the original JAX weights of {config.name}"
+        do = f"Loading it failed: {first_line(error).rstrip('.')}. Or pass a .safetensors or .pth file of timm."
+        raise SettingError("model.weights", path, known, do) from error
     own = model.state_dict()
     classes = len(np.load(path).get("head/bias", ()))
     new = {} if classes == kwargs["num_classes"] else {"head": f"{classes} in the file" if classes else "absent"}

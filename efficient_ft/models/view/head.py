@@ -14,9 +14,11 @@ from typing import Any
 from torch import nn
 
 from efficient_ft.core.errors import SettingError
-from efficient_ft.models.marks import is_inside, name_classifier, named_classifier
+from efficient_ft.models.marks import is_inside
 from efficient_ft.models.view.structure import after, holder_of, is_norm, names_of, stages_of
 
+#: Name of the model attribute that stores the full names of the classifier's modules given by the user.
+_STATED = "efficient_ft_classifier"
 #: Names of the last layer in networks without timm's `get_classifier`. The first existing name is used.
 _CLASSIFIERS = ("segmentation_head", "decode_head.classifier", "classifier", "score")
 #: Common names of heads in other networks. All existing names are used.
@@ -42,7 +44,7 @@ class Head:
 
 def head_of(model: nn.Module) -> Head:
     """Find the head of `model`."""
-    named = named_classifier(model)
+    named: tuple[str, ...] = getattr(model, _STATED, ())
     stated = _stated(model)
     if stated and not named:
         return Head(names_of(model, stated))
@@ -54,7 +56,8 @@ def head_of(model: nn.Module) -> Head:
     if known:
         others = tuple(part for name in around for part in _without(model, name, frozenset(known)))
         return Head(known, others, _note(others, networks))
-    modules = tuple(name for name in around if not _is_parameter(model, name))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    modules = tuple(name for name in around if name not in parameters)
     if modules:
         return Head(modules, tuple(name for name in around if name not in modules), _note(around, networks))
     if len(networks) == 1:
@@ -153,11 +156,6 @@ def _has_parameters(model: nn.Module, name: str) -> bool:
         return False
 
 
-def _is_parameter(model: nn.Module, name: str) -> bool:
-    parent, _, last = name.rpartition(".")
-    return last in model.get_submodule(parent)._parameters
-
-
 def state_classifier(model: nn.Module, classifier: str | Iterable[str]) -> None:
     """Record the modules of the classifier on `model`. An empty value keeps the previous record.
 
@@ -171,4 +169,4 @@ def state_classifier(model: nn.Module, classifier: str | Iterable[str]) -> None:
             top = [n for n in with_parameters if "." not in n]
             raise SettingError("classifier", repr(name), f"a module of {type(model).__name__}: {', '.join(top)}, …")
     if names:
-        name_classifier(model, names)
+        setattr(model, _STATED, names)
