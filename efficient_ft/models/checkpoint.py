@@ -112,17 +112,18 @@ def require_file(path: Path) -> None:
     elif os.path.isdir(path):
         inside = sorted(name for name in os.listdir(path) if re.search(r"\.(safetensors|pth|pt|bin|ckpt|npz)$", name))
         inside = [name for name in inside if not _NO_WEIGHTS.match(name)]
-        count = f"{len(inside)} file{'s' * (len(inside) > 1)}"
-        do = "It is a folder" + (f" with {count} of weights" if inside else " without files of weights")
-        shards = [name for name in inside if re.search(r"-\d+-of-\d+\.", name)]
-        if inside and inside[0].startswith("adapter_model."):
+        if not inside:
+            do = "It is a folder without weights files."
+        elif inside[0].startswith("adapter_model."):
             do = "It is a folder with an adapter. Merge it into its network first (peft: merge_and_unload())."
-        elif shards:
-            do += ", shards of one model. Join them into one file: their tensors in one mapping, written by"
-            do += " safetensors.torch.save_file."
+        elif any(re.search(r"-\d+-of-\d+\.", name) for name in inside):
+            do = (
+                f"It is a folder with {len(inside)} files that are shards of one model. Merge the tensors of all shards"
+            )
+            do += " into one mapping, and store it with safetensors.torch.save_file."
         else:
-            one = "it" if len(inside) == 1 else "one of them"
-            do += f". Pass {one}: model.weights={path / inside[0]}." if inside else "."
+            do = f"It is a folder with {len(inside)} weights file{'s' * (len(inside) > 1)}."
+            do += f" Pass {'it' if len(inside) == 1 else 'one of them'}: model.weights={path / inside[0]}."
     raise SettingError("model.weights", shown, "an existing file", do)
 
 
@@ -214,13 +215,11 @@ def _without_tensors(path: Path, held: Any, objects: tuple[str, ...]) -> Setting
     inside = ", ".join(map(str, list(held)[:5])) if isinstance(held, Mapping) and held else "nothing"
     do = f"It contains {inside}."
     if arrays:
-        do += " NumPy's arrays in it are not loaded. Save them with numpy.savez(FILE, **arrays), as .npz."
+        do += " NumPy arrays in the file are not loaded. Save the arrays as .npz with numpy.savez(FILE, **arrays)."
     if objects:
         what = "a whole model" if any(name.startswith("torch.nn.modules.") for name in objects) else "Python objects"
-        do = (
-            f"It contains {what} (classes {', '.join(objects[:3])}), which cannot be loaded without running code."
-            f" {_WEIGHTS_ALONE}"
-        )
+        do = f"It contains {what} (classes {', '.join(objects[:3])}), which cannot be loaded without running code."
+        do += f" {_WEIGHTS_ALONE}"
     return SettingError("model.weights", path, "a file with a state dict (names to tensors)", do)
 
 

@@ -15,7 +15,7 @@ from efficient_ft.core.errors import SettingError, UserError, first_line
 from efficient_ft.models.hub import fetch_weights, missing_files
 from efficient_ft.models.timm_config import build as build_timm
 from efficient_ft.models.timm_config import image_size, input_of, pretrained_cfg, timm_kwargs
-from efficient_ft.models.weights import load_weights, noted_size
+from efficient_ft.models.weights import load_weights, recorded_size
 
 if TYPE_CHECKING:
     from efficient_ft.config.schema import ModelConfig
@@ -65,7 +65,7 @@ def _refused_size(config: ModelConfig, cfg: PretrainedCfg) -> SettingError:
     use = "" if usable is None else f"model.image_size={usable}, or "
     other = " Or change model.kwargs." if config.kwargs else ""
     given = height if height == width else f"[{height},{width}]"
-    do = f"Its own is {own[0]}×{own[1]}. Use {use}null for its own.{other}"
+    do = f"Its default is {own[0]}×{own[1]}. Use {use}null for the default.{other}"
     return SettingError("model.image_size", given, f"a size that {config.name} can process", do)
 
 
@@ -102,14 +102,13 @@ def _check_image_size(config: ModelConfig, cfg: PretrainedCfg, model: nn.Module)
     except _FAILURES as error:
         if config.image_size is None:  # the patch size in the arguments is the reason
             kwargs = ", ".join(f"{name}={value}" for name, value in config.kwargs.items())
-            raise SettingError(
-                "model.kwargs", kwargs, f"arguments with which {config.name} runs", f"It fails: {first_line(error)}"
-            ) from error
+            do = f"The model fails: {first_line(error)}"
+            raise SettingError("model.kwargs", kwargs, f"valid arguments for {config.name}", do) from error
         raise _refused_size(config, cfg) from error
     finally:
         model.train(training)
-    noted = None if config.weights is None else noted_size(Path(config.weights).expanduser())
-    if patches and noted != size:
+    recorded = None if config.weights is None else recorded_size(Path(config.weights).expanduser())
+    if patches and recorded != size:
         raise _unused_pixels(config, size, patches[0])
 
 

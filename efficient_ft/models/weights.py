@@ -89,11 +89,12 @@ def match_timm(
     own = random.state_dict()
     heads = (cfg.classifier,) if isinstance(cfg.classifier, str) else tuple(cfg.classifier or ())
     overlay: dict[str, Any] = {"num_classes": kwargs["num_classes"], "custom_load": False}
-    size = noted_size(path)
+    size = recorded_size(path)
     if size is not None:  # timm reads the shape of a non-square grid from its pretrained configuration
         overlay["input_size"] = (kwargs.get("in_chans", 3), *size)
-    with _caught_conversion() as caught:
-        model = build(config, kwargs, pretrained=True, pretrained_cfg_overlay=overlay)
+    caught: dict[str, Any] = {"filter_fn": None, "strict": True}  # timm's conversion function, and its strictness
+    with mock.patch.object(timm_builder, "load_pretrained", lambda *_, **given: caught.update(given)):
+        model = build(config, kwargs, pretrained=True, pretrained_cfg_overlay=overlay)  # does not load weights
     convert, lenient = caught["filter_fn"], not caught["strict"]
 
     def fit(contents: Contents, prefix: str) -> Fit:
@@ -110,9 +111,8 @@ def match_timm(
         notes = (*result.notes, *_changes(given, result.taken, result.new_heads))
         odd = {n: f"{kind} in the file" for n, kind in unusable.items() if n in result.taken or n in own}
         missing = tuple(name for name in result.missing if needed is None or name in needed)
-        return replace(
-            result, notes=notes, error=error, misshapen={**result.misshapen, **odd}, missing=missing, left_out=left_out
-        )
+        misshapen = {**result.misshapen, **odd}
+        return replace(result, notes=notes, error=error, misshapen=misshapen, missing=missing, left_out=left_out)
 
     contents, chosen = choose(config, path, read_contents(path), own, fit)
     if not chosen.complete:
@@ -179,14 +179,6 @@ def check_values(path: Path, weights: Mapping[str, Tensor], model: nn.Module) ->
         "all values are equal": [name for name in flat if name not in zero],
     }
     return tuple(f"{some(names)}: {words}" for words, names in suspicious.items() if names)
-
-
-@contextmanager
-def _caught_conversion() -> Iterator[dict[str, Any]]:
-    """Prevent timm from loading weights while it builds a model, and capture its conversion function."""
-    caught: dict[str, Any] = {"filter_fn": None, "strict": True}
-    with mock.patch.object(timm_builder, "load_pretrained", lambda *_, **given: caught.update(given)):
-        yield caught
 
 
 def _call(convert: Any, weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -271,7 +263,7 @@ def _changes(given: Mapping[str, Tensor], taken: Mapping[str, Tensor], new_heads
     return words + ([f"{tables} tables of relative positions resized"] if tables else [])
 
 
-def noted_size(path: Path) -> tuple[int, int] | None:
+def recorded_size(path: Path) -> tuple[int, int] | None:
     """Return (H, W) in pixels of the training images recorded in a run's model.safetensors, or None."""
     if path.suffix != ".safetensors":
         return None

@@ -56,8 +56,8 @@ def test_an_own_file_of_images_that_are_not_square_is_resized_by_its_own_grid(tm
 @pytest.mark.parametrize(
     ("changes", "use"),
     [
-        ({"name": "efficientformer_l1", "image_size": 8}, r"Use null for its own\."),
-        ({"name": "convnext_atto", "image_size": 8}, r"Use model\.image_size=32, or null for its own\."),
+        ({"name": "efficientformer_l1", "image_size": 8}, r"Use null for the default\."),
+        ({"name": "convnext_atto", "image_size": 8}, r"Use model\.image_size=32, or null for the default\."),
         ({"name": "twins_svt_small", "image_size": 8}, r"Use model\.image_size=32, or"),
         ({"name": "levit_128s", "image_size": 8}, r"Use model\.image_size=32, or"),
         ({"name": "xcit_nano_12_p16_224", "image_size": 8}, r"Use model\.image_size=32, or"),
