@@ -117,10 +117,8 @@ def require_file(path: Path) -> None:
         elif inside[0].startswith("adapter_model."):
             do = "It is a folder with an adapter. Merge it into its network first (peft: merge_and_unload())."
         elif any(re.search(r"-\d+-of-\d+\.", name) for name in inside):
-            do = (
-                f"It is a folder with {len(inside)} files that are shards of one model. Merge the tensors of all shards"
-            )
-            do += " into one mapping, and store it with safetensors.torch.save_file."
+            do = "It is a folder with shards of one model. Merge the tensors of all shards into one mapping, and store"
+            do += " the mapping with safetensors.torch.save_file."
         else:
             do = f"It is a folder with {len(inside)} weights file{'s' * (len(inside) > 1)}."
             do += f" Pass {'it' if len(inside) == 1 else 'one of them'}: model.weights={path / inside[0]}."
@@ -141,7 +139,7 @@ def _other_file(path: Path, start: bytes) -> str | None:
         if "constants.pkl" in inner:
             return f"It is a TorchScript program. {_WEIGHTS_ALONE.rstrip('.')}"
         if "data.pkl" not in inner and not any(name.endswith(".npy") for name in names):
-            return f"It is an archive ({', '.join(names[:3])}). Unpack it first"
+            return f"It is an archive ({', '.join(names[:3])}). Unpack the archive first"
     return None
 
 
@@ -167,7 +165,7 @@ class _Inert:
     def __setstate__(self, state: Any) -> None: ...
 
 
-#: Standard type of a mapping or list by the error text of torch, which does not fill custom classes.
+#: Standard type that replaces a custom mapping or list class, by the text of the error that torch raises for the class.
 _STANDARD: dict[str, type] = {"Can only SETITEM": OrderedDict, "Can only append": list, "Can only extend": list}
 
 

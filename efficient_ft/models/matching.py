@@ -310,7 +310,7 @@ def _reason(name: str, model: nn.Module, heads: Sequence[str], buffers: Collecti
     """Return the reason to ignore a tensor that the network lacks, or None if it suggests another network variant."""
     first = name.partition(".")[0]
     if name.endswith(("total_ops", "total_params")):
-        return "of a profiler"
+        return "from a profiler"
     if name in buffers or name.endswith("num_batches_tracked"):
         return "computed by the model"
     if first in PREFIX_TOKENS:

@@ -359,7 +359,7 @@ def _architecture(config: ModelConfig, classes: int) -> Any:
             raise SettingError(f"model.kwargs.{name}", value, "unset", _SET_ELSEWHERE[name])
         if not _is_argument(about, name):
             names = [n for n in about.to_dict() if n not in _NO_ARCHITECTURE]
-            hint = did_you_mean(name, names).strip() or "See its configuration class in transformers."
+            hint = did_you_mean(name, names).strip() or f"See the configuration of {about.model_type} in transformers."
             raise SettingError(f"model.kwargs.{name}", value, f"an argument of {about.model_type}", hint)
         try:
             setattr(about, name, value)

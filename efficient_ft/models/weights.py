@@ -292,7 +292,7 @@ def _load_npz(config: ModelConfig, kwargs: dict[str, Any], path: Path) -> nn.Mod
         model = build(config, kwargs, pretrained=True, pretrained_cfg_overlay=overlay)
     except (KeyError, RuntimeError, AttributeError, OSError, ValueError, zipfile.BadZipFile, UserError) as error:
         known = f"a file of the original JAX weights of {config.name}"
-        do = f"Loading it failed: {first_line(error).rstrip('.')}. Or pass a .safetensors or .pth file of timm."
+        do = f"Loading it failed: {first_line(error).rstrip('.')}. Or pass a file with timm's names."
         raise SettingError("model.weights", path, known, do) from error
     own = model.state_dict()
     classes = len(np.load(path).get("head/bias", ()))

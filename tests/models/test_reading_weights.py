@@ -141,7 +141,7 @@ def test_counters_buffers_and_heads_are_left_out_with_the_reason(tmp_path: Path,
     projection = {"head.mlp.0.weight": torch.zeros(8, 16)}
     held = {**{k: v for k, v in weights.items() if not k.startswith("head.")}, **extra, **projection}
     found = report(load(tmp_path / "w.pth", held, 7))
-    assert found.left_out["blocks.0.total_params"] == "of a profiler"
+    assert found.left_out["blocks.0.total_params"] == "from a profiler"
     assert found.left_out["head.mlp.0.weight"] == "of another head"
     assert found.new_heads == {"head": "absent from the file"}
 

@@ -126,7 +126,7 @@ def test_reasons_for_layers_without_tokens():
     assert reasons["stages.3.blocks.3.token_mixer.talking_head1"] is None
     mixer = {layer.name: layer.why_not for layer in view(timm.create_model("mixer_s16_224")).layers}
     assert mixer["blocks.0.mlp_tokens.fc1"].reason == Reason.NO_GRID
-    assert str(mixer["blocks.0.mlp_tokens.fc1"]) == "512 tokens without positions on a grid of the model"
+    assert str(mixer["blocks.0.mlp_tokens.fc1"]) == "512 tokens without positions on a grid"
     assert mixer["blocks.0.mlp_channels.fc1"] is None
 
 

@@ -146,7 +146,7 @@ def _note(parts: Iterable[str], networks: Iterable[str] = ()) -> str:
     listed, held = ", ".join(parts), ", ".join(networks)
     if not listed:
         return ""
-    return f"taken as new, since outside of {held}: {listed}" if held else f"taken as the head: {listed}"
+    return f"inferred as new, because outside of {held}: {listed}" if held else f"inferred as the head: {listed}"
 
 
 def _has_parameters(model: nn.Module, name: str) -> bool:
