@@ -130,13 +130,8 @@ def _votes(names: Collection[str], own: Collection[str]) -> Counter[str]:
     """Count, for each prefix, the names in the file that equal a name in the network after removing the prefix."""
     votes: Counter[str] = Counter()
     for name in names:
-        start = 0
-        while True:
-            if name[start:] in own:
-                votes[name[:start]] += 1
-            start = name.find(".", start) + 1
-            if not start:
-                break
+        starts = [0, *(dot.end() for dot in re.finditer(r"\.", name))]
+        votes.update(name[:start] for start in starts if name[start:] in own)
     return votes
 
 
@@ -237,16 +232,9 @@ def compare(
             foreign.append(name)
         else:
             left_out[name] = reason or "not used by this variant of the model"
-    return Fit(
-        prefix,
-        taken,
-        missing,
-        misshapen,
-        tuple(sorted(foreign)),
-        {name: left_out[name] for name in given if name in left_out},
-        new,
-        loaded=len(taken) - len(fresh) - len(misshapen),
-    )
+    left_out = {name: left_out[name] for name in given if name in left_out}  # in the order of the file
+    loaded = len(taken) - len(fresh) - len(misshapen)
+    return Fit(prefix, taken, missing, misshapen, tuple(sorted(foreign)), left_out, new, loaded=loaded)
 
 
 def fit_of_transformers(prefix: str, model: nn.Module, found: Mapping[str, Any], heads: Collection[str]) -> Fit:
@@ -266,17 +254,10 @@ def fit_of_transformers(prefix: str, model: nn.Module, found: Mapping[str, Any],
     left_out = {name: _reason(name, model, tuple(heads), buffers) for name in sorted(found["unexpected_keys"])}
     missing = tuple(sorted(name for name in found["missing_keys"] if name not in fresh))
     wrong = {name: words for name, words in shapes.items() if name not in fresh}
-    return Fit(
-        prefix,
-        own,
-        missing,
-        wrong,
-        tuple(name for name, why in left_out.items() if why is None),
-        {name: why for name, why in left_out.items() if why is not None},
-        reasons,
-        loaded=len(own) - len(fresh) - len(missing) - len(wrong),
-        model=model,
-    )
+    foreign = tuple(name for name, why in left_out.items() if why is None)
+    unused = {name: why for name, why in left_out.items() if why is not None}
+    loaded = len(own) - len(fresh) - len(missing) - len(wrong)
+    return Fit(prefix, own, missing, wrong, foreign, unused, reasons, loaded=loaded, model=model)
 
 
 def _fit_head(

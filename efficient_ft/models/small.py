@@ -21,28 +21,20 @@ from torch import nn
 __all__ = ["vit_digits", "vit_micro"]
 
 
-def _cfg(**kwargs: Any) -> dict[str, Any]:
-    return {
-        "num_classes": 10,
-        "input_size": (3, 32, 32),
-        "fixed_input_size": True,
-        "interpolation": "bicubic",
-        "crop_pct": 1.0,
-        "mean": (0.5, 0.5, 0.5),
-        "std": (0.5, 0.5, 0.5),
-        "first_conv": "patch_embed.backbone.0.conv",
-        "classifier": "head",
-        "license": "apache-2.0",
-        **kwargs,
-    }
-
-
-default_cfgs = generate_default_cfgs(
-    {
-        "vit_digits.untrained": _cfg(),
-        "vit_micro.untrained": _cfg(num_classes=100, mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD),
-    }
-)
+_DIGITS = {
+    "num_classes": 10,
+    "input_size": (3, 32, 32),
+    "fixed_input_size": True,
+    "interpolation": "bicubic",
+    "crop_pct": 1.0,
+    "mean": (0.5, 0.5, 0.5),
+    "std": (0.5, 0.5, 0.5),
+    "first_conv": "patch_embed.backbone.0.conv",
+    "classifier": "head",
+    "license": "apache-2.0",
+}
+_MICRO = {**_DIGITS, "num_classes": 100, "mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
+default_cfgs = generate_default_cfgs({"vit_digits.untrained": _DIGITS, "vit_micro.untrained": _MICRO})
 
 #: Names in ConvStem by name in a Sequential stem (conv, BN, GELU, conv, BN, GELU, conv).
 _SEQUENTIAL_STEM = {"net.0.": "backbone.0.conv.", "net.1.": "backbone.0.bn.", "net.3.": "backbone.1.conv.",

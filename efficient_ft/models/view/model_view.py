@@ -165,7 +165,7 @@ def default_image_size(model: nn.Module) -> tuple[int, ...]:
 def _stated_size(model: nn.Module) -> tuple[int, ...] | None:
     if takes_tokens(model):
         usual = (int(getattr(model.config, "max_position_embeddings", 512)),)  # type: ignore[union-attr,arg-type]
-        return _as_size((getattr(model, "pretrained_cfg", None) or {}).get("input_size", usual)[-2:])
+        return tuple(map(int, (getattr(model, "pretrained_cfg", None) or {}).get("input_size", usual)[-2:]))
     for network in _with_inner(model):
         size: Any = getattr(getattr(network, "patch_embed", None), "img_size", None)
         if size is None:
@@ -173,13 +173,11 @@ def _stated_size(model: nn.Module) -> tuple[int, ...] | None:
             size = None if None in size else size
         for owner in (network, getattr(network, "config", None)):  # torchvision's ViT, and models of transformers
             size = getattr(owner, "image_size", None) if size is None else size
-        if isinstance(size, int) or (isinstance(size, tuple | list) and len(size) == 2):
-            return _as_size(size)
+        if isinstance(size, int):
+            return size, size
+        if isinstance(size, tuple | list) and len(size) == 2:
+            return tuple(map(int, size))
     return None
-
-
-def _as_size(size: Any) -> tuple[int, ...]:
-    return tuple(map(int, size)) if isinstance(size, tuple | list) else (int(size), int(size))
 
 
 def _with_inner(model: nn.Module) -> list[nn.Module]:
