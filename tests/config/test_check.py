@@ -1,4 +1,4 @@
-"""The schema and its messages."""
+"""Tests of the schema and its messages."""
 
 from __future__ import annotations
 

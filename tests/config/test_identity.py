@@ -1,4 +1,4 @@
-"""The folder of a run follows from the settings that affect its result."""
+"""The settings that affect the result of a run determine the run folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from efficient_ft.config import check, fingerprint, run_folder
 from tests.config.settings import PLAIN, two_tasks, with_settings
 
-#: Valid values besides PLAIN's, of settings that change a run's result.
+#: Valid values of settings that change the result of a run. PLAIN has other values.
 _MATTERS = {
     "model__name": "resnet50",
     "model__pretrained": False,
@@ -57,7 +57,6 @@ def test_the_folder_follows_from_what_matters_and_survives_writing_out(matters: 
     same = check(with_settings(**{name: {**_MATTERS, **_SHOWN_ONLY}[name] for name in matters | shown}))
     assert run_folder(base) == run_folder(same)
     assert (fingerprint(base) == fingerprint(check(PLAIN))) == (not matters)
-    # What a run writes down is the run again.
     assert check(same.model_dump(mode="json")) == same
 
 

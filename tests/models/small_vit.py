@@ -1,4 +1,4 @@
-"""A narrow vit_tiny of timm, and weights that pass for pretrained ones."""
+"""A narrow vit_tiny from timm, and weights that serve as pretrained weights."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ SMALL = {"depth": 2, "embed_dim": 16, "num_heads": 2}
 
 
 def small(**changes) -> ModelConfig:
-    """vit_tiny of timm, narrowed; or another model."""
+    """Return the configuration of a narrow vit_tiny from timm, with changes."""
     return ModelConfig(**{"name": "vit_tiny_patch16_224", "pretrained": False, "kwargs": SMALL, **changes})
 
 
 def pretend_pretrained(classes: int = 1000, **kwargs) -> torch.nn.Module:
     torch.manual_seed(7)
     model = timm.create_model("vit_tiny_patch16_224", num_classes=classes, **SMALL, **kwargs)
-    torch.nn.init.normal_(model.head.weight)  # timm starts it at zero
+    torch.nn.init.normal_(model.head.weight)  # timm initializes the head to zero
     return model
 
 

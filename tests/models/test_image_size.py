@@ -1,4 +1,4 @@
-"""Image sizes that a network cannot process, or of which its patches leave pixels unused."""
+"""Image sizes that a network cannot process, or that its patches do not cover completely."""
 
 from __future__ import annotations
 

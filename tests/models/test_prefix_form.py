@@ -1,4 +1,4 @@
-"""Forms of the frozen prefix: folded BatchNorm against float64, and the choice of one."""
+"""Forms of the frozen prefix: folded BatchNorm in float64, and the selection of a form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.models.test_prefix import gradients, images, network
 
 
 def some_statistics(model: nn.Module) -> None:
-    """BatchNorm layers as after pretraining: none is the identity."""
+    """Set the parameters and statistics of BatchNorm layers to values as after pretraining."""
     generator = torch.Generator().manual_seed(5)
     for norm in model.modules():
         if isinstance(norm, nn.BatchNorm2d):
@@ -55,7 +55,7 @@ def test_a_folded_convolution_is_convolution_and_normalization(
 
 
 class Branching(nn.Module):
-    """Convolutions whose output has another use, that are called twice, or have no BatchNorm behind them."""
+    """A network with a convolution that runs once, a convolution that runs twice, and a convolution before a ReLU."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Weights under any key and prefix, several sets in one file, and files of other networks: what is loaded and said."""
+"""Loading weights under any key and prefix, several sets of weights in a file, and files of other networks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def prefixed(weights: State, prefix: str) -> State:
     return {prefix + name: value for name, value in weights.items()}
 
 
-#: By name, a file with the weights, and the key that the report names.
+#: Content of a file with the weights, and the key in the report, by name.
 NESTINGS: dict[str, tuple[Any, str]] = {
     "flat": (lambda w: w, ""),
     "ordered": (lambda w: OrderedDict(w), ""),
@@ -386,7 +386,7 @@ def test_a_single_layer_that_was_never_filled_is_named(tmp_path: Path, weights: 
         "blocks.1.attn.qkv.weight: all values are 0, as in a tensor that was never initialized",
         "blocks.0.mlp.fc1.weight: all values are equal",
     )
-    start = ("cls_token", "pos_embed", "bias", "norm1.weight", "head.weight")  # these may stay at zero
+    start = ("cls_token", "pos_embed", "bias", "norm1.weight", "head.weight")  # these tensors may remain zero
     held = {n: torch.zeros_like(v) if n.endswith(start) else v for n, v in weights.items()}
     assert report(load(tmp_path / "w.pth", held)).suspicious == ()
 

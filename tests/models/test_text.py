@@ -1,4 +1,4 @@
-"""Text classifiers: their view, weights in every form, and the exactness of methods on them."""
+"""Text classifiers: their view, all forms of weights, and exact gradients of methods."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_weights_of_a_folder_are_those_of_transformers(folder: Path) -> None:
     model = factory.create_model(from_folder(folder), 3)
     theirs: Any = BertForSequenceClassification
     own = theirs.from_pretrained(str(folder), num_labels=3)
-    own.classifier.load_state_dict(model.get_submodule("classifier").state_dict())  # each has a new one
+    own.classifier.load_state_dict(model.get_submodule("classifier").state_dict())  # both are newly initialized
     inputs = TASK.example_inputs(2, 0, (16,))
     inputs = {name: x.clamp(max=len(VOCABULARY) - 1) for name, x in inputs.items()}  # type: ignore[union-attr]
     with torch.no_grad():
@@ -185,7 +185,7 @@ def test_a_tokenizer_of_another_network_is_refused(folder: Path) -> None:
 def test_a_tokenizer_that_cannot_encode_is_refused(folder: Path, tmp_path: Path) -> None:
     copied = shutil.copytree(folder, tmp_path / "copy")
     (copied / "tokenizer.json").unlink()
-    (copied / "vocab.txt").write_text("[PAD]\n[CLS]\n[SEP]\n[MASK]\napple\n")  # no [UNK]
+    (copied / "vocab.txt").write_text("[PAD]\n[CLS]\n[SEP]\n[MASK]\napple\n")  # without [UNK]
     with pytest.raises(UserError, match=r"copy: The tokenizer cannot encode a text \(WordPiece error: Missing \[UNK\]"):
         tokenizer_of(from_folder(copied))
     file = tmp_path / "run.safetensors"
@@ -242,7 +242,7 @@ def test_weights_of_another_network_are_refused(folder: Path, tmp_path: Path) ->
 
 # ------------------------------------------------------------------------------------------ methods
 def gradients(model: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Gradients of the loss on a batch of texts of different lengths, with dropout drawn from `seed`."""
+    """Return the gradients of the loss on texts of different lengths, with dropout drawn from `seed`."""
     generator = torch.Generator().manual_seed(1)
     inputs: Any = TASK.example_inputs(4, 0, (24,), generator)
     inputs["attention_mask"][1, 10:] = 0
@@ -303,7 +303,7 @@ def test_what_is_left_dense_keeps_its_own_bytes() -> None:
     assert "bert.encoder.layer.0.attention.output.dense" in applied.touched
 
 
-#: Methods that need a grid of patches or another family of networks.
+#: Methods that require a grid of patches or another family of networks.
 REFUSED = {
     "alast", "bsr", "bsr_moe", "evit", "lbp_dct", "lbp_wht", "patch_dropout", "repnet", "tinytl", "tome", "moe",
 }  # fmt: skip
@@ -332,7 +332,7 @@ def test_every_method_serves_texts_or_says_why_not(name: str) -> None:
     assert trained
 
 
-#: Entries of config.json by which transformers would fetch, import or choose code.
+#: Entries of config.json with which `transformers` would download, import or select code.
 _CODE = [
     {"attn_implementation": "owner/kernel"},
     {"_attn_implementation": "owner/kernel@main:function"},

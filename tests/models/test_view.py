@@ -1,4 +1,4 @@
-"""The view of real timm models: grids, prefix tokens, stages, head, and the traps."""
+"""The view of timm models: grids, prefix tokens, stages, head, and special cases."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def layouts(model: nn.Module, size=None) -> Counter:
 )  # fmt: skip
 def test_where_the_tokens_lie(name, kwargs, expected):
     found = layouts(timm.create_model(name, **kwargs))
-    if name == "resnet50":  # the first block's shortcut and the strided ones are convolutions like any other
+    if name == "resnet50":  # the shortcuts of some blocks are also convolutions
         assert set(found) == set(expected)
     else:
         assert dict(found) == expected
@@ -88,7 +88,7 @@ def test_last_stages_are_those_of_the_papers(name, last, head):
         ("convmixer_768_32", [8, 8, 8, 8], (*(f"blocks.{k}" for k in range(24, 32)), "head")),
         ("deepseek_vit_412m", [8, 8, 8, 8], (
             *(f"encoder.blocks.{k}" for k in range(24, 32)), "encoder.norm", "head")),
-        # No sequence of blocks from one map to the next: nothing is taken for one.
+        # These models have no sequence of blocks.
         ("vgg11", [], None),
         ("dpn48b", [], None),
         ("selecsls42", [], None),
@@ -153,7 +153,7 @@ def test_a_size_the_model_cannot_take_is_an_error_of_one_line():
 
 
 class Positions(nn.Module):
-    """A network for images of 112×112, which does not declare it."""
+    """A network for images of 112×112 pixels that does not declare its image size."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Weights in the formats people have them in, and files that do not fit."""
+"""Weights in common file formats, and files that do not fit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_weights_in_the_formats_people_have(tmp_path, form):
     tolerance = {"rtol": 1e-3, "atol": 1e-3} if form == "half" else {}
     assert_equal(model.state_dict(), weights, **tolerance)
     assert {v.dtype for v in model.state_dict().values()} == {torch.float32}
-    # The model carries no second copy of the weights.
+    # The model does not store a second copy of the weights.
     assert "state_dict" not in model.pretrained_cfg or model.pretrained_cfg["state_dict"] is None
 
 
@@ -74,7 +74,7 @@ def test_position_embeddings_are_resized(tmp_path):
 
 @pytest.mark.slow
 def test_original_jax_weights_of_the_vit_family(tmp_path):
-    """The layout of the published .npz files: names and axes as in the original repository."""
+    """Load a file with the names and axes of the published .npz files."""
     width, heads = 16, 2
     rng = np.random.default_rng(0)
 
