@@ -79,12 +79,9 @@ def test_how_images_are_read_is_part_of_the_run_where_it_changes_them() -> None:
     base = fingerprint(check(with_settings(**plain)))
     assert fingerprint(check(with_settings(**plain, data__value_range=None, data__max_pixels=5))) == base
     others = [
-        {"data__value_range": [0, 4095]},
-        {"data__value_range": [0, 1023]},
-        {"data__splits": {"train": "a"}},
-        {"data__on_corrupt": "skip"},
-        {"data__on_corrupt": "skip", "data__max_pixels": 5},
-    ]
+        {"data__value_range": [0, 4095]}, {"data__value_range": [0, 1023]}, {"data__splits": {"train": "a"}},
+        {"data__on_corrupt": "skip"}, {"data__on_corrupt": "skip", "data__max_pixels": 5},
+    ]  # fmt: skip
     assert len({base, *(fingerprint(check(with_settings(**plain, **other))) for other in others)}) == 6
 
 
@@ -119,14 +116,9 @@ def test_the_reading_of_texts_is_part_of_the_run() -> None:
         return fingerprint(check(with_settings(task="text", model=model, data=data)))
 
     changes: list[dict[str, Any]] = [
-        {},
-        {"names": ["text", "label"]},
-        {"delimiter": "tab"},
-        {"quotes": True},
-        {"encoding": "cp1252"},
-        {"missing": []},
-        {"ignore_case": False},
-    ]
+        {}, {"names": ["text", "label"]}, {"delimiter": "tab"}, {"quotes": True}, {"encoding": "cp1252"},
+        {"missing": []}, {"ignore_case": False},
+    ]  # fmt: skip
     assert len({run(**change) for change in changes}) == len(changes)
     assert run() == run(missing=["null", "NULL", "NA", "N/A"])
 
@@ -140,16 +132,9 @@ def test_the_reading_of_masks_is_part_of_the_run_if_it_is_set() -> None:
         return fingerprint(config)
 
     changes: list[dict[str, object]] = [
-        {"values": {0: "a", 255: "b"}},
-        {"values": {0: "b", 255: "a"}},
-        {"values": "ids"},
-        {"colors": {"a": [0, 0, 0], "b": "#ff0000"}},
-        {"palette": "index"},
-        {"exif": "raw"},
-        {"exif": "upright"},
-        {"folder": "labels"},
-        {"image_folder": "scans"},
-        {"suffix": "_labelIds"},
-    ]
+        {"values": {0: "a", 255: "b"}}, {"values": {0: "b", 255: "a"}}, {"values": "ids"},
+        {"colors": {"a": [0, 0, 0], "b": "#ff0000"}}, {"palette": "index"}, {"exif": "raw"}, {"exif": "upright"},
+        {"folder": "labels"}, {"image_folder": "scans"}, {"suffix": "_labelIds"},
+    ]  # fmt: skip
     assert len({run(), *(run(**masks) for masks in changes)}) == len(changes) + 1
     assert run(values={0: "a", 255: "b"}) == run(values={255: "b", 0: "a"})

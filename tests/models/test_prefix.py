@@ -121,18 +121,10 @@ def test_a_prefix_ends_below_tokens_that_carry_their_places() -> None:
     assert find_prefix(model, images(64, 2)).end == "blocks.5"
 
 
-@pytest.mark.parametrize(
-    ("name", "methods", "kwargs", "message"),
-    [
-        ("vit_tiny_patch16_224", [Full()], {}, "the network itself trains, and nothing is below it"),
-        ("vit_tiny_patch16_224", [BitFit()], {}, "patch_embed.proj trains, and nothing is below it"),
-    ],
-)
-def test_networks_without_a_prefix_are_refused_with_the_reason(
-    name: str, methods: list[Any], kwargs: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(UserError, match=f"No part of the network can be computed once: .*{message}"):
-        find_prefix(network(name, methods, **kwargs), images(64, 2))
+@pytest.mark.parametrize(("method", "name"), [(Full, "the network itself"), (BitFit, "patch_embed.proj")])
+def test_networks_without_a_prefix_are_refused_with_the_reason(method: Callable[[], Any], name: str) -> None:
+    with pytest.raises(UserError, match=f"can be computed once: {name} trains, and nothing is below it"):
+        find_prefix(network("vit_tiny_patch16_224", [method()]), images(64, 2))
 
 
 def test_random_numbers_at_the_beginning_leave_no_prefix() -> None:

@@ -63,13 +63,8 @@ def test_segformer_as_methods_see_it(segformer: nn.Module) -> None:
     assert [len(stage) for stage in found.stages] == [2, 2, 2, 2]
     assert found.blocks[-1] == "segformer.stages.3.blocks.1"
     assert found.head == ("decode_head.classifier",)
-    assert found.last_stage() == (
-        "segformer.stages.3.patch_embeddings",
-        "segformer.stages.3.layer_norm",
-        "segformer.stages.3.blocks.0",
-        "segformer.stages.3.blocks.1",
-        "decode_head",
-    )
+    last = (f"segformer.stages.3.{name}" for name in ("patch_embeddings", "layer_norm", "blocks.0", "blocks.1"))
+    assert found.last_stage() == (*last, "decode_head")
     grids = {layer.name: layer.tokens.grid for layer in found.layers if layer.tokens is not None}
     first = "segformer.stages.0.blocks.0"
     # a convolution with stride 8 reduces the map of keys and values

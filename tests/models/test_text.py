@@ -93,12 +93,8 @@ def test_the_tokenizer_is_that_of_the_folder(folder: Path) -> None:
     found = tokenizer_of(from_folder(folder))
     assert found.size == len(VOCABULARY)
     assert found.inputs == ("input_ids", "token_type_ids", "attention_mask")
-    assert found.batch([("The Apple",)], 8)["input_ids"][0, :4].tolist() == [
-        2,
-        VOCABULARY.index("the"),
-        VOCABULARY.index("apple"),
-        3,
-    ]
+    ids = found.batch([("The Apple",)], 8)["input_ids"][0, :4].tolist()
+    assert ids == [2, VOCABULARY.index("the"), VOCABULARY.index("apple"), 3]
 
 
 def test_a_portable_configuration_needs_no_folder(folder: Path) -> None:
@@ -307,11 +303,8 @@ def test_what_is_left_dense_keeps_its_own_bytes() -> None:
 REFUSED = {
     "alast", "bsr", "bsr_moe", "evit", "lbp_dct", "lbp_wht", "patch_dropout", "repnet", "tinytl", "tome", "moe",
 }  # fmt: skip
-SETTINGS: dict[str, dict[str, Any]] = {
-    "blocks": {"blocks": [1, 3]},
-    "top_layers": {"num_layers": 2},
-    "uniform_layers": {"num_layers": 2},
-}
+_TWO = {"num_layers": 2}
+SETTINGS: dict[str, dict[str, Any]] = {"blocks": {"blocks": [1, 3]}, "top_layers": _TWO, "uniform_layers": _TWO}
 
 
 @pytest.mark.parametrize("name", sorted(METHODS))

@@ -15,11 +15,8 @@ from efficient_ft.models.view import Reason, Skipped, default_image_size, parame
 
 
 def layouts(model: nn.Module, size=None) -> Counter:
-    return Counter(
-        (layer.tokens.form, layer.tokens.grid, layer.tokens.prefix)
-        for layer in view(model, size).layers
-        if layer.tokens
-    )
+    found = (layer.tokens for layer in view(model, size).layers if layer.tokens)
+    return Counter((tokens.form, tokens.grid, tokens.prefix) for tokens in found)
 
 
 @pytest.mark.first(3, "slow")
@@ -166,7 +163,7 @@ class Positions(nn.Module):
 
 def test_a_network_may_state_the_size_of_its_images():
     model = Positions()
-    with pytest.raises(UserError, match=r"on images of 224×224: .*\n.* set the attribute image_size of the model"):
+    with pytest.raises(UserError, match=r"on images of 224×224: .*\n.* set the model's attribute image_size"):
         _ = view(model).layers
     model.image_size = 112
     assert next(layer.tokens.grid for layer in view(model).layers if layer.name == "layer") == (7, 7)

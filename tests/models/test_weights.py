@@ -123,10 +123,8 @@ def test_a_file_of_another_model_is_refused_with_names(tmp_path):
     assert "missing: blocks.1.norm1.weight" in str(caught.value)
 
     save_file(timm.create_model("resnet18").state_dict(), tmp_path / "resnet.safetensors")
-    with pytest.raises(
-        UserError,
-        match=r"a file that fits model\.name=vit_tiny.*none of its 122 names.*and \d+ more.*model\.name=resnet18",
-    ):
+    said = r"a file that fits model\.name=vit_tiny.*none of its 122 names.*and \d+ more.*model\.name=resnet18"
+    with pytest.raises(UserError, match=said):
         factory.create_model(small(weights=str(tmp_path / "resnet.safetensors")), 7)
 
 

@@ -24,14 +24,8 @@ OTHER = ("the", "a", "was", "seen", "near", "old", "house", "and", "then", "we",
 VOCABULARY = (*SPECIAL, *FRUIT, *METAL, *OTHER)
 
 #: `model.kwargs` of a small BERT.
-SMALL: dict[str, Any] = {
-    "vocab_size": len(VOCABULARY),
-    "hidden_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-}
+SMALL: dict[str, Any] = {"vocab_size": len(VOCABULARY), "hidden_size": 32, "num_hidden_layers": 4,
+                         "num_attention_heads": 2, "intermediate_size": 64, "max_position_embeddings": 64}  # fmt: skip
 
 
 def tokenizer() -> BertTokenizerFast:
