@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from efficient_ft.core.errors import SettingError, why_unreadable
+from efficient_ft.core.errors import SettingError, UserError, why_unreadable
 
 _FORMS = "a complete weights file (.safetensors; .pth, .pt, .bin or .ckpt with tensors only; .npz for the ViT family)"
 #: Patterns of the first bytes of files that users often pass instead of weights, and the error message for each.
@@ -99,6 +100,17 @@ def read_contents(path: Path) -> Contents:
     if not tensors:
         raise _without_tensors(path, held, objects)
     return Contents(tensors, keys, objects)
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """Return the metadata of a .safetensors file, or an empty dictionary for other formats."""
+    if path.suffix != ".safetensors":
+        return {}
+    try:
+        with safe_open(path, "pt") as opened:
+            return dict(opened.metadata() or {})
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} cannot be read ({error}).") from error
 
 
 def require_file(path: Path) -> None:

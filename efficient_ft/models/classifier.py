@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from timm.models import PretrainedCfg
 from torch import nn
 
+from efficient_ft.config.schema import ModelConfig
 from efficient_ft.core.errors import SettingError, UserError, first_line
 from efficient_ft.models.hub import fetch_weights, missing_files
 from efficient_ft.models.timm_config import build as build_timm
 from efficient_ft.models.timm_config import image_size, input_of, pretrained_cfg, timm_kwargs
 from efficient_ft.models.weights import load_weights, recorded_size
-
-if TYPE_CHECKING:
-    from efficient_ft.config.schema import ModelConfig
 
 __all__ = ["build", "input_of", "load", "missing"]
 

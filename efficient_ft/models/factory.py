@@ -5,19 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
 
+from efficient_ft.config.schema import ModelConfig
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.models import classifier, segmentation, text
 from efficient_ft.models.checkpoint import read_contents
 from efficient_ft.models.loading_report import loading_report
 from efficient_ft.models.tasks import give_heads, zero_parameters
 from efficient_ft.models.view import view
-
-if TYPE_CHECKING:
-    from efficient_ft.config.schema import ModelConfig
 
 __all__ = ["create_model", "input_of", "loading_report", "missing_weights", "random_model", "read_state_dict"]
 

@@ -78,15 +78,12 @@ def frozen_layers(model: nn.Module) -> list[str]:
 
 def layers_without_statistics(model: nn.Module) -> list[str]:
     """Return the names of the BatchNorm layers of `model` with the initial statistics (mean 0 and variance 1)."""
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    statistics = [(name, module.running_mean, module.running_var) for name, module in layers]
     return [
         name
-        for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm)
-        and module.running_mean is not None
-        and module.running_var is not None
-        and not module.running_mean.is_meta
-        and not module.running_mean.any()
-        and bool((module.running_var == 1).all())
+        for name, mean, variance in statistics
+        if mean is not None and variance is not None and not mean.is_meta and not mean.any() and (variance == 1).all()
     ]
 
 

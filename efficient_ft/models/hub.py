@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub import hf_hub_download, hf_hub_url, try_to_load_from_cache
 from timm.models import PretrainedCfg
 
+from efficient_ft.config.schema import ModelConfig
 from efficient_ft.core.errors import SettingError, UserError, first_line
 from efficient_ft.core.network import unreachable
 from efficient_ft.models.checkpoint import require_file
-
-if TYPE_CHECKING:
-    from efficient_ft.config.schema import ModelConfig
 
 #: File names that timm tries on the hub, in order.
 _HUB_FILES = ("model.safetensors", "pytorch_model.bin")

@@ -7,16 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from efficient_ft.config.schema import ModelConfig
 from efficient_ft.core.errors import SettingError
 from efficient_ft.models.checkpoint import Contents
-
-if TYPE_CHECKING:
-    from efficient_ft.config.schema import ModelConfig
 
 #: Kind of prefix token by parameter name. Prefix tokens precede the patch tokens.
 PREFIX_TOKENS = {"cls_token": "class", "dist_token": "distillation", "reg_token": "register",

@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from efficient_ft.models.frozen_batch_norm import FROZEN, FrozenBatchNormAct2d
@@ -74,8 +74,8 @@ class Folds:
         if not self._folded or self._folded[0][0].device != self._pairs[0][0].weight.device:
             self._folded = [folded(conv, norm) for conv, norm in self._pairs]
         forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
-        for (conv, norm), weights in zip(self._pairs, self._folded, strict=True):
-            forwards += [(conv, _convolve(conv, *weights)), (norm, _rest(norm))]
+        for (conv, norm), (weight, bias) in zip(self._pairs, self._folded, strict=True):
+            forwards += [(conv, partial(conv._conv_forward, weight=weight, bias=bias)), (norm, _rest(norm))]
         with replaced_forwards(forwards):
             yield
 
@@ -130,11 +130,6 @@ def folded(conv: nn.Conv2d, norm: _BatchNorm) -> tuple[Tensor, Tensor]:
     if norm.bias is not None:
         bias = bias + norm.bias.double()
     return (conv.weight * scale[:, None, None, None].to(conv.weight.dtype)), bias.to(conv.weight.dtype)
-
-
-def _convolve(conv: nn.Conv2d, weight: Tensor, bias: Tensor) -> Callable[[Tensor], Tensor]:
-    geometry: tuple[Any, ...] = (conv.stride, conv.padding, conv.dilation, conv.groups)
-    return lambda x: F.conv2d(x, weight, bias, *geometry)
 
 
 def _rest(norm: _BatchNorm) -> Callable[[Tensor], Tensor]:

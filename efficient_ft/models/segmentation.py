@@ -10,12 +10,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import PretrainedCfg
 from torch import Tensor, nn
 
+from efficient_ft.config.schema import ModelConfig
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean, first_line
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.models.checkpoint import Contents, read_contents
@@ -27,9 +28,6 @@ from efficient_ft.models.mismatch import explain
 from efficient_ft.models.timm_config import build as build_timm
 from efficient_ft.models.timm_config import pretrained_cfg
 from efficient_ft.models.weights import match_timm, report_of
-
-if TYPE_CHECKING:
-    from efficient_ft.config.schema import ModelConfig
 
 #: Channels per stage, blocks per stage, and decoder channels, from Xie et al., "SegFormer", NeurIPS 2021, Table 6.
 SEGFORMERS: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {

@@ -10,27 +10,25 @@ import os
 import pickle
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_url, snapshot_download
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from efficient_ft.config.schema import ModelConfig
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean, first_line
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.tokenizer import Tokenizer, checked_tokenizer
-from efficient_ft.models.checkpoint import Contents, read_contents
+from efficient_ft.models.checkpoint import Contents, read_contents, read_metadata
 from efficient_ft.models.hub import cached_file, why_unavailable
 from efficient_ft.models.hub_code import read_json, refuse_code
 from efficient_ft.models.loading_report import set_loading_report
 from efficient_ft.models.matching import Fit, choose, fit_of_transformers, no_fit
 from efficient_ft.models.mismatch import explain
 from efficient_ft.models.weights import report_of
-
-if TYPE_CHECKING:
-    from efficient_ft.config.schema import ModelConfig
 
 
 def _bert(layers: int, width: int, heads: int) -> dict[str, Any]:
@@ -112,10 +110,14 @@ def _random(config: ModelConfig, about: Any) -> nn.Module:
         raise UserError(
             f"model.name={config.name} cannot be built as a text classifier with {given}: {first_line(error)}."
         ) from error
-    most = _positions(model)
-    assert config.max_length is not None
-    if most is not None and config.max_length > most:
-        raise SettingError("model.max_length", config.max_length, f"at most {most}, the positions of {config.name}")
+    found = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
+    table = next((module for module in found if isinstance(module, nn.Embedding)), None)
+    if table is not None:
+        # The positions of RoBERTa start after the index of the padding token.
+        most = table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
+        assert config.max_length is not None
+        if config.max_length > most:
+            raise SettingError("model.max_length", config.max_length, f"at most {most}, the positions of {config.name}")
     return model
 
 
@@ -168,7 +170,7 @@ def tokenizer_of(config: ModelConfig) -> Tokenizer:
     auto = _transformers(config)
     source = _local(config, tokenizer=True)
     if source.is_file():
-        return checked_tokenizer(source, lambda: Tokenizer.loads(str(_metadata(source)[TOKENIZER])))
+        return checked_tokenizer(source, lambda: Tokenizer.loads(str(read_metadata(source)[TOKENIZER])))
     _require_plain_tokenizer(source)
 
     def read_folder() -> Tokenizer:
@@ -239,7 +241,7 @@ def missing(config: ModelConfig) -> str | None:
             return str(SettingError("model.weights", config.weights, allowed, hint)) if lacking else None
         if not os.path.isfile(path):
             return str(SettingError("model.weights", config.weights, "an existing folder or file"))
-        if TOKENIZER in _metadata(path):
+        if TOKENIZER in read_metadata(path):
             return None
     repository = _repository(config)
     if repository is None:
@@ -269,11 +271,7 @@ def _needed(config: ModelConfig) -> tuple[tuple[str, ...], ...]:
 
 
 def _repository(config: ModelConfig) -> str | None:
-    """Return the repository on the hub, or None if `config.name` is an architecture.
-
-    Raises:
-        SettingError: If the name is a folder, or is not a valid name on the hub.
-    """
+    """Return the repository on the hub, or None for a model type. Raise a SettingError for other names."""
     if config.name in TEXT_MODELS:
         return TEXT_MODELS[config.name][0]
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", config.name) and not Path(config.name).is_dir():
@@ -291,7 +289,7 @@ def _local(config: ModelConfig, tokenizer: bool = False) -> Path:
     if files are missing.
     """
     path = None if config.weights is None else Path(config.weights).expanduser()
-    if path is not None and path.is_file() and not (tokenizer and TOKENIZER not in _metadata(path)):
+    if path is not None and path.is_file() and not (tokenizer and TOKENIZER not in read_metadata(path)):
         return path
     problem = missing(config)
     if problem is not None:
@@ -312,17 +310,6 @@ def _local(config: ModelConfig, tokenizer: bool = False) -> Path:
     except Exception as error:  # hub errors and transport errors have no narrower common base class
         why = first_line(error)
         raise UserError(f"The files of {config.name} cannot be fetched: {why}. {_ALTERNATIVES}") from error
-
-
-def _metadata(file: Path) -> dict[str, str]:
-    """Return the metadata of a .safetensors file, or an empty dictionary for other formats."""
-    if file.suffix != ".safetensors":
-        return {}
-    try:
-        with safe_open(file, "pt") as opened:
-            return dict(opened.metadata() or {})
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{file} cannot be read ({error}).") from error
 
 
 def _transformers(config: ModelConfig) -> Any:
@@ -387,16 +374,6 @@ def _read_architecture(config: ModelConfig, folder: Path) -> Any:
         return known[kind].from_dict(plain)
     except _REFUSALS as error:
         raise UserError(f"{folder}/config.json cannot be used ({first_line(error)}).") from error
-
-
-def _positions(model: nn.Module) -> int | None:
-    """Return the maximum number of tokens per text, or None if there are no position embeddings."""
-    found = (m for name, m in model.named_modules() if name.endswith("position_embeddings"))
-    table = next((m for m in found if isinstance(m, nn.Embedding)), None)
-    if table is None:
-        return None
-    # The positions of RoBERTa start after the index of the padding token.
-    return table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
 
 
 def _with_input_size(config: ModelConfig, model: nn.Module) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import timm
 from timm.models import PretrainedCfg, get_pretrained_cfg
@@ -10,11 +10,9 @@ from torch import nn
 
 import efficient_ft.models.proxyless  # registers proxyless_mobile
 import efficient_ft.models.small  # noqa: F401  registers vit_digits and vit_micro
+from efficient_ft.config.schema import ModelConfig
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean, first_line
 from efficient_ft.core.input_spec import InputSpec
-
-if TYPE_CHECKING:
-    from efficient_ft.config.schema import ModelConfig
 
 #: timm arguments that have a separate setting, with a hint for the error message. Arguments that name a file must not
 #: come from a run folder, because early versions of timm unpickle the file.

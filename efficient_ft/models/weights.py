@@ -14,25 +14,22 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import timm.models._builder as timm_builder
 import torch
-from safetensors import safe_open
 from timm.models import PretrainedCfg, adapt_input_conv
 from torch import Tensor, nn
 
+from efficient_ft.config.schema import ModelConfig
 from efficient_ft.core.errors import SettingError, UserError, first_line
-from efficient_ft.models.checkpoint import Contents, read_contents, require_file, why_unusable
+from efficient_ft.models.checkpoint import Contents, read_contents, read_metadata, require_file, why_unusable
 from efficient_ft.models.loading_report import LoadingReport, set_loading_report
 from efficient_ft.models.matching import Fit, choose, compare, no_fit, some, split_prefix
 from efficient_ft.models.mismatch import explain
 from efficient_ft.models.timm_config import build
-
-if TYPE_CHECKING:
-    from efficient_ft.config.schema import ModelConfig
 
 #: Running variances and weights above these values are reported as suspicious.
 _LARGE_VARIANCE, _LARGE_WEIGHT = 1e8, 1e6
@@ -45,14 +42,15 @@ def load_weights(
 ) -> nn.Module:
     """Create a timm model with the weights of a file, and store the `LoadingReport` on the model.
 
-    timm converts names and resizes position embeddings and attention biases.
+    timm converts names and resizes position embeddings and attention biases. The file may also be an .npz file with the
+    original JAX weights of the ViT family.
 
     Args:
         config: The `model` section of the configuration.
         kwargs: Keyword arguments of `timm.create_model`.
         random: The same model with random weights. Its classifier replaces a classifier that does not fit.
         cfg: timm's pretrained configuration of the model.
-        path: File that `read_contents` reads, or .npz file with the original JAX weights of the ViT family.
+        path: Path of the file.
 
     Raises:
         SettingError: If the file does not exist or cannot be read, or if no part or several parts of it fit the model.
@@ -265,12 +263,9 @@ def _changes(given: Mapping[str, Tensor], taken: Mapping[str, Tensor], new_heads
 
 def recorded_size(path: Path) -> tuple[int, int] | None:
     """Return (H, W) in pixels of the training images recorded in a run's model.safetensors, or None."""
-    if path.suffix != ".safetensors":
-        return None
     try:
-        with safe_open(path, "pt") as opened:
-            size = json.loads((opened.metadata() or {}).get("image_size", "null"))
-    except Exception:  # reading the weights reports the error
+        size = json.loads(read_metadata(path).get("image_size", "null"))
+    except (ValueError, RecursionError):  # reading the weights reports the error
         return None
     return (size[0], size[1]) if isinstance(size, list) and [type(n) for n in size] == [int, int] else None
 
