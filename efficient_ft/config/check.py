@@ -56,7 +56,7 @@ def _refuse_sharding(plain: Mapping[str, Any]) -> None:
             strategy,
             "auto or ddp",
             "It would shard each parameter over the processes, but methods require whole parameters: they replace the"
-            " backward pass of whole layers, and freeze parameters in some steps, in which the gradients are None. Save"
+            " backward pass of whole layers, and freeze parameters in some steps, whose gradients are then None. Save"
             " memory with a method instead: efficient-ft plan memory=4GB finds one that fits.",
         )
 

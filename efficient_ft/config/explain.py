@@ -116,7 +116,7 @@ def json_schema(schema: type[BaseModel]) -> dict[str, Any]:
 
 
 def resolved(node: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
-    """Return the definition to which a node of the JSON schema `whole` refers, or the node itself."""
+    """Return the definition that a node of the JSON schema `whole` references, or the node itself."""
     reference = node.get("$ref")
     return whole["$defs"][reference.rpartition("/")[2]] if reference else node
 

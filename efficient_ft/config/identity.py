@@ -57,7 +57,7 @@ def data_configs(config: Config) -> list[DataConfig]:
 
 
 def image_folders(config: Config) -> list[str]:
-    """Return the folders of the run's data sets, without digits, which needs no files."""
+    """Return the folders of the run's data sets. The data set digits has no folder."""
     return [os.path.normpath(one.root) for one in data_configs(config) if one.name != "digits"]
 
 

@@ -129,7 +129,7 @@ RULES: dict[str, KindRules] = {
     ),
 }
 
-#: Rules for several data sets (``tasks=``), in addition to the rules of their kind.
+#: Rules for several data sets (``tasks=``), in addition to the rules of the kind.
 SEVERAL = KindRules(
     "several tasks",
     (),
@@ -182,7 +182,7 @@ def check_kind(config: Config) -> None:
 
 
 def _kind_of_data(setting: str, name: str) -> KindRules:
-    """Return the rules of the kind to which a data set belongs."""
+    """Return the rules of the kind of a data set."""
     for rules in RULES.values():
         if name in rules.data:
             return rules

@@ -56,7 +56,7 @@ class ModelConfig(Section):
     frozen_bn: bool = True
     #: Initialize a new classifier to zero.
     zero_head: bool = False
-    #: Default selection for methods whose YAML file names none.
+    #: Default selection for methods without a selection in their YAML file.
     select: Name = "last_stage"
     #: Normalization per channel; null: the normalization in pretraining.
     mean: tuple[float, ...] | None = None
@@ -117,11 +117,11 @@ class MaskConfig(Section):
     image_folder: Name | None = None
     #: Read only masks whose file stem ends with this suffix; null: all masks.
     suffix: Name | None = None
-    #: Range of the random factor by which to resize training images before the crop.
+    #: Range of the random scale factor of training images before the crop.
     zoom: tuple[Positive, Positive] = (0.5, 2.0)
     #: Flip half of the training images left to right.
     flip: bool = True
-    #: Size (height, width) in pixels to which to resize images in evaluation; null: the original size.
+    #: Size (height, width) of resized images in evaluation in pixels; null: the original size.
     resize: tuple[Count, Count] | None = None
     #: Evaluate on whole images, or on windows of the training size with averaged logits.
     evaluation: Literal["whole", "windows"] = "whole"
@@ -163,8 +163,8 @@ class DataConfig(Section):
     root: Name = "./data"
     #: In a user's folder: follow links to targets outside of `root`; false: reject such links.
     follow_links: bool = False
-    #: In a user's folder: folder or folders of each split, relative to `root`, whose top folders are the classes; null:
-    #: recognize the folders by name.
+    #: In a user's folder: one or more folders per split, relative to `root`. The top folders in a split's folder are
+    #: the classes. null: recognize the splits by name.
     splits: dict[Literal["train", "val", "test"], Place | Annotated[list[Place], Field(min_length=1)]] | None = None
     #: Gray values that map to black and white in images with more than 8 bits; null: 0 and 65535.
     value_range: tuple[float, float] | None = None
@@ -281,9 +281,9 @@ class LoggerConfig(Section):
 class CostConfig(Section):
     """The cost report at the end of a run."""
 
-    #: Selection on the plain model (full, last_stage, head, …) with which to compare the cost, or none.
+    #: Selection on the plain model (full, last_stage, head, …) for the comparison of costs, or none.
     baseline: Name = "full"
-    #: Number of timed steps. A run times fewer steps if these would take more than a tenth of the training time.
+    #: Maximum number of timed steps for the run and the baseline. Timing takes at most a tenth of the training time.
     steps: Count = 5
 
 

@@ -138,7 +138,7 @@ def require_file(path: Path) -> None:
 
 
 def _other_file(path: Path, start: bytes) -> str | None:
-    """Return the error message for a file whose first bytes show that it has no weights; None for other files."""
+    """Return the error message for a file without weights, recognized by its first bytes; None for other files."""
     if not start:
         return "Reading it failed: it is empty"
     for pattern, sentence in _OTHER_FILES:

@@ -112,7 +112,7 @@ def _check_image_size(config: ModelConfig, cfg: PretrainedCfg, model: nn.Module)
 
 @contextmanager
 def _patches(model: nn.Module, size: tuple[int, int]) -> Iterator[list[tuple[int, int]]]:
-    """Record the patch sizes of layers whose patches do not cover images of `size` completely."""
+    """Record the patch sizes of layers with patches that do not cover images of `size` completely."""
     found: list[tuple[int, int]] = []
 
     def look(layer: nn.Module, inputs: tuple[Any, ...]) -> None:

@@ -41,7 +41,7 @@ class Family(Protocol):
         """Return a message if weights or other files are missing; see `missing_weights`."""
 
 
-#: The families by `ModelConfig.family`.
+#: The families of networks by the value of `ModelConfig.family`.
 FAMILIES: dict[str, Family] = {"classification": classifier, "segmentation": segmentation, "text": text}
 
 
@@ -71,7 +71,7 @@ def missing_weights(config: ModelConfig) -> str | None:
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a file by their full names; see `models.checkpoint.read_contents`."""
+    """Return the tensors of a file by full name; see `models.checkpoint.read_contents`."""
     return read_contents(path).tensors
 
 

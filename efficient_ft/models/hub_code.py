@@ -24,9 +24,8 @@ _IMPLEMENTATION = re.compile(r"_*\w*implementations?(_internal|_autoset)?")
 #: Values that select an implementation in PyTorch.
 _OWN = (None, "eager", "sdpa", True, False)
 #: Entries that name code or allow loading it.
-_CODE = frozenset(
-    ["auto_map", "trust_remote_code", "custom_pipelines", "use_kernels", "kernel_config", "kernels", "custom_generate"]
-)
+_CODE = {"auto_map", "trust_remote_code", "custom_pipelines", "use_kernels", "kernel_config", "kernels",
+         "custom_generate"}  # fmt: skip
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -44,9 +43,8 @@ def read_json(file: Path) -> dict[str, Any]:
     plain = without_code(held)
     _report(file, tuple(names_of_code(held)))
     if any(name == "quantization_config" and value for name, value in _entries(held)):
-        raise UserError(
-            f"{file} cannot be used: the weights are quantized (quantization_config). Use the original ones."
-        )
+        why = "the weights are quantized (quantization_config)"
+        raise UserError(f"{file} cannot be used: {why}. Use the original weights.")
     return plain
 
 

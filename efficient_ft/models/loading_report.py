@@ -1,4 +1,4 @@
-"""The report of which weights of a network were loaded from a file. The network stores its report."""
+"""The report of the weights that a network loaded from a file. The network stores its report."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _MARKS = "efficient_ft_methods"
 
 @dataclass(frozen=True)
 class Mark:
-    """A record of one method on the model to which it was applied.
+    """A record of one method on a model.
 
     Attributes:
         method: Name of the method.
@@ -26,8 +26,7 @@ class Mark:
         adds: Additions of the method (values of `methods.Adds`).
         conflicts: Reasons why other methods cannot be stacked with this one, by axis, addition or method name.
         modules: Full names of modules that the method added. The view of the model excludes their layers.
-        routed: Full names of modules whose input the method routes. The input tokens come from any image, without a
-            grid.
+        routed: Full names of modules with routed input. The input tokens come from any image, without a grid.
     """
 
     method: str
@@ -71,7 +70,7 @@ def added_modules(model: nn.Module) -> frozenset[str]:
 
 
 def routed_modules(model: nn.Module) -> frozenset[str]:
-    """Return the full names of modules whose input a method routes."""
+    """Return the full names of modules with input that a method routes."""
     return frozenset(name for mark in marks_of(model) for name in mark.routed)
 
 

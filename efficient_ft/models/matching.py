@@ -134,7 +134,7 @@ def _votes(names: Collection[str], own: Collection[str]) -> Counter[str]:
 
 
 def _groups(names: Collection[str], size: int) -> list[str]:
-    """Return the prefixes that many names share, the shortest first. The names below them must be converted."""
+    """Return the prefixes that many names share, the shortest first, for names that must be converted."""
     counts: Counter[str] = Counter()
     for name in names:
         parts = name.split(".")
@@ -236,7 +236,7 @@ def compare(
 
 
 def fit_of_transformers(prefix: str, model: nn.Module, found: Mapping[str, Any], heads: Collection[str]) -> Fit:
-    """Return the fit of a network that `transformers` has loaded with the loading info `found`.
+    """Return the fit of a network that `transformers` has loaded. `found` is the loading info.
 
     `prefix` is the prefix of the full names in the file, and `heads` names the parts that may be newly initialized.
     """

@@ -47,8 +47,8 @@ def explain(
 ) -> str:
     """Explain in one or more sentences why the nearest part of a file does not fit the network `name`.
 
-    `own` contains the network's tensors, `heads` the names of its classifiers, and `setting` the settings that select
-    another timm model.
+    `own` contains the network's tensors, `heads` contains the names of the network's classifiers, and `setting` names
+    the settings that select another timm model.
     """
     given = contents.under(fit.prefix)
     if any(".lora_" in one or ".base_layer." in one for one in contents.tensors):
@@ -109,7 +109,7 @@ def _tokens(given: Mapping[str, Tensor], own: Mapping[str, Tensor], *, positions
     facts = f"its position embedding has {_positions(there, count)}, the model's has {_positions(here, count)}"
     if count and not _is_square(there - count) and _is_square(there):
         facts += ". Its positions may exclude the prefix tokens (+model.kwargs.no_embed_class=true)"
-    return [f"{facts}. If its images were not square, set model.image_size to their [height, width]"]
+    return [f"{facts}. For images that are not square, set model.image_size to [height, width] of the training images"]
 
 
 def _prefix_tokens(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -210,8 +210,7 @@ def _width(tensors: Mapping[str, Tensor]) -> int | None:
 def suggestion(name: str, stem: str, contents: Contents, heads: tuple[str, ...]) -> str | None:
     """Return the name of a timm model that fits the tensors of a file, or None if a short search finds none.
 
-    `name` is the model that does not fit, `stem` the file's name without its extension, and `heads` the names of the
-    model's classifiers.
+    The file's name without its extension is `stem`. The model `name` with the classifiers `heads` does not fit.
     """
     for other in itertools.islice(_by_likeness(name, stem, contents), _TRIED):
         try:
@@ -238,7 +237,7 @@ def _fits(model: nn.Module, contents: Contents, heads: tuple[str, ...]) -> bool:
 
 
 def _by_likeness(name: str, stem: str, contents: Contents) -> Iterator[str]:
-    """Yield the names of timm models in the order of their similarity to the file's name and tensors."""
+    """Yield the names of timm models in the order of similarity to the file's name and tensors."""
     plain = name.partition(".")[0]
     ends = {full.rpartition(".")[2] for full in contents.tensors}
     hints = [word for token, word in (("dist_token", "distilled"), ("reg_token", "reg")) if token in ends]

@@ -2,8 +2,8 @@
 
 The output of a frozen prefix for an image is the same in every step, so it can be computed once and stored.
 `find_prefix` finds a module after which to cut the network, and checks the cut by running the rest of the network from
-the stored output. The check runs the network's own forward pass, in which modules below the cut return empty
-placeholders and the last module returns the stored output. The check makes no assumptions about the architecture.
+the stored output. The check runs the network's own forward pass. Modules below the cut return empty placeholders, and
+the last module below the cut returns the stored output. The check makes no assumptions about the architecture.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Call:
 
 
 class FrozenPrefix:
-    """A network with a cut below which no parameter trains. `find_prefix` creates the prefix.
+    """A network that is cut after a module. No parameter before the cut trains. `find_prefix` creates the prefix.
 
     Attributes:
         end: Name of the last module of the prefix.
@@ -259,14 +259,14 @@ class _Trace:
         return min(found)
 
     def _own(self, called: str) -> list[str]:
-        """Return a module and its submodules that were never called. The module may use their parameters directly."""
+        """Return `called` and its submodules that were never called. `called` may use their parameters directly."""
         below = f"{called}." if called else ""
         uncalled = [name for name in self._modules if name.startswith(below) and name not in self.counts]
         return [called, *(n for n in uncalled if next((a for a in _ancestors(n) if a in self.counts), "") == called)]
 
 
 def _continues_in_evaluation(model: nn.Module, prefix: FrozenPrefix, images: Tensor) -> bool:
-    """Check the prefix in evaluation mode, in which a network may compute differently."""
+    """Check the prefix in evaluation mode, because a network may compute differently in this mode."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:

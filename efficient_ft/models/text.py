@@ -187,7 +187,7 @@ def tokenizer_of(config: ModelConfig) -> Tokenizer:
 
 
 def _require_plain_tokenizer(folder: Path) -> None:
-    """Raise a UserError if a tokenizer's configuration names a file outside its folder. Log the code that it names."""
+    """Raise a UserError if a tokenizer's configuration names a file outside of the folder. Log code that it names."""
     if not (folder / "tokenizer_config.json").is_file():
         return
     for name, value in read_json(folder / "tokenizer_config.json").items():

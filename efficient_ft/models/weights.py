@@ -79,7 +79,7 @@ def match_timm(
         decoder: Configuration of the segmentation network if the model is its encoder.
 
     Returns:
-        The searched contents, the fit, and the model into which to load the fitting weights.
+        The searched contents, the fit, and a model for the fitting weights.
 
     Raises:
         SettingError: See `load_weights`.
@@ -90,7 +90,10 @@ def match_timm(
     size = recorded_size(path)
     if size is not None:  # timm reads the shape of a non-square grid from its pretrained configuration
         overlay["input_size"] = (kwargs.get("in_chans", 3), *size)
-    caught: dict[str, Any] = {"filter_fn": None, "strict": True}  # timm's conversion function, and its strictness
+    caught: dict[str, Any] = {
+        "filter_fn": None,
+        "strict": True,
+    }  # timm passes its conversion function and its strictness
     with mock.patch.object(timm_builder, "load_pretrained", lambda *_, **given: caught.update(given)):
         model = build(config, kwargs, pretrained=True, pretrained_cfg_overlay=overlay)  # does not load weights
     convert, lenient = caught["filter_fn"], not caught["strict"]

@@ -256,7 +256,7 @@ def state(name: str, **kwargs: Any) -> State:
         ("deit_tiny_patch16_224", "cait_xxs24_224", {}, r"another model: the file has 24 blocks, the model has 12"),
         ("deit_tiny_patch16_224", "deit_tiny_patch16_224", {"no_embed_class": True},
          r"has 196 entries \(14×14 patches\), the model's has 197 .*no_embed_class=true"),
-        ("deit_tiny_patch16_224", "deit_tiny_patch16_224", {"img_size": (96, 128)}, r"set model\.image_size to their"),
+        ("deit_tiny_patch16_224", "deit_tiny_patch16_224", {"img_size": (96, 128)}, r"set model\.image_size to \["),
         ("resnet18", "resnet34", {}, r"layer1 has 3 parts in the file, 2 in the model.*model\.name=resnet34\."),
         ("deit_tiny_patch16_224", "resnet18", {}, r"none of its 122 names .*The file fits .*model\.name=resnet18\."),
     ],

@@ -1,7 +1,7 @@
 """Find the head of a network and other new parts, which methods must not freeze at their random initialization.
 
 timm models declare their classifier. In other networks, the head has a common name, or it is inferred from the parts
-that are around a pretrained network or after the blocks.
+around a pretrained network or after the blocks.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from efficient_ft.models.view.layers import Layer, Reason, Skipped
 from efficient_ft.models.view.probe import Probed, layout_of, probe, takes_tokens
 from efficient_ft.models.view.structure import above, after, parameters_under, stages_of, stem_of
 
-#: Modules excluded from the last stage, as in the papers, which trained EfficientFormerV2 without its downsampling.
+#: Modules excluded from the last stage. The papers trained EfficientFormerV2 without its downsampling.
 LAST_STAGE_WITHOUT = {"EfficientFormerV2": "downsample"}
 #: Pattern for classes of attention modules. It excludes blocks with attention and MLP (XCiT's ClassAttentionBlock).
 _ATTENTION = re.compile(r"^(?!.*Block$).*(Attention|Attn|MHSA|GPSA|XCA|LiteMLA)")

@@ -78,7 +78,7 @@ class _Functions(TorchFunctionMode):
 
 
 def fake_copy(original: Any) -> tuple[FakeTensorMode, Any]:
-    """Return a copy of one or several objects on fake tensors, and the mode in which to run a copied model."""
+    """Copy one or several objects to fake tensors. Return the mode for running a copied model, and the copy."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with FakeCopyMode(mode):
         return mode, copy.deepcopy(original)
