@@ -88,7 +88,7 @@ def layers_without_statistics(model: nn.Module) -> list[str]:
 
 
 def unfreeze_batch_norm(model: nn.Module, names: Iterable[str]) -> None:
-    """Unfreeze the BatchNorm statistics of the layers `names` of `model`. Training mode updates the statistics again."""
+    """Unfreeze the BatchNorm statistics of the layers `names`. Training mode updates the statistics again."""
     classes = {frozen: plain for plain, frozen in FROZEN.items()}
     for module in map(model.get_submodule, names):
         module.__class__ = classes.get(type(module), type(module))

@@ -90,12 +90,10 @@ def match_timm(
     size = recorded_size(path)
     if size is not None:  # timm reads the shape of a non-square grid from its pretrained configuration
         overlay["input_size"] = (kwargs.get("in_chans", 3), *size)
-    caught: dict[str, Any] = {
-        "filter_fn": None,
-        "strict": True,
-    }  # timm passes its conversion function and its strictness
+    # The replaced function loads no weights, and captures timm's conversion function and its strictness.
+    caught: dict[str, Any] = {"filter_fn": None, "strict": True}
     with mock.patch.object(timm_builder, "load_pretrained", lambda *_, **given: caught.update(given)):
-        model = build(config, kwargs, pretrained=True, pretrained_cfg_overlay=overlay)  # does not load weights
+        model = build(config, kwargs, pretrained=True, pretrained_cfg_overlay=overlay)
     convert, lenient = caught["filter_fn"], not caught["strict"]
 
     def fit(contents: Contents, prefix: str) -> Fit:
