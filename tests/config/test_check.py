@@ -13,6 +13,12 @@ from efficient_ft.core.errors import SettingError
 from tests.config.settings import PLAIN, two_tasks, with_settings
 
 
+def refused(plain: dict[str, Any]) -> SettingError:
+    with pytest.raises(SettingError) as caught:
+        check(plain)
+    return caught.value
+
+
 @pytest.mark.parametrize(
     ("setting", "value", "said"),
     [
@@ -61,16 +67,13 @@ from tests.config.settings import PLAIN, two_tasks, with_settings
     ],
 )  # fmt: skip
 def test_a_mistake_is_named_with_key_constraint_and_value(setting: str, value: Any, said: str) -> None:
-    with pytest.raises(SettingError) as caught:
-        check(with_settings(**{setting: value}))
-    assert said in str(caught.value)
+    assert said in str(refused(with_settings(**{setting: value})))
 
 
 def test_the_names_of_splits_are_named() -> None:
-    with pytest.raises(
-        SettingError, match=r"data\.splits must be a mapping from train or val or test to values, .*trian"
-    ):
-        check(with_settings(data__name="folder", data__splits={"trian": "a"}))
+    said = str(refused(with_settings(data__name="folder", data__splits={"trian": "a"})))
+    assert said.startswith("data.splits must be a mapping from train or val or test to values, ")
+    assert "trian" in said
 
 
 def test_the_value_range_is_ordered_and_for_files() -> None:
@@ -90,9 +93,7 @@ def test_settings_that_exclude_each_other_are_refused() -> None:
         ({"optim__name": "sgd", "optim__betas": [0.5, 0.9]}, "optim.betas"),
     ]
     for changes, said in cases:
-        with pytest.raises(SettingError) as caught:
-            check(with_settings(**changes))
-        assert caught.value.setting == said
+        assert refused(with_settings(**changes)).setting == said
 
 
 def test_what_the_optimizer_s_memory_excludes_is_refused() -> None:
@@ -110,9 +111,7 @@ def test_what_the_optimizer_s_memory_excludes_is_refused() -> None:
          "optim.state_bits must be left out with optim=sgd, got 8."),
     ]  # fmt: skip
     for changes, said in cases:
-        with pytest.raises(SettingError) as caught:
-            check(with_settings(**changes))
-        assert str(caught.value).startswith(said)
+        assert str(refused(with_settings(**changes))).startswith(said)
     check(with_settings(**inside, trainer__precision="bf16", optim__state_bits=4))
 
 
@@ -122,9 +121,7 @@ def test_what_the_optimizer_s_memory_excludes_is_refused() -> None:
 def test_unknown_keys_are_refused_everywhere_by_their_full_name(group: str, name: str, value: int) -> None:
     if f"{group}.{name}" in setting_names() or name in ("kwargs", "augment"):
         return
-    with pytest.raises(SettingError) as caught:
-        check(with_settings(**{f"{group}__{name}": value}))
-    assert caught.value.setting == f"{group}.{name}"
+    assert refused(with_settings(**{f"{group}__{name}": value})).setting == f"{group}.{name}"
 
 
 @pytest.mark.parametrize(
@@ -144,14 +141,8 @@ def test_unknown_keys_are_refused_everywhere_by_their_full_name(group: str, name
     ],
 )  # fmt: skip
 def test_a_mistake_in_a_task_is_named_as_such(setting: str, value: Any, said: str) -> None:
-    plain = two_tasks()
-    if "__" in setting:
-        plain = two_tasks(**{setting: value})
-    else:
-        plain[setting] = value
-    with pytest.raises(SettingError) as caught:
-        check(plain)
-    assert str(caught.value).startswith(said)
+    plain = two_tasks(**{setting: value}) if "__" in setting else {**two_tasks(), setting: value}
+    assert str(refused(plain)).startswith(said)
 
 
 def test_configurations_cannot_be_changed_behind_their_folder() -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import timm
 import torch
 
 from efficient_ft.config import ModelConfig
+from efficient_ft.core.errors import SettingError
+from efficient_ft.models import factory
 
 SMALL = {"depth": 2, "embed_dim": 16, "num_heads": 2}
 
@@ -30,3 +35,8 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], *
     assert one.keys() == other.keys()
     for name, value in one.items():
         torch.testing.assert_close(value, other[name], **({"rtol": 0, "atol": 0} | tolerance))
+
+
+def assert_refused(said: str, file: Path) -> None:
+    with pytest.raises(SettingError, match=said):
+        factory.create_model(small(weights=str(file)), 7)
