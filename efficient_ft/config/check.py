@@ -153,10 +153,8 @@ _Model = typing.TypeVar("_Model", bound=BaseModel)
 def validate(schema: type[_Model], plain: Mapping[str, Any], prefix: str) -> _Model:
     """Return the settings `plain` of the group `prefix` as an instance of the pydantic model `schema`.
 
-    The check is strict: it rejects "3" for 3 and true for 1. It accepts a list for a tuple.
-
-    Raises:
-        SettingError: If a setting is invalid.
+    The check is strict: it rejects "3" for 3 and true for 1. It accepts a list for a tuple. Raise a SettingError if a
+    setting is invalid.
     """
     try:
         return schema.model_validate_json(json.dumps(plain, default=str), strict=True)

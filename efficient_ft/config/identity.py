@@ -44,11 +44,8 @@ def _content(data: DataConfig) -> dict[str, Any]:
     if data.on_corrupt == "stop":
         del what["max_pixels"]  # this setting only selects images to skip
     # The path identifies a folder of images. A published data set is the same at every path.
-    if data.name in OWN_FOLDERS:
-        what["root"] = os.path.normpath(data.root)
-    else:
-        del what["root"]
-    return what
+    root = what.pop("root")
+    return {**what, "root": os.path.normpath(root)} if data.name in OWN_FOLDERS else what
 
 
 def data_configs(config: Config) -> list[DataConfig]:

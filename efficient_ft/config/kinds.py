@@ -129,19 +129,15 @@ RULES: dict[str, KindRules] = {
     ),
 }
 
+_NOT_STORED = {"cache_features": "With auto, no features are stored.", "prefix": "With auto, the form is fp32."}
 #: Rules for several data sets (``tasks=``), in addition to the rules of the kind.
-SEVERAL = KindRules(
-    "several tasks",
-    (),
-    unsupported={"cache_features": "With auto, no features are stored.", "prefix": "With auto, the form is fp32."},
-)
+SEVERAL = KindRules("several tasks", (), unsupported=_NOT_STORED)
 
 
 def rules_of(name: str) -> KindRules:
-    """Return the rules for ``task=NAME``. Load the package that adds the kind if necessary.
+    """Return the rules for ``task=NAME``, and load the package that adds the kind if necessary.
 
-    Raises:
-        SettingError: If the kind is unknown.
+    Raise a SettingError if the kind is unknown.
     """
     if name not in RULES:
         for entry in entry_points(group=KINDS_GROUP, name=name):
@@ -152,11 +148,7 @@ def rules_of(name: str) -> KindRules:
 
 
 def check_kind(config: Config) -> None:
-    """Reject a network or data set of another kind, and settings that the run's kind does not support.
-
-    Raises:
-        SettingError: If a setting is invalid. The message describes the first mistake.
-    """
+    """Raise a SettingError for a network or data set of another kind, or a setting that the kind does not support."""
     rules, data, model = rules_of(config.task), config.data, config.model
     of_data = _kind_of_data("data.name", data.name)
     for one in config.tasks:

@@ -13,8 +13,7 @@ from efficient_ft.core.errors import UserError
 def plain(composed: DictConfig) -> dict[str, Any]:
     """Return plain containers with resolved interpolations, without the settings of Hydra and the rows of a sweep.
 
-    Raises:
-        UserError: If an interpolation cannot be resolved.
+    Raise a UserError if an interpolation cannot be resolved.
     """
     job = OmegaConf.masked_copy(composed, [str(key) for key in composed if key not in ("hydra", "rows")])
     # Interpolations are resolved in the copy, because they refer only to the settings of the job.

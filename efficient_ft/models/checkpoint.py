@@ -63,11 +63,9 @@ class Contents:
 
     def weights_under(self, prefix: str) -> dict[str, Tensor]:
         """Return the usable tensors under `prefix`: floating-point tensors in fp32, and integer tensors unchanged."""
-        return {
-            name: value.float() if value.is_floating_point() else value
-            for name, value in self.under(prefix).items()
-            if not value.is_floating_point() or why_unusable(value) is None
-        }
+        values = self.under(prefix)
+        usable = (name for name, v in values.items() if not v.is_floating_point() or why_unusable(v) is None)
+        return {name: values[name].float() if values[name].is_floating_point() else values[name] for name in usable}
 
 
 def read_contents(path: Path) -> Contents:

@@ -69,11 +69,8 @@ def freeze_batch_norm(model: nn.Module) -> list[str]:
 
 def frozen_layers(model: nn.Module) -> list[str]:
     """Return the names of the BatchNorm layers of `model` with frozen statistics."""
-    return [
-        name
-        for name, module in model.named_modules()
-        if type(module) in FROZEN.values() or _evaluate in module._forward_pre_hooks.values()
-    ]
+    modules = model.named_modules()
+    return [n for n, m in modules if type(m) in FROZEN.values() or _evaluate in m._forward_pre_hooks.values()]
 
 
 def layers_without_statistics(model: nn.Module) -> list[str]:

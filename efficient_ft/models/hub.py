@@ -15,9 +15,6 @@ from efficient_ft.core.errors import SettingError, UserError, first_line
 from efficient_ft.core.network import unreachable
 from efficient_ft.models.checkpoint import require_file
 
-#: File names that timm tries on the hub, in order.
-_HUB_FILES = ("model.safetensors", "pytorch_model.bin")
-
 _ALTERNATIVES = "Or use model.weights=FILE (a local file), or model.pretrained=false (random weights)."
 
 
@@ -54,8 +51,7 @@ def missing_files(config: ModelConfig, cfg: PretrainedCfg) -> str | None:
 def fetch_weights(config: ModelConfig, cfg: PretrainedCfg) -> Path:
     """Return `config.weights`, or the file of the pretrained weights, which is downloaded if necessary.
 
-    Raises:
-        UserError: If there are no weights, or the download fails.
+    Raise a UserError if there are no weights, or the download fails.
     """
     if config.weights is not None:
         return Path(config.weights).expanduser()
@@ -88,7 +84,7 @@ def _hub_files(cfg: PretrainedCfg) -> tuple[str, str | None, tuple[str, ...]]:
     repo, _, revision = str(cfg.hf_hub_id).partition("@")
     file = cfg.hf_hub_filename
     if not file:
-        return repo, revision or None, _HUB_FILES
+        return repo, revision or None, ("model.safetensors", "pytorch_model.bin")
     return repo, revision or None, tuple(dict.fromkeys((str(PurePosixPath(file).with_suffix(".safetensors")), file)))
 
 

@@ -31,8 +31,7 @@ _CODE = {"auto_map", "trust_remote_code", "custom_pipelines", "use_kernels", "ke
 def read_json(file: Path) -> dict[str, Any]:
     """Read a configuration file without the entries that name code. Log these entries once per file.
 
-    Raises:
-        UserError: If the file cannot be read, is not a mapping, or declares quantized weights.
+    Raise a UserError if the file cannot be read, is not a mapping, or declares quantized weights.
     """
     try:
         held = json.loads(file.read_bytes().decode("utf-8-sig"))

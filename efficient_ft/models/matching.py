@@ -193,14 +193,8 @@ def compare(
 ) -> Fit:
     """Compare the tensors `given` under a prefix of a file with the tensors `own` of a network.
 
-    Args:
-        prefix: Prefix of the full names in the file.
-        given: Tensors from the file, by the network's names.
-        own: Tensors of the network, with new classifiers.
-        model: The network.
-        heads: Names of the network's classifiers.
-        offset: Number of additional classes at the start of a published classifier.
-        lenient: True if the network's library ignores the names of other variants.
+    `heads` contains the names of the network's classifiers. `offset` is the number of additional classes at the start
+    of a published classifier. `lenient` is True if the network's library ignores the names of other variants.
     """
     given = {n: v.reshape(()) if n in own and own[n].ndim == 0 and v.numel() == 1 else v for n, v in given.items()}
     new: dict[str, str] = {}

@@ -118,7 +118,8 @@ class FrozenPrefix:
         try:
             self.model(images)
         except _Left as left:
-            return left.output
+            features: Tensor = left.args[0]
+            return features
         finally:
             handle.remove()
         raise RuntimeError(f"{self.end} was not called")
@@ -153,11 +154,7 @@ class FrozenPrefix:
 
 
 class _Left(Exception):
-    """The exception that stops a forward pass at the end of the prefix."""
-
-    def __init__(self, output: Tensor) -> None:
-        super().__init__()
-        self.output = output
+    """The exception that stops a forward pass at the end of the prefix. Its argument is the output of the prefix."""
 
 
 def find_prefix(model: nn.Module, images: Tensor) -> FrozenPrefix:

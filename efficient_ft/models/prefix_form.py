@@ -55,11 +55,7 @@ def replaced_forwards(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) 
 
 
 class Folds:
-    """Convolutions, and the BatchNorm layers with frozen statistics to fold into the convolutions.
-
-    Args:
-        pairs: Pairs of a convolution and the following BatchNorm layer.
-    """
+    """Pairs of a convolution and the following BatchNorm layer with frozen statistics, to fold into the convolution."""
 
     def __init__(self, pairs: Sequence[tuple[nn.Conv2d, _BatchNorm]]) -> None:
         self._pairs = list(pairs)

@@ -16,8 +16,6 @@ from timm.models._efficientnet_builder import decode_arch_def
 from timm.models.efficientnet import EfficientNet
 from torch import Tensor, nn
 
-__all__ = ["proxyless_mobile", "timm_names"]
-
 #: Blocks of each stage: kernel size, stride, expansion, output channels.
 STAGES = [
     ["ds_r1_k3_s1_c16"],
@@ -67,10 +65,8 @@ def timm_names(weights: dict[str, Tensor], *_: Any) -> dict[str, Tensor]:
     """Rename the state dict of the ProxylessNAS release to timm's names.
 
     The release also numbers blocks without weights, so blocks are matched by order. Unknown names do not change, and
-    loading the weights rejects these names. A state dict with timm's names is returned unchanged.
-
-    Raises:
-        ValueError: If the number of blocks differs, as in other networks of the release.
+    loading the weights rejects these names. A state dict with timm's names is returned unchanged. Raise a ValueError if
+    the number of blocks differs, as in other networks of the release.
     """
     if not any(name.startswith("first_conv.") for name in weights):
         return weights

@@ -44,8 +44,7 @@ _SIZE = 512
 
 #: Network arguments that other settings determine, with a hint for the error message.
 _SET_ELSEWHERE = {
-    "classes": "It follows from the data.",
-    "num_labels": "It follows from the data.",
+    **dict.fromkeys(("classes", "num_labels"), "It follows from the data."),
     "encoder_name": "Set model.encoder instead.",
     "encoder_weights": "Set model.pretrained or model.weights instead.",
     "activation": "The loss takes logits.",

@@ -18,9 +18,6 @@ from timm.models.vision_transformer import checkpoint_filter_fn
 from timm.models.vision_transformer_hybrid import ConvStem
 from torch import nn
 
-__all__ = ["vit_digits", "vit_micro"]
-
-
 _DIGITS = {
     "num_classes": 10,
     "input_size": (3, 32, 32),

@@ -85,12 +85,7 @@ def input_of(config: ModelConfig) -> InputSpec:
 
 
 def build(config: ModelConfig, classes: int) -> nn.Module:
-    """Build a text classifier with random weights; see `factory.random_model`.
-
-    Raises:
-        SettingError: If the network or an argument is unknown, or `model.max_length` exceeds the number of positions.
-        UserError: If `transformers` is not installed, or the files that describe the network are missing.
-    """
+    """Build a text classifier with random weights; see `factory.random_model`."""
     return _with_input_size(config, _random(config, _architecture(config, classes)))
 
 
@@ -162,11 +157,7 @@ def load(config: ModelConfig, classes: int, random: nn.Module | None = None) -> 
 
 
 def tokenizer_of(config: ModelConfig) -> Tokenizer:
-    """Read the tokenizer of a network.
-
-    Raises:
-        UserError: If `transformers` is not installed, or if the tokenizer's files are missing or damaged.
-    """
+    """Read the tokenizer of a network, or raise a UserError if its files are missing or damaged."""
     auto = _transformers(config)
     source = _local(config, tokenizer=True)
     if source.is_file():

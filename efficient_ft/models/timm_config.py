@@ -22,17 +22,15 @@ SET_ELSEWHERE = {
     "img_size": "Set model.image_size instead.",
     "drop_rate": "Set model.drop_rate instead.",
     "drop_path_rate": "Set model.drop_path_rate instead.",
-    "checkpoint_path": "Set model.weights instead.",
     "pretrained_cfg": "Set model.name=NAME.TAG instead.",
-    "pretrained_cfg_overlay": "Set model.weights instead.",
+    **dict.fromkeys(("checkpoint_path", "pretrained_cfg_overlay"), "Set model.weights instead."),
 }
 
 
 def pretrained_cfg(config: ModelConfig) -> PretrainedCfg:
     """Return timm's pretrained configuration of a model (weights and input), or an empty one if timm has none.
 
-    Raises:
-        SettingError: If timm does not have the model or its tag.
+    Raise a SettingError if timm does not have the model or its tag.
     """
     name = config.name
     if not timm.is_model(name):
@@ -46,11 +44,7 @@ def pretrained_cfg(config: ModelConfig) -> PretrainedCfg:
 
 
 def timm_kwargs(config: ModelConfig, cfg: PretrainedCfg, num_classes: int) -> dict[str, Any]:
-    """Return the keyword arguments of `timm.create_model`.
-
-    Raises:
-        SettingError: If `model.kwargs` contains an argument that has a separate setting.
-    """
+    """Return the arguments of `timm.create_model`, or raise a SettingError if an argument has a separate setting."""
     kwargs: dict[str, Any] = {"num_classes": num_classes}
     # Only models whose weights depend on the image size take this argument. Other models work at any size.
     if config.image_size is not None and cfg.fixed_input_size:
@@ -66,11 +60,7 @@ def timm_kwargs(config: ModelConfig, cfg: PretrainedCfg, num_classes: int) -> di
 
 
 def build(config: ModelConfig, kwargs: dict[str, Any], **more: Any) -> nn.Module:
-    """Call `timm.create_model`.
-
-    Raises:
-        UserError: If the model rejects the arguments.
-    """
+    """Call `timm.create_model`, or raise a UserError if the model rejects the arguments."""
     # With further arguments, the caller handles the errors of loading weights.
     refusals = (TypeError, ValueError, AssertionError, *(() if more else (ArithmeticError, LookupError, RuntimeError)))
     try:
@@ -89,11 +79,7 @@ def image_size(config: ModelConfig, cfg: PretrainedCfg) -> tuple[int, int]:
 
 
 def input_of(config: ModelConfig) -> InputSpec:
-    """Return the size (H, W) in pixels, normalization and interpolation of a model's input images.
-
-    Raises:
-        SettingError: If the model is unknown, or `model.mean` or `model.std` does not have one value per channel.
-    """
+    """Return the size (H, W), normalization and interpolation of a model's input images; see `factory.input_of`."""
     cfg = pretrained_cfg(config)
     mean = tuple(cfg.mean if config.mean is None else config.mean)
     std = tuple(cfg.std if config.std is None else config.std)

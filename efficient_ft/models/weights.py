@@ -71,18 +71,13 @@ def match_timm(
     needed: Collection[str] | None = None,
     decoder: ModelConfig | None = None,
 ) -> tuple[Contents, Fit, nn.Module]:
-    """Find the weights of a timm model in a file.
+    """Find the weights of a timm model in a file; see `load_weights`.
 
-    Args:
-        config, kwargs, random, cfg, path: See `load_weights`.
-        needed: Names that the file must contain, or None if the file must contain all names.
-        decoder: Configuration of the segmentation network if the model is its encoder.
+    By default, the file must contain all names instead of only the names in `needed`. If the model is an encoder,
+    `decoder` is the configuration of its segmentation network.
 
     Returns:
         The searched contents, the fit, and a model for the fitting weights.
-
-    Raises:
-        SettingError: See `load_weights`.
     """
     own = random.state_dict()
     heads = (cfg.classifier,) if isinstance(cfg.classifier, str) else tuple(cfg.classifier or ())
@@ -122,11 +117,7 @@ def match_timm(
 
 
 def report_of(path: Path, contents: Contents, fit: Fit, model: nn.Module) -> LoadingReport:
-    """Return the report of a network with the weights of `fit`.
-
-    Raises:
-        SettingError: If weights are not finite or have impossible values, see `check_values`.
-    """
+    """Return the report of a network with the weights of `fit`, whose values are checked (see `check_values`)."""
     key, prefix = split_prefix(contents, fit.prefix)
     left_out = {fit.prefix + name: reason for name, reason in fit.left_out.items()}
     left_out |= {name: "elsewhere in the file" for name in contents.tensors if not name.startswith(fit.prefix)}

@@ -62,13 +62,10 @@ class _Functions(TorchFunctionMode):
     def watch(self, name: str, module: nn.Module) -> None:
         """Attribute calls in the forward of `module` to `name`."""
 
-        def enter(*_: Any) -> None:
-            self.running.append(name)
-
         def leave(*_: Any) -> None:
             self.running.pop()
 
-        module.register_forward_pre_hook(enter)
+        module.register_forward_pre_hook(lambda *_: self.running.append(name))
         module.register_forward_hook(leave)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
