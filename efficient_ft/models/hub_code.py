@@ -75,7 +75,7 @@ def _names_code(name: Any, value: Any) -> bool:
 
 
 def _entries(held: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the entries of the mappings in nested mappings and lists."""
+    """Yield the entries of all mappings in nested mappings and lists."""
     if isinstance(held, dict):
         yield from held.items()
     for inner in held.values() if isinstance(held, dict) else held if isinstance(held, list) else ():

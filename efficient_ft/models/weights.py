@@ -117,7 +117,7 @@ def match_timm(
 
 
 def report_of(path: Path, contents: Contents, fit: Fit, model: nn.Module) -> LoadingReport:
-    """Return the report of a network with the weights of `fit`, whose values are checked (see `check_values`)."""
+    """Check the weights of `fit` with `check_values`, and return the report of a network with these weights."""
     key, prefix = split_prefix(contents, fit.prefix)
     left_out = {fit.prefix + name: reason for name, reason in fit.left_out.items()}
     left_out |= {name: "elsewhere in the file" for name in contents.tensors if not name.startswith(fit.prefix)}

@@ -48,7 +48,7 @@ def stem_of(model: nn.Module) -> str | None:
 
 
 def stages_of(model: nn.Module) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    """Return the names of the blocks per stage, the other modules per stage, and the modules with the stages."""
+    """Return the names of each stage's blocks, each stage's other modules, and the modules that contain the stages."""
     holder = holder_of(model)
     inside = f"{holder}." if holder else ""
     owner = model.get_submodule(holder)
