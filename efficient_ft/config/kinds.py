@@ -96,7 +96,6 @@ class _TextRules(KindRules):
 
 _MASKS, _TEXTS = ("camvid", "cityscapes", "voc2012_aug", "mask_folder"), ("rte", "text_folder")
 _NO_PREFIX: dict[str, str | None] = {"tasks": None, "cache_features": None, "prefix": None}
-
 #: Rules of all loaded kinds, by name.
 RULES: dict[str, KindRules] = {
     "classification": KindRules("classification", tuple(n for n in DATA_NAMES if n not in (*_MASKS, *_TEXTS))),

@@ -44,7 +44,6 @@ default_cfgs = generate_default_cfgs(
         }
     }
 )
-
 #: timm's names by name in the release, outside of blocks.
 _OUTSIDE = {
     "first_conv.conv.": "conv_stem.",

@@ -38,10 +38,8 @@ SEGFORMERS: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
     "segformer_b4": ((64, 128, 320, 512), (3, 8, 27, 3), 768),
     "segformer_b5": ((64, 128, 320, 512), (3, 6, 40, 3), 768),
 }
-
 #: Default size of training crops in pixels.
 _SIZE = 512
-
 #: Network arguments that other settings determine, with a hint for the error message.
 _SET_ELSEWHERE = {
     **dict.fromkeys(("classes", "num_labels"), "It follows from the data."),

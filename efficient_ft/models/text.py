@@ -46,15 +46,12 @@ TEXT_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "distilbert_base": ("distilbert/distilbert-base-uncased", "distilbert", {}),
     "roberta_base": ("FacebookAI/roberta-base", "roberta", _ROBERTA),
 }
-
 #: Files of a repository or folder. A network needs one file of each group.
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _NEEDED = (("config.json",), _WEIGHTS, ("tokenizer.json", "vocab.txt", "vocab.json"))
 _OPTIONAL = ("tokenizer_config.json", "special_tokens_map.json", "merges.txt", "added_tokens.json")
-
 #: Key of the tokenizer in the metadata of model.safetensors.
 TOKENIZER = "tokenizer"
-
 #: Network arguments that other settings determine, with a hint for the error message.
 _SET_ELSEWHERE = {
     **dict.fromkeys(("num_labels", "id2label", "label2id"), "It follows from the data."),
@@ -63,11 +60,9 @@ _SET_ELSEWHERE = {
     "dtype": "Set trainer.precision instead.",
     "model_type": "Set model.name instead.",
 }
-
 #: Exceptions that `transformers` raises for configurations and files that it cannot use.
 _REFUSALS = (ValueError, LookupError, TypeError, AttributeError, RuntimeError, AssertionError, ArithmeticError,
              MemoryError, StrictDataclassError)  # fmt: skip
-
 #: Maximum sizes of a network, by name in a `transformers` configuration.
 _SIZES = {
     **dict.fromkeys(("hidden_size", "dim", "d_model", "intermediate_size", "hidden_dim", "embedding_size"), 2**17),
