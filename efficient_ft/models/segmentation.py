@@ -116,7 +116,8 @@ def _segformer_class(config: ModelConfig, classes: int) -> tuple[Any, Any]:
     channels, depths, decoder = SEGFORMERS[config.name]
     settings: Any = {"hidden_sizes": channels, "depths": depths, "decoder_hidden_size": decoder, **config.kwargs}
     rates: Any = {"drop_path_rate": config.drop_path_rate, "classifier_dropout_prob": config.drop_rate}
-    return SegformerForSemanticSegmentation, SegformerConfig(num_labels=classes, **rates, **settings)
+    make: Any = SegformerConfig
+    return SegformerForSemanticSegmentation, make(num_labels=classes, **rates, **settings)
 
 
 def _encoder_decoder(config: ModelConfig, classes: int, encoder: dict[str, Tensor] | None) -> nn.Module:
