@@ -1,36 +1,9 @@
-"""The configuration of a run: its schema, its check, and its identity. Importing this loads no torch."""
+"""The configuration of a run: its schema, check and identity. Importing this package does not import torch."""
 
 from efficient_ft.config.check import check, validate
 from efficient_ft.config.explain import UnknownSetting, setting_names
 from efficient_ft.config.identity import data_configs, fingerprint, image_folders, run_folder
-from efficient_ft.config.schema import (
-    AugmentConfig,
-    Config,
-    CostConfig,
-    DataConfig,
-    LoggerConfig,
-    ModelConfig,
-    OptimConfig,
-    StepStatsConfig,
-    TrainerConfig,
-)
+from efficient_ft.config.schema import Config, DataConfig, ModelConfig, OptimConfig
 
-__all__ = [
-    "AugmentConfig",
-    "Config",
-    "CostConfig",
-    "DataConfig",
-    "LoggerConfig",
-    "ModelConfig",
-    "OptimConfig",
-    "StepStatsConfig",
-    "TrainerConfig",
-    "UnknownSetting",
-    "check",
-    "data_configs",
-    "fingerprint",
-    "image_folders",
-    "run_folder",
-    "setting_names",
-    "validate",
-]
+__all__ = ["Config", "DataConfig", "ModelConfig", "OptimConfig", "UnknownSetting", "check", "data_configs",
+           "fingerprint", "image_folders", "run_folder", "setting_names", "validate"]  # fmt: skip

@@ -1,4 +1,4 @@
-"""From a plain mapping to a checked `Config`; the first mistake becomes one clear message."""
+"""Convert a plain mapping to a checked `Config`. The first mistake raises one clear error."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ from efficient_ft.core.units import parse_bytes, parse_seconds
 def check(plain: Mapping[str, Any]) -> Config:
     """Return the configuration that a nested mapping of settings describes.
 
+    `build_methods` checks the names and settings of methods, because it knows the constructors.
+
     Args:
-        plain: groups and settings as in config.yaml. Settings left out have the defaults of the schema; ``???`` counts
-            as left out.
+        plain: Groups and settings as in config.yaml. Missing settings, and settings with the value ``???``, have the
+            defaults of the schema.
 
     Raises:
-        SettingError: for the first mistake, with the full key, its value, the constraint, and the nearest known name.
-            Names and settings of methods are checked by `build_methods`, which knows the constructors.
+        SettingError: If a setting is invalid. The message for the first mistake contains the full key, the value, the
+            constraint, and the nearest known name.
     """
     if not isinstance(plain.get("method", {}), Mapping):
         raise SettingError("method", show(plain["method"]), "a mapping from a method's name to its settings")
@@ -45,7 +47,7 @@ def check(plain: Mapping[str, Any]) -> Config:
 
 
 def _refuse_sharding(plain: Mapping[str, Any]) -> None:
-    """Refuse strategies that divide each parameter over the processes, with the reason."""
+    """Reject strategies that shard parameters over the processes, and explain why."""
     trainer = plain.get("trainer")
     strategy = str(trainer.get("strategy", "")) if isinstance(trainer, Mapping) else ""
     if re.match(r"(fsdp|deepspeed|model_parallel|zero)", strategy.lower()):
@@ -53,36 +55,32 @@ def _refuse_sharding(plain: Mapping[str, Any]) -> None:
             "trainer.strategy",
             strategy,
             "auto or ddp",
-            "It would divide each parameter over the processes, and the methods work on whole ones: they replace the"
-            " backward pass of whole layers, pack what these save, and freeze parameters in some steps, whose gradient"
-            " is None then. Memory is saved by methods here: efficient-ft plan memory=4GB finds one that fits.",
+            "It would shard each parameter over the processes, but methods require whole parameters: they replace the"
+            " backward pass of whole layers, and freeze parameters in some steps, whose gradients are then None. Save"
+            " memory with a method instead: efficient-ft plan memory=4GB finds one that fits.",
         )
 
 
 def _without_missing(value: Any) -> Any:
-    """Remove the entries that YAML marks as missing (``???``)."""
+    """Remove the entries with the value ``???``, which means missing in YAML."""
     if not isinstance(value, Mapping):
         return value
     return {key: _without_missing(below) for key, below in value.items() if below != "???"}
 
 
 def _check_together(config: Config) -> None:
-    """Refuse settings that exclude each other, or have no meaning together."""
+    """Reject settings that exclude each other or have no effect together."""
     model, data, optim, trainer = config.model, config.data, config.optim, config.trainer
     if config.evaluate is not None and config.cost_only:
-        raise SettingError("cost_only", "true", "false with evaluate=RUN", "Choose one of the two.")
+        raise SettingError("cost_only", "true", "false with evaluate=RUN", "Set only one of these settings.")
     if (model.mean is None) != (model.std is None):
         missing = "model.std" if model.std is None else "model.mean"
         raise SettingError(missing, "null", "a list of numbers, one per channel, because the other one is set")
     if model.mean is not None and model.std is not None and len(model.mean) != len(model.std):
         raise SettingError("model.std", list(model.std), f"a list of {len(model.mean)} numbers, as model.mean")
     if model.name in OWN_CLASSIFIERS[:2] and model.pretrained and model.weights is None:
-        raise SettingError(
-            "model.pretrained",
-            "true",
-            f"false for {model.name}, which has no published weights",
-            "Or pass model.weights=FILE.",
-        )
+        known = f"false for {model.name}, which has no published weights"
+        raise SettingError("model.pretrained", "true", known, "Or pass model.weights=FILE.")
     if model.weights_key is not None and model.weights is None:
         raise SettingError("model.weights_key", model.weights_key, "null without model.weights=FILE")
     check_kind(config)
@@ -90,19 +88,12 @@ def _check_together(config: Config) -> None:
         _check_data(key, one)
     if config.tasks:
         _check_tasks(config.tasks)
-    for setting, owners in (
-        ("momentum", ("sgd",)),
-        ("betas", ("adamw", "adam")),
-        ("state_bits", ("adamw", "adam")),
-    ):
-        # The default is in every configuration that a run has written.
-        if getattr(optim, setting) != OptimConfig.model_fields[setting].default and optim.name not in owners:
-            raise SettingError(
-                f"optim.{setting}",
-                show(getattr(optim, setting)),
-                f"left out with optim={optim.name}",
-                f"It belongs to optim={' or optim='.join(owners)}.",
-            )
+    for setting, owners in (("momentum", ("sgd",)), ("betas", ("adamw", "adam")), ("state_bits", ("adamw", "adam"))):
+        # The default is valid, because every configuration that a run has written contains it.
+        value = getattr(optim, setting)
+        if value != OptimConfig.model_fields[setting].default and optim.name not in owners:
+            do = f"It belongs to optim={' or optim='.join(owners)}."
+            raise SettingError(f"optim.{setting}", show(value), f"left out with optim={optim.name}", do)
     if optim.in_backward:
         clip, accumulate, devices = optim.grad_clip_norm, trainer.grad_accum_steps, trainer.devices
         refuse_in_backward(
@@ -136,12 +127,8 @@ def _check_data(key: str, data: DataConfig) -> None:
     if data.augment.scale[0] > data.augment.scale[1]:
         raise SettingError(f"{key}.augment.scale", list(data.augment.scale), "[smallest, largest]")
     if data.augment.name == "none" and data.augment.resize != "input":
-        raise SettingError(
-            f"{key}.augment.resize",
-            data.augment.resize,
-            f"input with {key}.augment.name=none",
-            "Nothing is cropped then.",
-        )
+        allowed = f"input with {key}.augment.name=none"
+        raise SettingError(f"{key}.augment.resize", data.augment.resize, allowed, "It does not crop images.")
 
 
 def _check_tasks(tasks: Mapping[str, DataConfig]) -> None:
@@ -151,13 +138,12 @@ def _check_tasks(tasks: Mapping[str, DataConfig]) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
             raise SettingError("tasks", name, "a mapping from names of letters, digits, _ and -")
     first, *others = tasks
+    split = tasks[first].select_best_on
     for name in others:
-        if tasks[name].select_best_on != tasks[first].select_best_on:
+        if tasks[name].select_best_on != split:
+            do = "The best epoch has the best mean accuracy over the tasks."
             raise SettingError(
-                f"tasks.{name}.select_best_on",
-                tasks[name].select_best_on,
-                f"{tasks[first].select_best_on}, as for {first}",
-                "The best epoch has the best mean accuracy over the tasks.",
+                f"tasks.{name}.select_best_on", tasks[name].select_best_on, f"{split}, as for {first}", do
             )
 
 
@@ -165,13 +151,14 @@ _Model = typing.TypeVar("_Model", bound=BaseModel)
 
 
 def validate(schema: type[_Model], plain: Mapping[str, Any], prefix: str) -> _Model:
-    """Return the settings `plain` of the group `prefix` as an object of the pydantic model `schema`.
+    """Return the settings `plain` of the group `prefix` as an instance of the pydantic model `schema`.
 
-    The check is strict: "3" is not accepted for 3, and true is not accepted for 1. A list is accepted for a tuple.
+    The check is strict: it rejects "3" for 3 and true for 1. It accepts a list for a tuple. Raise a SettingError if a
+    setting is invalid.
     """
     try:
         return schema.model_validate_json(json.dumps(plain, default=str), strict=True)
     except ValidationError as error:
-        # A misspelt key often shows as a missing one as well: name the spelling first.
+        # A misspelled key often causes an error for a missing key as well. Report the misspelled key first.
         mistakes = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
         raise mistake(schema, plain, prefix, mistakes[0]["loc"], mistakes[0]["type"]) from None

@@ -1,4 +1,4 @@
-"""Error messages for settings: the constraint in words, and the nearest known name."""
+"""Error messages for settings with the constraint in words and the nearest known name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.errors import PydanticInvalidForJsonSchema
 
-from efficient_ft.config.removed import REMOVED
 from efficient_ft.config.schema import Config
 from efficient_ft.core.errors import SettingError, UserError
 
@@ -29,17 +28,18 @@ def mistake(
     key, value, node = prefix, typing.cast(Any, plain), whole
     for part in loc:
         name = str(part)
-        node = _section(node, whole) if isinstance(value, Mapping) else resolved(node, whole)
+        branches = [resolved(one, whole) for one in node.get("anyOf", []) if isinstance(value, Mapping)]
+        node = next((one for one in branches if "properties" in one), resolved(node, whole))
         below = node.get("properties")
         if below is None and isinstance(value, Mapping) and isinstance(node.get("additionalProperties"), dict):
-            below = dict.fromkeys(value, node["additionalProperties"])  # names chosen by the user
+            below = dict.fromkeys(value, node["additionalProperties"])  # the user chooses the names
         if below is None or not isinstance(value, Mapping):
-            break  # inside the value of one setting (a list, or a branch of a union)
+            break  # the location is inside the value of a setting (a list, or a branch of a union)
         if name not in below:
             return UnknownSetting(f"{key}.{name}".lstrip("."), value.get(name), below, _leaves(whole, whole))
         key, value, node = f"{key}.{name}".lstrip("."), value.get(name), below[name]
     constraint = _constraint(resolved(node, whole), whole)
-    if kind == "missing" and value is None:  # not merely a list with too few entries
+    if kind == "missing" and value is None:  # a list with too few entries also has the kind "missing"
         return SettingError(key, "nothing", constraint, f"It has no default: pass {key}=VALUE.")
     if "enum" in node:
         return SettingError(key, show(value), node["enum"])
@@ -49,7 +49,7 @@ def mistake(
     return SettingError(key, "an empty string" if value == "" else show(value), constraint)
 
 
-#: Names that other tools give to a setting, to recognize them.
+#: Names of a setting in other tools, for suggestions.
 _OTHER_NAMES = {
     "optim.lr": "learning_rate base_lr lr0 initial_lr max_lr",
     "optim.weight_decay": "wd l2 decay",
@@ -77,10 +77,7 @@ _OTHER_NAMES = {
 
 
 def _nearest(setting: str, known: Iterable[str], elsewhere: Iterable[str]) -> str:
-    """Return a hint to the setting that an unknown name most likely means; empty if none is near.
-
-    A name of another tool counts as one of the setting's own.
-    """
+    """Return a hint with the setting most similar to an unknown name, or "". Names in other tools also count."""
     group, _, name = setting.rpartition(".")
     full = {other: target for target, others in _OTHER_NAMES.items() if target in elsewhere for other in others.split()}
     here = dict.fromkeys(known)
@@ -96,7 +93,10 @@ def _nearest(setting: str, known: Iterable[str], elsewhere: Iterable[str]) -> st
 
 
 class UnknownSetting(SettingError):
-    """A setting that does not exist; `known` are the names at its level, `elsewhere` full names of other settings."""
+    """The error for a setting that does not exist.
+
+    `known` contains the names of the settings in the same group, and `elsewhere` the full names of other settings.
+    """
 
     def __init__(self, setting: str, value: object, known: Iterable[str], elsewhere: Iterable[str] = ()):
         group = setting.rpartition(".")[0]
@@ -108,7 +108,7 @@ class UnknownSetting(SettingError):
 
 
 def json_schema(schema: type[BaseModel]) -> dict[str, Any]:
-    """Return the JSON schema of `schema`; the mere names if it has types that JSON cannot express."""
+    """Return the JSON schema of `schema`, or only the names if JSON cannot express some types."""
     try:
         return schema.model_json_schema()
     except PydanticInvalidForJsonSchema:
@@ -116,41 +116,35 @@ def json_schema(schema: type[BaseModel]) -> dict[str, Any]:
 
 
 def resolved(node: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
-    """Return the definition that a node of the JSON schema `whole` refers to, or the node itself."""
+    """Return the definition that a node of the JSON schema `whole` references, or the node itself."""
     reference = node.get("$ref")
     return whole["$defs"][reference.rpartition("/")[2]] if reference else node
 
 
-def _section(node: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
-    """The definition of a section; of one that may be null, the branch that is none."""
-    options = [resolved(one, whole) for one in node.get("anyOf", [])]
-    return next((one for one in options if "properties" in one), resolved(node, whole))
-
-
 @functools.cache
 def setting_names() -> tuple[str, ...]:
-    """Return the full names of all settings, without those of the methods."""
+    """Return the full names of all settings except the settings of methods."""
     whole = json_schema(Config)
     return tuple(_leaves(whole, whole))
 
 
 def _leaves(node: dict[str, Any], whole: dict[str, Any], prefix: str = "") -> list[str]:
-    """Full names of all settings below `node`."""
+    """Return the full names of all settings below `node`."""
     names: list[str] = []
     for name, below in node.get("properties", {}).items():
-        # A section that may be null is one of two alternatives.
+        # A section that may be null is one branch of a union.
         options = [resolved(one, whole) for one in below.get("anyOf", [below])]
         sections = [one for one in options if "properties" in one]
         names += [leaf for one in sections for leaf in _leaves(one, whole, f"{prefix}{name}.")] or [prefix + name]
     return names
 
 
-#: Bounds of numbers: the keyword of JSON schemas, and how it reads.
+#: Bounds of numbers by keyword in JSON schemas, with the sign for messages.
 _BOUNDS = (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<"))
 
 
 def _constraint(node: dict[str, Any], whole: dict[str, Any]) -> str:
-    """The constraint of a JSON schema in words that follow "must be"."""
+    """Return the constraint of a JSON schema node as words that follow "must be"."""
     if "anyOf" in node:
         branches = [_constraint(resolved(branch, whole), whole) for branch in node["anyOf"]]
         simple = len(branches) == 2 and not any(", " in branch or " or " in branch for branch in branches)
@@ -180,17 +174,37 @@ def _constraint(node: dict[str, Any], whole: dict[str, Any]) -> str:
         case "object":
             below = node.get("additionalProperties")
             words = "a non-empty mapping" if node.get("minProperties") else "a mapping"
-            # A group is a mapping with other names, which other messages list.
+            # A group is a mapping with fixed names, which other messages list.
             inner = resolved(below, whole) if isinstance(below, dict) else {}
+            if not inner:
+                return words
             keys = " or ".join(resolved(node.get("propertyNames", {}), whole).get("enum", ["names"]))
-            return f"{words} from {keys} to {_plural(_constraint(inner, whole))}" if inner else words
+            each = _constraint(inner, whole)
+            plural = "mappings" if f"{each} ".startswith("a mapping ") else f"values, each {each}"
+            return f"{words} from {keys} to {plural}"
     return "a value of the type in the constructor's signature"
 
 
-def _plural(words: str) -> str:
-    return "mappings" if words == "a mapping" or words.startswith("a mapping ") else f"values, each {words}"
-
-
 def show(value: Any) -> str:
-    """Return `value` as on the command line and in YAML."""
+    """Return `value` in the notation of the command line and YAML."""
     return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+_EXPERIMENT = (
+    "List the runs as rows of an experiment, DIR/experiment/NAME.yaml, and pass -m --config-dir DIR experiment=NAME"
+)
+#: Removed settings and their replacements.
+REMOVED = {
+    "rows": f"{_EXPERIMENT}. For some rows of a published table, use efficient-ft table NAME --run --rows ROW",
+    "table": "Use efficient-ft table NAME --run",
+}
+
+
+def refuse_removed(argument: str) -> None:
+    """Raise a UserError with the replacement if a command-line argument uses a removed setting or ``zip(...)``."""
+    key, _, value = argument.partition("=")
+    if value.startswith("zip("):
+        raise UserError(f"{argument}: zip(...) was removed. {_EXPERIMENT}.")
+    name = key.lstrip("+~")
+    if name in REMOVED and argument != "rows=null":  # a job of an experiment has ``rows=null``
+        raise UserError(f"{argument}: the setting {name} was removed. {REMOVED[name]}.")

@@ -1,4 +1,4 @@
-"""The identity of a run: a fingerprint of the settings that affect its result, and the run folder named by it."""
+"""The identity of a run: a fingerprint of the settings that affect its result, and the name of its folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from efficient_ft.config.schema import Config, DataConfig
 
-#: Settings of display, logging, measurement and loading, which do not change the result of a run.
+#: Settings for display, logging, measurement and loading, which do not change the result of a run.
 _NO_EFFECT: dict[str, Any] = {
     **dict.fromkeys(("resume", "jobs", "job_timeout", "published", "evaluate", "cost_only", "cost"), True),
     **dict.fromkeys(("step_stats", "logger", "allocator", "verbose", "memory"), True),
@@ -21,50 +21,48 @@ _DATA_NO_EFFECT = {
     "num_workers", "download", "eval_batch_size", "follow_links", "keep_decoded", "decoded_folder", "decoded_limit",
 }  # fmt: skip
 
-#: Data sets that are identified by their place.
+#: Data sets that are identified by their path.
 OWN_FOLDERS = ("folder", "mask_folder", "text_folder")
 
 
 def fingerprint(config: Config) -> str:
-    """Return 8 hex digits of the settings that affect the result of a run: equal for runs that train the same."""
+    """Return 8 hexadecimal digits that identify the settings that affect the result of a run."""
     what = config.model_dump(mode="json", exclude=_NO_EFFECT)
     if config.trainer.cache_features == "off":
         del what["trainer"]["views"], what["trainer"]["cache_dtype"]
     what["data"] = _content(config.data)
     if config.tasks:
-        # As a list: the tasks take turns in their order.
+        # The order of the tasks matters, because they take turns in this order.
         what["tasks"] = [[name, _content(data)] for name, data in config.tasks.items()]
         del what["data"]
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _content(data: DataConfig) -> dict[str, Any]:
-    """Return the settings of a data set that affect a result."""
+    """Return the settings of a data set that affect the result of a run."""
     what = data.model_dump(mode="json", exclude=_DATA_NO_EFFECT)
     if data.on_corrupt == "stop":
-        del what["max_pixels"]  # decides only which images are left out
-    # A published data set is the same in any place; a folder of images is identified by its path.
-    if data.name in OWN_FOLDERS:
-        what["root"] = os.path.normpath(data.root)
-    else:
-        del what["root"]
-    return what
+        del what["max_pixels"]  # this setting only selects images to skip
+    # The path identifies a folder of images. A published data set is the same at every path.
+    root = what.pop("root")
+    return {**what, "root": os.path.normpath(root)} if data.name in OWN_FOLDERS else what
 
 
 def data_configs(config: Config) -> list[DataConfig]:
-    """Return the configuration of every data set of the run: one, or one per task."""
+    """Return the configuration of the run's data set, or of the data set of every task."""
     return list(config.tasks.values()) or [config.data]
 
 
 def image_folders(config: Config) -> list[str]:
-    """Return the folders of the run's images; empty for digits, which need no files."""
+    """Return the folders of the run's data sets. The data set digits has no folder."""
     return [os.path.normpath(one.root) for one in data_configs(config) if one.name != "digits"]
 
 
 def run_folder(config: Config, methods: Sequence[str] | None = None) -> str:
-    """Return ``outputs/DATA/MODEL/METHOD+METHOD/FINGERPRINT``, relative, with forward slashes; DATA+DATA for tasks.
+    """Return the relative path ``outputs/DATA/MODEL/METHOD+METHOD/FINGERPRINT`` of a run's folder.
 
-    The same configuration always gives the same folder. `methods` are the names of the methods; None: their own names.
+    The path has forward slashes, and depends only on the configuration. With several tasks, DATA joins their names
+    with ``+``. `methods` replaces the names of the methods.
     """
     data: str = config.data.name
     if data in OWN_FOLDERS:

@@ -1,7 +1,7 @@
-"""The rules of each kind of task: which data sets and networks it takes, and which settings it does not support.
+"""The rules of each kind of task: its data sets, its networks, and the settings that it does not support.
 
-Importing this loads no torch. `training.kinds` holds the objects that train and evaluate. A package adds a kind by an
-entry point, which names an object that its module passes to `training.kinds.registry.register`::
+Importing this module does not import torch. The objects in `training.kinds` train and evaluate. Another package adds a
+kind with an entry point for an object that the package passes to `training.kinds.registry.register`::
 
     [project.entry-points."efficient_ft.kinds"]
     regression = "image_regression.kind:regression"
@@ -28,18 +28,17 @@ class KindRules:
     """The rules for a configuration with ``task=NAME``.
 
     Attributes:
-        name: the value of ``task``.
-        data: names of its data sets (``data.name``).
-        family: the family of its networks, see `config.schema.ModelConfig.family`.
-        section: the section of ``data`` with the settings of its data sets, ``masks`` or ``text``; empty if there is
-            none.
-        section_words: the constraint of the section, for messages.
-        data_words: for messages: the property of its data sets, and a hint; None for the default kind, for which
-            messages name the setting ``task`` instead.
-        model_words: the same for its networks.
-        augmentation: where the settings of augmentation are, if ``data.augment`` does not apply; empty if it does.
-        unsupported: unsupported features, each with a hint for messages: ``tasks`` (several data sets),
-            ``cache_features``, ``prefix`` (forms of the frozen prefix), ``tokens`` (methods that drop or merge tokens).
+        name: Value of ``task``.
+        data: Names of the kind's data sets (``data.name``).
+        family: Family of the kind's networks, see `config.schema.ModelConfig.family`.
+        section: Section of ``data`` with the settings of the data sets (``masks`` or ``text``), or "".
+        section_words: Constraint of the section for messages.
+        data_words: Property of the data sets and a hint, for messages. None for the default kind, because its messages
+            name the setting ``task`` instead.
+        model_words: Description of the networks and a hint, for messages.
+        augmentation: Sentence that names the augmentation settings, or "" if ``data.augment`` applies.
+        unsupported: Hints for messages by unsupported feature: ``tasks`` (several data sets), ``cache_features``,
+            ``prefix`` (forms of the frozen prefix), ``tokens`` (methods that drop or merge tokens).
     """
 
     name: str
@@ -53,11 +52,7 @@ class KindRules:
     unsupported: Mapping[str, str | None] = field(default_factory=dict)
 
     def check(self, config: Config) -> None:
-        """Reject settings that this kind does not support.
-
-        Raises:
-            SettingError: for the first such setting.
-        """
+        """Raise a SettingError for the first setting that this kind does not support."""
         if config.tasks and "tasks" in self.unsupported:
             raise SettingError("tasks", ", ".join(config.tasks), f"none with task={self.name}")
         self.refuse_unsupported(config, f"with task={self.name}")
@@ -68,12 +63,7 @@ class KindRules:
             raise SettingError(f"data.augment.{setting}", show(value), known, self.augmentation)
 
     def refuse_unsupported(self, config: Config, where: str) -> None:
-        """Reject stored features and forms of the frozen prefix if they are not supported.
-
-        Args:
-            config: the configuration of the run.
-            where: ends the constraint in the message.
-        """
+        """Raise a SettingError for unsupported stored features or forms of the prefix. `where` ends the constraint."""
         trainer = config.trainer
         if trainer.cache_features == "on" and "cache_features" in self.unsupported:
             known = f"off or auto {where}"
@@ -85,7 +75,7 @@ class KindRules:
 class _SegmentationRules(KindRules):
     def check(self, config: Config) -> None:
         super().check(config)
-        assert config.data.masks is not None, "a data set without masks is rejected before"
+        assert config.data.masks is not None, "check_kind rejects a data set without masks"
         _check_masks(config.data.name, config.data.masks)
 
 
@@ -93,10 +83,11 @@ class _TextRules(KindRules):
     def check(self, config: Config) -> None:
         super().check(config)
         text, model = config.data.text, config.model
-        assert text is not None, "a data set without texts is rejected before"
+        assert text is not None, "check_kind rejects a data set without texts"
         columns = [*text.columns, text.label]
         if len(set(columns)) < len(columns):
-            raise SettingError("data.text.columns", text.columns, f"other columns than {text.label}, each once")
+            known = f"distinct columns that do not include {text.label}"
+            raise SettingError("data.text.columns", text.columns, known)
         for name, value in (("image_size", model.image_size), ("mean", model.mean), ("std", model.std)):
             if value is not None:
                 hint = "The length of texts is model.max_length." if name == "image_size" else "Texts have no colors."
@@ -105,8 +96,7 @@ class _TextRules(KindRules):
 
 _MASKS, _TEXTS = ("camvid", "cityscapes", "voc2012_aug", "mask_folder"), ("rte", "text_folder")
 _NO_PREFIX: dict[str, str | None] = {"tasks": None, "cache_features": None, "prefix": None}
-
-#: The rules of all kinds that are loaded, by name.
+#: Rules of all loaded kinds, by name.
 RULES: dict[str, KindRules] = {
     "classification": KindRules("classification", tuple(n for n in DATA_NAMES if n not in (*_MASKS, *_TEXTS))),
     "segmentation": _SegmentationRules(
@@ -120,7 +110,7 @@ RULES: dict[str, KindRules] = {
             "Choose model=segformer_b0, model=deeplabv3_mobilenetv2, or model=smp with model.encoder=NAME.",
         ),
         augmentation="Masks have data.masks.zoom and data.masks.flip.",
-        unsupported={**_NO_PREFIX, "tokens": "Every position of the image needs its features."},
+        unsupported={**_NO_PREFIX, "tokens": "Every position of the image requires its own features."},
     ),
     "text": _TextRules(
         "text",
@@ -133,42 +123,31 @@ RULES: dict[str, KindRules] = {
             "a text classifier",
             "Choose model=bert_base, distilbert_base, bert_tiny, or model=text with model.name=bert model.weights=DIR.",
         ),
-        augmentation="Texts have none.",
-        unsupported={**_NO_PREFIX, "tokens": "These methods need tokens on the grid of an image."},
+        augmentation="Texts have no augmentation.",
+        unsupported={**_NO_PREFIX, "tokens": "These methods require tokens on an image grid."},
     ),
 }
 
-#: Several data sets in turn (``tasks=``), which use the rules of their kind in addition.
-SEVERAL = KindRules(
-    "several tasks",
-    (),
-    unsupported={"cache_features": "auto stores none there.", "prefix": "auto is fp32 there."},
-)
+_NOT_STORED = {"cache_features": "With auto, no features are stored.", "prefix": "With auto, the form is fp32."}
+#: Rules for several data sets (``tasks=``), in addition to the rules of the kind.
+SEVERAL = KindRules("several tasks", (), unsupported=_NOT_STORED)
 
 
 def rules_of(name: str) -> KindRules:
-    """Return the rules of a kind; loads the package that adds it.
+    """Return the rules for ``task=NAME``, and load the package that adds the kind if necessary.
 
-    Args:
-        name: the value of ``task``.
-
-    Raises:
-        SettingError: the kind is unknown.
+    Raise a SettingError if the kind is unknown.
     """
     if name not in RULES:
         for entry in entry_points(group=KINDS_GROUP, name=name):
-            entry.load()  # its module registers the kind
+            entry.load()  # the module of the entry point registers the kind
     if name not in RULES:
         raise SettingError("task", name, sorted({*RULES, *(entry.name for entry in entry_points(group=KINDS_GROUP))}))
     return RULES[name]
 
 
 def check_kind(config: Config) -> None:
-    """Reject a network or a data set of another kind, and settings that the kind of the run does not support.
-
-    Raises:
-        SettingError: for the first mistake.
-    """
+    """Raise a SettingError for a network or data set of another kind, or a setting that the kind does not support."""
     rules, data, model = rules_of(config.task), config.data, config.model
     of_data = _kind_of_data("data.name", data.name)
     for one in config.tasks:
@@ -177,9 +156,9 @@ def check_kind(config: Config) -> None:
     if model.family != rules.family or model.name in OWN_CLASSIFIERS:
         _refuse_setting_of_other_family(model)
     if rules.data_words is None:
-        for of, what in ((of_data.name, f"data={data.name}"), (model.family, f"model.name={model.name}")):
-            if of != rules.name:
-                raise SettingError("task", rules.name, f"{of} with {what}", f"Add task={of}.")
+        for kind, what in ((of_data.name, f"data={data.name}"), (model.family, f"model.name={model.name}")):
+            if kind != rules.name:
+                raise SettingError("task", rules.name, f"{kind} with {what}", f"Add task={kind}.")
     elif of_data is not rules:
         words, hint = rules.data_words
         raise SettingError("data.name", data.name, f"a data set {words} with task={rules.name}", hint)
@@ -194,7 +173,7 @@ def check_kind(config: Config) -> None:
 
 
 def _kind_of_data(setting: str, name: str) -> KindRules:
-    """Return the rules of the kind that a data set belongs to."""
+    """Return the rules of the kind of a data set."""
     for rules in RULES.values():
         if name in rules.data:
             return rules
@@ -207,32 +186,20 @@ def _refuse_section(config: Config, others: Iterable[KindRules]) -> None:
         settings = getattr(config.data, rules.section)
         if settings is not None:
             first = next(iter(settings.model_fields_set), "")
-            raise SettingError(
-                f"data.{rules.section}.{first}".rstrip("."),
-                show(getattr(settings, first, "{}")),
-                f"left out with data={config.data.name}",
-                f"It belongs to data sets of {'images with masks' if rules.section == 'masks' else 'texts'}.",
-            )
+            setting, value = f"data.{rules.section}.{first}".rstrip("."), show(getattr(settings, first, "{}"))
+            do = f"It belongs to data sets of {'images with masks' if rules.section == 'masks' else 'texts'}."
+            raise SettingError(setting, value, f"left out with data={config.data.name}", do)
 
 
 def _refuse_setting_of_other_family(model: ModelConfig) -> None:
     """Reject a setting of text classifiers or segmentation networks for an image classifier."""
-    given = {"max_length": model.max_length, "encoder": model.encoder}
     for name, owners in (("max_length", "text classifiers"), ("encoder", "segmentation networks (model=smp)")):
-        if given[name] is not None and _is_known_classifier(model.name):
-            raise SettingError(
-                f"model.{name}",
-                given[name],
-                f"null with model.name={model.name}",
-                f"It belongs to {owners}; leave it out.",
-            )
+        if getattr(model, name) is not None:
+            import timm
 
-
-def _is_known_classifier(name: str) -> bool:
-    """Return True for the name of an image classifier; loads timm."""
-    import timm
-
-    return name in OWN_CLASSIFIERS or timm.is_model(name.partition(".")[0])
+            if model.name in OWN_CLASSIFIERS or timm.is_model(model.name.partition(".")[0]):
+                do = f"It belongs to {owners}. Leave it out."
+                raise SettingError(f"model.{name}", getattr(model, name), f"null with model.name={model.name}", do)
 
 
 def _check_masks(name: str, masks: MaskConfig) -> None:

@@ -1,4 +1,4 @@
-"""From a configuration composed by Hydra to plain containers. The only module here that needs OmegaConf."""
+"""Convert a configuration composed by Hydra to plain containers. Only this module of `config` imports OmegaConf."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ from efficient_ft.core.errors import UserError
 
 
 def plain(composed: DictConfig) -> dict[str, Any]:
-    """Return plain containers with interpolations resolved, without Hydra's own part and the rows of a sweep.
+    """Return plain containers with resolved interpolations, without the settings of Hydra and the rows of a sweep.
 
-    Raises:
-        UserError: an interpolation that cannot be resolved.
+    Raise a UserError if an interpolation cannot be resolved.
     """
     job = OmegaConf.masked_copy(composed, [str(key) for key in composed if key not in ("hydra", "rows")])
-    # The copy is a root, and our interpolations refer to the settings of the job only.
+    # Interpolations are resolved in the copy, because they refer only to the settings of the job.
     try:
         container = OmegaConf.to_container(job, resolve=True)
     except OmegaConfBaseException as error:
         setting = error.full_key or "The configuration"
         raise UserError(
-            f"{setting} cannot be resolved: {sentence(error).rstrip('.')}. Give it a value, or ${{NAME}} of a setting"
-            " that exists."
+            f"{setting} cannot be resolved: {sentence(error).rstrip('.')}. Set it to a value, or to ${{NAME}} of an"
+            " existing setting."
         ) from None
     assert isinstance(container, dict)
     return {str(key): value for key, value in container.items()}
 
 
 def sentence(error: Exception) -> str:
-    """Return the text of a Hydra or OmegaConf error without its list of search paths and object types."""
+    """Return the text of a Hydra or OmegaConf error without search paths and object types."""
     texts = [str(error), *([str(error.__cause__)] if error.__cause__ is not None else [])]
     lines = [line.strip() for text in texts for line in text.splitlines()]
     kept = []

@@ -1,4 +1,4 @@
-"""Read the tensors of a weights file by name, without running code from the file."""
+"""Read the tensors of a weights file by name, without executing code from the file."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from efficient_ft.core.errors import SettingError, first_line, why_unreadable
+from efficient_ft.core.errors import SettingError, UserError, why_unreadable
 
 _FORMS = "a complete weights file (.safetensors; .pth, .pt, .bin or .ckpt with tensors only; .npz for the ViT family)"
-#: First bytes of files that are often given instead of weights, and a sentence about each.
+#: Patterns of the first bytes of files that users often pass instead of weights, and the error message for each.
 _OTHER_FILES = (
     (rb"version https://git-lfs", "It is a Git LFS pointer instead of the file. Run git lfs pull"),
     (rb"\s*<(!doctype|html|\?xml)", "It is a web page: the download failed"),
@@ -31,14 +32,14 @@ _OTHER_FILES = (
     (rb"\x1f\x8b|BZh|7z\xbc|\xfd7zXZ|Rar!", "It is a compressed archive. Unpack it first"),
     (rb"\s*\{[^\0]*$", "It is a JSON file. Merge the shards that it lists into one .safetensors file"),
 )
-#: What training stores next to weights: names of the Transformers trainer and of Accelerate.
+#: Names of files without weights that the Transformers trainer and Accelerate store next to the weights.
 _NO_WEIGHTS = re.compile(r"(optimizer|scheduler|scaler|training_args|rng_state|random_states|sampler)[\w.-]*$")
-#: Advice for a file that holds more than tensors. Loading it to convert it would run the code in it.
+#: Advice for a file that contains Python objects.
 _WEIGHTS_ALONE = (
-    "Ask its author for the weights alone: safetensors.torch.save_model(model, FILE). Loading it yourself to convert it"
-    " runs the code that it contains, so do this only if you trust its source."
+    "Ask its author for the weights alone: safetensors.torch.save_model(model, FILE). Converting the file yourself"
+    " executes the code that it contains, so do this only if you trust its source."
 )
-#: Nesting beyond this depth is not searched.
+#: Maximum depth of nested mappings and lists that are searched.
 _DEPTH = 16
 
 
@@ -47,9 +48,9 @@ class Contents:
     """The tensors of a file.
 
     Attributes:
-        tensors: tensors by full name; keys of nested mappings and lists are joined by dots.
-        keys: the key of the nested mapping in each full name; "" at the top level.
-        objects: classes of Python objects in the file that were not loaded.
+        tensors: Tensors by full name. The full name joins the keys of nested mappings and lists with dots.
+        keys: Key of the nested mapping for each full name, or "" at the top level.
+        objects: Classes of the Python objects in the file that were not loaded.
     """
 
     tensors: dict[str, Tensor]
@@ -61,30 +62,26 @@ class Contents:
         return {name[len(prefix) :]: value for name, value in self.tensors.items() if name.startswith(prefix)}
 
     def weights_under(self, prefix: str) -> dict[str, Tensor]:
-        """Return the tensors under `prefix` in fp32, without tensors that cannot be weights; integers are unchanged."""
-        return {
-            name: value.float() if value.is_floating_point() else value
-            for name, value in self.under(prefix).items()
-            if not value.is_floating_point() or why_unusable(value) is None
-        }
+        """Return the usable tensors under `prefix`: floating-point tensors in fp32, and integer tensors unchanged."""
+        values = self.under(prefix)
+        usable = (name for name, v in values.items() if not v.is_floating_point() or why_unusable(v) is None)
+        return {name: values[name].float() if values[name].is_floating_point() else values[name] for name in usable}
 
 
 def read_contents(path: Path) -> Contents:
-    """Read all tensors of a .safetensors, .pth, .pt, .bin, .ckpt or .npz file. The format is detected by the content.
+    """Read all tensors of a .safetensors, .pth, .pt, .bin, .ckpt or .npz file. The content determines the format.
 
     Raises:
-        SettingError: the file does not exist, is damaged, or contains no tensors.
+        SettingError: If the file does not exist, is damaged, or contains no tensors.
     """
     require_file(path)
-    objects: tuple[str, ...] = ()
     try:
         with open(path, "rb") as opened:
             start = opened.read(512)
         why = _other_file(path, start)
-        if why is None:
-            held, objects = _read(path, start)
-    except Exception as error:  # torch, numpy and safetensors raise many types of errors for a damaged file
-        damaged = isinstance(error, OSError) and error.errno == errno.EINVAL  # raised by torch at the end of the file
+        held, objects = _read(path, start) if why is None else (None, ())
+    except Exception as error:  # torch, NumPy and safetensors raise many types of errors for a damaged file
+        damaged = isinstance(error, OSError) and error.errno == errno.EINVAL  # torch raises it for a truncated file
         reason = "it is truncated or damaged" if damaged else why_unreadable(error).partition(". ")[0].rstrip(".")
         why = f"Reading it failed: {reason}"
         if "Python objects" in why:
@@ -103,33 +100,43 @@ def read_contents(path: Path) -> Contents:
     return Contents(tensors, keys, objects)
 
 
+def read_metadata(path: Path) -> dict[str, str]:
+    """Return the metadata of a .safetensors file, or an empty dictionary for other formats."""
+    if path.suffix != ".safetensors":
+        return {}
+    try:
+        with safe_open(path, "pt") as opened:
+            return dict(opened.metadata() or {})
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} cannot be read ({error}).") from error
+
+
 def require_file(path: Path) -> None:
-    """Raise a SettingError unless the path is a file; the error for a folder contains advice."""
-    if os.path.isfile(path):  # pathlib raises for a name that is too long
+    """Raise a SettingError unless the path is a file. The message for a folder lists the files to use instead."""
+    if os.path.isfile(path):  # pathlib raises an error for a name that is too long
         return
     do, shown = None, str(path)
     if re.match(r"\w[\w-]+:", shown) and os.name == "posix":
-        shown = re.sub(r"^(\w+):/(?!/)", r"\1://", shown)  # a Path has joined the slashes
+        shown = re.sub(r"^(\w+):/(?!/)", r"\1://", shown)  # Path merges the two slashes of a URL
         do = "Download the file, and pass its local path."
     elif os.path.isdir(path):
         inside = sorted(name for name in os.listdir(path) if re.search(r"\.(safetensors|pth|pt|bin|ckpt|npz)$", name))
         inside = [name for name in inside if not _NO_WEIGHTS.match(name)]
-        count = f"{len(inside)} file{'s' * (len(inside) > 1)}"
-        do = "It is a folder" + (f" with {count} of weights" if inside else " without files of weights")
-        shards = [name for name in inside if re.search(r"-\d+-of-\d+\.", name)]
-        if inside and inside[0].startswith("adapter_model."):
+        if not inside:
+            do = "It is a folder without weights files."
+        elif inside[0].startswith("adapter_model."):
             do = "It is a folder with an adapter. Merge it into its network first (peft: merge_and_unload())."
-        elif shards:
-            do += ", shards of one model. Join them into one file: their tensors in one mapping, written by"
-            do += " safetensors.torch.save_file."
+        elif any(re.search(r"-\d+-of-\d+\.", name) for name in inside):
+            do = "It is a folder with shards of one model. Merge the tensors of all shards into one mapping, and store"
+            do += " the mapping with safetensors.torch.save_file."
         else:
-            one = "it" if len(inside) == 1 else "one of them"
-            do += f". Pass {one}: model.weights={path / inside[0]}." if inside else "."
+            do = f"It is a folder with {len(inside)} weights file{'s' * (len(inside) > 1)}."
+            do += f" Pass {'it' if len(inside) == 1 else 'one of them'}: model.weights={path / inside[0]}."
     raise SettingError("model.weights", shown, "an existing file", do)
 
 
 def _other_file(path: Path, start: bytes) -> str | None:
-    """Return a sentence about a file without weights, judged by its first bytes; None for other files."""
+    """Return the error message for a file without weights, recognized by its first bytes; None for other files."""
     if not start:
         return "Reading it failed: it is empty"
     for pattern, sentence in _OTHER_FILES:
@@ -142,12 +149,12 @@ def _other_file(path: Path, start: bytes) -> str | None:
         if "constants.pkl" in inner:
             return f"It is a TorchScript program. {_WEIGHTS_ALONE.rstrip('.')}"
         if "data.pkl" not in inner and not any(name.endswith(".npy") for name in names):
-            return f"It is an archive ({', '.join(names[:3])}). Unpack it first"
+            return f"It is an archive ({', '.join(names[:3])}). Unpack the archive first"
     return None
 
 
 def _read(path: Path, start: bytes) -> tuple[Any, tuple[str, ...]]:
-    """Return the object in a file, and the classes that were not loaded."""
+    """Return the object stored in a file, and the classes that were not loaded."""
     if start[8:9] == b"{":
         return load_file(path), ()
     if path.suffix == ".npz" or start[:6] == b"\x93NUMPY":
@@ -155,42 +162,29 @@ def _read(path: Path, start: bytes) -> tuple[Any, tuple[str, ...]]:
         if isinstance(arrays, np.ndarray):
             raise ValueError("it contains one array without a name")
         return {name: torch.from_numpy(arrays[name]) for name in arrays.files}, ()
-    with warnings.catch_warnings():  # torch warns of pickles and of unsupported kinds of tensors
+    with warnings.catch_warnings():  # torch warns about pickle files and unsupported tensor types
         warnings.simplefilter("ignore")
         return _unpickle(path)
 
 
 class _Inert:
-    """Base of replacements for the classes in a pickle. The objects ignore arguments and state."""
+    """Base class that replaces the classes in a pickle file. Its instances ignore arguments and state."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def __setstate__(self, state: Any) -> None: ...
 
 
-class _InertDict:
-    """Replaces a class of mappings; torch fills only its own types."""
-
-    def __new__(cls, *_: Any, **__: Any) -> Any:
-        return OrderedDict()
-
-
-class _InertList:
-    """Replaces a class of lists."""
-
-    def __new__(cls, *_: Any, **__: Any) -> Any:
-        return []
+#: Standard type that replaces a custom mapping or list class, by the text of the error that torch raises for the class.
+_STANDARD: dict[str, type] = {"Can only SETITEM": OrderedDict, "Can only append": list, "Can only extend": list}
 
 
 def _unpickle(path: Path) -> tuple[Any, tuple[str, ...]]:
-    """Read a file written by torch.save. Objects of classes that torch does not allow become inert.
-
-    Settings, metrics and paths are often stored next to the weights.
-    """
+    """Read a file written by torch.save. Replace objects of classes that torch does not allow with inert objects."""
     try:
-        with open(path, "rb") as opened:  # for a path, torch would use its suffix
+        with open(path, "rb") as opened:  # given a path, torch would check its suffix
             names = [str(name) for name in torch.serialization.get_unsafe_globals_in_checkpoint(opened)]
-    except ValueError:  # the format before archives
+    except ValueError:  # the old format of torch.save, which is not a zip archive
         names = []
     inert: dict[str, type] = {name: type(name, (_Inert,), {}) for name in names}
     while True:
@@ -200,17 +194,16 @@ def _unpickle(path: Path) -> tuple[Any, tuple[str, ...]]:
                 held = torch.load(opened, map_location="cpu", weights_only=True)
             return held, tuple(names)
         except pickle.UnpicklingError as error:
-            # A mapping or list of a custom class. torch names the inert class that it would have to fill.
-            kind = {"Can only SETITEM": _InertDict, "Can only append": _InertList, "Can only extend": _InertList}
-            other = next((made for text, made in kind.items() if text in str(error)), None)
+            # The object is a mapping or list of a custom class. The error names the inert class to replace.
+            standard = next((kind for text, kind in _STANDARD.items() if text in str(error)), None)
             found = next((n for n, cls in inert.items() if issubclass(cls, _Inert) and repr(cls) in str(error)), None)
-            if other is None or found is None:
+            if standard is None or found is None:
                 raise
-            inert[found] = type(found, (other,), {})
+            inert[found] = type(found, (), {"__new__": lambda *_, kind=standard, **__: kind()})
 
 
 def _walk(held: Any, path: tuple[str, ...], above: tuple[int, ...] = ()) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield (key of the mapping, name, value) of each tensor in nested mappings and lists; cycles are not followed."""
+    """Yield (key of the mapping, name, value) of each tensor in nested mappings and lists, without following cycles."""
     if isinstance(held, Tensor) and not path:
         yield "", "tensor", held
     if len(path) > _DEPTH or id(held) in above:
@@ -230,18 +223,16 @@ def _without_tensors(path: Path, held: Any, objects: tuple[str, ...]) -> Setting
     inside = ", ".join(map(str, list(held)[:5])) if isinstance(held, Mapping) and held else "nothing"
     do = f"It contains {inside}."
     if arrays:
-        do += " NumPy's arrays in it are not loaded. Save them with numpy.savez(FILE, **arrays), as .npz."
+        do += " NumPy arrays in the file are not loaded. Save the arrays as .npz with numpy.savez(FILE, **arrays)."
     if objects:
         what = "a whole model" if any(name.startswith("torch.nn.modules.") for name in objects) else "Python objects"
-        do = (
-            f"It contains {what} (classes {', '.join(objects[:3])}), which cannot be loaded without running code."
-            f" {_WEIGHTS_ALONE}"
-        )
+        do = f"It contains {what} (classes {', '.join(objects[:3])}), which cannot be loaded without running code."
+        do += f" {_WEIGHTS_ALONE}"
     return SettingError("model.weights", path, "a file with a state dict (names to tensors)", do)
 
 
 def why_unusable(tensor: Tensor) -> str | None:
-    """Return why a tensor of this kind cannot be a weight; None if it can be one."""
+    """Return the reason why a tensor cannot be a weight, or None if it can be one."""
     if tensor.is_quantized:
         return "quantized"
     if tensor.is_meta:
@@ -253,8 +244,3 @@ def why_unusable(tensor: Tensor) -> str | None:
     if tensor.is_floating_point():
         return f"{str(tensor.dtype).removeprefix('torch.')} without its scales" if tensor.itemsize == 1 else None
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def error_text(error: BaseException) -> str:
-    """Return the first line of an error's text, without a period."""
-    return first_line(error).rstrip(".")

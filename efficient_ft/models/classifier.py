@@ -1,45 +1,38 @@
-"""Image classifiers of timm, and those of this package that have the same interface."""
+"""Image classifiers from timm, and classifiers of this package with the same interface."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from timm.models import PretrainedCfg
 from torch import nn
 
+from efficient_ft.config.schema import ModelConfig
 from efficient_ft.core.errors import SettingError, UserError, first_line
 from efficient_ft.models.hub import fetch_weights, missing_files
 from efficient_ft.models.timm_config import build as build_timm
 from efficient_ft.models.timm_config import image_size, input_of, pretrained_cfg, timm_kwargs
-from efficient_ft.models.weights import load_weights, noted_size
-
-if TYPE_CHECKING:
-    from efficient_ft.config.schema import ModelConfig
+from efficient_ft.models.weights import load_weights, recorded_size
 
 __all__ = ["build", "input_of", "load", "missing"]
 
+#: Exceptions of a network that cannot process an image size. UserError is a ValueError.
+_FAILURES = (RuntimeError, AssertionError, ValueError, ArithmeticError, LookupError)
+
 
 def build(config: ModelConfig, classes: int) -> nn.Module:
-    """Build a classifier with random weights.
-
-    Args:
-        config: the `model` section of the configuration.
-        classes: number of classes.
-
-    Raises:
-        UserError: an unknown name, or arguments or an image size that the model rejects.
-    """
+    """Build a classifier with random weights; see `factory.random_model`."""
     cfg = pretrained_cfg(config)
     try:
         model = build_timm(config, timm_kwargs(config, cfg, classes))
     except UserError:
         if config.image_size is not None:
             own = config.model_copy(update={"image_size": None})
-            build_timm(own, timm_kwargs(own, cfg, classes))  # raises if the size is not the reason
+            build_timm(own, timm_kwargs(own, cfg, classes))  # raises an error if the size is not the reason
             raise _refused_size(config, cfg) from None
         raise
     _check_image_size(config, cfg, model)
@@ -48,19 +41,7 @@ def build(config: ModelConfig, classes: int) -> nn.Module:
 
 
 def load(config: ModelConfig, classes: int, random: nn.Module) -> nn.Module:
-    """Build a classifier with the weights of a file, or with timm's pretrained weights.
-
-    Args:
-        config: the `model` section of the configuration.
-        classes: number of classes.
-        random: the same network with random weights.
-
-    Returns:
-        The network, with its `LoadingReport`.
-
-    Raises:
-        UserError: the weights cannot be fetched, cannot be read, or do not fit.
-    """
+    """Build a classifier with the weights of a file, or with timm's pretrained weights; see `factory.create_model`."""
     cfg = pretrained_cfg(config)
     path = fetch_weights(config, cfg)
     model = load_weights(config, timm_kwargs(config, cfg, classes), random, cfg, path)
@@ -74,19 +55,16 @@ def missing(config: ModelConfig) -> str | None:
 
 
 def _refused_size(config: ModelConfig, cfg: PretrainedCfg) -> SettingError:
-    """Return the error for an image size that a network cannot process, with the next larger one that it can."""
+    """Return the error for an image size that a network cannot process. It suggests the next larger usable size."""
     height, width = image_size(config, cfg)
     own = tuple(cfg.input_size[-2:])
     sizes = [side for side in range(32, max(own), 32) if side > max(height, width)]
     usable = next((side for side in sizes if _is_usable(config, side)), None)
     use = "" if usable is None else f"model.image_size={usable}, or "
     other = " Or change model.kwargs." if config.kwargs else ""
-    return SettingError(
-        "model.image_size",
-        height if height == width else f"[{height},{width}]",
-        f"a size that {config.name} can process",
-        f"Its own is {own[0]}×{own[1]}. Use {use}null for its own.{other}",
-    )
+    given = height if height == width else f"[{height},{width}]"
+    do = f"Its default is {own[0]}×{own[1]}. Use {use}null for the default.{other}"
+    return SettingError("model.image_size", given, f"a size that {config.name} can process", do)
 
 
 def _is_usable(config: ModelConfig, side: int) -> bool:
@@ -97,20 +75,20 @@ def _is_usable(config: ModelConfig, side: int) -> bool:
         model = build_timm(changed, timm_kwargs(changed, cfg, 2))
         with torch.no_grad():
             model.eval()(torch.zeros(1, changed.kwargs.get("in_chans", 3), side, side))
-    except (RuntimeError, AssertionError, ValueError, ArithmeticError, LookupError):  # UserError is a ValueError
+    except _FAILURES:
         return False
     return True
 
 
 def _record_input_size(config: ModelConfig, model: nn.Module) -> None:
-    """Set the input size in the model's own record: the model view probes it at that size."""
+    """Set the input size in the model's `pretrained_cfg`. The model view runs the model at that size."""
     spec = input_of(config)
     record: Any = model.pretrained_cfg
     model.pretrained_cfg = {**record, "input_size": (len(spec.mean), *spec.size)}  # type: ignore[assignment]
 
 
 def _check_image_size(config: ModelConfig, cfg: PretrainedCfg, model: nn.Module) -> None:
-    """Reject a size that the model accepts but cannot process, or whose pixels its patches do not cover."""
+    """Reject an image size that the model fails to process, or that its patches do not cover completely."""
     own = tuple(cfg.input_size[-2:])
     size = image_size(config, cfg)
     if size == own and not any("patch" in name for name in config.kwargs):
@@ -119,23 +97,22 @@ def _check_image_size(config: ModelConfig, cfg: PretrainedCfg, model: nn.Module)
     try:
         with torch.no_grad(), _patches(model, size) as patches:
             model.eval()(torch.zeros(1, config.kwargs.get("in_chans", 3), *size))
-    except (RuntimeError, AssertionError, ValueError, ArithmeticError, LookupError) as error:
-        if config.image_size is None:  # patches of another size
+    except _FAILURES as error:
+        if config.image_size is None:  # the patch size in the arguments is the reason
             kwargs = ", ".join(f"{name}={value}" for name, value in config.kwargs.items())
-            raise SettingError(
-                "model.kwargs", kwargs, f"arguments with which {config.name} runs", f"It fails: {first_line(error)}"
-            ) from error
+            do = f"The model fails: {first_line(error)}"
+            raise SettingError("model.kwargs", kwargs, f"valid arguments for {config.name}", do) from error
         raise _refused_size(config, cfg) from error
     finally:
         model.train(training)
-    noted = None if config.weights is None else noted_size(Path(config.weights).expanduser())
-    if patches and noted != size:
+    recorded = None if config.weights is None else recorded_size(Path(config.weights).expanduser())
+    if patches and recorded != size:
         raise _unused_pixels(config, size, patches[0])
 
 
 @contextmanager
 def _patches(model: nn.Module, size: tuple[int, int]) -> Iterator[list[tuple[int, int]]]:
-    """Record the patch sizes of layers whose patches do not cover images of `size`."""
+    """Record the patch sizes of layers with patches that do not cover images of `size` completely."""
     found: list[tuple[int, int]] = []
 
     def look(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -159,9 +136,6 @@ def _unused_pixels(config: ModelConfig, size: tuple[int, int], patch: tuple[int,
     square = size[0] == size[1] and patch[0] == patch[1]
     near = [side[0] if square else f"[{side[0]},{side[1]}]" for side in (used, next_) if min(side)]
     shown = [str(side[0]) if square else f"{side[0]}×{side[1]}" for side in (used, size)]
-    return SettingError(
-        "model.image_size",
-        size[0] if square else f"[{size[0]},{size[1]}]",
-        f"a multiple of {patch[0]}, the patch size of {config.name}",
-        f"Only {shown[0]} of {shown[1]} pixels would be used. Use {' or '.join(map(str, near))}.",
-    )
+    known = f"a multiple of {patch[0]}, the patch size of {config.name}"
+    do = f"Only {shown[0]} of {shown[1]} pixels would be used. Use {' or '.join(map(str, near))}."
+    return SettingError("model.image_size", size[0] if square else f"[{size[0]},{size[1]}]", known, do)

@@ -1,4 +1,4 @@
-"""Frozen BatchNorm statistics of a pretrained model, as in every recipe of the papers."""
+"""BatchNorm layers with frozen statistics. All papers freeze the BatchNorm statistics of the pretrained model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from efficient_ft.ops.frozen import frozen_batch_norm
 
 
 class FrozenBatchNorm2d(nn.BatchNorm2d):
-    """`nn.BatchNorm2d` that uses its running statistics in training mode. Weight and bias may still train."""
+    """`nn.BatchNorm2d` that uses its running statistics in training mode. Its weight and bias may still train."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x (B, C, H, W) with the running statistics."""
@@ -26,7 +26,7 @@ class FrozenBatchNormAct2d(BatchNormAct2d):
     """timm's `BatchNormAct2d` (normalization and activation) that uses its running statistics in training mode."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize x (B, C, H, W) with the running statistics, then drop and activate."""
+        """Normalize x (B, C, H, W) with the running statistics, then apply dropout and the activation."""
         return self.act(self.drop(_frozen(self, x)))
 
 
@@ -40,19 +40,18 @@ def _frozen(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
     return F.batch_norm(*arguments, False, 0.0, norm.eps)
 
 
-#: The frozen class of each layer class.
+#: Class with frozen statistics by layer class.
 FROZEN: dict[type, type] = {nn.BatchNorm2d: FrozenBatchNorm2d, BatchNormAct2d: FrozenBatchNormAct2d}
 
 
 def freeze_batch_norm(model: nn.Module) -> list[str]:
-    """Freeze the BatchNorm statistics of `model` in training mode.
+    """Freeze the BatchNorm statistics of `model`. Calling ``model.train()`` does not unfreeze them.
 
-    `model.train()` does not undo it: `nn.BatchNorm2d` and timm's `BatchNormAct2d` change their class, and other
-    BatchNorm layers switch to evaluation mode before each forward pass. The state dict is not changed. Scales and
-    shifts still train.
+    `nn.BatchNorm2d` and timm's `BatchNormAct2d` layers change their class. Other BatchNorm layers switch to evaluation
+    mode before each forward pass. The state dict does not change, and weights and biases still train.
 
     Returns:
-        Names of the layers.
+        The names of the frozen layers.
     """
     names = []
     for name, module in model.named_modules():
@@ -69,30 +68,24 @@ def freeze_batch_norm(model: nn.Module) -> list[str]:
 
 
 def frozen_layers(model: nn.Module) -> list[str]:
-    """Return the names of the BatchNorm layers of `model` whose statistics are frozen."""
-    return [
-        name
-        for name, module in model.named_modules()
-        if type(module) in FROZEN.values() or _evaluate in module._forward_pre_hooks.values()
-    ]
+    """Return the names of the BatchNorm layers of `model` with frozen statistics."""
+    modules = model.named_modules()
+    return [n for n, m in modules if type(m) in FROZEN.values() or _evaluate in m._forward_pre_hooks.values()]
 
 
 def layers_without_statistics(model: nn.Module) -> list[str]:
-    """Return the names of the BatchNorm layers of `model` with initial statistics: mean 0 and variance 1."""
+    """Return the names of the BatchNorm layers of `model` with the initial statistics (mean 0 and variance 1)."""
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    statistics = [(name, module.running_mean, module.running_var) for name, module in layers]
     return [
         name
-        for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm)
-        and module.running_mean is not None
-        and module.running_var is not None
-        and not module.running_mean.is_meta
-        and not module.running_mean.any()
-        and bool((module.running_var == 1).all())
+        for name, mean, variance in statistics
+        if mean is not None and variance is not None and not mean.is_meta and not mean.any() and (variance == 1).all()
     ]
 
 
 def unfreeze_batch_norm(model: nn.Module, names: Iterable[str]) -> None:
-    """Undo `freeze_batch_norm` for the layers `names` of `model`: ``model.train()`` updates their statistics again."""
+    """Unfreeze the BatchNorm statistics of the layers `names`. Training mode updates the statistics again."""
     classes = {frozen: plain for plain, frozen in FROZEN.items()}
     for module in map(model.get_submodule, names):
         module.__class__ = classes.get(type(module), type(module))

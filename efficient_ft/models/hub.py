@@ -1,35 +1,25 @@
-"""Pretrained weights from the Hugging Face hub or a URL: local caches, availability, download."""
+"""Pretrained weights from the Hugging Face Hub or a URL: local caches, availability and download."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
 
 import torch
 from huggingface_hub import hf_hub_download, hf_hub_url, try_to_load_from_cache
 from timm.models import PretrainedCfg
 
+from efficient_ft.config.schema import ModelConfig
 from efficient_ft.core.errors import SettingError, UserError, first_line
 from efficient_ft.core.network import unreachable
 from efficient_ft.models.checkpoint import require_file
-
-if TYPE_CHECKING:
-    from efficient_ft.config.schema import ModelConfig
-
-# File names that timm tries on the hub, in order.
-_HUB_FILES = ("model.safetensors", "pytorch_model.bin")
 
 _ALTERNATIVES = "Or use model.weights=FILE (a local file), or model.pretrained=false (random weights)."
 
 
 def missing_files(config: ModelConfig, cfg: PretrainedCfg) -> str | None:
-    """Return a message if the weights of a network are missing; see `factory.missing_weights`.
-
-    Args:
-        config: the `model` section of the configuration.
-        cfg: timm's record of the published weights.
-    """
+    """Return a message if the weights of a network are missing; see `factory.missing_weights`."""
     if config.weights is not None:
         try:
             require_file(Path(config.weights).expanduser())
@@ -42,22 +32,26 @@ def missing_files(config: ModelConfig, cfg: PretrainedCfg) -> str | None:
         return f"There are no pretrained weights of model.name={config.name}. {_ALTERNATIVES}"
     if _cached(cfg) is not None:
         return None
-    url = _url(cfg)
-    why = _unavailable(cfg, url)
+    if cfg.hf_hub_id:
+        repo, revision, names = _hub_files(cfg)
+        url = hf_hub_url(repo, names[0], revision=revision)
+        why = why_unavailable(url)
+    else:
+        url = str(cfg.url or cfg.file)
+        why = unreachable(url, accept_404=True)
     if why is None:
         return None
     return (
         f"The weights of {config.name} cannot be fetched from {url} ({why}).\n"
-        "Download that file on a machine with a network and pass it as model.weights=FILE.\n"
+        "Download the file on a machine with network access and pass it as model.weights=FILE.\n"
         f"{_ALTERNATIVES}"
     )
 
 
 def fetch_weights(config: ModelConfig, cfg: PretrainedCfg) -> Path:
-    """Return the file of the weights: `config.weights`, or the pretrained weights, downloaded if necessary.
+    """Return `config.weights`, or the file of the pretrained weights, which is downloaded if necessary.
 
-    Raises:
-        UserError: there are no weights, or the download fails.
+    Raise a UserError if there are no weights, or the download fails.
     """
     if config.weights is not None:
         return Path(config.weights).expanduser()
@@ -78,7 +72,7 @@ def fetch_weights(config: ModelConfig, cfg: PretrainedCfg) -> Path:
         for name in names:
             try:
                 return Path(hf_hub_download(repo, name, revision=revision))
-            except Exception as error:  # errors of the hub and of the transport have no narrower common base
+            except Exception as error:  # hub errors and transport errors have no narrower common base class
                 errors.append(f"{name}: {first_line(error)}")
     except OSError as error:
         errors.append(first_line(error))
@@ -88,26 +82,24 @@ def fetch_weights(config: ModelConfig, cfg: PretrainedCfg) -> Path:
 def _hub_files(cfg: PretrainedCfg) -> tuple[str, str | None, tuple[str, ...]]:
     """Return the repository, the revision, and the file names that timm tries."""
     repo, _, revision = str(cfg.hf_hub_id).partition("@")
-    if cfg.hf_hub_filename:
-        names = [cfg.hf_hub_filename]
-        if not cfg.hf_hub_filename.endswith(".safetensors"):
-            names.insert(0, str(Path(cfg.hf_hub_filename).with_suffix(".safetensors")))
-        return repo, revision or None, tuple(names)
-    return repo, revision or None, _HUB_FILES
+    file = cfg.hf_hub_filename
+    if not file:
+        return repo, revision or None, ("model.safetensors", "pytorch_model.bin")
+    return repo, revision or None, tuple(dict.fromkeys((str(PurePosixPath(file).with_suffix(".safetensors")), file)))
+
+
+def cached_file(repository: str, names: Iterable[str], revision: str | None = None) -> Path | None:
+    """Return the first of the files `names` that the local cache of the hub contains, or None."""
+    found = (try_to_load_from_cache(repository, name, revision=revision) for name in names)
+    return next((Path(path) for path in found if isinstance(path, str)), None)
 
 
 def _cached(cfg: PretrainedCfg) -> Path | None:
     """Return the weights in the local cache of the hub or of torch."""
     if cfg.hf_hub_id:
         repo, revision, names = _hub_files(cfg)
-        for name in names:
-            found = try_to_load_from_cache(repo, name, revision=revision)
-            if isinstance(found, str):
-                return Path(found)
-        return None
-    if cfg.file:
-        return Path(cfg.file) if Path(cfg.file).is_file() else None
-    file = _torch_hub_file(cfg)
+        return cached_file(repo, names, revision)
+    file = Path(cfg.file) if cfg.file else _torch_hub_file(cfg)
     return file if file.is_file() else None
 
 
@@ -115,15 +107,8 @@ def _torch_hub_file(cfg: PretrainedCfg) -> Path:
     return Path(torch.hub.get_dir()) / "checkpoints" / str(cfg.url).rpartition("/")[2]
 
 
-def _url(cfg: PretrainedCfg) -> str:
-    if cfg.hf_hub_id:
-        repo, revision, names = _hub_files(cfg)
-        return hf_hub_url(repo, names[0], revision=revision)
-    return str(cfg.url or cfg.file)
-
-
-def _unavailable(cfg: PretrainedCfg, url: str) -> str | None:
-    """Return why `url` cannot be fetched; None if it can."""
-    if cfg.hf_hub_id and os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
+def why_unavailable(url: str) -> str | None:
+    """Return the reason why a file of the hub cannot be downloaded, or None if it can."""
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
         return "HF_HUB_OFFLINE is set, and the file is not in the local cache"
     return unreachable(url, accept_404=True)

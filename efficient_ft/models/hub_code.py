@@ -1,7 +1,7 @@
-"""Configurations of transformers that name code: ignored and rejected entries.
+"""Entries of `transformers` configurations that name code. Such entries are ignored or rejected.
 
-transformers fetches and imports kernels named in ``config.json`` (``attn_implementation: "owner/name"``) and classes in
-``auto_map``. A folder of weights is data, so this code is not loaded.
+`transformers` downloads and imports the kernels that ``config.json`` names (``attn_implementation: "owner/name"``) and
+the classes in ``auto_map``. A folder of weights is only data here, so this package does not load the code.
 """
 
 from __future__ import annotations
@@ -19,21 +19,19 @@ from efficient_ft.core.text import plain_line
 
 log = logging.getLogger(__name__)
 
-#: Entries that select an implementation, possibly a kernel of the hub. transformers has several spellings.
+#: Entries that select an implementation, which may be a kernel on the hub. `transformers` has several spellings.
 _IMPLEMENTATION = re.compile(r"_*\w*implementations?(_internal|_autoset)?")
-#: Implementations in PyTorch.
+#: Values that select an implementation in PyTorch.
 _OWN = (None, "eager", "sdpa", True, False)
 #: Entries that name code or allow loading it.
-_CODE = frozenset(
-    ["auto_map", "trust_remote_code", "custom_pipelines", "use_kernels", "kernel_config", "kernels", "custom_generate"]
-)
+_CODE = {"auto_map", "trust_remote_code", "custom_pipelines", "use_kernels", "kernel_config", "kernels",
+         "custom_generate"}  # fmt: skip
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a configuration file without entries that name code; these are reported once per file.
+    """Read a configuration file without the entries that name code. Log these entries once per file.
 
-    Raises:
-        UserError: the file cannot be read, is not a mapping, or declares quantized weights.
+    Raise a UserError if the file cannot be read, is not a mapping, or declares quantized weights.
     """
     try:
         held = json.loads(file.read_bytes().decode("utf-8-sig"))
@@ -44,9 +42,8 @@ def read_json(file: Path) -> dict[str, Any]:
     plain = without_code(held)
     _report(file, tuple(names_of_code(held)))
     if any(name == "quantization_config" and value for name, value in _entries(held)):
-        raise UserError(
-            f"{file} cannot be used: the weights are quantized (quantization_config). Use the original ones."
-        )
+        why = "the weights are quantized (quantization_config)"
+        raise UserError(f"{file} cannot be used: {why}. Use the original weights.")
     return plain
 
 
@@ -58,11 +55,7 @@ def without_code(held: Any) -> Any:
 
 
 def refuse_code(kwargs: dict[str, Any]) -> None:
-    """Reject `model.kwargs` that name code, including nested configurations.
-
-    Raises:
-        UserError: an entry names code.
-    """
+    """Raise a UserError if an entry of `model.kwargs`, or of a nested configuration, names code."""
     if named := next(names_of_code(kwargs), None):
         raise UserError(f"model.kwargs: {named} names code, which is not loaded. Leave it out.")
 
@@ -77,15 +70,12 @@ def names_of_code(held: Any) -> Iterator[str]:
 def _names_code(name: Any, value: Any) -> bool:
     if name in _CODE:
         return bool(value)
-    return isinstance(name, str) and _IMPLEMENTATION.fullmatch(name) is not None and not _is_own(value)
-
-
-def _is_own(value: Any) -> bool:
-    return value is None or (isinstance(value, str | bool) and value in _OWN)
+    is_own = value is None or (isinstance(value, str | bool) and value in _OWN)
+    return isinstance(name, str) and _IMPLEMENTATION.fullmatch(name) is not None and not is_own
 
 
 def _entries(held: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the entries of nested mappings and lists."""
+    """Yield the entries of all mappings in nested mappings and lists."""
     if isinstance(held, dict):
         yield from held.items()
     for inner in held.values() if isinstance(held, dict) else held if isinstance(held, list) else ():

@@ -1,4 +1,4 @@
-"""Report which weights of a network were loaded from a file. The report is stored on the network."""
+"""The report of the weights that a network loaded from a file. The network stores its report."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 
 from torch import nn
 
-#: The attribute of a model that stores its report.
+#: Name of the model attribute that stores the report.
 _REPORT = "efficient_ft_loading"
 _COLUMNS = 100
 
 
 @dataclass(frozen=True)
 class LoadingReport:
-    """The report of loading a network from a file.
+    """The result of loading a network from a file.
 
     Attributes:
-        path: path of the file or folder.
-        key: the nested mapping of the file that contains the weights; "" for the top level.
-        prefix: the prefix that was removed from the names in that mapping.
-        loaded: number of tensors taken from the file.
-        total: number of tensors of the network.
-        left_out: reason by full name in the file, for unused tensors.
-        new_heads: reason by name, for newly initialized parts.
-        notes: changes to the tensors: resized positions, merged channels, an unused candidate.
-        suspicious: descriptions of tensors with implausible values.
+        path: Path of the file or folder.
+        key: Key of the nested mapping that contains the weights, or "" for the top level of the file.
+        prefix: Prefix that was removed from the names in that mapping.
+        loaded: Number of tensors taken from the file.
+        total: Number of tensors of the network.
+        left_out: Reasons why tensors of the file are not used, by full name in the file.
+        new_heads: Reasons why parts of the network are newly initialized, by name.
+        notes: Changes to the tensors, such as resized positions or merged channels.
+        suspicious: Descriptions of tensors with implausible values.
     """
 
     path: str
@@ -41,14 +41,13 @@ class LoadingReport:
     suspicious: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report in plain containers, for results.json."""
+        """Return the report as a dictionary for results.json."""
         return asdict(self)
 
     def lines(self, classes: int) -> list[str]:
-        """Return the lines to log: the loaded tensors, the unused tensors, and the new or changed parts.
+        """Return the lines to log for a network with `classes` classes.
 
-        Args:
-            classes: number of classes of the network.
+        The lines list the loaded tensors, the unused tensors, and the new or changed parts.
         """
         origin = [f"key '{self.key}'"] if self.key else []
         origin += [f"without the prefix '{self.prefix}'"] if self.prefix else []
@@ -66,7 +65,7 @@ class LoadingReport:
         return lines
 
     def _left_out(self) -> str:
-        """Return a line with the number of unused tensors by reason, and the first parts of their names."""
+        """Return a line with the number of unused tensors per reason, and the first parts of some names."""
         groups: dict[str, Counter[str]] = {}
         for name, reason in self.left_out.items():
             shown = name.removeprefix(f"{self.key}.") if self.key else name
@@ -86,5 +85,5 @@ def set_loading_report(model: nn.Module, report: LoadingReport) -> nn.Module:
 
 
 def loading_report(model: nn.Module) -> LoadingReport | None:
-    """Return the report of a network that was loaded from a file; None for other networks."""
+    """Return the report of a network that was loaded from a file, or None for other networks."""
     return getattr(model, _REPORT, None)

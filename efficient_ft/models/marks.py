@@ -1,4 +1,4 @@
-"""The record of applied methods on a model.
+"""The marks of the methods that were applied to a model.
 
 Every method adds one `Mark`, which is copied and pickled with the model. The view of a model uses the marks to find
 modules that methods added.
@@ -13,22 +13,20 @@ from torch import nn
 
 #: Name of the model attribute that stores the marks.
 _MARKS = "efficient_ft_methods"
-#: Attribute of a model with the names of its classifier's modules.
-_CLASSIFIER = "efficient_ft_classifier"
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A record of a method on the model it was applied to.
+    """A record of one method on a model.
 
     Attributes:
-        method: name of the method.
-        key: name and settings (`Method.state_key`).
-        axes: axes of the method (values of `methods.Axis`).
-        adds: additions of the method (values of `methods.Adds`).
-        conflicts: axes, additions or method names that it cannot be stacked with, each with the reason.
-        modules: full names of modules that the method added. They and their submodules are not layers of the model.
-        routed: full names of modules whose input the method routes: tokens of any images, without a grid.
+        method: Name of the method.
+        key: Name and settings of the method (`Method.state_key`).
+        axes: Axes of the method (values of `methods.Axis`).
+        adds: Additions of the method (values of `methods.Adds`).
+        conflicts: Reasons why other methods cannot be stacked with this one, by axis, addition or method name.
+        modules: Full names of modules that the method added. The view of the model excludes their layers.
+        routed: Full names of modules with routed input. The input tokens come from any image, without a grid.
     """
 
     method: str
@@ -59,18 +57,8 @@ def remove_mark(model: nn.Module, key: str) -> None:
         delattr(model, _MARKS)
 
 
-def name_classifier(model: nn.Module, names: tuple[str, ...]) -> None:
-    """Record the full names of the classifier's modules, given by the user."""
-    setattr(model, _CLASSIFIER, names)
-
-
-def named_classifier(model: nn.Module) -> tuple[str, ...]:
-    """Return the full names of the classifier's modules given by the user; empty if not given."""
-    return getattr(model, _CLASSIFIER, ())
-
-
 def added_modules(model: nn.Module) -> frozenset[str]:
-    """Return the full names of modules that adapters added to `model`, according to marks and peft.
+    """Return the full names of the adapter modules that marked methods or peft added to `model`.
 
     peft's layers list their additional modules in ``adapter_layer_names`` (``lora_A``, ``lora_B``, ...).
     """
@@ -82,7 +70,7 @@ def added_modules(model: nn.Module) -> frozenset[str]:
 
 
 def routed_modules(model: nn.Module) -> frozenset[str]:
-    """Return the full names of modules whose input a method routes."""
+    """Return the full names of modules with input that a method routes."""
     return frozenset(name for mark in marks_of(model) for name in mark.routed)
 
 

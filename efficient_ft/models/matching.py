@@ -1,4 +1,4 @@
-"""Find the part of a weights file that fits a network, and its missing, mismatched and unused tensors."""
+"""Find the part of a weights file that fits a network, and list missing, mismatched and unused tensors."""
 
 from __future__ import annotations
 
@@ -7,44 +7,42 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from efficient_ft.config.schema import ModelConfig
 from efficient_ft.core.errors import SettingError
 from efficient_ft.models.checkpoint import Contents
 
-if TYPE_CHECKING:
-    from efficient_ft.config.schema import ModelConfig
-
-#: Parameters of prefix tokens, which precede the patch tokens, and the kinds of these tokens.
+#: Kind of prefix token by parameter name. Prefix tokens precede the patch tokens.
 PREFIX_TOKENS = {"cls_token": "class", "dist_token": "distillation", "reg_token": "register",
                  "register_tokens": "register"}  # fmt: skip
-#: Maximum number of candidates: by matching names, and by the structure of the file alone.
+#: Maximum number of candidate prefixes with matching names, and of candidates from the structure of the file alone.
 _BY_NAMES, _BY_STRUCTURE = 16, 24
-#: Parts of names that torch.compile, FSDP and activation checkpointing insert.
+#: Name parts that torch.compile, FSDP and activation checkpointing insert.
 _WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-#: Keys under which timm's training stores the averaged weights, and the keys of the weights themselves.
+#: Key of the weights by key of the averaged weights, in checkpoints of timm's training script.
 _AVERAGES = {"state_dict_ema": "state_dict", "model_ema": "model"}
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The tensors under one prefix of a file, compared with a network.
+    """The comparison of a network with the tensors under one prefix of a file.
 
     Attributes:
-        prefix: prefix of the full names.
-        taken: tensors to load, by the network's names; a new head keeps the network's own tensors.
-        missing: names of the network that are missing in the file.
-        misshapen: shapes in the file and in the model, by name, as text.
-        foreign: names that do not occur in the network and suggest a different variant of it.
-        left_out: reason by name without the prefix, for unused tensors.
-        new_heads: reason by name, for classifiers that must be initialized.
-        notes: changes to tensors, as text.
-        error: the reason why the names could not be converted; empty if they could be.
-        loaded: number of tensors taken from the file.
-        model: the network with these weights, if the comparison builds it.
+        prefix: Prefix of the full names.
+        taken: Tensors to load, by the network's names. A new head keeps the network's own tensors.
+        missing: Names in the network that the file does not contain.
+        misshapen: Descriptions of mismatched shapes or types, by name.
+        foreign: Names in the file that suggest a different variant of the network.
+        left_out: Reasons why tensors are not used, by name without the prefix.
+        new_heads: Reasons why classifiers must be initialized, by name.
+        notes: Descriptions of changes to tensors.
+        error: Reason why the names could not be converted, or an empty string.
+        loaded: Number of tensors taken from the file.
+        model: Network with these weights, if the comparison builds one.
     """
 
     prefix: str
@@ -68,20 +66,15 @@ class Fit:
 def choose(
     config: ModelConfig, path: Path, contents: Contents, own: Collection[str], fit: Callable[[Contents, str], Fit]
 ) -> tuple[Contents, Fit]:
-    """Find the prefix under which a file fits a network.
+    """Find the prefix under which a file fits a network with the tensor names `own`.
 
-    Args:
-        config: the `model` section; `weights_key` restricts the search.
-        path: the file, for messages.
-        contents: contents of the file.
-        own: names of the network's tensors.
-        fit: compares the tensors under a prefix with the network.
+    `model.weights_key` restricts the search, and `fit` compares the tensors under a prefix with the network.
 
     Returns:
-        The searched contents, and the fit. If no fit is complete, it is the nearest one.
+        The searched contents, and the complete fit, or the nearest fit if no fit is complete.
 
     Raises:
-        SettingError: several parts of the file fit, or `model.weights_key` matches none.
+        SettingError: If several parts of the file fit, or `model.weights_key` matches no part.
     """
     return _search(config, path, _restricted(config, path, contents), own, fit)
 
@@ -89,15 +82,14 @@ def choose(
 def _search(
     config: ModelConfig, path: Path, searched: Contents, own: Collection[str], fit: Callable[[Contents, str], Fit]
 ) -> tuple[Contents, Fit]:
-    """Search as in `choose`; a second search ignores wrappers inside of names."""
+    """Search as in `choose`. If no part fits, search again without the wrapper parts of the names."""
     votes = _votes(searched.tensors, own)
     most = max(votes.values(), default=0)
     likely = [prefix for prefix, count in votes.most_common(_BY_NAMES) if count * 2 >= most]
     fits = [fit(searched, prefix) for prefix in likely]
-    complete = [one for one in fits if one.complete]
-    if not complete:
+    if not any(one.complete for one in fits):
         fits += [fit(searched, prefix) for prefix in _groups(searched.tensors, len(own)) if prefix not in likely]
-        complete = [one for one in fits if one.complete]
+    complete = [one for one in fits if one.complete]
     if not complete and any(_WRAPPERS.search(name) for name in searched.tensors):
         names = {name: _WRAPPERS.sub("", name) for name in searched.tensors}
         if len(set(names.values())) == len(names):
@@ -105,11 +97,8 @@ def _search(
             keys = {names[name]: _WRAPPERS.sub("", searched.keys[name]) for name in names}
             return _search(config, path, Contents(plain, keys, searched.objects), own, fit)
     if not complete:
-        return searched, max(
-            fits,
-            key=lambda one: (one.loaded, len(searched.under(one.prefix))),
-            default=Fit("", missing=tuple(own)),
-        )
+        fits = fits or [Fit("", missing=tuple(own))]
+        return searched, max(fits, key=lambda one: (one.loaded, len(searched.under(one.prefix))))
     complete = _different(complete)
     if len(complete) == 1:
         return searched, complete[0]
@@ -120,7 +109,7 @@ def _search(
 
 
 def _restricted(config: ModelConfig, path: Path, contents: Contents) -> Contents:
-    """Return the part of a file that `model.weights_key` names."""
+    """Return the part of the file that `model.weights_key` selects."""
     if config.weights_key is None:
         return contents
     start = f"{str(config.weights_key).rstrip('.')}."
@@ -130,28 +119,22 @@ def _restricted(config: ModelConfig, path: Path, contents: Contents) -> Contents
         if len(groups) == 1:
             groups = Counter(".".join(name.split(".")[:2]) for name in contents.tensors)
         inside = ", ".join(f"{name} ({count} tensors)" for name, count in groups.most_common(8))
-        raise SettingError(
-            "model.weights_key", config.weights_key, "the start of names in model.weights", f"{path} contains {inside}."
-        )
+        known = "a prefix of names in model.weights"
+        raise SettingError("model.weights_key", config.weights_key, known, f"{path} contains {inside}.")
     return Contents(tensors, contents.keys, contents.objects)
 
 
 def _votes(names: Collection[str], own: Collection[str]) -> Counter[str]:
-    """Count by prefix the names that are names of the network without this prefix."""
+    """Count, for each prefix, the names in the file that equal a name in the network after removing the prefix."""
     votes: Counter[str] = Counter()
     for name in names:
-        start = 0
-        while True:
-            if name[start:] in own:
-                votes[name[:start]] += 1
-            start = name.find(".", start) + 1
-            if not start:
-                break
+        starts = [0, *(dot.end() for dot in re.finditer(r"\.", name))]
+        votes.update(name[:start] for start in starts if name[start:] in own)
     return votes
 
 
 def _groups(names: Collection[str], size: int) -> list[str]:
-    """Return prefixes shared by many names, the shortest first, for names that must be converted."""
+    """Return the prefixes that many names share, the shortest first, for names that must be converted."""
     counts: Counter[str] = Counter()
     for name in names:
         parts = name.split(".")
@@ -161,26 +144,26 @@ def _groups(names: Collection[str], size: int) -> list[str]:
 
 
 def _different(fits: Sequence[Fit]) -> list[Fit]:
-    """Return the fits without duplicates, which modules that are registered twice cause."""
+    """Return the fits without duplicates. A module that is registered twice causes duplicates."""
+
+    def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+        return one.keys() == other.keys() and bool(one) and all(torch.equal(one[name], other[name]) for name in one)
+
     kept: list[Fit] = []
     for one in fits:
-        if not any(_same(one.taken, other.taken) for other in kept):
+        if not any(same(one.taken, other.taken) for other in kept):
             kept.append(one)
     return kept
 
 
-def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and bool(one) and all(torch.equal(one[name], other[name]) for name in one)
-
-
 def _average(fits: Sequence[Fit]) -> Fit | None:
-    """Return the averaged weights if timm's training stored both."""
+    """Return the fit of the averaged weights if timm's training script stored both sets."""
     if len(fits) != 2:
         return None
     for one, other in (fits, fits[::-1]):
         key, _, rest = one.prefix.partition(".")
         if _AVERAGES.get(key) == other.prefix.partition(".")[0] and rest == other.prefix.partition(".")[2]:
-            note = f"the averaged weights are used; model.weights_key={_AVERAGES[key]} selects the others"
+            note = f"the averaged weights are used; model.weights_key={_AVERAGES[key]} selects the other weights"
             return replace(one, notes=(*one.notes, note))
     return None
 
@@ -192,13 +175,10 @@ def _ambiguous(config: ModelConfig, path: Path, contents: Contents, fits: Sequen
     named = [(one.prefix.rstrip("."), len(contents.under(one.prefix))) for one in fits]
     listed = ", ".join(f"{name or 'the top level'} ({count} tensors)" for name, count in named)
     keys = [name for name, _ in named if name]
-    return SettingError(
-        "model.weights_key",
-        "null" if config.weights_key is None else config.weights_key,
-        f"one of {', '.join(keys)}",
-        f"{path} contains {len(fits)} sets of weights that fit {config.name}: {listed}. Set {setting(keys[-1])}"
-        " or another key.",
-    )
+    given = "null" if config.weights_key is None else config.weights_key
+    do = f"{path} contains {len(fits)} sets of weights that fit {config.name}: {listed}."
+    do += f" Set {setting(keys[-1])} or another key."
+    return SettingError("model.weights_key", given, f"one of {', '.join(keys)}", do)
 
 
 def compare(
@@ -211,16 +191,10 @@ def compare(
     offset: int = 0,
     lenient: bool = False,
 ) -> Fit:
-    """Compare tensors with a network.
+    """Compare the tensors `given` under a prefix of a file with the tensors `own` of a network.
 
-    Args:
-        prefix: prefix of their full names.
-        given: the tensors, by the network's names.
-        own: the network's tensors, with new classifiers.
-        model: the network.
-        heads: names of its classifiers.
-        offset: number of additional classes at the start of a published classifier.
-        lenient: True if the network's library ignores names of its other variants.
+    `heads` contains the names of the network's classifiers. `offset` is the number of additional classes at the start
+    of a published classifier. `lenient` is True if the network's library ignores the names of other variants.
     """
     given = {n: v.reshape(()) if n in own and own[n].ndim == 0 and v.numel() == 1 else v for n, v in given.items()}
     new: dict[str, str] = {}
@@ -250,26 +224,15 @@ def compare(
             foreign.append(name)
         else:
             left_out[name] = reason or "not used by this variant of the model"
-    return Fit(
-        prefix,
-        taken,
-        missing,
-        misshapen,
-        tuple(sorted(foreign)),
-        {name: left_out[name] for name in given if name in left_out},
-        new,
-        loaded=len(taken) - len(fresh) - len(misshapen),
-    )
+    left_out = {name: left_out[name] for name in given if name in left_out}  # in the order of the file
+    loaded = len(taken) - len(fresh) - len(misshapen)
+    return Fit(prefix, taken, missing, misshapen, tuple(sorted(foreign)), left_out, new, loaded=loaded)
 
 
 def fit_of_transformers(prefix: str, model: nn.Module, found: Mapping[str, Any], heads: Collection[str]) -> Fit:
-    """Return the fit of weights that transformers has loaded.
+    """Return the fit of a network that `transformers` has loaded. `found` is the loading info.
 
-    Args:
-        prefix: prefix of their full names.
-        model: the loaded network.
-        found: transformers' loading info.
-        heads: names of parts that may be newly initialized.
+    `prefix` is the prefix of the full names in the file, and `heads` names the parts that may be newly initialized.
     """
     own = model.state_dict()
     shapes = {name: f"{'×'.join(map(str, was))} in the file, {'×'.join(map(str, now))} in the model"
@@ -283,27 +246,20 @@ def fit_of_transformers(prefix: str, model: nn.Module, found: Mapping[str, Any],
     left_out = {name: _reason(name, model, tuple(heads), buffers) for name in sorted(found["unexpected_keys"])}
     missing = tuple(sorted(name for name in found["missing_keys"] if name not in fresh))
     wrong = {name: words for name, words in shapes.items() if name not in fresh}
-    return Fit(
-        prefix,
-        own,
-        missing,
-        wrong,
-        tuple(name for name, why in left_out.items() if why is None),
-        {name: why for name, why in left_out.items() if why is not None},
-        reasons,
-        loaded=len(own) - len(fresh) - len(missing) - len(wrong),
-        model=model,
-    )
+    foreign = tuple(name for name, why in left_out.items() if why is None)
+    unused = {name: why for name, why in left_out.items() if why is not None}
+    loaded = len(own) - len(fresh) - len(missing) - len(wrong)
+    return Fit(prefix, own, missing, wrong, foreign, unused, reasons, loaded=loaded, model=model)
 
 
 def _fit_head(
     head: str, given: dict[str, Tensor], own: Mapping[str, Tensor], offset: int
 ) -> tuple[dict[str, Tensor], str | None]:
-    """Return the tensors without a classifier that must be initialized, and the reason; None if the file's fits."""
+    """Return the tensors to load, and the reason why the classifier must be initialized, or None if it fits."""
     names = [name for name in own if name.startswith(f"{head}.")]
     here = [name for name in names if name in given]
     if not names or any(given[name].ndim != own[name].ndim or not given[name].ndim for name in here):
-        return given, None  # a wrong shape is reported as one
+        return given, None  # the caller reports the wrong shape
     rows = {given[name].shape[0] for name in here}
     if len(rows) > 1:
         return given, None
@@ -319,15 +275,15 @@ def _fit_head(
     elif len(here) < len(names):
         reason = f"{', '.join(name for name in names if name not in here)} absent from the file"
     else:
-        reason = "with other input features in the file"
+        reason = "different number of input features in the file"
     return {name: value for name, value in given.items() if name not in names}, reason
 
 
 def _reason(name: str, model: nn.Module, heads: Sequence[str], buffers: Collection[str]) -> str | None:
-    """Return why a tensor unknown to the network can be ignored; None if it suggests another variant of the network."""
+    """Return the reason to ignore a tensor that the network lacks, or None if it suggests another network variant."""
     first = name.partition(".")[0]
     if name.endswith(("total_ops", "total_params")):
-        return "of a profiler"
+        return "from a profiler"
     if name in buffers or name.endswith("num_batches_tracked"):
         return "computed by the model"
     if first in PREFIX_TOKENS:
@@ -344,29 +300,24 @@ def _reason(name: str, model: nn.Module, heads: Sequence[str], buffers: Collecti
 
 
 def shape(tensor: Tensor) -> str:
-    """Return the shape as text: 3×16×16, or a single number."""
+    """Return the shape as text, e.g. "3×16×16", or "a single number"."""
     return "×".join(map(str, tensor.shape)) or "a single number"
 
 
 def split_prefix(contents: Contents, prefix: str) -> tuple[str, str]:
-    """Split the prefix of full names into the key of a nested mapping and the prefix of the names in it."""
+    """Split the prefix of full names into the key of the nested mapping and the prefix of the names in the mapping."""
     key = next((contents.keys[name] for name in contents.tensors if name.startswith(prefix)), "")
     if key and not f"{prefix}.".startswith(f"{key}."):
         return prefix.rstrip("."), ""
     return key, prefix[len(key) + 1 :] if key else prefix
 
 
-def outside(contents: Contents, prefix: str) -> dict[str, str]:
-    """Return, by full name, why the tensors of a file outside of a prefix are not used."""
-    return {name: "elsewhere in the file" for name in contents.tensors if not name.startswith(prefix)}
-
-
 def no_fit(config: ModelConfig, path: Path, details: str) -> SettingError:
-    """Return the error for a file that does not fit; `details` contains one or more sentences."""
+    """Return the error for a file that does not fit the network. `details` contains one or more sentences."""
     encoder = "" if config.encoder is None else f" or model.encoder={config.encoder}"
     return SettingError("model.weights", path, f"a file that fits model.name={config.name}{encoder}", details)
 
 
 def some(names: Sequence[Any]) -> str:
-    """Return the first four names, and the number of the others."""
+    """Return the first four names and the number of other names as text."""
     return ", ".join(map(str, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

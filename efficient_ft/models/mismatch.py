@@ -1,4 +1,4 @@
-"""Explain why weights do not fit a network: tokens, depth, width, positions; and suggest a timm model that fits."""
+"""Explain why weights do not fit a network, and suggest a timm model that fits."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from torch import Tensor, nn
 from efficient_ft.models.checkpoint import Contents, why_unusable
 from efficient_ft.models.matching import PREFIX_TOKENS, Fit, compare, some
 
-#: Maximum number of models that the search for a fitting model builds, on the meta device.
+#: Maximum number of models that the search for a fitting model builds on the meta device.
 _TRIED = 32
-#: Models that are tried first if the file's names belong to another family.
+#: Models to try first if the file's names belong to another family.
 _COMMON = ("resnet18", "resnet50", "deit_tiny_patch16_224", "vit_base_patch16_224", "swin_tiny_patch4_window7_224",
            "convnext_tiny", "efficientnet_b0", "mobilenetv2_100", "mobilenetv3_large_100", "resnet34", "resnet101",
            "deit_small_patch16_224", "deit_base_patch16_224", "vit_small_patch16_224", "densenet121", "vgg16",
            "regnety_016", "tf_efficientnet_lite0", "beit_base_patch16_224", "mixer_b16_224")  # fmt: skip
-#: Suffixes of names of quantized, pruned and sharded weights, and a sentence about each.
+#: Error message by name suffix of quantized, pruned or sharded weights.
 _OTHER_FORMS = {
-    "._packed_params.0": "It contains quantized weights. Save those of the network before it was quantized.",
+    "._packed_params.0": "It contains quantized weights. Save the weights of the network before quantization.",
     ".weight_orig": "It contains pruned weights and their masks. Merge them first:"
     " torch.nn.utils.prune.remove(module, 'weight') for each pruned module.",
     "_flat_param": "It contains weights that FSDP has flattened. Save a full state dict"
     " (torch: StateDictType.FULL_STATE_DICT).",
 }
-#: Suffixes of names that identify a variant of timm's ViT, and the argument that builds it.
+#: Argument that builds a variant of timm's ViT, by the name suffixes that identify the variant.
 _FORM_ARGUMENTS = {(".ls1.gamma", ".ls2.gamma"): "init_values=1e-5", (".attn.qkv.bias",): "qkv_bias=false"}
 _INDEX = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")
 
@@ -45,19 +45,10 @@ def explain(
     heads: tuple[str, ...],
     setting: str = "model=timm model.name",
 ) -> str:
-    """Explain why the nearest part of a file does not fit a network.
+    """Explain in one or more sentences why the nearest part of a file does not fit the network `name`.
 
-    Args:
-        name: name of the network, in timm or another library.
-        path: the file.
-        contents: the searched contents.
-        fit: the nearest fit.
-        own: the network's tensors.
-        heads: names of its classifiers.
-        setting: the settings that choose another timm model.
-
-    Returns:
-        One or more sentences.
+    `own` contains the network's tensors, `heads` contains the names of the network's classifiers, and `setting` names
+    the settings that select another timm model.
     """
     given = contents.under(fit.prefix)
     if any(".lora_" in one or ".base_layer." in one for one in contents.tensors):
@@ -70,7 +61,7 @@ def explain(
            and not (one.endswith("num_batches_tracked") or "index" in one or "position_ids" in one)]  # fmt: skip
     if odd and not fit.missing and not fit.foreign:
         return f"Weights must be floating-point numbers (fp32, fp16 or bf16): {some(odd)} cannot be used."
-    if fit.model is None and fit.taken and not fit.error:  # compare the converted names
+    if fit.model is None and fit.taken and not fit.error:  # compare the converted tensors
         rest = {one: given.get(one, torch.empty(0)) for one in (*fit.foreign, *fit.left_out)}
         heads_made = tuple(f"{head}." for head in fit.new_heads)
         given = {one: value for one, value in fit.taken.items() if not one.startswith(heads_made)} | rest
@@ -81,7 +72,7 @@ def explain(
         details = f"its names cannot be converted ({fit.error})"
     elif alike * 20 <= len(own):
         count = "few of its {} names occur" if alike else "none of its {} names occurs"
-        held = contents.tensors if alike else given  # a part of the file may contain some names by chance
+        held = contents.tensors if alike else given  # some names may occur in a part of the file by coincidence
         details = (
             f"{count.format(len(contents.tensors))} in the network: the file contains {some(list(held))};"
             f" the network has {some(list(own))}"
@@ -97,12 +88,12 @@ def explain(
         advice = _with_tokens(name, _prefix_tokens(given))
     advice += "" if advice else _with_argument(fit)
     if contents.objects and not fit.loaded:
-        advice += f" Python objects in it were not read ({some(contents.objects)})."
+        advice += f" Python objects in the file were not read ({some(contents.objects)})."
     return f"It may belong to another model: {details}.{advice}"
 
 
 def _tokens(given: Mapping[str, Tensor], own: Mapping[str, Tensor], *, positions: bool) -> list[str]:
-    """Return differences in prefix tokens and, if requested, in positions when the tokens are the same."""
+    """Return the difference in prefix tokens. If there is none and `positions` is True, compare the positions."""
     theirs, ours = _prefix_tokens(given), _prefix_tokens(own)
     if theirs != ours:
         return [f"the file has {_words(theirs)}, the model has {_words(ours)}"]
@@ -118,17 +109,13 @@ def _tokens(given: Mapping[str, Tensor], own: Mapping[str, Tensor], *, positions
     facts = f"its position embedding has {_positions(there, count)}, the model's has {_positions(here, count)}"
     if count and not _is_square(there - count) and _is_square(there):
         facts += ". Its positions may exclude the prefix tokens (+model.kwargs.no_embed_class=true)"
-    return [f"{facts}. If its images were not square, set model.image_size to their [height, width]"]
+    return [f"{facts}. For images that are not square, set model.image_size to [height, width] of the training images"]
 
 
 def _prefix_tokens(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the number of prefix tokens by kind."""
-    found: dict[str, int] = {}
-    for name, kind in PREFIX_TOKENS.items():
-        value = tensors.get(name)
-        if value is not None:
-            found[kind] = value.shape[1] if value.ndim == 3 else 1
-    return found
+    present = {kind: tensors[name] for name, kind in PREFIX_TOKENS.items() if name in tensors}
+    return {kind: value.shape[1] if value.ndim == 3 else 1 for kind, value in present.items()}
 
 
 def _words(tokens: Mapping[str, int]) -> str:
@@ -140,7 +127,7 @@ def _words(tokens: Mapping[str, int]) -> str:
 
 
 def _with_tokens(name: str, tokens: Mapping[str, int]) -> str:
-    """Return a sentence that lists timm models with such prefix tokens."""
+    """Return a sentence that lists timm models with these prefix tokens."""
     pattern = (
         f"*reg{tokens['register']}*" if "register" in tokens else "*distilled*" if "distillation" in tokens else ""
     )
@@ -150,11 +137,11 @@ def _with_tokens(name: str, tokens: Mapping[str, int]) -> str:
 
 
 def _with_argument(fit: Fit) -> str:
-    """Return a sentence about the argument of timm's ViT that builds the variant in the file."""
+    """Return a sentence with the argument that builds the file's variant of timm's ViT."""
     names = (*fit.missing, *fit.foreign)
     for ends, argument in _FORM_ARGUMENTS.items():
         if names and not fit.misshapen and all(one.endswith(ends) for one in names):
-            return f" Its variant of the network may need +model.kwargs.{argument}."
+            return f" The file's variant of the network may require +model.kwargs.{argument}."
     return ""
 
 
@@ -163,7 +150,7 @@ def _is_square(number: int) -> bool:
 
 
 def _positions(number: int, tokens: int) -> str:
-    """Return positions as a grid, with or without prefix tokens, as text."""
+    """Return a description of position embeddings as a grid with or without prefix tokens."""
     for more in (tokens, 0):
         if _is_square(number - more):
             side = math.isqrt(number - more)
@@ -173,12 +160,11 @@ def _positions(number: int, tokens: int) -> str:
 
 
 def _structure(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
-    """Return differences in depth, width and patch size."""
+    """Return descriptions of the differences in depth, width and patch size."""
     facts = []
     theirs, ours = _depths(given), _depths(own)
     deep = [one for one in ours if one in theirs and theirs[one] != ours[one]]
-    wide = {kind: (size(given), size(own)) for kind, size in (("width", _width), ("patches", _patch))}
-    there, here = wide["width"]
+    there, here = _width(given), _width(own)
     if there and here and there != here:
         at = next((one for one in ("blocks", "layers", "stages") if one in theirs and one in ours), None)
         count = (f"{theirs[at]} {at}", f"{ours[at]}") if at else ("a stem", "a stem")
@@ -188,8 +174,10 @@ def _structure(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[s
         plain = one in ("blocks", "layers", "stages")
         facts.append(f"the file has {theirs[one]} {one}, the model has {ours[one]}" if plain
                      else f"{one} has {theirs[one]} parts in the file, {ours[one]} in the model")  # fmt: skip
-    if wide["patches"][0] and wide["patches"][1] and wide["patches"][0] != wide["patches"][1]:
-        facts.append(f"the file has patches of {wide['patches'][0]} pixels, the model has {wide['patches'][1]}")
+    patches = [tensors.get("patch_embed.proj.weight", torch.empty(0)) for tensors in (given, own)]
+    sizes = [f"{patch.shape[-2]}×{patch.shape[-1]}" for patch in patches if patch.ndim == 4]
+    if len(set(sizes)) == 2:
+        facts.append(f"the file has patches of {sizes[0]} pixels, the model has {sizes[1]}")
     return facts
 
 
@@ -202,7 +190,7 @@ def _lists(fit: Fit) -> list[str]:
 
 
 def _depths(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the number of entries of each list of modules."""
+    """Return the number of modules in each list of modules, by the list's name."""
     entries: dict[str, set[str]] = {}
     for name in tensors:
         for index in _INDEX.finditer(name):
@@ -211,7 +199,7 @@ def _depths(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _width(tensors: Mapping[str, Tensor]) -> int | None:
-    """Return the number of channels of the patch embedding or the tokens."""
+    """Return the number of channels of the patch embedding or the tokens, or None."""
     for name in ("patch_embed.proj.weight", "cls_token", "pos_embed"):
         value = tensors.get(name)
         if value is not None and value.ndim >= 3:
@@ -219,25 +207,16 @@ def _width(tensors: Mapping[str, Tensor]) -> int | None:
     return None
 
 
-def _patch(tensors: Mapping[str, Tensor]) -> str | None:
-    value = tensors.get("patch_embed.proj.weight")
-    return f"{value.shape[-2]}×{value.shape[-1]}" if value is not None and value.ndim == 4 else None
-
-
 def suggestion(name: str, stem: str, contents: Contents, heads: tuple[str, ...]) -> str | None:
-    """Return a timm model with the names and shapes of a file's tensors; None if a short search finds none.
+    """Return the name of a timm model that fits the tensors of a file, or None if a short search finds none.
 
-    Args:
-        name: name of the model that does not fit.
-        stem: name of the file without its extension.
-        contents: contents of the file.
-        heads: names of the classifiers of the model.
+    The file's name without its extension is `stem`. The model `name` with the classifiers `heads` does not fit.
     """
     for other in itertools.islice(_by_likeness(name, stem, contents), _TRIED):
         try:
             with torch.device("meta"):
                 model = timm.create_model(other)
-        except Exception:  # some models compute with values while they are built
+        except Exception:  # some models compute with tensor values in their constructor
             continue
         if _fits(model, contents, heads):
             return other
@@ -258,7 +237,7 @@ def _fits(model: nn.Module, contents: Contents, heads: tuple[str, ...]) -> bool:
 
 
 def _by_likeness(name: str, stem: str, contents: Contents) -> Iterator[str]:
-    """Yield the names of timm models, starting with those that match the file's tensors and names best."""
+    """Yield the names of timm models in the order of similarity to the file's name and tensors."""
     plain = name.partition(".")[0]
     ends = {full.rpartition(".")[2] for full in contents.tensors}
     hints = [word for token, word in (("dist_token", "distilled"), ("reg_token", "reg")) if token in ends]

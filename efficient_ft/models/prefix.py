@@ -1,9 +1,9 @@
 """The frozen prefix of a network: all computations below the first trained layer.
 
-Only the output of a frozen prefix matters. It is the same in every step for the same image, so it can be computed once
-and stored. `find_prefix` finds a place to cut the network, and checks it by running the rest of the network from the
-stored output. The check runs the network's own forward pass: modules below the cut return empty placeholders, and the
-last one returns the stored output. This makes no assumptions about the architecture.
+The output of a frozen prefix for an image is the same in every step, so it can be computed once and stored.
+`find_prefix` finds a module after which to cut the network, and checks the cut by running the rest of the network from
+the stored output. The check runs the network's own forward pass. Modules below the cut return empty placeholders, and
+the last module below the cut returns the stored output. The check makes no assumptions about the architecture.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,49 +23,49 @@ from torch.utils._pytree import tree_map_only
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.models.frozen_batch_norm import FROZEN
-from efficient_ft.models.prefix_form import Folds, Form, autocast_of, find_folds
+from efficient_ft.models.prefix_form import Folds, Form, autocast_of, find_folds, replaced_forwards
 
-#: Number of candidate cuts, from the last one down. Cuts in a residual branch or before a second use are not valid.
+#: Number of candidate cuts, starting with the last one. Cuts in a residual branch or before a second use are invalid.
 _TRIES = 12
-#: Exceptions of a network that depends on values that are replaced by placeholders.
+#: Exceptions that a network raises if it depends on values that placeholders replace.
 _NOT_REPLACEABLE = (RuntimeError, TypeError, ValueError, AttributeError, IndexError)
 
 
 @dataclass(frozen=True)
 class _Like:
-    """Shape and type of a tensor."""
+    """Shape and data type of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def empty(self, n: int, device: torch.device) -> Tensor:
-        """Return a tensor of N images that occupies the memory of one value."""
+        """Return a tensor for `n` images that uses the memory of a single value."""
         return torch.zeros((), dtype=self.dtype, device=device).expand(n, *self.shape[1:])
 
 
 @dataclass
 class _Call:
-    """A call of a module: the events of entering and leaving it, and its result."""
+    """A call of a module, with the numbers of its first and last event, and its output."""
 
     name: str
     entered: int
     left: int = -1
     output: Any = None
-    #: Dimensions of a tensor output in memory order.
+    #: Dimensions of an output tensor in memory order.
     order: tuple[int, ...] = ()
     carries_more: bool = False
 
 
 class FrozenPrefix:
-    """A network that is cut after a module, below which no parameter trains. Created by `find_prefix`.
+    """A network that is cut after a module. No parameter before the cut trains. `find_prefix` creates the prefix.
 
     Attributes:
-        end: name of the last module of the prefix.
-        shape: shape of the features of one image.
-        dtype: type of the features.
-        reason: why the prefix ends, e.g. ``stages.3.blocks.0.norm1 trains``.
-        model: the network.
-        form: form of the computation in `features`, see `models.prefix_form`.
+        end: Name of the last module of the prefix.
+        shape: Shape of the features of one image.
+        dtype: Data type of the features.
+        reason: Reason why the prefix ends, e.g. ``stages.3.blocks.0.norm1 trains``.
+        model: The network.
+        form: Form in which `features` runs the prefix, see `models.prefix_form`.
     """
 
     def __init__(
@@ -80,16 +80,16 @@ class FrozenPrefix:
 
     @property
     def device(self) -> torch.device:
-        """Device of the network."""
+        """The device of the network."""
         return next(self.model.parameters()).device
 
     @property
     def values(self) -> int:
-        """Number of values of the features of one image."""
+        """The number of feature values per image."""
         return math.prod(self.shape)
 
     def digest(self) -> str:
-        """Return 16 hex digits that identify the weights and buffers of the prefix."""
+        """Return 16 hexadecimal digits that identify the weights and buffers of the prefix."""
         inside = {self.end, *self._skipped}
         around = {"", *(name for one in inside for name in _ancestors(one))}
         found = hashlib.blake2b(digest_size=8)
@@ -102,14 +102,7 @@ class FrozenPrefix:
 
     @torch.no_grad()
     def features(self, images: Tensor) -> Tensor:
-        """Run the prefix.
-
-        Args:
-            images: (B, C, H, W).
-
-        Returns:
-            The features (B, ...), in the memory layout of the network.
-        """
+        """Return the features (B, ...) of images (B, C, H, W), in the network's memory layout."""
         if self.form is Form.FP32:
             return self._features(images)
         if self._folds is None:
@@ -125,94 +118,74 @@ class FrozenPrefix:
         try:
             self.model(images)
         except _Left as left:
-            return left.output
+            features: Tensor = left.args[0]
+            return features
         finally:
             handle.remove()
         raise RuntimeError(f"{self.end} was not called")
 
     def to_rows(self, features: Tensor) -> Tensor:
-        """Return features (B, ...) in storage order: (B, values), in the order of their memory."""
+        """Flatten features (B, ...) to rows (B, values) in memory order."""
         return features.permute(self._order).flatten(1)
 
     def from_rows(self, rows: Tensor) -> Tensor:
-        """Invert `to_rows`: return features (B, ...) in the memory layout of the network."""
+        """Invert `to_rows`. Return features (B, ...) in the network's memory layout."""
         in_memory = rows.view(len(rows), *(self.shape[d - 1] for d in self._order[1:]))
         return in_memory.permute([self._order.index(d) for d in range(len(self._order))])
 
     @contextmanager
     def replaced(self, features: Tensor) -> Iterator[Tensor]:
-        """Make the network compute from `features` instead of its input, in a ``with`` block.
-
-        Args:
-            features: (B, ...).
+        """Make the network compute from `features` (B, ...) instead of its input in a ``with`` block.
 
         Yields:
-            An empty placeholder (B, C, H, W) to pass as images.
+            An empty placeholder (B, C, H, W) to pass to the network as images.
         """
-        before = []
-
-        def put(name: str, result: Any) -> None:
-            module = self.model.get_submodule(name)
-            before.append((module, module.__dict__.get("forward")))
-            module.__dict__["forward"] = lambda *args, **kwargs: result
 
         def empty(like: _Like) -> Tensor:
             return like.empty(len(features), features.device)
 
-        try:
-            for name, output in self._skipped.items():
-                put(name, tree_map_only(_Like, empty, output))
-            put(self.end, features)
+        def constant(result: Any) -> Callable[..., Any]:
+            return lambda *args, **kwargs: result
+
+        outputs = {name: tree_map_only(_Like, empty, output) for name, output in self._skipped.items()}
+        outputs[self.end] = features
+        with replaced_forwards((self.model.get_submodule(name), constant(out)) for name, out in outputs.items()):
             yield empty(self._image)
-        finally:
-            for module, forward in before:
-                if forward is None:
-                    del module.__dict__["forward"]
-                else:
-                    module.__dict__["forward"] = forward
 
 
 class _Left(Exception):
-    """Ends a forward pass at the end of the prefix."""
-
-    def __init__(self, output: Tensor) -> None:
-        super().__init__()
-        self.output = output
+    """The exception that stops a forward pass at the end of the prefix. Its argument is the output of the prefix."""
 
 
 def find_prefix(model: nn.Module, images: Tensor) -> FrozenPrefix:
-    """Find the largest frozen prefix of `model` whose output determines everything after it.
+    """Find the largest frozen prefix of `model` whose output determines all later computations.
 
     The prefix ends before the first module that has a trainable parameter, draws random numbers, computes batch
-    statistics, or returns a tensor that carries more than its values.
+    statistics, or returns a tensor with additional attributes.
 
     Args:
-        model: the network on the CPU, with its methods applied, in training mode.
-        images: (B, C, H, W), at least two images.
+        model: Network on the CPU in training mode, with all methods applied.
+        images: At least two images (B, C, H, W).
 
     Raises:
-        UserError: there is no such prefix; the message gives the reason.
+        UserError: If there is no such prefix. The message states the reason.
     """
-    with _buffers_kept(model):
-        return _find_prefix(model, images)
-
-
-def _find_prefix(model: nn.Module, images: Tensor) -> FrozenPrefix:
-    trace = _Trace(model)
-    trace.run(images)
-    expected = _seeded(model, images)  # without hooks, because layers with hooks may compute differently
-    end, reason = trace.first_that_matters()
-    below = [call for call in trace.calls if 0 <= call.left <= end and trace.once(call)]
-    ends = [call for call in below if isinstance(call.output, _Like) and call.output.shape[0] == len(images)]
-    for call in sorted(ends, key=lambda call: call.left, reverse=True)[:_TRIES]:
-        inside = {one.name: one for one in below if one.left <= call.left}
-        outermost = [one for one in inside.values() if not any(name in inside for name in _ancestors(one.name))]
-        if call not in outermost:
-            continue
-        prefix = FrozenPrefix(model, call, outermost, tuple(images.shape[1:]), reason)
-        if _continues(model, prefix, images, expected) and _continues_in_evaluation(model, prefix, images):
-            return prefix
-    below_it = "nothing is below it" if not ends else "what is below it is used again later"
+    with _restored_buffers(model):
+        trace = _Trace(model)
+        trace.run(images)
+        expected = _seeded(model, images)  # run without hooks, because layers with hooks may compute differently
+        end, reason = trace.first_that_matters()
+        below = [call for call in trace.calls if 0 <= call.left <= end and trace.counts[call.name] == 1]
+        ends = [call for call in below if isinstance(call.output, _Like) and call.output.shape[0] == len(images)]
+        for call in sorted(ends, key=lambda call: call.left, reverse=True)[:_TRIES]:
+            inside = {one.name: one for one in below if one.left <= call.left}
+            outermost = [one for one in inside.values() if not any(name in inside for name in _ancestors(one.name))]
+            if call not in outermost:
+                continue
+            prefix = FrozenPrefix(model, call, outermost, tuple(images.shape[1:]), reason)
+            if _continues(model, prefix, images, expected) and _continues_in_evaluation(model, prefix, images):
+                return prefix
+    below_it = "nothing is below it" if not ends else "a later layer uses the values below it again"
     raise UserError(f"No part of the network can be computed once: {reason}, and {below_it}.")
 
 
@@ -223,15 +196,15 @@ class _Trace:
         self.model = model
         self._modules = dict(model.named_modules())
         self.calls: list[_Call] = []
-        self._counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         self._active: list[_Call] = []
         self._events = 0
         self._state = torch.get_rng_state()
-        #: The event before the first random number, and the module that drew it.
+        #: The event before the first random number, and the module that draws it.
         self._drawn: tuple[int, str] | None = None
 
     def run(self, images: Tensor) -> None:
-        """Run the model as in `_seeded`."""
+        """Record a forward pass of the model as in `_seeded`."""
         handles = []
         for name, module in self._modules.items():
             handles.append(module.register_forward_pre_hook(lambda m, args, name=name: self._enter(name)))
@@ -255,7 +228,7 @@ class _Trace:
 
     def _enter(self, name: str) -> None:
         self.calls.append(_Call(name, self._event()))
-        self._counts[name] += 1
+        self.counts[name] += 1
         self._active.append(self.calls[-1])
 
     def _leave(self, output: Any) -> None:
@@ -266,34 +239,31 @@ class _Trace:
             call.order = (0, *sorted(range(1, output.dim()), key=output.stride().__getitem__, reverse=True))
             call.carries_more = bool(vars(output))
 
-    def once(self, call: _Call) -> bool:
-        """Return True if the module of `call` was called once."""
-        return self._counts[call.name] == 1
-
     def first_that_matters(self) -> tuple[int, str]:
         """Return the event before the first computation that differs between steps, and the reason."""
         found = [(self._drawn[0], f"{self._drawn[1]} draws random numbers")] if self._drawn else []
         for call in self.calls:
             for name in self._own(call.name):
                 module = self._modules[name]
+                frozen = type(module) in FROZEN.values() or not module.training
                 if any(p.requires_grad for p in module.parameters(recurse=False)):
                     found.append((call.entered - 1, f"{name or 'the network itself'} trains"))
-                elif isinstance(module, _BatchNorm) and _is_live(module):
-                    found.append((call.entered - 1, f"{name} computes statistics of the batch"))
+                elif isinstance(module, _BatchNorm) and (module.running_mean is None or not frozen):
+                    found.append((call.entered - 1, f"{name} computes batch statistics"))
             if call.carries_more:
-                found.append((call.entered - 1, f"{call.name} passes on more than its values"))
+                found.append((call.entered - 1, f"{call.name} returns a tensor with additional attributes"))
         assert found, "nothing in the network trains"
         return min(found)
 
     def _own(self, called: str) -> list[str]:
-        """A module and those below it that were never called: what it does with their parameters is its own doing."""
+        """Return `called` and its submodules that were never called. `called` may use their parameters directly."""
         below = f"{called}." if called else ""
-        uncalled = [name for name in self._modules if name.startswith(below) and name not in self._counts]
-        return [called, *(n for n in uncalled if next((a for a in _ancestors(n) if a in self._counts), "") == called)]
+        uncalled = [name for name in self._modules if name.startswith(below) and name not in self.counts]
+        return [called, *(n for n in uncalled if next((a for a in _ancestors(n) if a in self.counts), "") == called)]
 
 
 def _continues_in_evaluation(model: nn.Module, prefix: FrozenPrefix, images: Tensor) -> bool:
-    """Check the prefix in evaluation mode, where a network may compute differently."""
+    """Check the prefix in evaluation mode, because a network may compute differently in this mode."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -304,8 +274,8 @@ def _continues_in_evaluation(model: nn.Module, prefix: FrozenPrefix, images: Ten
 
 
 @contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the values of buffers, such as statistics updated by a forward pass, at the end of the block."""
+def _restored_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore the values of buffers at the end of a ``with`` block. A forward pass may update statistics in buffers."""
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         yield
@@ -314,20 +284,15 @@ def _buffers_kept(model: nn.Module) -> Iterator[None]:
             buffer.copy_(before[name])
 
 
-def _is_live(norm: _BatchNorm) -> bool:
-    """Return True if the layer uses batch statistics."""
-    return norm.running_mean is None or (norm.training and type(norm) not in FROZEN.values())
-
-
 def _ancestors(name: str) -> list[str]:
-    """Return the names of the parent modules of a module, the nearest first, without the network."""
+    """Return the names of the modules that contain `name`, the nearest first, without the network."""
     parts = name.split(".")
     return [".".join(parts[:k]) for k in range(len(parts) - 1, 0, -1)]
 
 
 @torch.no_grad()
 def _seeded(model: nn.Module, images: Tensor, start: Any = lambda: None) -> Tensor:
-    """Run the model with the same random numbers in every call."""
+    """Run the model with the same random numbers in every call. Call `start` after seeding."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         start()
@@ -336,7 +301,7 @@ def _seeded(model: nn.Module, images: Tensor, start: Any = lambda: None) -> Tens
 
 
 def _continues(model: nn.Module, prefix: FrozenPrefix, images: Tensor, expected: Tensor) -> bool:
-    """Return True if the network computes the same result from the stored output as from the images."""
+    """Return True if the network computes the result `expected` from the stored output of the prefix."""
     try:
         rows = prefix.to_rows(prefix.features(images)).clone()
         with prefix.replaced(prefix.from_rows(rows)) as placeholder:

@@ -1,7 +1,7 @@
-"""Faster forms of a frozen prefix, and the choice of a form by measurement.
+"""Faster forms of a frozen prefix, and the selection of a form by measurement.
 
-A frozen prefix needs no gradients. A BatchNorm with frozen statistics can be folded into the preceding convolution,
-which saves a pass over its map, and products can run in bfloat16 on processors with bfloat16 units.
+A frozen prefix does not require gradients. Folding a BatchNorm with frozen statistics into the preceding convolution
+saves a pass over the feature map. Matrix products can run in bfloat16 on processors with bfloat16 units.
 """
 
 from __future__ import annotations
@@ -9,40 +9,53 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from efficient_ft.models.frozen_batch_norm import FROZEN, FrozenBatchNormAct2d
 
-#: Maximum deviation of the output of a form (relative, Frobenius norm).
+#: Maximum relative deviation of a form's output (Frobenius norm).
 ALLOWED = {"folded": 1e-3, "bf16": 0.05}
-#: Maximum time of a form relative to the next simpler one.
+#: Maximum time of a form relative to the best simpler form.
 _WORTH = 0.9
 #: Number of timed rounds, after one warm-up round.
 _ROUNDS = 3
 
 
 class Form(StrEnum):
-    """A form of the prefix: unchanged, with folded BatchNorm, or with folded BatchNorm and bfloat16 autocast."""
+    """The form of a prefix: unchanged, with folded BatchNorm, or with folded BatchNorm and bfloat16 autocast."""
 
     FP32 = "fp32"
     FOLDED = "folded"
     BF16 = "bf16"
 
 
-class Folds:
-    """Convolutions and the BatchNorm layers with frozen statistics that can be folded into them.
+@contextmanager
+def replaced_forwards(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Replace the forward functions of modules in a ``with`` block."""
+    changed: list[tuple[nn.Module, Any]] = []
+    try:
+        for module, forward in forwards:
+            changed.append((module, module.__dict__.get("forward")))
+            module.__dict__["forward"] = forward
+        yield
+    finally:
+        for module, before in reversed(changed):
+            if before is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = before
 
-    Args:
-        pairs: pairs of a convolution and the following BatchNorm layer.
-    """
+
+class Folds:
+    """Pairs of a convolution and the following BatchNorm layer with frozen statistics, to fold into the convolution."""
 
     def __init__(self, pairs: Sequence[tuple[nn.Conv2d, _BatchNorm]]) -> None:
         self._pairs = list(pairs)
@@ -53,34 +66,23 @@ class Folds:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Fold in a ``with`` block, where gradients are disabled."""
+        """Run the model with folded layers in a ``with`` block without gradients."""
         if not self._folded or self._folded[0][0].device != self._pairs[0][0].weight.device:
             self._folded = [folded(conv, norm) for conv, norm in self._pairs]
-        changed: list[tuple[nn.Module, Any]] = []
-        try:
-            for (conv, norm), weights in zip(self._pairs, self._folded, strict=True):
-                for module, forward in ((conv, _convolve(conv, *weights)), (norm, _rest(norm))):
-                    changed.append((module, module.__dict__.get("forward")))
-                    module.__dict__["forward"] = forward
+        forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
+        for (conv, norm), (weight, bias) in zip(self._pairs, self._folded, strict=True):
+            forwards += [(conv, partial(conv._conv_forward, weight=weight, bias=bias)), (norm, _rest(norm))]
+        with replaced_forwards(forwards):
             yield
-        finally:
-            for module, before in reversed(changed):
-                if before is None:
-                    del module.__dict__["forward"]
-                else:
-                    module.__dict__["forward"] = before
 
 
 def find_folds(model: nn.Module, run: Callable[[], Any]) -> Folds:
     """Find convolutions whose output is the input of a BatchNorm layer with frozen statistics.
 
-    Other uses of the convolution's output are not detected: compare the results before using a fold.
-
-    Args:
-        model: the network.
-        run: runs a forward pass of `model` or of a part of it.
+    `run` runs a forward pass of `model` or of a part of it. The search does not detect other uses of a convolution's
+    output. Compare the results before using the folds.
     """
-    made: dict[int, tuple[nn.Conv2d, Tensor]] = {}  # keeps the outputs alive, so that their ids are unique
+    made: dict[int, tuple[nn.Conv2d, Tensor]] = {}  # keeps the outputs alive so that their ids are unique
     calls: Counter[nn.Module] = Counter()
     pairs: list[tuple[nn.Conv2d, _BatchNorm]] = []
 
@@ -113,47 +115,40 @@ def find_folds(model: nn.Module, run: Callable[[], Any]) -> Folds:
 
 @torch.no_grad()
 def folded(conv: nn.Conv2d, norm: _BatchNorm) -> tuple[Tensor, Tensor]:
-    """Return the weight (with the convolution's shape) and bias (C_out,) of convolution and normalization."""
+    """Return the weight (with the convolution's shape) and the bias (C_out,) of the folded convolution."""
     assert norm.running_mean is not None
     assert norm.running_var is not None
     scale = (norm.running_var.double() + norm.eps).rsqrt()
     if norm.weight is not None:
         scale = scale * norm.weight.double()
-    bias = -norm.running_mean.double() if conv.bias is None else conv.bias.double() - norm.running_mean.double()
-    bias = bias * scale
+    mean = norm.running_mean.double()
+    bias = (-mean if conv.bias is None else conv.bias.double() - mean) * scale
     if norm.bias is not None:
         bias = bias + norm.bias.double()
     return (conv.weight * scale[:, None, None, None].to(conv.weight.dtype)), bias.to(conv.weight.dtype)
 
 
-def _convolve(conv: nn.Conv2d, weight: Tensor, bias: Tensor) -> Callable[[Tensor], Tensor]:
-    geometry: tuple[Any, ...] = (conv.stride, conv.padding, conv.dilation, conv.groups)
-    return lambda x: F.conv2d(x, weight, bias, *geometry)
-
-
 def _rest(norm: _BatchNorm) -> Callable[[Tensor], Tensor]:
-    """Return the part of a folded BatchNorm layer that remains: its activation, if any."""
+    """Return the remaining function of a folded BatchNorm layer: its activation, or the identity."""
     if isinstance(norm, FrozenBatchNormAct2d):
         return lambda x: norm.act(norm.drop(x))
     return lambda x: x
 
 
 def autocast_of(form: Form, device: torch.device) -> Any:
-    """Return the autocast context of a form."""
+    """Return the autocast context for a form."""
     return torch.autocast(device.type, dtype=torch.bfloat16) if form is Form.BF16 else nullcontext()
 
 
 def choose_form(
     run: Callable[[Form], Tensor], forms: Sequence[Form]
 ) -> tuple[Form, dict[str, float], dict[str, float]]:
-    """Time the forms alternately, and choose the fastest one that is sufficiently exact.
+    """Time the forms alternately, and select the fastest form with a sufficiently exact output.
 
-    Args:
-        run: computes the features of a batch in a form.
-        forms: forms in order of complexity, with `Form.FP32` first.
+    `run` computes the features of a batch in a form. `forms` are in order of complexity and start with `Form.FP32`.
 
     Returns:
-        The form, the median seconds of each form, and the deviation of its output from fp32.
+        The selected form, the median time of each form in seconds, and the deviation of each form's output from fp32.
     """
     outputs = {form: run(form).float() for form in forms}
     exact = outputs[Form.FP32]
@@ -165,13 +160,10 @@ def choose_form(
             start = time.perf_counter()
             run(form)
             seconds[form].append(time.perf_counter() - start)
-    medians = {form: statistics.median(times) for form, times in seconds.items()}
+    medians = {form: statistics.median(measured) for form, measured in seconds.items()}
     chosen = Form.FP32
     for form in forms[1:]:
         if deviation[form] <= ALLOWED[form] and medians[form] <= _WORTH * medians[chosen]:
             chosen = form
-    return (
-        chosen,
-        {str(form): round(value, 5) for form, value in medians.items()},
-        {str(form): deviation[form] for form in forms},
-    )
+    times = {str(form): round(value, 5) for form, value in medians.items()}
+    return chosen, times, {str(form): deviation[form] for form in forms}

@@ -1,7 +1,7 @@
 """ProxylessNAS-Mobile, registered with timm: `proxyless_mobile`.
 
-Source: Cai, Zhu, Han, "ProxylessNAS: Direct Neural Architecture Search on Target Task and Hardware", ICLR 2019. It is
-timm's EfficientNet with other block definitions, so that its weights load into plain timm without this package.
+Source: Cai, Zhu, Han, "ProxylessNAS: Direct Neural Architecture Search on Target Task and Hardware", ICLR 2019. The
+model is timm's EfficientNet with other block definitions, so its weights load into timm without this package.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from timm.models._efficientnet_builder import decode_arch_def
 from timm.models.efficientnet import EfficientNet
 from torch import Tensor, nn
 
-__all__ = ["proxyless_mobile", "timm_names"]
-
 #: Blocks of each stage: kernel size, stride, expansion, output channels.
 STAGES = [
     ["ds_r1_k3_s1_c16"],
@@ -31,7 +29,7 @@ STAGES = [
 
 default_cfgs = generate_default_cfgs(
     {
-        # The download of the entry point `proxyless_mobile` of torch.hub's mit-han-lab/ProxylessNAS.
+        # The entry point `proxyless_mobile` of mit-han-lab/ProxylessNAS in torch.hub downloads this file.
         "proxyless_mobile.mit_in1k": {
             "url": "https://raw.githubusercontent.com/han-cai/files/master/proxylessnas/proxyless_mobile.pth",
             "num_classes": 1000,
@@ -46,8 +44,7 @@ default_cfgs = generate_default_cfgs(
         }
     }
 )
-
-# The release's names → timm's: outside of blocks, in a block with expansion, and in one without.
+#: timm's names by name in the release, outside of blocks.
 _OUTSIDE = {
     "first_conv.conv.": "conv_stem.",
     "first_conv.bn.": "bn1.",
@@ -55,31 +52,20 @@ _OUTSIDE = {
     "feature_mix_layer.bn.": "bn2.",
     "classifier.linear.": "classifier.",
 }
+#: timm's names of the convolution and the BatchNorm of a layer, in a block with and without expansion.
 _EXPANDING = {
-    "inverted_bottleneck.conv.": "conv_pw.",
-    "inverted_bottleneck.bn.": "bn1.",
-    "depth_conv.conv.": "conv_dw.",
-    "depth_conv.bn.": "bn2.",
-    "point_linear.conv.": "conv_pwl.",
-    "point_linear.bn.": "bn3.",
-}
-_SEPARABLE = {
-    "depth_conv.conv.": "conv_dw.",
-    "depth_conv.bn.": "bn1.",
-    "point_linear.conv.": "conv_pw.",
-    "point_linear.bn.": "bn2.",
-}
-_BLOCK = re.compile(r"blocks\.(\d+)\.mobile_inverted_conv\.(\w+\.\w+\.)(.+)")
+    "inverted_bottleneck": ("conv_pw", "bn1"), "depth_conv": ("conv_dw", "bn2"), "point_linear": ("conv_pwl", "bn3")
+}  # fmt: skip
+_SEPARABLE = {"depth_conv": ("conv_dw", "bn1"), "point_linear": ("conv_pw", "bn2")}
+_BLOCK = re.compile(r"blocks\.(\d+)\.mobile_inverted_conv\.(\w+)\.(conv|bn)\.(.+)")
 
 
 def timm_names(weights: dict[str, Tensor], *_: Any) -> dict[str, Tensor]:
     """Rename the state dict of the ProxylessNAS release to timm's names.
 
-    The release numbers blocks without weights as well, so blocks are matched by their order. Unknown names are not
-    changed, and are rejected when the weights are loaded. A state dict with timm's names is returned unchanged.
-
-    Raises:
-        ValueError: the number of blocks differs, as for other networks of the release.
+    The release also numbers blocks without weights, so blocks are matched by order. Unknown names do not change, and
+    loading the weights rejects these names. A state dict with timm's names is returned unchanged. Raise a ValueError if
+    the number of blocks differs, as in other networks of the release.
     """
     if not any(name.startswith("first_conv.") for name in weights):
         return weights
@@ -95,19 +81,19 @@ def timm_names(weights: dict[str, Tensor], *_: Any) -> dict[str, Tensor]:
             start = next((old for old in _OUTSIDE if name.startswith(old)), None)
             return name if start is None else _OUTSIDE[start] + name.removeprefix(start)
         stage, k = place_of[int(found[1])]
-        layer = (_EXPANDING if stage else _SEPARABLE).get(found[2])
-        return name if layer is None else f"blocks.{stage}.{k}.{layer}{found[3]}"
+        layers = (_EXPANDING if stage else _SEPARABLE).get(found[2])
+        return name if layers is None else f"blocks.{stage}.{k}.{layers[found[3] == 'bn']}.{found[4]}"
 
     return {renamed(name): value for name, value in weights.items()}
 
 
 @register_model
 def proxyless_mobile(pretrained: bool = False, **kwargs: Any) -> EfficientNet:
-    """Create ProxylessNAS-Mobile: 4.1 M parameters with 1000 classes, 320 M multiply-adds at 224 px."""
+    """Create ProxylessNAS-Mobile. It has 4.1 M parameters for 1000 classes, and 320 M multiply-adds at 224 px."""
     own = {
         "block_args": decode_arch_def(STAGES),
         "stem_size": 32,
-        "norm_layer": partial(nn.BatchNorm2d, eps=1e-3),  # as the release has it
+        "norm_layer": partial(nn.BatchNorm2d, eps=1e-3),  # the value of the release
         "act_layer": nn.ReLU6,
     }
     return build_model_with_cfg(

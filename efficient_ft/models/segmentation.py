@@ -1,7 +1,7 @@
-"""Segmentation networks: Segformer from transformers, and the encoder–decoder networks of segmentation-models-pytorch.
+"""Segmentation networks: Segformer, and the encoder–decoder networks of segmentation-models-pytorch.
 
-Segformer comes from transformers (Apache-2.0): the encoder of the same name in segmentation-models-pytorch is under a
-license for non-commercial use. Encoders are timm's (``tu-NAME``), with timm's weights.
+Segformer comes from `transformers` (Apache-2.0), because the encoder with this name in segmentation-models-pytorch has
+a non-commercial license. All other encoders are timm models (``tu-NAME``) with timm's weights.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import PretrainedCfg
 from torch import Tensor, nn
 
+from efficient_ft.config.schema import ModelConfig
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean, first_line
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.models.checkpoint import Contents, read_contents
@@ -27,10 +29,7 @@ from efficient_ft.models.timm_config import build as build_timm
 from efficient_ft.models.timm_config import pretrained_cfg
 from efficient_ft.models.weights import match_timm, report_of
 
-if TYPE_CHECKING:
-    from efficient_ft.config.schema import ModelConfig
-
-#: Channels by stage, blocks by stage and the decoder's channels: Xie et al., "SegFormer", NeurIPS 2021, Table 6.
+#: Channels per stage, blocks per stage, and decoder channels, from Xie et al., "SegFormer", NeurIPS 2021, Table 6.
 SEGFORMERS: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
     "segformer_b0": ((32, 64, 160, 256), (2, 2, 2, 2), 256),
     "segformer_b1": ((64, 128, 320, 512), (2, 2, 2, 2), 256),
@@ -39,15 +38,11 @@ SEGFORMERS: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
     "segformer_b4": ((64, 128, 320, 512), (3, 8, 27, 3), 768),
     "segformer_b5": ((64, 128, 320, 512), (3, 6, 40, 3), 768),
 }
-
-_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 #: Default size of training crops in pixels.
 _SIZE = 512
-
-#: Arguments of the networks that other settings determine, with a hint.
+#: Network arguments that other settings determine, with a hint for the error message.
 _SET_ELSEWHERE = {
-    "classes": "It follows from the data.",
-    "num_labels": "It follows from the data.",
+    **dict.fromkeys(("classes", "num_labels"), "It follows from the data."),
     "encoder_name": "Set model.encoder instead.",
     "encoder_weights": "Set model.pretrained or model.weights instead.",
     "activation": "The loss takes logits.",
@@ -56,12 +51,8 @@ _SET_ELSEWHERE = {
 
 
 def input_of(config: ModelConfig) -> InputSpec:
-    """Return the size of training crops and the normalization of a segmentation network.
-
-    Raises:
-        SettingError: an unknown encoder.
-    """
-    mean, std = _IMAGENET
+    """Return the size of training crops and the normalization of a segmentation network; see `factory.input_of`."""
+    mean, std = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
     if config.encoder is not None:
         cfg = encoder_cfg(config)
         mean, std = tuple(cfg.mean), tuple(cfg.std)  # type: ignore[assignment]
@@ -71,11 +62,7 @@ def input_of(config: ModelConfig) -> InputSpec:
 
 
 def encoder_cfg(config: ModelConfig) -> PretrainedCfg:
-    """Return timm's record of the encoder.
-
-    Raises:
-        SettingError: timm has no such model.
-    """
+    """Return timm's pretrained configuration of the encoder, or raise a SettingError if it is not a timm model."""
     try:
         return pretrained_cfg(config.model_copy(update={"name": config.encoder}))
     except SettingError as error:
@@ -85,11 +72,7 @@ def encoder_cfg(config: ModelConfig) -> PretrainedCfg:
 
 
 def weights_cfg(config: ModelConfig) -> PretrainedCfg:
-    """Return the record of the pretrained weights: Segformer trained on ADE20K, or the encoder.
-
-    Raises:
-        SettingError: an unknown encoder.
-    """
+    """Return the pretrained configuration of Segformer trained on ADE20K, or of the encoder (see `encoder_cfg`)."""
     if config.encoder is not None:
         return encoder_cfg(config)
     size = 640 if config.name == "segformer_b5" else 512
@@ -99,33 +82,27 @@ def weights_cfg(config: ModelConfig) -> PretrainedCfg:
 
 
 def build(config: ModelConfig, classes: int, encoder: dict[str, Tensor] | None = None) -> nn.Module:
-    """Build a segmentation network. It maps images (B, 3, H, W) to logits (B, classes, h, w), or an object with them.
+    """Build a segmentation network for images (B, 3, H, W); see `factory.random_model`.
 
-    Args:
-        config: the `model` section of the configuration.
-        classes: number of classes.
-        encoder: weights of the encoder in timm's names; None for random weights.
+    The network returns logits (B, classes, h, w), or an object that contains the logits. `encoder` contains weights of
+    the encoder with timm's names. By default, the weights are random.
 
     Raises:
-        SettingError: an unknown network, or an argument that another setting determines.
-        UserError: a library is missing, or the network refuses an argument.
+        SettingError: If the network is unknown, or another setting determines an argument.
+        UserError: If a library is not installed, or the network rejects an argument.
     """
     refuse_code(config.kwargs)
     for name in config.kwargs:
         if name in _SET_ELSEWHERE:
             raise SettingError(f"model.kwargs.{name}", config.kwargs[name], "unset", _SET_ELSEWHERE[name])
-    network = _segformer(config, classes) if config.encoder is None else _encoder_decoder(config, classes, encoder)
-    _note_input(config, network)
-    return network
-
-
-def _segformer(config: ModelConfig, classes: int) -> nn.Module:
-    network, about = _segformer_class(config, classes)
-    return network(about)
+    if config.encoder is None:
+        segformer, about = _segformer_class(config, classes)
+        return _with_input_size(config, segformer(about))
+    return _with_input_size(config, _encoder_decoder(config, classes, encoder))
 
 
 def _segformer_class(config: ModelConfig, classes: int) -> tuple[Any, Any]:
-    """Return the class of the network in transformers, and its configuration."""
+    """Return Segformer's class in `transformers`, and its configuration."""
     try:
         import transformers
         from transformers import SegformerConfig, SegformerForSemanticSegmentation
@@ -137,15 +114,10 @@ def _segformer_class(config: ModelConfig, classes: int) -> tuple[Any, Any]:
     if config.name not in SEGFORMERS:
         raise SettingError("model.name", config.name, list(SEGFORMERS))
     channels, depths, decoder = SEGFORMERS[config.name]
+    settings: Any = {"hidden_sizes": channels, "depths": depths, "decoder_hidden_size": decoder, **config.kwargs}
+    rates: Any = {"drop_path_rate": config.drop_path_rate, "classifier_dropout_prob": config.drop_rate}
     make: Any = SegformerConfig
-    settings = {"hidden_sizes": channels, "depths": depths, "decoder_hidden_size": decoder, **config.kwargs}
-    about = make(
-        num_labels=classes,
-        drop_path_rate=config.drop_path_rate,
-        classifier_dropout_prob=config.drop_rate,
-        **settings,
-    )
-    return SegformerForSemanticSegmentation, about
+    return SegformerForSemanticSegmentation, make(num_labels=classes, **rates, **settings)
 
 
 def _encoder_decoder(config: ModelConfig, classes: int, encoder: dict[str, Tensor] | None) -> nn.Module:
@@ -160,7 +132,7 @@ def _encoder_decoder(config: ModelConfig, classes: int, encoder: dict[str, Tenso
         hint = did_you_mean(config.name, known).strip() or None
         raise SettingError("model.name", config.name, f"one of {', '.join(known)}, with model.encoder", hint)
     if config.drop_rate:
-        hint = "These networks have their own: model.kwargs.decoder_aspp_dropout in DeepLabV3."
+        hint = "Set the network's own argument instead, e.g. model.kwargs.decoder_aspp_dropout for DeepLabV3."
         raise SettingError("model.drop_rate", config.drop_rate, "0 with model.encoder", hint)
     cfg = encoder_cfg(config)
     arguments: dict[str, Any] = dict(config.kwargs)
@@ -187,26 +159,14 @@ def _encoder_decoder(config: ModelConfig, classes: int, encoder: dict[str, Tenso
         near = " or ".join(str(side) for side in (size[0] // stride * stride, -(-size[0] // stride) * stride) if side)
         allowed = f"a multiple of {stride} with model.name={config.name}"
         raise SettingError("model.image_size", config.image_size, allowed, f"Use {near}.")
-    if encoder is not None:  # timm keeps the tensors in its record
-        record: Any = network.encoder.model.pretrained_cfg  # type: ignore[union-attr]
-        record["state_dict"] = None
+    if encoder is not None:  # timm stores the tensors in `pretrained_cfg`
+        stored: Any = network.encoder.model.pretrained_cfg  # type: ignore[union-attr]
+        stored["state_dict"] = None
     return network
 
 
 def load(config: ModelConfig, classes: int, random: nn.Module) -> nn.Module:
-    """Build a segmentation network with the weights of a file: its own, or timm's weights of its encoder.
-
-    Args:
-        config: the `model` section of the configuration.
-        classes: number of classes.
-        random: the same network with random weights.
-
-    Returns:
-        The network, with its `LoadingReport`.
-
-    Raises:
-        UserError: the weights cannot be fetched, cannot be read, or do not fit.
-    """
+    """Build a network with its own weights, or with timm's weights for its encoder; see `factory.create_model`."""
     path = fetch_weights(config, weights_cfg(config))
     if config.encoder is None:
         return _load_segformer(config, classes, path, random)
@@ -231,16 +191,13 @@ def missing(config: ModelConfig) -> str | None:
 
 
 def _load_encoder(config: ModelConfig, classes: int, path: Path, own: Mapping[str, Tensor]) -> nn.Module:
-    """Build the network with timm weights for its encoder."""
+    """Build the network with timm's weights for its encoder."""
     cfg = encoder_cfg(config)
     update: dict[str, Any] = {"name": config.encoder, "encoder": None, "image_size": None, "kwargs": {}}
     encoder = config.model_copy(update=update)
-    # timm's feature extractors have ``stages_0`` instead of ``stages.0``, and lack the layers after the last stage.
-    inside = {
-        re.sub(r"^([a-z]+)_(\d+)\.", r"\1.\2.", n.removeprefix("encoder.model."))
-        for n in own
-        if n.startswith("encoder.model.")
-    }
+    # timm's feature extractors name stages ``stages_0`` instead of ``stages.0``, and omit the layers after the stages.
+    names = [n.removeprefix("encoder.model.") for n in own if n.startswith("encoder.model.")]
+    inside = {re.sub(r"^([a-z]+)_(\d+)\.", r"\1.\2.", n) for n in names}
     plain = build_timm(encoder, {"num_classes": 0})
     contents, chosen, model = match_timm(encoder, {"num_classes": 0}, plain, cfg, path, inside, config)
     report = report_of(path, contents, chosen, model)
@@ -249,7 +206,7 @@ def _load_encoder(config: ModelConfig, classes: int, path: Path, own: Mapping[st
 
 
 def _load_segformer(config: ModelConfig, classes: int, path: Path, random: nn.Module) -> nn.Module:
-    """Load with transformers, which converts the names of earlier versions."""
+    """Load Segformer with `transformers`, which converts the tensor names of its earlier versions."""
     network, about = _segformer_class(config, classes)
     decoder, head = "decode_head", "decode_head.classifier"
 
@@ -265,11 +222,11 @@ def _load_segformer(config: ModelConfig, classes: int, path: Path, random: nn.Mo
     if not chosen.complete or chosen.model is None:
         raise no_fit(config, path, explain(config.name, path, contents, chosen, random.state_dict(), (head,)))
     report = report_of(path, contents, chosen, chosen.model)
-    _note_input(config, chosen.model)
-    return set_loading_report(chosen.model, report)
+    return set_loading_report(_with_input_size(config, chosen.model), report)
 
 
-def _note_input(config: ModelConfig, network: nn.Module) -> None:
-    """Record the input size for the model view, like timm's models."""
+def _with_input_size(config: ModelConfig, network: nn.Module) -> nn.Module:
+    """Store the input size in `pretrained_cfg` for the model view, as timm does."""
     size = input_of(config).size
     network.pretrained_cfg = {"architecture": config.name, "input_size": (3, *size)}  # type: ignore[assignment]
+    return network

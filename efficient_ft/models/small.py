@@ -1,8 +1,8 @@
 """Small vision transformers for 32×32 images, registered with timm: `vit_digits` and `vit_micro`.
 
-They have a class token, an 8×8 token grid, and a convolutional stem, which trains far faster from scratch than a linear
-patch embedding (Xiao et al., "Early convolutions help transformers see better", 2021). Both are timm's
-VisionTransformer with timm's own ConvStem, so that their weights load into plain timm without this package.
+Both models have a class token, an 8×8 token grid, and a convolutional stem. From scratch, a convolutional stem trains
+much faster than a linear patch embedding (Xiao et al., "Early convolutions help transformers see better", 2021). Both
+models are timm's VisionTransformer with timm's ConvStem, so their weights load into timm without this package.
 """
 
 from __future__ import annotations
@@ -18,44 +18,28 @@ from timm.models.vision_transformer import checkpoint_filter_fn
 from timm.models.vision_transformer_hybrid import ConvStem
 from torch import nn
 
-__all__ = ["vit_digits", "vit_micro"]
-
-
-def _cfg(**kwargs: Any) -> dict[str, Any]:
-    return {
-        "num_classes": 10,
-        "input_size": (3, 32, 32),
-        "fixed_input_size": True,
-        "interpolation": "bicubic",
-        "crop_pct": 1.0,
-        "mean": (0.5, 0.5, 0.5),
-        "std": (0.5, 0.5, 0.5),
-        "first_conv": "patch_embed.backbone.0.conv",
-        "classifier": "head",
-        "license": "apache-2.0",
-        **kwargs,
-    }
-
-
-default_cfgs = generate_default_cfgs(
-    {
-        "vit_digits.untrained": _cfg(),
-        "vit_micro.untrained": _cfg(num_classes=100, mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD),
-    }
-)
-
-# Names of a stem that is one plain Sequential (conv, BN, GELU, conv, BN, GELU, conv) → names of ConvStem.
-_SEQUENTIAL_STEM = {
-    "net.0.": "backbone.0.conv.",
-    "net.1.": "backbone.0.bn.",
-    "net.3.": "backbone.1.conv.",
-    "net.4.": "backbone.1.bn.",
-    "net.6.": "backbone.2.conv.",
+_DIGITS = {
+    "num_classes": 10,
+    "input_size": (3, 32, 32),
+    "fixed_input_size": True,
+    "interpolation": "bicubic",
+    "crop_pct": 1.0,
+    "mean": (0.5, 0.5, 0.5),
+    "std": (0.5, 0.5, 0.5),
+    "first_conv": "patch_embed.backbone.0.conv",
+    "classifier": "head",
+    "license": "apache-2.0",
 }
+_MICRO = {**_DIGITS, "num_classes": 100, "mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
+default_cfgs = generate_default_cfgs({"vit_digits.untrained": _DIGITS, "vit_micro.untrained": _MICRO})
+
+#: Names in ConvStem by name in a Sequential stem (conv, BN, GELU, conv, BN, GELU, conv).
+_SEQUENTIAL_STEM = {"net.0.": "backbone.0.conv.", "net.1.": "backbone.0.bn.", "net.3.": "backbone.1.conv.",
+                    "net.4.": "backbone.1.bn.", "net.6.": "backbone.2.conv."}  # fmt: skip
 
 
 def _filter(state_dict: dict[str, torch.Tensor], model: VisionTransformer) -> dict[str, torch.Tensor]:
-    """Rename a sequential stem to ConvStem's names; timm's own filter resizes position embeddings."""
+    """Rename a Sequential stem to ConvStem's names, and apply timm's filter, which resizes position embeddings."""
     renamed = {}
     for key, value in state_dict.items():
         for old, new in _SEQUENTIAL_STEM.items():
@@ -74,7 +58,7 @@ def _create(variant: str, pretrained: bool, strides: tuple[int, ...], **kwargs: 
         stride=strides,
         act_layer=nn.GELU,
     )
-    # timm's default, a standard deviation of .02, suits wide models; narrow ones learn slowly from it.
+    # timm's default initialization (standard deviation 0.02) suits wide models. Narrow models learn slowly from it.
     kwargs.setdefault("weight_init", "jax")
     return build_model_with_cfg(
         VisionTransformer,
@@ -89,13 +73,13 @@ def _create(variant: str, pretrained: bool, strides: tuple[int, ...], **kwargs: 
 
 @register_model
 def vit_digits(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
-    """Create a ViT with 0.6 M parameters, width 96 and 4 blocks: the model of the default job."""
+    """Create a ViT with 0.6 M parameters, width 96 and 4 blocks. The default job trains this model."""
     sizes = {"embed_dim": 96, "depth": 4, "num_heads": 3}
     return _create("vit_digits", pretrained, strides=(1, 2, 2, 1), **{**sizes, **kwargs})
 
 
 @register_model
 def vit_micro(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
-    """Create a ViT with 2.9 M parameters, width 192 and 6 blocks, for natural images of 32×32."""
+    """Create a ViT with 2.9 M parameters, width 192 and 6 blocks for natural images of 32×32 pixels."""
     sizes = {"embed_dim": 192, "depth": 6, "num_heads": 3}
     return _create("vit_micro", pretrained, strides=(1, 2, 2), **{**sizes, **kwargs})

@@ -4,9 +4,9 @@
 >>> tasks.active = "pets"
 >>> model(images).shape  # (B, 37)
 
-Every module that differs between tasks (classifiers, routers of experts) is a `PerTask`. The names of its parameters
-contain the task (``head.pets.weight``). All of them share one `Tasks` object, which is copied and pickled with the
-network.
+Every module that differs between tasks, such as a classifier or a router of experts, is a `PerTask`. Its parameter
+names contain the task (``head.pets.weight``). All `PerTask` modules of a network share one `Tasks` object, which is
+copied and pickled with the network.
 """
 
 from __future__ import annotations
@@ -22,38 +22,34 @@ from efficient_ft.models.view import view
 
 
 class Tasks:
-    """The tasks of a network and the active one.
+    """The tasks of a network, one of which is active.
 
     Args:
-        names: one or more unique names of letters, digits, ``_`` and ``-``, which become parts of parameter names.
-
-    Attributes:
-        names: the names.
+        names: One or more unique names of letters, digits, ``_`` and ``-``, which become parts of parameter names.
 
     Raises:
-        SettingError: there are no names, or names are repeated or invalid.
+        SettingError: If there are no names, or if names are repeated or invalid.
     """
 
-    __slots__ = ("_active", "names")  # a mistyped `active` is an error
+    __slots__ = ("_active", "names")  # assigning to a misspelled `active` raises an error
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = tuple(names)
         if not self.names or len(set(self.names)) < len(self.names):
             raise SettingError("tasks", list(self.names), "a non-empty list of different names")
         for name in self.names:
-            # A ModuleDict rejects the names of its attributes.
+            # A ModuleDict does not accept the names of its attributes as keys.
             if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or hasattr(nn.ModuleDict, name) or name == "training":
-                raise SettingError(
-                    "tasks", repr(name), "names of letters, digits, _ and -, other than attributes of nn.ModuleDict"
-                )
+                known = "names of letters, digits, _ and -, other than attributes of nn.ModuleDict"
+                raise SettingError("tasks", repr(name), known)
         self._active = self.names[0]
 
     @property
     def active(self) -> str:
-        """Task of the next forward pass; initially the first one.
+        """The task of the next forward pass. The default is the first task.
 
         Raises:
-            SettingError: the name is not one of `names`.
+            SettingError: If the name is not one of `names`.
         """
         return self._active
 
@@ -65,11 +61,9 @@ class Tasks:
 
 
 class PerTask(nn.ModuleDict):
-    """A module per task. The forward pass runs the module of the active task.
+    """A container with one module per task, which runs the module of the active task.
 
-    Args:
-        tasks: shared by all such modules of a network.
-        modules: modules by task.
+    All `PerTask` modules of a network share the object `tasks`.
     """
 
     def __init__(self, tasks: Tasks, modules: Mapping[str, nn.Module]) -> None:
@@ -83,42 +77,41 @@ class PerTask(nn.ModuleDict):
 
 
 def tasks_of(model: nn.Module) -> Tasks | None:
-    """Return the tasks of a network with several tasks; None for one task."""
+    """Return the tasks of a network, or None for a network with a single task."""
     return next((module.tasks for module in model.modules() if isinstance(module, PerTask)), None)
 
 
 def for_each_task(model: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
-    """Call `make` for each task of `model` and return a `PerTask` of the results; for one task, return the result."""
+    """Return a `PerTask` with the result of `make` for each task of `model`, or only the result for a single task."""
     tasks = tasks_of(model)
     return make() if tasks is None else PerTask(tasks, {name: make() for name in tasks.names})
 
 
 def give_heads(model: nn.Module, classes: Mapping[str, int], zero: bool = False) -> Tasks:
-    """Replace the classifier of `model` by one classifier per task.
+    """Replace the classifier of `model` with one classifier per task.
 
-    The first task with as many classes as the model keeps the classifier of the model. The others are newly
+    The first task with the model's number of classes keeps the model's classifier. The other classifiers are newly
     initialized.
 
     Args:
-        model: a timm model without applied methods.
-        classes: number of classes by task, in the order of the tasks.
-        zero: initialize new classifiers to output 0 for every class.
+        model: A timm model without applied methods.
+        classes: Number of classes by task, in the order of the tasks.
+        zero: If True, initialize the parameters of new classifiers to 0.
 
     Raises:
-        SettingError: names of tasks are invalid.
-        UserError: the classifier cannot be replaced, or the network already has several tasks.
+        SettingError: If names of tasks are invalid.
+        UserError: If the classifier cannot be replaced, or the network already has several tasks.
     """
     if tasks_of(model) is not None:
         raise UserError(f"{type(model).__name__} already has several tasks. Call give_heads once.")
     reset: Any = getattr(model, "reset_classifier", None)
     if reset is None:
-        raise UserError(
-            f"{type(model).__name__} has no reset_classifier, so its classifier cannot be replaced. Use a timm model."
-        )
+        why = "has no reset_classifier, so its classifier cannot be replaced"
+        raise UserError(f"{type(model).__name__} {why}. Use a timm model.")
     tasks = Tasks(classes)
     own = getattr(model, "num_classes", None)
-    heads: dict[str, dict[str, nn.Module]] = {}  # by full name of the classifier, and by task
-    # First the task that keeps the model's classifier, before it is replaced.
+    heads: dict[str, dict[str, nn.Module]] = {}  # modules by full name of the classifier and by task
+    # Start with the task that keeps the model's classifier, because the others replace the classifier.
     for task in sorted(classes, key=lambda task: classes[task] != own):
         is_new = classes[task] != own or bool(heads)
         if is_new:

@@ -1,7 +1,7 @@
-"""Text classifiers of transformers: by a name of this package, from a repository of the hub, or from a local folder.
+"""Text classifiers from `transformers`, created by name, from a repository of the hub, or from a local folder.
 
-A local folder has the files that transformers' ``save_pretrained`` writes: ``config.json``, ``model.safetensors`` and
-the files of the tokenizer.
+A local folder contains the files that ``save_pretrained`` in `transformers` writes: ``config.json``,
+``model.safetensors`` and the tokenizer's files.
 """
 
 from __future__ import annotations
@@ -9,76 +9,50 @@ from __future__ import annotations
 import os
 import pickle
 import re
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from huggingface_hub import hf_hub_url, snapshot_download
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from efficient_ft.config.schema import ModelConfig
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean, first_line
 from efficient_ft.core.input_spec import InputSpec
-from efficient_ft.core.network import unreachable
 from efficient_ft.core.tokenizer import Tokenizer, checked_tokenizer
-from efficient_ft.models.checkpoint import Contents, read_contents
+from efficient_ft.models.checkpoint import Contents, read_contents, read_metadata
+from efficient_ft.models.hub import cached_file, why_unavailable
 from efficient_ft.models.hub_code import read_json, refuse_code
 from efficient_ft.models.loading_report import set_loading_report
 from efficient_ft.models.matching import Fit, choose, fit_of_transformers, no_fit
 from efficient_ft.models.mismatch import explain
 from efficient_ft.models.weights import report_of
 
-if TYPE_CHECKING:
-    from efficient_ft.config.schema import ModelConfig
-
-
-@dataclass(frozen=True)
-class KnownModel:
-    """A pretrained network with a known architecture.
-
-    Attributes:
-        repository: repository on the hub.
-        type: model type in transformers.
-        changes: arguments that differ from the defaults of the type.
-    """
-
-    repository: str
-    type: str
-    changes: dict[str, Any] = field(default_factory=dict)
-
 
 def _bert(layers: int, width: int, heads: int) -> dict[str, Any]:
-    return {
-        "num_hidden_layers": layers,
-        "hidden_size": width,
-        "num_attention_heads": heads,
-        "intermediate_size": 4 * width,
-    }
+    sizes = {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads}
+    return {**sizes, "intermediate_size": 4 * width}
 
 
-TEXT_MODELS: dict[str, KnownModel] = {
-    "bert_base": KnownModel("google-bert/bert-base-uncased", "bert"),
-    # Turc et al., "Well-Read Students Learn Better", 2019.
-    "bert_small": KnownModel("google/bert_uncased_L-4_H-512_A-8", "bert", _bert(4, 512, 8)),
-    "bert_tiny": KnownModel("google/bert_uncased_L-2_H-128_A-2", "bert", _bert(2, 128, 2)),
-    "distilbert_base": KnownModel("distilbert/distilbert-base-uncased", "distilbert"),
-    "roberta_base": KnownModel(
-        "FacebookAI/roberta-base",
-        "roberta",
-        {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5},
-    ),
+_ROBERTA = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
+#: Repository on the hub, model type in `transformers`, and changes to the type's default arguments, by model name.
+#: bert_small and bert_tiny are from Turc et al., "Well-Read Students Learn Better", 2019.
+TEXT_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "bert_base": ("google-bert/bert-base-uncased", "bert", {}),
+    "bert_small": ("google/bert_uncased_L-4_H-512_A-8", "bert", _bert(4, 512, 8)),
+    "bert_tiny": ("google/bert_uncased_L-2_H-128_A-2", "bert", _bert(2, 128, 2)),
+    "distilbert_base": ("distilbert/distilbert-base-uncased", "distilbert", {}),
+    "roberta_base": ("FacebookAI/roberta-base", "roberta", _ROBERTA),
 }
-
-#: Files of a repository or folder. One file of each group is required.
+#: Files of a repository or folder. A network needs one file of each group.
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _NEEDED = (("config.json",), _WEIGHTS, ("tokenizer.json", "vocab.txt", "vocab.json"))
 _OPTIONAL = ("tokenizer_config.json", "special_tokens_map.json", "merges.txt", "added_tokens.json")
-
-#: The key of the tokenizer in the metadata of model.safetensors.
+#: Key of the tokenizer in the metadata of model.safetensors.
 TOKENIZER = "tokenizer"
-
-#: Arguments of the networks that other settings determine, with a hint.
+#: Network arguments that other settings determine, with a hint for the error message.
 _SET_ELSEWHERE = {
     **dict.fromkeys(("num_labels", "id2label", "label2id"), "It follows from the data."),
     **dict.fromkeys(("return_dict", "output_attentions", "output_hidden_states"), "The loss takes logits."),
@@ -86,14 +60,10 @@ _SET_ELSEWHERE = {
     "dtype": "Set trainer.precision instead.",
     "model_type": "Set model.name instead.",
 }
-
-#: Exceptions of transformers for configurations and files that it cannot use.
-_REFUSALS = (
-    ValueError, LookupError, TypeError, AttributeError, RuntimeError, AssertionError, ArithmeticError, MemoryError,
-    StrictDataclassError,
-)  # fmt: skip
-
-#: Maximum sizes of a network, by the names in transformers' configurations.
+#: Exceptions that `transformers` raises for configurations and files that it cannot use.
+_REFUSALS = (ValueError, LookupError, TypeError, AttributeError, RuntimeError, AssertionError, ArithmeticError,
+             MemoryError, StrictDataclassError)  # fmt: skip
+#: Maximum sizes of a network, by name in a `transformers` configuration.
 _SIZES = {
     **dict.fromkeys(("hidden_size", "dim", "d_model", "intermediate_size", "hidden_dim", "embedding_size"), 2**17),
     **dict.fromkeys(("num_hidden_layers", "n_layers", "num_attention_heads", "n_heads"), 2**10),
@@ -104,92 +74,60 @@ _ALTERNATIVES = "Or use model.weights=DIR, a local folder with these files."
 
 
 def input_of(config: ModelConfig) -> InputSpec:
-    """Return the maximum number of tokens of a text, without reading the tokenizer."""
+    """Return the maximum number of tokens per text."""
     assert config.max_length is not None
     return InputSpec((config.max_length,), (), ())
 
 
 def build(config: ModelConfig, classes: int) -> nn.Module:
-    """Build a text classifier with random weights.
-
-    Args:
-        config: the `model` section of the configuration.
-        classes: number of classes.
-
-    Raises:
-        SettingError: an unknown network, argument, or `model.max_length` beyond the network's positions.
-        UserError: transformers is missing, or the files that describe the network are.
-    """
-    return _noted(config, _random(config, _architecture(config, classes)))
+    """Build a text classifier with random weights; see `factory.random_model`."""
+    return _with_input_size(config, _random(config, _architecture(config, classes)))
 
 
 def _random(config: ModelConfig, about: Any) -> nn.Module:
-    """Build the network of a configuration of transformers, with random weights in fp32."""
-    auto = _transformers(config)
-    _check_sizes(config, about)
+    """Build the network of the `transformers` configuration `about` with random weights in fp32."""
+    for name, most in _SIZES.items():
+        size = getattr(about, name, None)
+        if size is not None and (type(size) is not int or not 1 <= size <= most):
+            file = f"{name} in config.json of {config.weights or config.name}"
+            place = f"model.kwargs.{name}" if name in config.kwargs else file
+            raise SettingError(place, size, f"an integer from 1 to {most:,}")
+    auto = _transformers(config).AutoModelForSequenceClassification
     try:
-        model: nn.Module = auto.AutoModelForSequenceClassification.from_config(about, dtype=torch.float32)
+        model: nn.Module = auto.from_config(about, dtype=torch.float32)
     except _REFUSALS as error:
         given = f"model.kwargs={config.kwargs}" if config.kwargs else f"the type {about.model_type}"
         raise UserError(
             f"model.name={config.name} cannot be built as a text classifier with {given}: {first_line(error)}."
         ) from error
-    most = _positions(model)
-    assert config.max_length is not None
-    if most is not None and config.max_length > most:
-        raise SettingError("model.max_length", config.max_length, f"at most {most}, the positions of {config.name}")
+    found = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
+    table = next((module for module in found if isinstance(module, nn.Embedding)), None)
+    if table is not None:
+        # The positions of RoBERTa start after the index of the padding token.
+        most = table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
+        assert config.max_length is not None
+        if config.max_length > most:
+            raise SettingError("model.max_length", config.max_length, f"at most {most}, the positions of {config.name}")
     return model
 
 
-def _check_sizes(config: ModelConfig, about: Any) -> None:
-    """Reject invalid sizes in a configuration of transformers.
-
-    Raises:
-        UserError: the first such size.
-    """
-    for name, most in _SIZES.items():
-        size = getattr(about, name, None)
-        if size is not None and (type(size) is not int or not 1 <= size <= most):
-            own = name in config.kwargs
-            place = f"model.kwargs.{name}" if own else f"{name} in config.json of {config.weights or config.name}"
-            raise SettingError(place, size, f"an integer from 1 to {most:,}")
-
-
 def load(config: ModelConfig, classes: int, random: nn.Module | None = None) -> nn.Module:
-    """Build a text classifier with the weights of its repository, of a local folder, or of a file.
-
-    Args:
-        config: the `model` section of the configuration.
-        classes: number of classes.
-        random: not used; the loaded network is built without it.
-
-    Returns:
-        The network, with its `LoadingReport`.
-
-    Raises:
-        SettingError: see `build`; or the weights do not fit.
-        UserError: see `build`; or files cannot be fetched or read.
-    """
+    """Build a text classifier with the weights of its repository, a folder or a file; see `factory.create_model`."""
     about, source = _architecture(config, classes), _local(config)
     if (source / "adapter_config.json").is_file():
-        raise UserError(f"{source} has an adapter. Merge it into its network first (peft: merge_and_unload()).")
+        raise UserError(f"{source} contains an adapter. Merge it into its network first (peft: merge_and_unload()).")
     if config.weights_key is not None and source.is_dir():
         raise SettingError("model.weights_key", config.weights_key, "null if model.weights is a folder")
+    options: Any = {"ignore_mismatched_sizes": True, "local_files_only": True, "trust_remote_code": False}
     with torch.device("meta"):
         plain = _random(config, about)
     kind: Any = type(plain)
     own, base = plain.state_dict(), f"{plain.base_model_prefix}."
 
     def fit(weights: dict[str, Tensor] | None, prefix: str) -> Fit:
+        folder = None if source.is_file() else str(source)
         model, found = kind.from_pretrained(
-            None if source.is_file() else str(source),
-            config=about,
-            state_dict=weights,
-            dtype="float32",
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            local_files_only=True,
-            trust_remote_code=False,
+            folder, config=about, state_dict=weights, dtype="float32", output_loading_info=True, **options
         )
         new = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
         heads = {name.rpartition(".")[0] for name in new if not name.startswith(base) or ".pooler." in name}
@@ -210,53 +148,46 @@ def load(config: ModelConfig, classes: int, random: nn.Module | None = None) -> 
     if not chosen.complete or chosen.model is None:
         raise no_fit(config, source, explain(config.name, source, contents, chosen, own, ()))
     report = report_of(source, contents, chosen, chosen.model)
-    return set_loading_report(_noted(config, chosen.model), report)
+    return set_loading_report(_with_input_size(config, chosen.model), report)
 
 
 def tokenizer_of(config: ModelConfig) -> Tokenizer:
-    """Read the tokenizer of a network.
-
-    Raises:
-        UserError: transformers is missing, or the files of the tokenizer are, or are damaged.
-    """
+    """Read the tokenizer of a network, or raise a UserError if its files are missing or damaged."""
     auto = _transformers(config)
     source = _local(config, tokenizer=True)
     if source.is_file():
-        return checked_tokenizer(source, lambda: Tokenizer.loads(str(_metadata(source)[TOKENIZER])))
+        return checked_tokenizer(source, lambda: Tokenizer.loads(str(read_metadata(source)[TOKENIZER])))
     _require_plain_tokenizer(source)
 
-    def of_folder() -> Tokenizer:
+    def read_folder() -> Tokenizer:
         fast = auto.AutoTokenizer.from_pretrained(
             str(source), use_fast=True, local_files_only=True, trust_remote_code=False
         )
         if fast.pad_token_id is None:
-            raise ValueError("it has no token that pads")
-        return Tokenizer(
-            fast.backend_tokenizer,
-            [name for name in fast.model_input_names if name in ("input_ids", "attention_mask", "token_type_ids")],
-            (fast.pad_token_id, fast.pad_token),
-        )
+            raise ValueError("it has no padding token")
+        known = ("input_ids", "attention_mask", "token_type_ids")
+        inputs = [name for name in fast.model_input_names if name in known]
+        return Tokenizer(fast.backend_tokenizer, inputs, (fast.pad_token_id, fast.pad_token))
 
-    return checked_tokenizer(source, of_folder)
+    return checked_tokenizer(source, read_folder)
 
 
 def _require_plain_tokenizer(folder: Path) -> None:
-    """Reject a tokenizer whose configuration names a file outside of its folder; report code that it names."""
+    """Raise a UserError if a tokenizer's configuration names a file outside of the folder. Log code that it names."""
     if not (folder / "tokenizer_config.json").is_file():
         return
     for name, value in read_json(folder / "tokenizer_config.json").items():
         if name.endswith("_file") and isinstance(value, str) and Path(value).name != value.replace("\\", "/"):
-            raise UserError(
-                f"{folder}/tokenizer_config.json: {name}={value} is outside of the folder. Remove the entry."
-            )
+            entry = f"{folder}/tokenizer_config.json: {name}={value}"
+            raise UserError(f"{entry} is outside of the folder. Remove the entry.")
 
 
-#: Entries of transformers' configuration that do not describe the architecture.
+#: Entries of a `transformers` configuration that do not describe the architecture.
 _NO_ARCHITECTURE = (*_SET_ELSEWHERE, "architectures", "torch_dtype", "transformers_version")
 
 
 def _is_argument(about: Any, name: str) -> bool:
-    """Return True if a configuration of transformers has a value of this name."""
+    """Return True if the `transformers` configuration `about` has a value with this name."""
     return not name.startswith("_") and hasattr(about, name) and not callable(getattr(about, name))
 
 
@@ -265,30 +196,23 @@ def require_fitting(tokenizer: Tokenizer, model: nn.Module) -> None:
     table: nn.Embedding = model.get_input_embeddings()  # type: ignore[operator]
     if tokenizer.size > table.num_embeddings:
         raise UserError(
-            f"The tokenizer has {tokenizer.size} tokens, and the network embeds {table.num_embeddings}: they do not"
-            " belong together. Use the network's own tokenizer, or leave model.kwargs.vocab_size out."
+            f"The tokenizer has {tokenizer.size} tokens, and the network embeds {table.num_embeddings} tokens. Use the"
+            " network's own tokenizer, or do not set model.kwargs.vocab_size."
         )
 
 
 def portable(config: ModelConfig, model: nn.Module) -> ModelConfig:
-    """Return a model configuration that builds the same network without the files that `config` names.
-
-    Args:
-        config: the `model` section of the configuration.
-        model: the network that `config` describes.
-    """
+    """Return a `model` section that builds the network `model` of `config` without the files that `config` names."""
     own = config.weights is not None and Path(config.weights).expanduser().is_dir()
     if config.name in TEXT_MODELS and not own:
         return config
     about: Any = model.config
     plain = _transformers(config).AutoConfig.for_model(about.model_type)
     usual = plain.to_dict()
-    # A published config.json may have entries that are not arguments of the network.
-    kwargs = {
-        name: value
-        for name, value in about.to_dict().items()
-        if name not in _NO_ARCHITECTURE and _is_argument(plain, name) and usual.get(name) != value
-    }
+    # A published config.json may contain entries that are not arguments of the network.
+    changed = {name: value for name, value in about.to_dict().items() if usual.get(name) != value}
+    names = [name for name in changed if name not in _NO_ARCHITECTURE and _is_argument(plain, name)]
+    kwargs = {name: changed[name] for name in names}
     return config.model_copy(update={"name": about.model_type, "kwargs": kwargs})
 
 
@@ -296,92 +220,71 @@ def missing(config: ModelConfig) -> str | None:
     """Return a message if files of a text classifier are missing; see `factory.missing_weights`."""
     if config.weights is not None:
         path = Path(config.weights).expanduser()
-        if os.path.isdir(path):  # pathlib raises for a name that is too long
+        if os.path.isdir(path):  # pathlib raises an error for a name that is too long
             lacking = [" or ".join(group) for group in _NEEDED if not any((path / name).is_file() for name in group)]
             allowed = "a folder with config.json, model.safetensors and the files of the tokenizer"
             hint = f"It has no {', '.join(lacking)}."
             return str(SettingError("model.weights", config.weights, allowed, hint)) if lacking else None
         if not os.path.isfile(path):
             return str(SettingError("model.weights", config.weights, "an existing folder or file"))
-        if TOKENIZER in _metadata(path):
+        if TOKENIZER in read_metadata(path):
             return None
     repository = _repository(config)
     if repository is None:
-        what = "is no tokenizer" if config.weights is not None or not config.pretrained else "are no published weights"
+        what = "tokenizer" if config.weights is not None or not config.pretrained else "published weights"
         return (
-            f"model.name={config.name} is a kind of network, for which there {what}. Use model.weights=DIR, a"
-            f" local folder with config.json, weights and tokenizer, or one of {', '.join(TEXT_MODELS)}."
+            f"model.name={config.name} is a model type without {what}. Use model.weights=DIR, a local folder with"
+            f" config.json, weights and tokenizer, or one of {', '.join(TEXT_MODELS)}."
         )
-    absent = [group for group in _needed(config) if _cached(repository, group) is None]
+    absent = [group for group in _needed(config) if cached_file(repository, group) is None]
     if not absent:
         return None
-    from huggingface_hub import hf_hub_url
-
     url = hf_hub_url(repository, absent[0][0])
-    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
-    why = "HF_HUB_OFFLINE is set" if offline else unreachable(url, accept_404=True)
+    why = why_unavailable(url)
     if why is None:
         return None
     files = ", ".join(" or ".join(group) for group in absent)
     return (
         f"Files of {config.name} ({files}) cannot be fetched from {url.partition('/resolve/')[0]} ({why}).\n"
-        f"Download them on a machine with a network. {_ALTERNATIVES}"
+        f"Download these files on a machine with network access. {_ALTERNATIVES}"
     )
 
 
 def _needed(config: ModelConfig) -> tuple[tuple[str, ...], ...]:
-    """Return the groups of files that come from the repository."""
+    """Return the groups of files that the repository must provide."""
     has_weights = config.weights is not None or not config.pretrained
     return tuple(group for group in _NEEDED if not (has_weights and group == _WEIGHTS))
 
 
 def _repository(config: ModelConfig) -> str | None:
-    """Return the repository on the hub; None if `config.name` is an architecture.
-
-    Raises:
-        SettingError: the name is a folder, or not a valid name on the hub.
-    """
+    """Return the repository on the hub, or None for a model type. Raise a SettingError for other names."""
     if config.name in TEXT_MODELS:
-        return TEXT_MODELS[config.name].repository
+        return TEXT_MODELS[config.name][0]
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", config.name) and not Path(config.name).is_dir():
         return config.name
     if not re.fullmatch(r"[\w-]+", config.name):
-        hint = "A local folder is model.weights=DIR, with the kind of network as model.name: bert."
-        raise SettingError("model.name", config.name, "OWNER/NAME of the hub, or a kind of network", hint)
+        hint = "For a local folder, pass model.weights=DIR and the model type as model.name, e.g. bert."
+        raise SettingError("model.name", config.name, "OWNER/NAME on the hub, or a model type", hint)
     return None
 
 
-def _cached(repository: str, names: tuple[str, ...]) -> str | None:
-    """Return the first of these files in the local cache of the hub."""
-    from huggingface_hub import try_to_load_from_cache
-
-    found = (try_to_load_from_cache(repository, name) for name in names)
-    return next((path for path in found if isinstance(path, str)), None)
-
-
 def _local(config: ModelConfig, tokenizer: bool = False) -> Path:
-    """Return the local folder of the network, or the file `model.weights`; fetch the files if necessary.
+    """Return the network's local folder, downloaded if necessary, or the file `model.weights`.
 
-    Args:
-        config: the `model` section of the configuration.
-        tokenizer: True to read the tokenizer. The repository is used instead of a file without a tokenizer.
-
-    Raises:
-        UserError: files are missing.
+    With `tokenizer`, a file that does not contain a tokenizer is replaced by the repository's folder. Raise a UserError
+    if files are missing.
     """
     path = None if config.weights is None else Path(config.weights).expanduser()
-    if path is not None and path.is_file() and not (tokenizer and TOKENIZER not in _metadata(path)):
+    if path is not None and path.is_file() and not (tokenizer and TOKENIZER not in read_metadata(path)):
         return path
     problem = missing(config)
     if problem is not None:
         raise UserError(problem)
     if path is not None and path.is_dir():
         return path
-    from huggingface_hub import snapshot_download
-
     repository = _repository(config)
     assert repository is not None
-    cached = [_cached(repository, names) for names in _needed(config)]
+    cached = [cached_file(repository, names) for names in _needed(config)]
     if all(cached):
         return Path(str(cached[0])).parent
     wanted = [name for names in _needed(config) for name in names if name != _WEIGHTS[1]]
@@ -390,21 +293,9 @@ def _local(config: ModelConfig, tokenizer: bool = False) -> Path:
         if _WEIGHTS in _needed(config) and not (folder / _WEIGHTS[0]).is_file():
             folder = Path(snapshot_download(repository, allow_patterns=[*wanted, *_OPTIONAL, _WEIGHTS[1]]))
         return folder
-    except Exception as error:  # the hub's errors share no narrower base with the transport's
-        raise UserError(
-            f"The files of {config.name} cannot be fetched: {first_line(error)}. {_ALTERNATIVES}"
-        ) from error
-
-
-def _metadata(file: Path) -> dict[str, str]:
-    """Return the metadata of a .safetensors file; empty for other formats."""
-    if file.suffix != ".safetensors":
-        return {}
-    try:
-        with safe_open(file, "pt") as opened:
-            return dict(opened.metadata() or {})
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{file} cannot be read ({error}).") from error
+    except Exception as error:  # hub errors and transport errors have no narrower common base class
+        why = first_line(error)
+        raise UserError(f"The files of {config.name} cannot be fetched: {why}. {_ALTERNATIVES}") from error
 
 
 def _transformers(config: ModelConfig) -> Any:
@@ -418,21 +309,21 @@ def _transformers(config: ModelConfig) -> Any:
 
 
 def _architecture(config: ModelConfig, classes: int) -> Any:
-    """Return the configuration of the network in transformers, with `model.kwargs`."""
+    """Return the network's `transformers` configuration with the changes in `model.kwargs`."""
     auto = _transformers(config)
-    known = TEXT_MODELS.get(config.name)
     changes: dict[str, Any] = {}
     if config.weights is not None and Path(config.weights).expanduser().is_dir():
         about = _read_architecture(config, Path(config.weights).expanduser())
-    elif known is not None:
-        about, changes = auto.AutoConfig.for_model(known.type), known.changes
+    elif config.name in TEXT_MODELS:
+        _, kind, changes = TEXT_MODELS[config.name]
+        about = auto.AutoConfig.for_model(kind)
     elif _repository(config) is not None:
         about = _read_architecture(config, _local(config.model_copy(update={"pretrained": False})))
     else:
         mapping = auto.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
         if config.name not in mapping:
             hint = did_you_mean(config.name, [*TEXT_MODELS, *mapping]).strip()
-            allowed = f"{', '.join(TEXT_MODELS)}, a repository OWNER/NAME of the hub, or a kind of network"
+            allowed = f"{', '.join(TEXT_MODELS)}, a repository OWNER/NAME on the hub, or a model type"
             raise SettingError("model.name", config.name, allowed, hint or None)
         about = auto.AutoConfig.for_model(config.name)
     refuse_code(config.kwargs)
@@ -441,50 +332,37 @@ def _architecture(config: ModelConfig, classes: int) -> Any:
             raise SettingError(f"model.kwargs.{name}", value, "unset", _SET_ELSEWHERE[name])
         if not _is_argument(about, name):
             names = [n for n in about.to_dict() if n not in _NO_ARCHITECTURE]
-            hint = did_you_mean(name, names).strip() or "They are those of transformers' configuration of it."
+            hint = did_you_mean(name, names).strip() or f"See the configuration of {about.model_type} in transformers."
             raise SettingError(f"model.kwargs.{name}", value, f"an argument of {about.model_type}", hint)
         try:
             setattr(about, name, value)
         except _REFUSALS as error:
             hint = f"transformers: {first_line(error)}."
-            raise SettingError(f"model.kwargs.{name}", value, f"a value that {about.model_type} takes", hint) from error
+            allowed = f"a value that {about.model_type} accepts"
+            raise SettingError(f"model.kwargs.{name}", value, allowed, hint) from error
     about.num_labels = classes
     if config.drop_rate or config.drop_path_rate:
         name = "drop_rate" if config.drop_rate else "drop_path_rate"
-        hint = "These networks have their own: +model.kwargs.hidden_dropout_prob in BERT."
+        hint = "Set the network's own argument instead, e.g. +model.kwargs.hidden_dropout_prob for BERT."
         raise SettingError(f"model.{name}", getattr(config, name), "0 with task=text", hint)
     return about
 
 
 def _read_architecture(config: ModelConfig, folder: Path) -> Any:
-    """Read the configuration of transformers in a folder, without the entries that name code."""
+    """Read the `transformers` configuration in a folder, without the entries that name code."""
     plain = read_json(folder / "config.json")
     known = _transformers(config).CONFIG_MAPPING
     kind = plain.get("model_type", config.name)
     if not isinstance(kind, str) or kind not in known:
-        raise UserError(
-            f"{folder}/config.json cannot be used (model_type={plain.get('model_type')} is no kind of network of"
-            " transformers)."
-        )
+        why = f"model_type={plain.get('model_type')} is not a model type of transformers"
+        raise UserError(f"{folder}/config.json cannot be used ({why}).")
     try:
         return known[kind].from_dict(plain)
     except _REFUSALS as error:
         raise UserError(f"{folder}/config.json cannot be used ({first_line(error)}).") from error
 
 
-def _positions(model: nn.Module) -> int | None:
-    """Return the maximum number of tokens; None without a table of positions.
-
-    The positions of RoBERTa start after the index of the padding token.
-    """
-    found = (m for name, m in model.named_modules() if name.endswith("position_embeddings"))
-    table = next((m for m in found if isinstance(m, nn.Embedding)), None)
-    if table is None:
-        return None
-    return table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
-
-
-def _noted(config: ModelConfig, model: nn.Module) -> nn.Module:
-    """Record the input length for the model view, like timm's models."""
+def _with_input_size(config: ModelConfig, model: nn.Module) -> nn.Module:
+    """Store the input size in `pretrained_cfg` for the model view, as timm does."""
     model.pretrained_cfg = {"architecture": config.name, "input_size": input_of(config).size}  # type: ignore[assignment]
     return model

@@ -1,8 +1,8 @@
-"""Convert a model configuration to timm: pretrained record, keyword arguments, input, creation."""
+"""Convert a model configuration to timm's pretrained configuration and keyword arguments, and create the model."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import timm
 from timm.models import PretrainedCfg, get_pretrained_cfg
@@ -10,75 +10,58 @@ from torch import nn
 
 import efficient_ft.models.proxyless  # registers proxyless_mobile
 import efficient_ft.models.small  # noqa: F401  registers vit_digits and vit_micro
+from efficient_ft.config.schema import ModelConfig
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean, first_line
 from efficient_ft.core.input_spec import InputSpec
 
-if TYPE_CHECKING:
-    from efficient_ft.config.schema import ModelConfig
-
-#: Arguments of timm that have a separate setting, and this setting. Those that name a file must not come from a run
-#: folder: early versions of timm unpickle it.
+#: timm arguments that have a separate setting, with a hint for the error message. Arguments that name a file must not
+#: come from a run folder, because early versions of timm unpickle the file.
 SET_ELSEWHERE = {
     "num_classes": "It follows from the data.",
     "pretrained": "Set model.pretrained instead.",
     "img_size": "Set model.image_size instead.",
     "drop_rate": "Set model.drop_rate instead.",
     "drop_path_rate": "Set model.drop_path_rate instead.",
-    "checkpoint_path": "Set model.weights instead.",
     "pretrained_cfg": "Set model.name=NAME.TAG instead.",
-    "pretrained_cfg_overlay": "Set model.weights instead.",
+    **dict.fromkeys(("checkpoint_path", "pretrained_cfg_overlay"), "Set model.weights instead."),
 }
 
 
 def pretrained_cfg(config: ModelConfig) -> PretrainedCfg:
-    """Return timm's record of a model's weights and input; empty for a model without a record.
+    """Return timm's pretrained configuration of a model (weights and input), or an empty one if timm has none.
 
-    Raises:
-        SettingError: the model or its tag is unknown to timm.
+    Raise a SettingError if timm does not have the model or its tag.
     """
     name = config.name
     if not timm.is_model(name):
-        raise SettingError(
-            "model.name",
-            name,
-            "a classifier of timm (timm.list_models() lists them), vit_digits, vit_micro or proxyless_mobile",
-            did_you_mean(name, timm.list_models()).strip() or None,
-        )
+        known = "a classifier of timm (see timm.list_models()), vit_digits, vit_micro or proxyless_mobile"
+        raise SettingError("model.name", name, known, did_you_mean(name, timm.list_models()).strip() or None)
     try:
         cfg = get_pretrained_cfg(name)
-    except RuntimeError:  # a tag (the part after the dot) that this model does not have
+    except RuntimeError:  # the model does not have the tag (the part after the dot)
         raise SettingError("model.name", name, timm.list_pretrained(f"{name.partition('.')[0]}.*")) from None
     return PretrainedCfg(architecture=name) if cfg is None else cfg
 
 
 def timm_kwargs(config: ModelConfig, cfg: PretrainedCfg, num_classes: int) -> dict[str, Any]:
-    """Return the keyword arguments of `timm.create_model`.
-
-    Raises:
-        SettingError: `model.kwargs` contains an argument that has a separate setting.
-    """
+    """Return the arguments of `timm.create_model`, or raise a SettingError if an argument has a separate setting."""
     kwargs: dict[str, Any] = {"num_classes": num_classes}
-    # Only models whose weights depend on the image size take it as an argument; others work at any size.
+    # Only models whose weights depend on the image size take this argument. Other models work at any size.
     if config.image_size is not None and cfg.fixed_input_size:
         kwargs["img_size"] = image_size(config, cfg)
     if config.drop_path_rate:
         kwargs["drop_path_rate"] = config.drop_path_rate
     if config.drop_rate:
         kwargs["drop_rate"] = config.drop_rate
-    for name in config.kwargs:
+    for name, value in config.kwargs.items():
         if name in SET_ELSEWHERE:
-            raise SettingError(f"model.kwargs.{name}", config.kwargs[name], "unset", SET_ELSEWHERE[name])
-    kwargs.update(config.kwargs)
-    return kwargs
+            raise SettingError(f"model.kwargs.{name}", value, "unset", SET_ELSEWHERE[name])
+    return {**kwargs, **config.kwargs}
 
 
 def build(config: ModelConfig, kwargs: dict[str, Any], **more: Any) -> nn.Module:
-    """Call `timm.create_model`.
-
-    Raises:
-        UserError: the model refuses the arguments.
-    """
-    # Unused weights are reported by the caller.
+    """Call `timm.create_model`, or raise a UserError if the model rejects the arguments."""
+    # With further arguments, the caller handles the errors of loading weights.
     refusals = (TypeError, ValueError, AssertionError, *(() if more else (ArithmeticError, LookupError, RuntimeError)))
     try:
         return timm.create_model(config.name, **kwargs, **more)
@@ -90,27 +73,19 @@ def build(config: ModelConfig, kwargs: dict[str, Any], **more: Any) -> nn.Module
 
 
 def image_size(config: ModelConfig, cfg: PretrainedCfg) -> tuple[int, int]:
-    """Return (H, W) in pixels: `model.image_size`, or by default the size of the pretrained weights."""
+    """Return (H, W) in pixels. The default for `model.image_size` is the image size of the pretrained weights."""
     size = cfg.input_size[-2:] if config.image_size is None else config.image_size
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
 
 
 def input_of(config: ModelConfig) -> InputSpec:
-    """Return the size (H, W), normalization and interpolation of a model's input images.
-
-    Raises:
-        SettingError: the model is unknown, or `model.mean` or `model.std` do not have one value per channel.
-    """
+    """Return the size (H, W), normalization and interpolation of a model's input images; see `factory.input_of`."""
     cfg = pretrained_cfg(config)
-    mean, std = (
-        tuple(own if own is not None else default) for own, default in ((config.mean, cfg.mean), (config.std, cfg.std))
-    )
+    mean = tuple(cfg.mean if config.mean is None else config.mean)
+    std = tuple(cfg.std if config.std is None else config.std)
     channels = config.kwargs.get("in_chans", 3)
     for name, values in (("mean", mean), ("std", std)):
         if len(values) != channels:
-            raise SettingError(
-                f"model.{name}",
-                list(values),
-                f"a list of {channels} values, one per channel (model.kwargs.in_chans={channels})",
-            )
+            allowed = f"a list of {channels} values, one per channel (model.kwargs.in_chans={channels})"
+            raise SettingError(f"model.{name}", list(values), allowed)
     return InputSpec(image_size(config, cfg), mean, std, cfg.interpolation or "bicubic")

@@ -1,6 +1,7 @@
-"""Load weights from a file into a timm model. Missing names, and names of a different variant of the model, are errors.
+"""Load weights from a file into a timm model.
 
-Only a classifier with a different number of classes is replaced by a newly initialized one.
+Missing names, and names of another variant of the model, raise an error. Only a classifier with a different number of
+classes is replaced by a newly initialized one.
 """
 
 from __future__ import annotations
@@ -13,48 +14,46 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import timm.models._builder as timm_builder
 import torch
-from safetensors import safe_open
 from timm.models import PretrainedCfg, adapt_input_conv
 from torch import Tensor, nn
 
-from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.models.checkpoint import Contents, error_text, read_contents, require_file, why_unusable
+from efficient_ft.config.schema import ModelConfig
+from efficient_ft.core.errors import SettingError, UserError, first_line
+from efficient_ft.models.checkpoint import Contents, read_contents, read_metadata, require_file, why_unusable
 from efficient_ft.models.loading_report import LoadingReport, set_loading_report
-from efficient_ft.models.matching import Fit, choose, compare, no_fit, outside, some, split_prefix
+from efficient_ft.models.matching import Fit, choose, compare, no_fit, some, split_prefix
 from efficient_ft.models.mismatch import explain
 from efficient_ft.models.timm_config import build
 
-if TYPE_CHECKING:
-    from efficient_ft.config.schema import ModelConfig
-
-#: Larger running variances and weights are reported.
+#: Running variances and weights above these values are reported as suspicious.
 _LARGE_VARIANCE, _LARGE_WEIGHT = 1e8, 1e6
-#: Larger values are rejected.
+#: Values above this limit are rejected.
 _ABSURD = 1e15
 
 
 def load_weights(
     config: ModelConfig, kwargs: dict[str, Any], random: nn.Module, cfg: PretrainedCfg, path: Path
 ) -> nn.Module:
-    """Create the model with the weights of a file, and store the `LoadingReport` on it.
+    """Create a timm model with the weights of a file, and store the `LoadingReport` on the model.
 
-    timm converts names and resizes position embeddings and attention biases.
+    timm converts names and resizes position embeddings and attention biases. The file may also be an .npz file with the
+    original JAX weights of the ViT family.
 
     Args:
-        config: the `model` section of the configuration.
-        kwargs: of `timm.create_model`.
-        random: the same model with random weights; its classifier replaces one that does not fit.
-        cfg: timm's pretrained config of the model.
-        path: a file that `read_contents` reads, or .npz with the original JAX weights of the ViT family.
+        config: The `model` section of the configuration.
+        kwargs: Keyword arguments of `timm.create_model`.
+        random: The same model with random weights. Its classifier replaces a classifier that does not fit.
+        cfg: timm's pretrained configuration of the model.
+        path: Path of the file.
 
     Raises:
-        SettingError: the file does not exist, cannot be read or does not fit the model, or several parts of it fit.
+        SettingError: If the file does not exist or cannot be read, or if no part or several parts of it fit the model.
     """
     if path.suffix == ".npz" and _is_jax(path):
         return _load_npz(config, kwargs, path)
@@ -74,21 +73,21 @@ def match_timm(
 ) -> tuple[Contents, Fit, nn.Module]:
     """Find the weights of a timm model in a file; see `load_weights`.
 
-    Args:
-        config, kwargs, random, cfg, path: see `load_weights`.
-        needed: names that the file must contain; None for all.
-        decoder: the segmentation network whose encoder the model is.
+    By default, the file must contain all names instead of only the names in `needed`. If the model is an encoder,
+    `decoder` is the configuration of its segmentation network.
 
     Returns:
-        The searched contents, the part that fits, and a model to load it into.
+        The searched contents, the fit, and a model for the fitting weights.
     """
     own = random.state_dict()
     heads = (cfg.classifier,) if isinstance(cfg.classifier, str) else tuple(cfg.classifier or ())
     overlay: dict[str, Any] = {"num_classes": kwargs["num_classes"], "custom_load": False}
-    size = noted_size(path)
-    if size is not None:  # timm reads the shape of a non-square grid from its record
+    size = recorded_size(path)
+    if size is not None:  # timm reads the shape of a non-square grid from its pretrained configuration
         overlay["input_size"] = (kwargs.get("in_chans", 3), *size)
-    with _caught_conversion() as caught:
+    # The replaced function loads no weights, and captures timm's conversion function and its strictness.
+    caught: dict[str, Any] = {"filter_fn": None, "strict": True}
+    with mock.patch.object(timm_builder, "load_pretrained", lambda *_, **given: caught.update(given)):
         model = build(config, kwargs, pretrained=True, pretrained_cfg_overlay=overlay)
     convert, lenient = caught["filter_fn"], not caught["strict"]
 
@@ -99,16 +98,15 @@ def match_timm(
             with _quiet():
                 converted = given if convert is None else _call(convert, dict(given), model)
             converted = _first_layer(converted, own, cfg)
-        except Exception as failure:  # timm's conversions expect weights of the same model
-            converted, error = given, error_text(failure)
+        except Exception as failure:  # timm's conversion functions expect weights of the same model
+            converted, error = given, first_line(failure).rstrip(".")
         result = compare(prefix, converted, own, model, heads, offset=cfg.label_offset or 0, lenient=lenient)
         left_out = {**result.left_out, **_dropped(given, converted)}
         notes = (*result.notes, *_changes(given, result.taken, result.new_heads))
         odd = {n: f"{kind} in the file" for n, kind in unusable.items() if n in result.taken or n in own}
         missing = tuple(name for name in result.missing if needed is None or name in needed)
-        return replace(
-            result, notes=notes, error=error, misshapen={**result.misshapen, **odd}, missing=missing, left_out=left_out
-        )
+        misshapen = {**result.misshapen, **odd}
+        return replace(result, notes=notes, error=error, misshapen=misshapen, missing=missing, left_out=left_out)
 
     contents, chosen = choose(config, path, read_contents(path), own, fit)
     if not chosen.complete:
@@ -119,104 +117,62 @@ def match_timm(
 
 
 def report_of(path: Path, contents: Contents, fit: Fit, model: nn.Module) -> LoadingReport:
-    """Return the report of a network with the weights of `fit`.
-
-    Raises:
-        SettingError: weights are not finite or not plausible.
-    """
+    """Check the weights of `fit` with `check_values`, and return the report of a network with these weights."""
     key, prefix = split_prefix(contents, fit.prefix)
     left_out = {fit.prefix + name: reason for name, reason in fit.left_out.items()}
-    return LoadingReport(
-        str(path),
-        key,
-        prefix,
-        fit.loaded,
-        len(fit.taken),
-        {**left_out, **outside(contents, fit.prefix)},
-        fit.new_heads,
-        fit.notes,
-        check_values(path, fit.taken, model),
-    )
+    left_out |= {name: "elsewhere in the file" for name in contents.tensors if not name.startswith(fit.prefix)}
+    suspicious = check_values(path, fit.taken, model)
+    counts = (fit.loaded, len(fit.taken))
+    return LoadingReport(str(path), key, prefix, *counts, left_out, fit.new_heads, fit.notes, suspicious)
 
 
 def check_values(path: Path, weights: Mapping[str, Tensor], model: nn.Module) -> tuple[str, ...]:
     """Check for values that no trained network has.
 
-    Matrices and kernels of layers whose values are all equal are suspicious. Biases, scales, tokens, positions and
-    classifiers are not: they often start at zero and may stay there.
+    Layer matrices and kernels with all values equal are suspicious. Biases, scales, tokens, positions and classifiers
+    are excluded, because they are often initialized to zero and may remain zero.
 
     Returns:
         Descriptions of suspicious values.
 
     Raises:
-        SettingError: values are not finite, negative variances, or beyond 1e15.
+        SettingError: If values are not finite or exceed 1e15, or if variances are negative.
     """
     floats = {name: value for name, value in weights.items() if value.is_floating_point() and value.numel()}
-    bad = [name for name, value in floats.items() if not bool(value.isfinite().all())]
-    if bad:
-        raise _senseless(path, bad, "NaN or infinity")
     variances = {name: value for name, value in floats.items() if name.endswith("running_var")}
-    bad = [name for name, value in variances.items() if bool((value < 0).any())]
-    if bad:
-        raise _senseless(path, bad, "negative variances")
     peaks = {name: float(value.abs().max()) for name, value in floats.items()}
-    bad = [name for name, peak in peaks.items() if peak > _ABSURD]
-    if bad:
-        raise _senseless(path, bad, f"values up to {max(peaks.values()):.0e}")
+    largest = f"values up to {max(peaks.values(), default=0):.0e}"
+    for bad, what in (
+        ([name for name, value in floats.items() if not bool(value.isfinite().all())], "NaN or infinity"),
+        ([name for name, value in variances.items() if bool((value < 0).any())], "negative variances"),
+        ([name for name, peak in peaks.items() if peak > _ABSURD], largest),
+    ):
+        if bad:
+            words = f"{some(bad)} {'contains' if len(bad) == 1 else 'contain'} {what}. Export the weights again."
+            raise SettingError("model.weights", path, "a file of finite, trained weights", words)
     large = [n for n, peak in peaks.items() if peak > (_LARGE_VARIANCE if n in variances else _LARGE_WEIGHT)]
     dead = [name for name, value in variances.items() if float((value <= 1e-12).float().mean()) > 0.5]
-    heads = _classifier(model)
-    matrices = [n for n, p in model.named_parameters() if id(p) not in heads and _is_matrix(n, floats.get(n))]
+    classifier: Any = getattr(model, "get_classifier", tuple)()  # only timm models have `get_classifier`
+    modules = classifier if isinstance(classifier, tuple | list) else (classifier,)
+    heads = {id(p) for module in modules if isinstance(module, nn.Module) for p in module.parameters()}
+    matrices = [
+        name for name, p in model.named_parameters()
+        if id(p) not in heads and name in floats and floats[name].ndim > 1 and floats[name].numel() > 1
+        and name.endswith("weight") and "token_type" not in name  # RoBERTa's published token types are zero
+    ]  # fmt: skip
     flat = [name for name in matrices if bool((floats[name] == floats[name].flatten()[0]).all())]
     zero = [name for name in flat if peaks[name] == 0]
-    return tuple(
-        f"{some(names)}: {words}"
-        for names, words in (
-            (large, f"values up to {max((peaks[n] for n in large), default=0):.0e}"),
-            (dead, "a running variance of 0 in most channels"),
-            (zero, "all values are 0, as in a tensor that was never filled"),
-            ([name for name in flat if name not in zero], "all values are equal"),
-        )
-        if names
-    )
-
-
-def _classifier(model: nn.Module) -> set[int]:
-    """The ids of the parameters of a timm model's classifiers."""
-    classifier: Any = getattr(model, "get_classifier", tuple)  # absent in networks of other libraries
-    found = classifier()
-    modules = found if isinstance(found, tuple | list) else (found,)
-    return {id(p) for module in modules if isinstance(module, nn.Module) for p in module.parameters()}
-
-
-def _is_matrix(name: str, value: Tensor | None) -> bool:
-    """Return True for the matrix or kernel of a layer. RoBERTa's token types are excluded, since they are published as
-    zeros.
-    """
-    layer = name.endswith("weight") and "token_type" not in name
-    return layer and value is not None and value.ndim > 1 and value.numel() > 1
-
-
-def _senseless(path: Path, names: list[str], what: str) -> SettingError:
-    verb = "contains" if len(names) == 1 else "contain"
-    return SettingError(
-        "model.weights",
-        path,
-        "a file of finite, trained weights",
-        f"{some(names)} {verb} {what}. Export the weights again.",
-    )
-
-
-@contextmanager
-def _caught_conversion() -> Iterator[dict[str, Any]]:
-    """Let timm build a model without loading weights, and capture its conversion function."""
-    caught: dict[str, Any] = {"filter_fn": None, "strict": True}
-    with mock.patch.object(timm_builder, "load_pretrained", lambda *_, **given: caught.update(given)):
-        yield caught
+    suspicious = {
+        f"values up to {max((peaks[n] for n in large), default=0):.0e}": large,
+        "a running variance of 0 in most channels": dead,
+        "all values are 0, as in a tensor that was never initialized": zero,
+        "all values are equal": [name for name in flat if name not in zero],
+    }
+    return tuple(f"{some(names)}: {words}" for words, names in suspicious.items() if names)
 
 
 def _call(convert: Any, weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Convert weights as timm does; some of its functions take only the weights."""
+    """Convert weights as timm does. Some of timm's conversion functions take only the weights."""
     try:
         return dict(convert(weights, model))
     except TypeError:
@@ -225,20 +181,20 @@ def _call(convert: Any, weights: dict[str, Tensor], model: nn.Module) -> dict[st
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence timm's messages about resized tensors, which the report contains."""
+    """Silence timm's messages about resized tensors, because the loading report contains them."""
     log = logging.getLogger("timm")
     level = log.level
     log.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warnings of numpy and torch about timm's interpolation
+            warnings.simplefilter("ignore")  # NumPy and torch warn about timm's interpolation
             yield
     finally:
         log.setLevel(level)
 
 
 def _plain(given: dict[str, Tensor], own: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors in fp32, with zeros for those that cannot be weights, and the reasons by name."""
+    """Return the tensors in fp32, and the reasons why others cannot be weights, by name. Zeros replace the others."""
     unusable = {}
     plain = {}
     for name, value in given.items():
@@ -257,7 +213,10 @@ def _plain(given: dict[str, Tensor], own: Mapping[str, Tensor]) -> tuple[dict[st
 
 
 def _dropped(given: Mapping[str, Tensor], converted: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return tensors that timm's conversion dropped; empty if it created new tensors, which may contain them."""
+    """Return the reasons for the tensors that timm's conversion dropped, by name.
+
+    The result is empty if the conversion created new tensors, because these may contain the dropped tensors.
+    """
     kept = {value.untyped_storage().data_ptr() for value in converted.values()}
     own = {value.untyped_storage().data_ptr() for value in given.values()}
     if any(v.untyped_storage().data_ptr() not in own for n, v in converted.items() if n not in given):
@@ -267,7 +226,7 @@ def _dropped(given: Mapping[str, Tensor], converted: Mapping[str, Tensor]) -> di
 
 
 def _first_layer(weights: dict[str, Tensor], own: Mapping[str, Tensor], cfg: PretrainedCfg) -> dict[str, Tensor]:
-    """Adapt the number of input channels of the first layers, as timm does."""
+    """Adapt the first layers to the number of input channels, as timm does."""
     names = (cfg.first_conv,) if isinstance(cfg.first_conv, str) else tuple(cfg.first_conv or ())
     for name in (f"{one}.weight" for one in names):
         if name not in weights or name not in own or weights[name].ndim != 4 or own[name].ndim != 4:
@@ -278,7 +237,7 @@ def _first_layer(weights: dict[str, Tensor], own: Mapping[str, Tensor], cfg: Pre
 
 
 def _changes(given: Mapping[str, Tensor], taken: Mapping[str, Tensor], new_heads: Mapping[str, str]) -> list[str]:
-    """Return the changes of shapes by the conversion, as text."""
+    """Return descriptions of the shapes that the conversion changed."""
     heads = tuple(f"{head}." for head in new_heads)
     changed = [n for n, v in taken.items() if n in given and given[n].shape != v.shape and not n.startswith(heads)]
     words = []
@@ -294,20 +253,17 @@ def _changes(given: Mapping[str, Tensor], taken: Mapping[str, Tensor], new_heads
     return words + ([f"{tables} tables of relative positions resized"] if tables else [])
 
 
-def noted_size(path: Path) -> tuple[int, int] | None:
-    """Return (H, W) of the images that a run's model.safetensors was trained on; None if it does not record them."""
-    if path.suffix != ".safetensors":
-        return None
+def recorded_size(path: Path) -> tuple[int, int] | None:
+    """Return (H, W) in pixels of the training images recorded in a run's model.safetensors, or None."""
     try:
-        with safe_open(path, "pt") as opened:
-            size = json.loads((opened.metadata() or {}).get("image_size", "null"))
-    except Exception:  # reading the weights reports what is wrong with the file
+        size = json.loads(read_metadata(path).get("image_size", "null"))
+    except (ValueError, RecursionError):  # reading the weights reports the error
         return None
     return (size[0], size[1]) if isinstance(size, list) and [type(n) for n in size] == [int, int] else None
 
 
 def _is_jax(path: Path) -> bool:
-    """Return True if an archive of arrays has the names of the original JAX weights, or is empty."""
+    """Return True if an archive of arrays is empty or contains names of the original JAX weights."""
     require_file(path)
     try:
         with zipfile.ZipFile(path) as archive:
@@ -317,17 +273,14 @@ def _is_jax(path: Path) -> bool:
 
 
 def _load_npz(config: ModelConfig, kwargs: dict[str, Any], path: Path) -> nn.Module:
-    """Load the original JAX weights of the ViT family with timm's loader, which initializes a mismatched head."""
+    """Load original JAX weights of the ViT family with timm's loader, which initializes a head that does not fit."""
     overlay = {"file": str(path), "custom_load": True, "hf_hub_id": None, "url": ""}
     try:
         model = build(config, kwargs, pretrained=True, pretrained_cfg_overlay=overlay)
     except (KeyError, RuntimeError, AttributeError, OSError, ValueError, zipfile.BadZipFile, UserError) as error:
-        raise SettingError(
-            "model.weights",
-            path,
-            f"a file of the original JAX weights of {config.name}",
-            f"Loading it failed: {error_text(error)}. Or pass a .safetensors or .pth file with timm's names.",
-        ) from error
+        known = f"a file of the original JAX weights of {config.name}"
+        do = f"Loading it failed: {first_line(error).rstrip('.')}. Or pass a file with timm's names."
+        raise SettingError("model.weights", path, known, do) from error
     own = model.state_dict()
     classes = len(np.load(path).get("head/bias", ()))
     new = {} if classes == kwargs["num_classes"] else {"head": f"{classes} in the file" if classes else "absent"}

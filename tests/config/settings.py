@@ -1,4 +1,4 @@
-"""A configuration as plain settings, and changes to it."""
+"""Plain settings of a configuration, and changes to the settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLAIN: dict[str, Any] = {
 
 
 def with_settings(**changes: Any) -> dict[str, Any]:
-    """PLAIN with ``group__key=value`` put in."""
+    """Return a copy of PLAIN with the changes ``group__key=value``."""
     plain = copy.deepcopy(PLAIN)
     for name, value in changes.items():
         *groups, key = name.split("__")

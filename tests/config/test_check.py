@@ -1,4 +1,4 @@
-"""The schema and its messages."""
+"""Tests of the schema and its messages."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ from efficient_ft.core.errors import SettingError
 from tests.config.settings import PLAIN, two_tasks, with_settings
 
 
+def refused(plain: dict[str, Any]) -> SettingError:
+    with pytest.raises(SettingError) as caught:
+        check(plain)
+    return caught.value
+
+
 @pytest.mark.parametrize(
     ("setting", "value", "said"),
     [
@@ -22,18 +28,12 @@ from tests.config.settings import PLAIN, two_tasks, with_settings
         ("optim__lr", "1", 'optim.lr must be a number >= 1e-12, got "1". Its quotes make it a string: use optim.lr=1.'),
         ("trainer__epochs", True, "trainer.epochs must be an integer >= 1, got true."),
         ("trainer__epochs", 1.5, "trainer.epochs must be an integer >= 1, got 1.5."),
-        (
-            "trainer__epochs",
-            "???",
-            "trainer.epochs must be an integer >= 1, got nothing. It has no default: pass trainer.epochs=VALUE.",
-        ),
+        ("trainer__epochs", "???",
+         "trainer.epochs must be an integer >= 1, got nothing. It has no default: pass trainer.epochs=VALUE."),
         ("trainer__progress", "yes", "trainer.progress must be true or false, got yes."),
         ("trainer__precision", "fp8", "trainer.precision must be one of fp32, bf16, fp16, got fp8."),
-        (
-            "trainer__strategy",
-            "fsdp",
-            "trainer.strategy must be auto or ddp, got fsdp. It would divide each parameter over the processes",
-        ),
+        ("trainer__strategy", "fsdp",
+         "trainer.strategy must be auto or ddp, got fsdp. It would shard each parameter over the processes"),
         ("trainer__strategy", "deepspeed_stage_2", "trainer.strategy must be auto or ddp, got deepspeed_stage_2."),
         ("trainer__strategy", "dp", "trainer.strategy must be one of auto, ddp, got dp."),
         ("trainer__num_nodes", 0, "trainer.num_nodes must be an integer >= 1, got 0."),
@@ -41,23 +41,14 @@ from tests.config.settings import PLAIN, two_tasks, with_settings
         ("step_stats__interval", -1, "step_stats.interval must be an integer >= 0, got -1."),
         ("trainer__max_steps", 0, "trainer.max_steps must be -1 (no limit) or an integer >= 1, got 0."),
         ("data__name", "cifar1000", "Did you mean 'cifar100'?"),
-        (
-            "data__augment__scale",
-            [0.5],
-            "data.augment.scale must be a list of 2 values, each a number > 0 and <= 1, got [0.5].",
-        ),
+        ("data__augment__scale", [0.5],
+         "data.augment.scale must be a list of 2 values, each a number > 0 and <= 1, got [0.5]."),
         ("data__augment__scale", [0.9, 0.5], "[smallest, largest]"),
         ("data__augment", 3, "data.augment must be a mapping, got 3."),
-        (
-            "model__image_size",
-            [224, 0],
-            "model.image_size must be an integer >= 1 and <= 8192, a list of 2 values, each",
-        ),
-        (
-            "model__std",
-            [1.0],
-            "model.mean must be a list of numbers, one per channel, because the other one is set, got null.",
-        ),
+        ("model__image_size", [224, 0],
+         "model.image_size must be an integer >= 1 and <= 8192, a list of 2 values, each"),
+        ("model__std", [1.0],
+         "model.mean must be a list of numbers, one per channel, because the other one is set, got null."),
         ("optim__momentum", 0.5, "It belongs to optim=sgd."),
         ("optim__state_bits", 5, "optim.state_bits must be one of 32, 8, 4, got 5."),
         ("optim__in_backward", 1, "optim.in_backward must be true or false, got 1."),
@@ -69,26 +60,20 @@ from tests.config.settings import PLAIN, two_tasks, with_settings
         ("optim__epochs", 1, "Did you mean 'trainer.epochs'?"),
         ("lr", 1, "lr=1: there is no such setting; a run has"),
         ("lr", 1, "Did you mean 'optim.lr'?"),
-        (
-            "data__augment__scael",
-            1,
-            "data.augment.scael=1: there is no such setting; data.augment has flip, name, pick, resize, scale,",
-        ),
+        ("data__augment__scael", 1,
+         "data.augment.scael=1: there is no such setting; data.augment has flip, name, pick, resize, scale,"),
         ("a__typo", 1, 'a={"typo": 1}: there is no such setting'),
         ("seed", -1, "seed must be an integer >= 0 and < 4294967296, got -1."),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_is_named_with_key_constraint_and_value(setting: str, value: Any, said: str) -> None:
-    with pytest.raises(SettingError) as caught:
-        check(with_settings(**{setting: value}))
-    assert said in str(caught.value)
+    assert said in str(refused(with_settings(**{setting: value})))
 
 
 def test_the_names_of_splits_are_named() -> None:
-    with pytest.raises(
-        SettingError, match=r"data\.splits must be a mapping from train or val or test to values, .*trian"
-    ):
-        check(with_settings(data__name="folder", data__splits={"trian": "a"}))
+    said = str(refused(with_settings(data__name="folder", data__splits={"trian": "a"})))
+    assert said.startswith("data.splits must be a mapping from train or val or test to values, ")
+    assert "trian" in said
 
 
 def test_the_value_range_is_ordered_and_for_files() -> None:
@@ -108,37 +93,25 @@ def test_settings_that_exclude_each_other_are_refused() -> None:
         ({"optim__name": "sgd", "optim__betas": [0.5, 0.9]}, "optim.betas"),
     ]
     for changes, said in cases:
-        with pytest.raises(SettingError) as caught:
-            check(with_settings(**changes))
-        assert caught.value.setting == said
+        assert refused(with_settings(**changes)).setting == said
 
 
 def test_what_the_optimizer_s_memory_excludes_is_refused() -> None:
     inside = {"optim__in_backward": True}
     cases: list[tuple[dict[str, Any], str]] = [
-        (
-            {**inside, "optim__grad_clip_norm": 5.0},
-            "optim.grad_clip_norm must be null with optim.in_backward=true, got 5.0. The norm of the whole gradient",
-        ),
-        (
-            {**inside, "trainer__grad_accum_steps": 2},
-            "trainer.grad_accum_steps must be 1 with optim.in_backward=true, got 2. Each backward pass updates",
-        ),
-        (
-            {**inside, "trainer__precision": "fp16"},
-            "trainer.precision must be fp32 or bf16 with optim.in_backward=true, got fp16.",
-        ),
+        ({**inside, "optim__grad_clip_norm": 5.0},
+         "optim.grad_clip_norm must be null with optim.in_backward=true, got 5.0. The norm of the whole gradient"),
+        ({**inside, "trainer__grad_accum_steps": 2},
+         "trainer.grad_accum_steps must be 1 with optim.in_backward=true, got 2. Each backward pass updates"),
+        ({**inside, "trainer__precision": "fp16"},
+         "trainer.precision must be fp32 or bf16 with optim.in_backward=true, got fp16."),
         ({**inside, "trainer__devices": 2}, "trainer.devices must be 1 with optim.in_backward=true, got 2."),
         ({**inside, "trainer__num_nodes": 2}, "trainer.num_nodes must be 1 with optim.in_backward=true, got 2."),
-        (
-            {"optim": {"name": "sgd", "lr": 0.1, "state_bits": 8}},
-            "optim.state_bits must be left out with optim=sgd, got 8.",
-        ),
-    ]
+        ({"optim": {"name": "sgd", "lr": 0.1, "state_bits": 8}},
+         "optim.state_bits must be left out with optim=sgd, got 8."),
+    ]  # fmt: skip
     for changes, said in cases:
-        with pytest.raises(SettingError) as caught:
-            check(with_settings(**changes))
-        assert str(caught.value).startswith(said)
+        assert str(refused(with_settings(**changes))).startswith(said)
     check(with_settings(**inside, trainer__precision="bf16", optim__state_bits=4))
 
 
@@ -148,42 +121,28 @@ def test_what_the_optimizer_s_memory_excludes_is_refused() -> None:
 def test_unknown_keys_are_refused_everywhere_by_their_full_name(group: str, name: str, value: int) -> None:
     if f"{group}.{name}" in setting_names() or name in ("kwargs", "augment"):
         return
-    with pytest.raises(SettingError) as caught:
-        check(with_settings(**{f"{group}__{name}": value}))
-    assert caught.value.setting == f"{group}.{name}"
+    assert refused(with_settings(**{f"{group}__{name}": value})).setting == f"{group}.{name}"
 
 
 @pytest.mark.parametrize(
     ("setting", "value", "said"),
     [
-        (
-            "tasks",
-            {"a": {"name": "pets"}},
-            "tasks must be two data sets or more, got a. For one, use tasks=none data=NAME.",
-        ),
+        ("tasks", {"a": {"name": "pets"}},
+         "tasks must be two data sets or more, got a. For one, use tasks=none data=NAME."),
         ("tasks__b__batch_size", 0, "tasks.b.batch_size must be an integer >= 1 and <= 65536, got 0."),
         ("tasks__b__batchsize", 1, "tasks.b.batchsize=1: there is no such setting; tasks.b has augment"),
         ("tasks__b__name", "cat", "tasks.b.name must be one of folder, "),
         ("tasks__b", 3, "tasks.b must be a mapping, got 3."),
         ("tasks", "bsr_moe", "tasks must be a mapping from names to mappings, got bsr_moe."),
         ("tasks__b__select_best_on", "test", "tasks.b.select_best_on must be val, as for a, got test."),
-        (
-            "tasks__b__augment",
-            {"scale": [0.9, 0.1]},
-            "tasks.b.augment.scale must be [smallest, largest], got [0.9, 0.1].",
-        ),
+        ("tasks__b__augment", {"scale": [0.9, 0.1]},
+         "tasks.b.augment.scale must be [smallest, largest], got [0.9, 0.1]."),
         ("tasks__c d", {"name": "pets"}, "tasks must be a mapping from names of letters, digits, _ and -, got c d."),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_in_a_task_is_named_as_such(setting: str, value: Any, said: str) -> None:
-    plain = two_tasks()
-    if "__" in setting:
-        plain = two_tasks(**{setting: value})
-    else:
-        plain[setting] = value
-    with pytest.raises(SettingError) as caught:
-        check(plain)
-    assert str(caught.value).startswith(said)
+    plain = two_tasks(**{setting: value}) if "__" in setting else {**two_tasks(), setting: value}
+    assert str(refused(plain)).startswith(said)
 
 
 def test_configurations_cannot_be_changed_behind_their_folder() -> None:

@@ -1,4 +1,4 @@
-"""Each default is defined once: YAML files that list a constructor's or the schema's settings have the same values."""
+"""YAML files that list the settings of a constructor or the schema have the same defaults."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from efficient_ft.config.schema import Config, LoggerConfig, OptimConfig, Sectio
 from efficient_ft.core.packages import method_of, option_settings
 from efficient_ft.methods import METHODS
 
-#: Options that are named like their method and list all of its settings; the others are variants.
+#: Files of methods and variants. A file with the name of its method lists all of the method's settings.
 METHOD_FILES = sorted((CONF / "method").glob("*.yaml"))
 
 
@@ -29,7 +29,7 @@ def test_a_method_s_file_has_the_defaults_of_its_constructor(file: Any) -> None:
     own = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     if file.stem == name:
         own.pop("select", None)
-        # No default in the constructor: the user has to give the setting.
+        # The user must pass a setting without a default in the constructor.
         defaults = {key: "???" if p.default is p.empty else plain(p.default) for key, p in constructor.items()}
         assert own == defaults
         return

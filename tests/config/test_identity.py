@@ -1,4 +1,4 @@
-"""The folder of a run follows from the settings that affect its result."""
+"""The settings that affect the result of a run determine the run folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from efficient_ft.config import check, fingerprint, run_folder
 from tests.config.settings import PLAIN, two_tasks, with_settings
 
-#: Valid values besides PLAIN's, of settings that change a run's result.
+#: Valid values of settings that change the result of a run. PLAIN has other values.
 _MATTERS = {
     "model__name": "resnet50",
     "model__pretrained": False,
@@ -57,7 +57,6 @@ def test_the_folder_follows_from_what_matters_and_survives_writing_out(matters: 
     same = check(with_settings(**{name: {**_MATTERS, **_SHOWN_ONLY}[name] for name in matters | shown}))
     assert run_folder(base) == run_folder(same)
     assert (fingerprint(base) == fingerprint(check(PLAIN))) == (not matters)
-    # What a run writes down is the run again.
     assert check(same.model_dump(mode="json")) == same
 
 
@@ -80,12 +79,9 @@ def test_how_images_are_read_is_part_of_the_run_where_it_changes_them() -> None:
     base = fingerprint(check(with_settings(**plain)))
     assert fingerprint(check(with_settings(**plain, data__value_range=None, data__max_pixels=5))) == base
     others = [
-        {"data__value_range": [0, 4095]},
-        {"data__value_range": [0, 1023]},
-        {"data__splits": {"train": "a"}},
-        {"data__on_corrupt": "skip"},
-        {"data__on_corrupt": "skip", "data__max_pixels": 5},
-    ]
+        {"data__value_range": [0, 4095]}, {"data__value_range": [0, 1023]}, {"data__splits": {"train": "a"}},
+        {"data__on_corrupt": "skip"}, {"data__on_corrupt": "skip", "data__max_pixels": 5},
+    ]  # fmt: skip
     assert len({base, *(fingerprint(check(with_settings(**plain, **other))) for other in others)}) == 6
 
 
@@ -120,14 +116,9 @@ def test_the_reading_of_texts_is_part_of_the_run() -> None:
         return fingerprint(check(with_settings(task="text", model=model, data=data)))
 
     changes: list[dict[str, Any]] = [
-        {},
-        {"names": ["text", "label"]},
-        {"delimiter": "tab"},
-        {"quotes": True},
-        {"encoding": "cp1252"},
-        {"missing": []},
-        {"ignore_case": False},
-    ]
+        {}, {"names": ["text", "label"]}, {"delimiter": "tab"}, {"quotes": True}, {"encoding": "cp1252"},
+        {"missing": []}, {"ignore_case": False},
+    ]  # fmt: skip
     assert len({run(**change) for change in changes}) == len(changes)
     assert run() == run(missing=["null", "NULL", "NA", "N/A"])
 
@@ -141,16 +132,9 @@ def test_the_reading_of_masks_is_part_of_the_run_if_it_is_set() -> None:
         return fingerprint(config)
 
     changes: list[dict[str, object]] = [
-        {"values": {0: "a", 255: "b"}},
-        {"values": {0: "b", 255: "a"}},
-        {"values": "ids"},
-        {"colors": {"a": [0, 0, 0], "b": "#ff0000"}},
-        {"palette": "index"},
-        {"exif": "raw"},
-        {"exif": "upright"},
-        {"folder": "labels"},
-        {"image_folder": "scans"},
-        {"suffix": "_labelIds"},
-    ]
+        {"values": {0: "a", 255: "b"}}, {"values": {0: "b", 255: "a"}}, {"values": "ids"},
+        {"colors": {"a": [0, 0, 0], "b": "#ff0000"}}, {"palette": "index"}, {"exif": "raw"}, {"exif": "upright"},
+        {"folder": "labels"}, {"image_folder": "scans"}, {"suffix": "_labelIds"},
+    ]  # fmt: skip
     assert len({run(), *(run(**masks) for masks in changes)}) == len(changes) + 1
     assert run(values={0: "a", 255: "b"}) == run(values={255: "b", 0: "a"})

@@ -1,24 +1,29 @@
-"""A narrow vit_tiny of timm, and weights that pass for pretrained ones."""
+"""A narrow vit_tiny from timm, and weights that serve as pretrained weights."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import timm
 import torch
 
 from efficient_ft.config import ModelConfig
+from efficient_ft.core.errors import SettingError
+from efficient_ft.models import factory
 
 SMALL = {"depth": 2, "embed_dim": 16, "num_heads": 2}
 
 
 def small(**changes) -> ModelConfig:
-    """vit_tiny of timm, narrowed; or another model."""
+    """Return the configuration of a narrow vit_tiny from timm, with changes."""
     return ModelConfig(**{"name": "vit_tiny_patch16_224", "pretrained": False, "kwargs": SMALL, **changes})
 
 
 def pretend_pretrained(classes: int = 1000, **kwargs) -> torch.nn.Module:
     torch.manual_seed(7)
     model = timm.create_model("vit_tiny_patch16_224", num_classes=classes, **SMALL, **kwargs)
-    torch.nn.init.normal_(model.head.weight)  # timm starts it at zero
+    torch.nn.init.normal_(model.head.weight)  # timm initializes the head to zero
     return model
 
 
@@ -30,3 +35,8 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], *
     assert one.keys() == other.keys()
     for name, value in one.items():
         torch.testing.assert_close(value, other[name], **({"rtol": 0, "atol": 0} | tolerance))
+
+
+def assert_refused(said: str, file: Path) -> None:
+    with pytest.raises(SettingError, match=said):
+        factory.create_model(small(weights=str(file)), 7)

@@ -1,4 +1,4 @@
-"""Classifiers: the image size, random weights, a head at zero."""
+"""Classifiers with unsupported image sizes, random weights, and a head of zeros."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forms of the frozen prefix: folded BatchNorm against float64, and the choice of one."""
+"""Forms of the frozen prefix: folded BatchNorm in float64, and the selection of a form."""
 
 from __future__ import annotations
 
@@ -17,26 +17,16 @@ from tests.models.test_prefix import gradients, images, network
 
 
 def some_statistics(model: nn.Module) -> None:
-    """BatchNorm layers as after pretraining: none is the identity."""
+    """Set the parameters and statistics of BatchNorm layers to values as after pretraining."""
     generator = torch.Generator().manual_seed(5)
     for norm in model.modules():
         if isinstance(norm, nn.BatchNorm2d):
-            for tensor, low in (
-                (norm.running_mean, -0.3),
-                (norm.running_var, 0.5),
-                (norm.weight, 0.5),
-                (norm.bias, -0.3),
-            ):
+            centered, positive = (norm.running_mean, -0.3), (norm.running_var, 0.5)
+            for tensor, low in (centered, positive, (norm.weight, 0.5), (norm.bias, -0.3)):
                 tensor.data.uniform_(low, low + 0.8, generator=generator)
 
 
-@given(
-    groups=st.sampled_from([1, 2, 4]),
-    kernel=st.sampled_from([1, 3]),
-    stride=st.sampled_from([1, 2]),
-    bias=st.booleans(),
-    affine=st.booleans(),
-)
+@given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 3]), st.sampled_from([1, 2]), st.booleans(), st.booleans())
 def test_a_folded_convolution_is_convolution_and_normalization(
     groups: int, kernel: int, stride: int, bias: bool, affine: bool
 ) -> None:
@@ -55,7 +45,7 @@ def test_a_folded_convolution_is_convolution_and_normalization(
 
 
 class Branching(nn.Module):
-    """Convolutions whose output has another use, that are called twice, or have no BatchNorm behind them."""
+    """A network with a convolution that runs once, a convolution that runs twice, and a convolution before a ReLU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,13 +113,9 @@ def outputs(deviation: float) -> dict[Form, Tensor]:
 
 @pytest.mark.parametrize(
     ("times", "deviation", "chosen"),
-    [
-        ((1.0, 0.5, 0.2), 0.01, Form.BF16),
-        ((1.0, 0.5, 0.2), 0.06, Form.FOLDED),
-        ((1.0, 0.95, 0.92), 0.01, Form.FP32),
-        ((1.0, 0.8, 0.78), 0.01, Form.FOLDED),
-    ],
-)
+    [((1.0, 0.5, 0.2), 0.01, Form.BF16), ((1.0, 0.5, 0.2), 0.06, Form.FOLDED), ((1.0, 0.95, 0.92), 0.01, Form.FP32),
+     ((1.0, 0.8, 0.78), 0.01, Form.FOLDED)],
+)  # fmt: skip
 def test_the_fastest_form_that_is_close_enough_is_chosen(
     monkeypatch: pytest.MonkeyPatch, times: tuple[float, ...], deviation: float, chosen: Form
 ) -> None:

@@ -1,4 +1,4 @@
-"""ProxylessNAS-Mobile against its definition written out plainly, under the names of its release."""
+"""ProxylessNAS-Mobile computes the same as a plain implementation with the names of the release."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.models import factory, hub
 from efficient_ft.models.view import view
 
-#: Input, output, kernel, stride, expansion; None: a block that the search left out.
+#: Input channels, output channels, kernel size, stride and expansion of each block. None is a block without weights.
 BLOCKS = [
     (32, 16, 3, 1, 1),
     (16, 32, 5, 2, 3), (32, 32, 3, 1, 3), None, None,
@@ -64,7 +64,6 @@ class Release(nn.Module):
 
 @pytest.fixture(scope="module")
 def release() -> Release:
-    """No layer at a value that hides a mistake."""
     torch.manual_seed(0)
     network = Release()
     with torch.no_grad():
@@ -84,7 +83,7 @@ def config(path, **changes) -> ModelConfig:
 @pytest.mark.parametrize("form", ["as released", "wrapped in DataParallel", "old torch", "safetensors"])
 def test_the_released_weights_give_the_released_network_s_output(tmp_path, release, form):
     weights = release.state_dict()
-    if form == "old torch":  # counted no batches
+    if form == "old torch":  # old versions did not count batches
         weights = {k: v for k, v in weights.items() if not k.endswith("num_batches_tracked")}
     if form == "wrapped in DataParallel":
         weights = {f"module.{k}": v for k, v in weights.items()}
@@ -126,7 +125,7 @@ def test_files_that_do_not_fit_are_refused_with_names(tmp_path, release):
     assert "missing: blocks.2.0.conv_dw.weight" in refused(**{f"{layer}.conv.weight": None})
     assert "unexpected: blocks.2.0.conv_dw.bias" in refused(**{f"{layer}.conv.bias": torch.zeros(1)})
     assert "of a different shape: conv_stem.weight" in refused(**{"first_conv.conv.weight": torch.zeros(40, 3, 3, 3)})
-    # One more block: ProxylessNAS-GPU or -CPU.
+    # ProxylessNAS-GPU and -CPU have one more block.
     extra = {k.replace("blocks.2.", "blocks.3."): v for k, v in weights.items() if k.startswith("blocks.2.")}
     assert "21 blocks have weights, ProxylessNAS-Mobile has 20" in refused(**extra)
 

@@ -1,4 +1,4 @@
-"""Segmentation networks: their view, what low-rank backward costs in them, and weights in every form."""
+"""Segmentation networks: their view, the cost of the low-rank backward pass, and all forms of weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from efficient_ft.models.segmentation import SEGFORMERS, weights_cfg
 from efficient_ft.models.view import view
 from efficient_ft.task import Segmentation
 
-#: Made up to be small; as `model.kwargs` of Segformer.
+#: `model.kwargs` of a small Segformer.
 SMALL = {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 8, 16, 16], "num_attention_heads": [1, 1, 2, 2]}
 ENCODER = "mobilenetv3_small_050"
 
@@ -52,7 +52,7 @@ def test_image_sizes_that_the_encoder_cannot_divide_are_refused() -> None:
     ):
         factory.random_model(deeplab((70, 96)), 3)
     factory.random_model(deeplab((80, 48)), 3)
-    factory.random_model(encoder_decoder(image_size=(70, 96)), 3)  # resizes inside
+    factory.random_model(encoder_decoder(image_size=(70, 96)), 3)  # this network resizes the images
 
 
 @pytest.mark.slow
@@ -63,16 +63,11 @@ def test_segformer_as_methods_see_it(segformer: nn.Module) -> None:
     assert [len(stage) for stage in found.stages] == [2, 2, 2, 2]
     assert found.blocks[-1] == "segformer.stages.3.blocks.1"
     assert found.head == ("decode_head.classifier",)
-    assert found.last_stage() == (
-        "segformer.stages.3.patch_embeddings",
-        "segformer.stages.3.layer_norm",
-        "segformer.stages.3.blocks.0",
-        "segformer.stages.3.blocks.1",
-        "decode_head",
-    )
+    last = (f"segformer.stages.3.{name}" for name in ("patch_embeddings", "layer_norm", "blocks.0", "blocks.1"))
+    assert found.last_stage() == (*last, "decode_head")
     grids = {layer.name: layer.tokens.grid for layer in found.layers if layer.tokens is not None}
     first = "segformer.stages.0.blocks.0"
-    # keys and values come from a map that a convolution with stride 8 has reduced
+    # a convolution with stride 8 reduces the map of keys and values
     assert [grids[f"{first}.attention.{part}_proj"] for part in "qkvo"] == [(64, 128), (8, 16), (8, 16), (64, 128)]
     assert grids[f"{first}.mlp.fc2"] == (64, 128)
     assert [grids[f"decode_head.linear_projections.{k}.proj"] for k in range(4)] == [
@@ -114,10 +109,10 @@ def _numbers(segformer: nn.Module, *methods: Any) -> float:
 
 @pytest.mark.exhaustive
 def test_backward_flops_of_the_published_table(segformer: nn.Module) -> None:
-    """LBP-WHT, Table 3, at 256×512.
+    """Compare with LBP-WHT, Table 3, at 256×512.
 
-    The last stage and the decoder: exact within a percent, and low-rank within 8 % of what perf measured. The whole
-    network: every row is printed with the same 2,000 MFLOPs more, the exact one too.
+    For the last stage and the decoder, the exact count differs by at most 1 %, and low-rank counts by at most 8 %. For
+    the whole network, every published row, including the exact row, is about 2,000 MFLOPs larger.
     """
     selected = METHODS["last_stage"]
     assert _numbers(segformer, selected()) == pytest.approx(10052.0, rel=0.01)
@@ -183,7 +178,7 @@ _EARLIER = (
 @pytest.mark.parametrize("names", ["present", "earlier"])
 @pytest.mark.parametrize("classes", [4, 6])
 def test_segformer_from_a_file(tmp_path: Path, names: str, classes: int, caplog: pytest.LogCaptureFixture) -> None:
-    """The files on the hub have the names of earlier versions of transformers."""
+    """Load files with present names, and with the earlier names in the files on the hub."""
     caplog.set_level("INFO")
     source = factory.random_model(config(kwargs=SMALL), 4)
     weights = {k: v.clone() for k, v in source.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Our small models are timm's own classes."""
+"""The small models are instances of timm's classes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from efficient_ft.models import factory
 )
 def test_small_models_are_timms_own_classes(name, width, depth, strides):
     ours = timm.create_model(name)
-    torch.nn.init.normal_(ours.head.weight)  # starts at zero, which would show no difference
+    torch.nn.init.normal_(ours.head.weight)  # a head of zeros would hide differences
     channels = (width // 4, width // 2, width, width)[: len(strides)]
     stem = ConvStem(depth=len(strides), channels=channels, stride=strides, kernel_size=3, act_layer=torch.nn.GELU)
     plain = VisionTransformer(
@@ -42,5 +42,4 @@ def test_vit_micro_takes_weights_with_a_sequential_stem(shared_data):
     assert all(p.dtype == torch.float32 for p in model.parameters())
     torch.testing.assert_close(model.head.weight.half(), held["head.weight"])
     torch.testing.assert_close(model.patch_embed.backbone[1].conv.weight.half(), held["patch_embed.net.3.weight"])
-    # A model that is really trained is far from chance on an image of the same kind: its logits are not flat.
     assert model.eval()(torch.randn(1, 3, 32, 32)).softmax(-1).max() > 0.05

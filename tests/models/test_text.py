@@ -1,4 +1,4 @@
-"""Text classifiers: their view, weights in every form, and the exactness of methods on them."""
+"""Text classifiers: their view, all forms of weights, and exact gradients of methods."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_weights_of_a_folder_are_those_of_transformers(folder: Path) -> None:
     model = factory.create_model(from_folder(folder), 3)
     theirs: Any = BertForSequenceClassification
     own = theirs.from_pretrained(str(folder), num_labels=3)
-    own.classifier.load_state_dict(model.get_submodule("classifier").state_dict())  # each has a new one
+    own.classifier.load_state_dict(model.get_submodule("classifier").state_dict())  # both are newly initialized
     inputs = TASK.example_inputs(2, 0, (16,))
     inputs = {name: x.clamp(max=len(VOCABULARY) - 1) for name, x in inputs.items()}  # type: ignore[union-attr]
     with torch.no_grad():
@@ -93,12 +93,8 @@ def test_the_tokenizer_is_that_of_the_folder(folder: Path) -> None:
     found = tokenizer_of(from_folder(folder))
     assert found.size == len(VOCABULARY)
     assert found.inputs == ("input_ids", "token_type_ids", "attention_mask")
-    assert found.batch([("The Apple",)], 8)["input_ids"][0, :4].tolist() == [
-        2,
-        VOCABULARY.index("the"),
-        VOCABULARY.index("apple"),
-        3,
-    ]
+    ids = found.batch([("The Apple",)], 8)["input_ids"][0, :4].tolist()
+    assert ids == [2, VOCABULARY.index("the"), VOCABULARY.index("apple"), 3]
 
 
 def test_a_portable_configuration_needs_no_folder(folder: Path) -> None:
@@ -118,7 +114,7 @@ def test_a_portable_configuration_needs_no_folder(folder: Path) -> None:
         ({"max_length": 65}, r"model\.max_length must be at most 64, the positions of bert, got 65"),
         ({"kwargs": {"to_dict": 8}}, r"model\.kwargs\.to_dict must be an argument of bert"),
         ({"kwargs": {"return_dict": False}}, r"model\.kwargs\.return_dict must be unset"),
-        ({"name": "./bert"}, r"model\.name must be OWNER/NAME of the hub.*model\.weights=DIR"),
+        ({"name": "./bert"}, r"model\.name must be OWNER/NAME on the hub.*model\.weights=DIR"),
         ({"kwargs": {"hidden_sise": 8}}, r"model\.kwargs\.hidden_sise must be an argument of bert.*'hidden_size'"),
         ({"kwargs": {"num_labels": 3}}, r"model\.kwargs\.num_labels must be unset"),
         ({"drop_rate": 0.1}, r"model\.drop_rate must be 0 with task=text.*hidden_dropout_prob"),
@@ -185,7 +181,7 @@ def test_a_tokenizer_of_another_network_is_refused(folder: Path) -> None:
 def test_a_tokenizer_that_cannot_encode_is_refused(folder: Path, tmp_path: Path) -> None:
     copied = shutil.copytree(folder, tmp_path / "copy")
     (copied / "tokenizer.json").unlink()
-    (copied / "vocab.txt").write_text("[PAD]\n[CLS]\n[SEP]\n[MASK]\napple\n")  # no [UNK]
+    (copied / "vocab.txt").write_text("[PAD]\n[CLS]\n[SEP]\n[MASK]\napple\n")  # without [UNK]
     with pytest.raises(UserError, match=r"copy: The tokenizer cannot encode a text \(WordPiece error: Missing \[UNK\]"):
         tokenizer_of(from_folder(copied))
     file = tmp_path / "run.safetensors"
@@ -220,7 +216,7 @@ def test_missing_files_are_named(folder: Path, tmp_path: Path, monkeypatch: pyte
     message = str(factory.missing_weights(config("bert_base", pretrained=True)))
     assert "google-bert/bert-base-uncased" in message
     assert "model.weights=DIR" in message
-    assert "for which there are no published weights" in str(factory.missing_weights(config(pretrained=True)))
+    assert "a model type without published weights" in str(factory.missing_weights(config(pretrained=True)))
     with pytest.raises(UserError, match="HF_HUB_OFFLINE"):
         tokenizer_of(config("bert_base"))
 
@@ -242,7 +238,7 @@ def test_weights_of_another_network_are_refused(folder: Path, tmp_path: Path) ->
 
 # ------------------------------------------------------------------------------------------ methods
 def gradients(model: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Gradients of the loss on a batch of texts of different lengths, with dropout drawn from `seed`."""
+    """Return the gradients of the loss on texts of different lengths, with dropout drawn from `seed`."""
     generator = torch.Generator().manual_seed(1)
     inputs: Any = TASK.example_inputs(4, 0, (24,), generator)
     inputs["attention_mask"][1, 10:] = 0
@@ -303,15 +299,12 @@ def test_what_is_left_dense_keeps_its_own_bytes() -> None:
     assert "bert.encoder.layer.0.attention.output.dense" in applied.touched
 
 
-#: Methods that need a grid of patches or another family of networks.
+#: Methods that require a grid of patches or another family of networks.
 REFUSED = {
     "alast", "bsr", "bsr_moe", "evit", "lbp_dct", "lbp_wht", "patch_dropout", "repnet", "tinytl", "tome", "moe",
 }  # fmt: skip
-SETTINGS: dict[str, dict[str, Any]] = {
-    "blocks": {"blocks": [1, 3]},
-    "top_layers": {"num_layers": 2},
-    "uniform_layers": {"num_layers": 2},
-}
+_TWO = {"num_layers": 2}
+SETTINGS: dict[str, dict[str, Any]] = {"blocks": {"blocks": [1, 3]}, "top_layers": _TWO, "uniform_layers": _TWO}
 
 
 @pytest.mark.parametrize("name", sorted(METHODS))
@@ -332,7 +325,7 @@ def test_every_method_serves_texts_or_says_why_not(name: str) -> None:
     assert trained
 
 
-#: Entries of config.json by which transformers would fetch, import or choose code.
+#: Entries of config.json with which `transformers` would download, import or select code.
 _CODE = [
     {"attn_implementation": "owner/kernel"},
     {"_attn_implementation": "owner/kernel@main:function"},
@@ -380,8 +373,8 @@ def test_code_that_a_folder_names_is_left_out_and_reported(
     ("file", "entry", "said"),
     [
         ("config.json", {"quantization_config": {"quant_method": "gptq"}}, "the weights are quantized"),
-        ("config.json", {"model_type": "unheard"}, "model_type=unheard is no kind of network"),
-        ("config.json", {"model_type": ["bert"]}, "is no kind of network"),
+        ("config.json", {"model_type": "unheard"}, "model_type=unheard is not a model type"),
+        ("config.json", {"model_type": ["bert"]}, "is not a model type"),
         ("config.json", None, "it is not a mapping"),
         ("adapter_config.json", {"base_model_name_or_path": "owner/name"}, "Merge it into its network first"),
     ],

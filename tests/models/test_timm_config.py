@@ -1,4 +1,4 @@
-"""A model configuration in timm's terms."""
+"""Conversion of a model configuration to timm's arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The view of real timm models: grids, prefix tokens, stages, head, and the traps."""
+"""The view of timm models: grids, prefix tokens, stages, head, and special cases."""
 
 from __future__ import annotations
 
@@ -15,11 +15,8 @@ from efficient_ft.models.view import Reason, Skipped, default_image_size, parame
 
 
 def layouts(model: nn.Module, size=None) -> Counter:
-    return Counter(
-        (layer.tokens.form, layer.tokens.grid, layer.tokens.prefix)
-        for layer in view(model, size).layers
-        if layer.tokens
-    )
+    found = (layer.tokens for layer in view(model, size).layers if layer.tokens)
+    return Counter((tokens.form, tokens.grid, tokens.prefix) for tokens in found)
 
 
 @pytest.mark.first(3, "slow")
@@ -43,7 +40,7 @@ def layouts(model: nn.Module, size=None) -> Counter:
 )  # fmt: skip
 def test_where_the_tokens_lie(name, kwargs, expected):
     found = layouts(timm.create_model(name, **kwargs))
-    if name == "resnet50":  # the first block's shortcut and the strided ones are convolutions like any other
+    if name == "resnet50":  # the shortcuts of some blocks are also convolutions
         assert set(found) == set(expected)
     else:
         assert dict(found) == expected
@@ -88,7 +85,7 @@ def test_last_stages_are_those_of_the_papers(name, last, head):
         ("convmixer_768_32", [8, 8, 8, 8], (*(f"blocks.{k}" for k in range(24, 32)), "head")),
         ("deepseek_vit_412m", [8, 8, 8, 8], (
             *(f"encoder.blocks.{k}" for k in range(24, 32)), "encoder.norm", "head")),
-        # No sequence of blocks from one map to the next: nothing is taken for one.
+        # These models have no sequence of blocks.
         ("vgg11", [], None),
         ("dpn48b", [], None),
         ("selecsls42", [], None),
@@ -126,7 +123,7 @@ def test_reasons_for_layers_without_tokens():
     assert reasons["stages.3.blocks.3.token_mixer.talking_head1"] is None
     mixer = {layer.name: layer.why_not for layer in view(timm.create_model("mixer_s16_224")).layers}
     assert mixer["blocks.0.mlp_tokens.fc1"].reason == Reason.NO_GRID
-    assert str(mixer["blocks.0.mlp_tokens.fc1"]) == "512 tokens without positions on a grid of the model"
+    assert str(mixer["blocks.0.mlp_tokens.fc1"]) == "512 tokens without positions on a grid"
     assert mixer["blocks.0.mlp_channels.fc1"] is None
 
 
@@ -153,7 +150,7 @@ def test_a_size_the_model_cannot_take_is_an_error_of_one_line():
 
 
 class Positions(nn.Module):
-    """A network for images of 112×112, which does not declare it."""
+    """A network for images of 112×112 pixels that does not declare its image size."""
 
     def __init__(self):
         super().__init__()
@@ -166,7 +163,7 @@ class Positions(nn.Module):
 
 def test_a_network_may_state_the_size_of_its_images():
     model = Positions()
-    with pytest.raises(UserError, match=r"on images of 224×224: .*\n.* set the attribute image_size of the model"):
+    with pytest.raises(UserError, match=r"on images of 224×224: .*\n.* set the model's attribute image_size"):
         _ = view(model).layers
     model.image_size = 112
     assert next(layer.tokens.grid for layer in view(model).layers if layer.name == "layer") == (7, 7)

@@ -1,4 +1,4 @@
-"""A small BERT in a local folder, in the form that transformers writes, and texts that it can learn."""
+"""A small BERT in a local folder in the format of `transformers`, and texts for training."""
 
 from __future__ import annotations
 
@@ -20,34 +20,25 @@ SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 FRUIT = ("apple", "pear", "plum", "cherry", "grape", "melon")
 METAL = ("iron", "copper", "zinc", "silver", "nickel", "lead")
 OTHER = ("the", "a", "was", "seen", "near", "old", "house", "and", "then", "we", "took", "one", "of", "them")
-#: Ids from 0.
+#: The ids start at 0.
 VOCABULARY = (*SPECIAL, *FRUIT, *METAL, *OTHER)
 
-#: As `model.kwargs` of BERT.
-SMALL: dict[str, Any] = {
-    "vocab_size": len(VOCABULARY),
-    "hidden_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-}
+#: `model.kwargs` of a small BERT.
+SMALL: dict[str, Any] = {"vocab_size": len(VOCABULARY), "hidden_size": 32, "num_hidden_layers": 4,
+                         "num_attention_heads": 2, "intermediate_size": 64, "max_position_embeddings": 64}  # fmt: skip
 
 
 def tokenizer() -> BertTokenizerFast:
-    """A tokenizer of `VOCABULARY`."""
     plain = Tokenizer(WordPiece({word: k for k, word in enumerate(VOCABULARY)}, unk_token="[UNK]"))
     plain.normalizer, plain.pre_tokenizer = BertNormalizer(), BertPreTokenizer()
     plain.post_processor = TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     return BertTokenizerFast(tokenizer_object=plain)
 
 
 def write_model(folder: Path, seed: int = 0, **changes: Any) -> Path:
-    """Write a BERT with random weights and no classifier, as a pretrained one is published."""
+    """Write a BERT with random weights and without a classifier, as pretrained models are published."""
     torch.manual_seed(seed)
     BertModel(BertConfig(**{**SMALL, **changes})).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
@@ -55,7 +46,7 @@ def write_model(folder: Path, seed: int = 0, **changes: Any) -> Path:
 
 
 def sentences(count: int, seed: int = 0) -> Iterator[tuple[str, str]]:
-    """Yield (text, class): each text has one fruit, or one metal."""
+    """Yield pairs of a text and its class. Each text contains one fruit or one metal."""
     chance = random.Random(seed)
     for k in range(count):
         words = chance.choices(OTHER, k=chance.randint(3, 9))

@@ -220,7 +220,7 @@ def test_costs_need_no_files(text_run: Callable[..., Config], capsys: pytest.Cap
         ({"model": {"image_size": 32}}, r"model\.image_size must be null with task=text.*model\.max_length"),
         (
             {"data": {"text": {"columns": ["label"]}}},
-            r"data\.text\.columns must be other columns than label",
+            r"data\.text\.columns must be distinct columns that do not include label",
         ),
         ({"model": {"max_length": None}}, r"model\.name must be a text classifier with task=text"),
         ({"data": {"text": None}}, r"data\.text must be a mapping with columns and label"),

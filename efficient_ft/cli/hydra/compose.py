@@ -31,8 +31,8 @@ from efficient_ft.cli.hydra.settings import check_hydra, check_targets
 from efficient_ft.cli.hydra.sources import faults_of_files
 from efficient_ft.cli.hydra.verbs import VERBS
 from efficient_ft.config import Config, UnknownSetting, check
+from efficient_ft.config.explain import refuse_removed
 from efficient_ft.config.plain import plain
-from efficient_ft.config.removed import refuse_removed
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean
 from efficient_ft.core.text import printable
 

@@ -16,10 +16,10 @@ from efficient_ft.core.parsing import parse_yaml
 
 __all__ = ["CONF", "help_text", "register"]
 
-_SWEEPER = {"_target_": "hydra_plugins.efficient_ft_sweeper.RowsSweeper", "max_batch_size": None, "params": None}
+_SWEEPER = {"_target_": "hydra_plugins.efficient_ft_plugins.RowsSweeper", "max_batch_size": None, "params": None}
 #: Our launcher and sweeper, by group; Hydra imports the classes.
 _PLUGINS = {
-    "hydra/launcher": ("processes", {"_target_": "hydra_plugins.efficient_ft_launcher.ProcessLauncher"}),
+    "hydra/launcher": ("processes", {"_target_": "hydra_plugins.efficient_ft_plugins.ProcessLauncher"}),
     "hydra/sweeper": ("rows", _SWEEPER),
 }
 

@@ -1,7 +1,7 @@
-"""The head of a network and other new parts, which methods must not freeze at their random initialization.
+"""Find the head of a network and other new parts, which methods must not freeze at their random initialization.
 
-timm's networks declare their classifier. In other networks, the head has a common name, or it is inferred from the
-parts around a pretrained network or after the blocks.
+timm models declare their classifier. In other networks, the head has a common name, or it is inferred from the parts
+around a pretrained network or after the blocks.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from typing import Any
 from torch import nn
 
 from efficient_ft.core.errors import SettingError
-from efficient_ft.models.marks import is_inside, name_classifier, named_classifier
+from efficient_ft.models.marks import is_inside
 from efficient_ft.models.view.structure import after, holder_of, is_norm, names_of, stages_of
 
-#: Names of the last layer in networks without timm's `get_classifier`; the first existing one is used.
+#: Name of the model attribute that stores the full names of the classifier's modules given by the user.
+_STATED = "efficient_ft_classifier"
+#: Names of the last layer in networks without timm's `get_classifier`. The first existing name is used.
 _CLASSIFIERS = ("segmentation_head", "decode_head.classifier", "classifier", "score")
-#: Common names of heads in other networks; all existing ones are used.
+#: Common names of heads in other networks. All existing names are used.
 _HEADS = ("head", "heads", "fc", "mlp_head", "classification_head", "cls_head")
-#: Base classes of networks of transformers and segmentation-models-pytorch, and of timm's feature extractors.
+#: Base classes of networks in `transformers` and segmentation-models-pytorch, and of timm's feature extractors.
 _NETWORKS = {"PreTrainedModel", "EncoderMixin", "FeatureDictNet", "FeatureGetterNet"}
 
 
@@ -30,9 +32,9 @@ class Head:
     """The head of a network.
 
     Attributes:
-        modules: full names of its modules.
-        others: full names of other modules and parameters around a pretrained network.
-        note: a phrase for reports that names inferred parts; empty if nothing is inferred.
+        modules: Full names of the head's modules.
+        others: Full names of other modules and parameters around a pretrained network.
+        note: Phrase for reports that names the inferred parts, or an empty string.
     """
 
     modules: tuple[str, ...] = ()
@@ -42,19 +44,20 @@ class Head:
 
 def head_of(model: nn.Module) -> Head:
     """Find the head of `model`."""
-    named = named_classifier(model)
+    named: tuple[str, ...] = getattr(model, _STATED, ())
     stated = _stated(model)
     if stated and not named:
         return Head(names_of(model, stated))
     if stated is not None and not named and type(model).__module__.startswith(("timm.", "efficient_ft.")):
-        return Head()  # created without a classifier
+        return Head()  # the model was created without a classifier
     networks = [] if stated is not None else networks_in(model)
     around = list(_around(model, networks)) if networks else []
     known = named or tuple(name for name in _CLASSIFIERS if _has_parameters(model, name))[:1]
     if known:
         others = tuple(part for name in around for part in _without(model, name, frozenset(known)))
         return Head(known, others, _note(others, networks))
-    modules = tuple(name for name in around if not _is_parameter(model, name))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    modules = tuple(name for name in around if name not in parameters)
     if modules:
         return Head(modules, tuple(name for name in around if name not in modules), _note(around, networks))
     if len(networks) == 1:
@@ -66,21 +69,21 @@ def head_of(model: nn.Module) -> Head:
 
 
 def _stated(model: nn.Module) -> list[nn.Module] | None:
-    """Return the classifier modules from timm's `get_classifier`; None if `model` has none, or it was replaced."""
+    """Return the modules from timm's `get_classifier`, or None if the method is missing or fails."""
     get_classifier: Any = getattr(model, "get_classifier", None)
-    if get_classifier is None or not hasattr(type(model), "get_classifier"):  # forwarded by a wrapper
+    if get_classifier is None or not hasattr(type(model), "get_classifier"):  # a wrapper forwards the attribute
         return None
     try:
         found = get_classifier()
-    except AttributeError:  # the head that timm built has been replaced by another module
+    except AttributeError:  # another module has replaced timm's head
         return None
     modules = list(found) if isinstance(found, tuple | list) else [found]
     return [m for m in modules if isinstance(m, nn.Module) and not isinstance(m, nn.Identity)]
 
 
 def networks_in(model: nn.Module) -> list[str]:
-    """Return the full names of the pretrained networks in `model`, without nested ones; empty if `model` is one."""
-    base = getattr(model, "base_model_prefix", "")  # transformers: the network without its head
+    """Return the full names of the outermost pretrained networks in `model`, or [] if `model` is such a network."""
+    base = getattr(model, "base_model_prefix", "")  # in transformers, the network without its head
     if base and isinstance(getattr(model, base, None), nn.Module):
         return [base]
     if _is_network(model):
@@ -93,7 +96,7 @@ def networks_in(model: nn.Module) -> list[str]:
 
 
 def _network_around_blocks(model: nn.Module) -> list[str]:
-    """Return the outermost submodule that contains the blocks and the first convolution or embedding, if any."""
+    """Return the name of the outermost submodule with the blocks and the first convolution or embedding, if any."""
     first = next((n for n, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Embedding)), "")
     parts = holder_of(model).split(".")
     names = (".".join(parts[: depth + 1]) for depth in range(len(parts)))
@@ -109,7 +112,7 @@ def _is_network(module: nn.Module) -> bool:
 
 
 def _around(module: nn.Module, networks: Iterable[str], prefix: str = "") -> Iterator[str]:
-    """Yield the full names of the outermost modules, and of parameters, that are not in one of the networks."""
+    """Yield the full names of the outermost modules and the parameters that are outside of the networks."""
     yield from (f"{prefix}{name}" for name, _ in module.named_parameters(recurse=False))
     for name, child in module.named_children():
         full = f"{prefix}{name}"
@@ -120,7 +123,7 @@ def _around(module: nn.Module, networks: Iterable[str], prefix: str = "") -> Ite
 
 
 def _without(model: nn.Module, name: str, known: frozenset[str]) -> list[str]:
-    """Return the parts of the module or parameter `name` outside the modules in `known`."""
+    """Return the parts of the module or parameter `name` that are outside of the modules in `known`."""
     if is_inside(name, known):
         return []
     if not any(part.startswith(f"{name}.") for part in known):
@@ -129,7 +132,7 @@ def _without(model: nn.Module, name: str, known: frozenset[str]) -> list[str]:
 
 
 def _last_parts(model: nn.Module) -> tuple[str, ...]:
-    """Return modules with usual names of heads and those that follow the blocks, without norms; or the last layer."""
+    """Return the modules with names of heads and the modules after the blocks, without norms, or the last layer."""
     followers = [name for name in after(model, stages_of(model)[2]) if not is_norm(model.get_submodule(name))]
     named = [name for name in _HEADS if _has_parameters(model, name)]
     if followers or named:
@@ -139,11 +142,11 @@ def _last_parts(model: nn.Module) -> tuple[str, ...]:
 
 
 def _note(parts: Iterable[str], networks: Iterable[str] = ()) -> str:
-    """Return the phrase about inferred parts, those around networks or the head; empty if there are none."""
+    """Return the phrase about inferred parts around networks or inferred parts of the head, or an empty string."""
     listed, held = ", ".join(parts), ", ".join(networks)
     if not listed:
         return ""
-    return f"taken as new, since outside of {held}: {listed}" if held else f"taken as the head: {listed}"
+    return f"inferred as new, because outside of {held}: {listed}" if held else f"inferred as the head: {listed}"
 
 
 def _has_parameters(model: nn.Module, name: str) -> bool:
@@ -153,16 +156,11 @@ def _has_parameters(model: nn.Module, name: str) -> bool:
         return False
 
 
-def _is_parameter(model: nn.Module, name: str) -> bool:
-    parent, _, last = name.rpartition(".")
-    return last in model.get_submodule(parent)._parameters
-
-
 def state_classifier(model: nn.Module, classifier: str | Iterable[str]) -> None:
-    """Record the modules of the classifier on `model`; an empty value keeps the record.
+    """Record the modules of the classifier on `model`. An empty value keeps the previous record.
 
     Raises:
-        SettingError: a module does not exist or has no parameters.
+        SettingError: If a module does not exist or has no parameters.
     """
     names = (classifier,) if isinstance(classifier, str) else tuple(classifier)
     with_parameters = [n for n, module in model.named_modules() if n and next(module.parameters(), None) is not None]
@@ -171,4 +169,4 @@ def state_classifier(model: nn.Module, classifier: str | Iterable[str]) -> None:
             top = [n for n in with_parameters if "." not in n]
             raise SettingError("classifier", repr(name), f"a module of {type(model).__name__}: {', '.join(top)}, …")
     if names:
-        name_classifier(model, names)
+        setattr(model, _STATED, names)

@@ -1,36 +1,81 @@
-"""One layer in the view of a model."""
+"""The layers in the view of a model, and the reasons why a method does not change a part of a model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Literal
 
 from torch import Tensor, nn
 
-from efficient_ft.models.view.reason import Skipped
 
-#: Number of projections that a fused layer combines, by the last part of its name.
+class Reason(Enum):
+    """The reason why a part of a model is not changed. The value is the text in reports.
+
+    The view of the model determines the first group of reasons, and methods determine the second group. A method with
+    a different reason uses `OTHER` with a detail.
+    """
+
+    HEAD = "the head"
+    NEW = "new, outside of the pretrained network"
+    STEM = "the stem or patch embedding"
+    GROUPED_CONVOLUTION = "a depthwise or grouped convolution"
+    SPATIAL_CONVOLUTION = "a convolution that is not 1×1 with stride 1"
+    NOT_CALLED = "the model does not call its forward"
+    NOT_FROM_IMAGES = "its input does not come from the images"
+    SINGLE_POSITION = "a feature map with a single position"
+    NO_TOKEN_DIMENSION = "an input without a token dimension"
+    NO_GRID = "tokens without positions on a grid"
+    ROUTED = "its input consists of tokens routed from any image"
+
+    FROZEN = "frozen by the selection"
+    NOT_CHOSEN = "not chosen"
+    NOT_ATTENTION = "not in an attention module"
+    OTHER_FORM = "a module with a different structure"
+    TOO_NARROW = "no wider than the rank"
+    EXACT_IS_CHEAPER = "exact is cheaper"
+    AS_PUBLISHED = "excluded, as in the paper"
+    UNPACKED_OPERATION = "dense: packing does not support its operation"
+    NO_EFFECT = "its setting has no effect here"
+    OTHER = "for another reason"
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A part of a model that a method does not change.
+
+    Args:
+        reason: The reason as an enumeration member, for code.
+        detail: The reason as text, for reports. The default is the text of `reason`.
+    """
+
+    reason: Reason
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return self.detail or self.reason.value
+
+
+#: Number of projections that a fused layer combines, by a part of the layer's name.
 _FUSED = {"qkv": 3, "kv": 2, "qk": 2}
 
 
 def projections_in(name: str) -> int:
-    """Return the number of projections that the layer combines in one matrix: 3 for ``qkv``, usually 1.
-
-    The last two parts of the name are checked: a convolution in a conv-norm module is named ``qkv.c``.
-    """
+    """Return the number of projections that a layer combines in one matrix: 3 for ``qkv``, and 1 for most layers."""
+    # The second last part also counts, because a convolution in a conv-norm module is named ``qkv.c``.
     return next((_FUSED[part] for part in name.split(".")[-2:] if part in _FUSED), 1)
 
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """Layout of a grid's positions in a layer's input.
+    """The layout of grid positions in a layer's input.
 
     Attributes:
-        form: ``tokens`` (B, prefix + H·W, C); ``channels_last`` (B, H, W, C); ``channels_first`` (B, C, H, W). Each
-            window of windowed attention is a separate map (B·windows, H·W, C).
-        grid: (H, W) at the image size of the model. For the two map layouts, the grid of a step is read from the
-            input's shape.
-        prefix: number of tokens before the grid (class, distillation, registers).
+        form: ``tokens`` (B, prefix + H·W, C), ``channels_last`` (B, H, W, C) or ``channels_first`` (B, C, H, W). In
+            windowed attention, each window is a separate map (B·windows, H·W, C).
+        grid: Grid (H, W) at the model's image size. In the two map layouts, the input's shape determines the grid of
+            each step.
+        prefix: Number of class, distillation and register tokens before the grid.
     """
 
     form: Literal["tokens", "channels_last", "channels_first"]
@@ -39,7 +84,7 @@ class TokenLayout:
 
     @property
     def count(self) -> int:
-        """N = prefix + H·W."""
+        """The number of tokens, prefix + H·W."""
         return self.prefix + self.grid[0] * self.grid[1]
 
 
@@ -48,13 +93,13 @@ class Layer:
     """A linear layer or convolution.
 
     Attributes:
-        name: full module name.
-        module: the `nn.Linear` or `nn.Conv2d`.
-        tokens: layout of its input; None if there is none.
-        why_not: reason why the input has no layout, or None.
-        in_attention: True if it belongs to an attention module.
-        reach: full name of the attention module whose `qkv_bias_separate` must be set so that this module's forward is
-            called (SwinV2, BEiT and EVA otherwise use its weight directly), or None.
+        name: Full module name.
+        module: The `nn.Linear` or `nn.Conv2d`.
+        tokens: Layout of the input, or None if the input has no layout.
+        why_not: Reason why the input has no layout, or None.
+        in_attention: True if the layer belongs to an attention module.
+        reach: Full name of the attention module that calls this layer only if its `qkv_bias_separate` is True, or None.
+            By default, SwinV2, BEiT and EVA use the layer's weight directly.
     """
 
     name: str
@@ -66,7 +111,7 @@ class Layer:
 
     @property
     def channels(self) -> tuple[int, int]:
-        """(C_in, C_out)."""
+        """The numbers of input and output channels (C_in, C_out)."""
         assert isinstance(self.module.weight, Tensor)
         out, in_ = self.module.weight.shape[:2]
         return int(in_), int(out)

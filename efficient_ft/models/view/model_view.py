@@ -1,4 +1,4 @@
-"""The view of a model: its parts by name, and the layout of every layer's tokens."""
+"""The view of a model: the names of its parts, and the token layout of every layer."""
 
 from __future__ import annotations
 
@@ -12,40 +12,35 @@ from torch import Tensor, nn
 from efficient_ft.core.errors import UserError
 from efficient_ft.models.marks import added_modules, is_inside, routed_modules
 from efficient_ft.models.view.head import head_of, networks_in
-from efficient_ft.models.view.layers import Layer
+from efficient_ft.models.view.layers import Layer, Reason, Skipped
 from efficient_ft.models.view.probe import Probed, layout_of, probe, takes_tokens
-from efficient_ft.models.view.reason import Reason, Skipped
 from efficient_ft.models.view.structure import above, after, parameters_under, stages_of, stem_of
 
-#: Modules excluded from a "last stage", as in the papers: EfficientFormerV2 was trained without its downsampling.
+#: Modules excluded from the last stage. The papers trained EfficientFormerV2 without its downsampling.
 LAST_STAGE_WITHOUT = {"EfficientFormerV2": "downsample"}
-
-#: Classes of attention modules, without blocks of attention and MLP (XCiT's ClassAttentionBlock).
+#: Pattern for classes of attention modules. It excludes blocks with attention and MLP (XCiT's ClassAttentionBlock).
 _ATTENTION = re.compile(r"^(?!.*Block$).*(Attention|Attn|MHSA|GPSA|XCA|LiteMLA)")
-
-
-#: (H, W) of the images of a model that declares no size.
+#: Image size (H, W) in pixels of a model that does not declare a size.
 _USUAL_SIZE = (224, 224)
 
 
 class ModelView:
-    """A model as seen by methods. All names are full module names, in forward order.
+    """A model as seen by methods. All names are full module names in forward order.
 
-    The structure is read when the view is created. `layers` and `functions` need a forward pass on fake tensors, which
-    runs when one of them is first accessed. A view describes the model at that moment: create a new one after changing
-    the model.
+    Creating the view reads the structure of the model. The first access to `layers` or `functions` runs a forward pass
+    on fake tensors. The view does not follow later changes: create a new view after changing the model.
 
     Attributes:
-        model: the model, which a view never changes.
-        image_size: (H, W) in pixels of the forward pass, or (tokens,) of a text model.
-        stages: blocks of each stage, in order; an isotropic transformer is divided into four equal stages.
-        stage_extras: other modules of each stage (downsampling).
-        blocks: all blocks.
-        head: modules of the classifier, see `models.view.head`.
-        outside: other modules and parameters outside of a pretrained network in a larger module.
-        head_note: a phrase for reports about an inferred head; empty if the model or the user declares it.
-        tail: modules that run after the last stage (norms, decoder, head).
-        prefix_tokens: number of class, distillation and register tokens.
+        model: The model, which a view never changes.
+        image_size: Image size (H, W) in pixels of the forward pass, or (tokens,) for a text model.
+        stages: Blocks of each stage, in order. An isotropic transformer is divided into four equal stages.
+        stage_extras: Other modules of each stage (downsampling).
+        blocks: All blocks.
+        head: Modules of the classifier, see `models.view.head`.
+        outside: Other modules and parameters outside of a pretrained network in a larger module.
+        head_note: Phrase for reports about an inferred head. It is empty if the model or the user declares the head.
+        tail: Modules that run after the last stage (norms, decoder, head).
+        prefix_tokens: Number of class, distillation and register tokens.
     """
 
     def __init__(self, model: nn.Module, image_size: tuple[int, ...] | None = None) -> None:
@@ -60,12 +55,12 @@ class ModelView:
 
     @property
     def name(self) -> str:
-        """Name of the timm architecture, or of the class."""
+        """The name of the timm architecture, or of the model's class."""
         cfg = getattr(self.model, "pretrained_cfg", None) or {}
         return cfg.get("architecture") or type(self.model).__name__
 
     def new_parameters(self) -> dict[str, Tensor]:
-        """Return the parameters that no method may freeze: those of the head and outside of a pretrained network."""
+        """Return the parameters in `head` and `outside`, which no method may freeze."""
         return parameters_under(self.model, (*self.head, *self.outside))
 
     @property
@@ -75,10 +70,10 @@ class ModelView:
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
-        """All linear layers and convolutions, including the head, without those added by adapters.
+        """All linear layers and convolutions, including the head and excluding the layers of adapters.
 
         Raises:
-            UserError: the model cannot run on an image of `image_size`.
+            UserError: If the model cannot run on an input of `image_size`.
         """
         added, routed, stem = added_modules(self.model), routed_modules(self.model), stem_of(self.model)
         layers = []
@@ -99,10 +94,10 @@ class ModelView:
 
     @cached_property
     def block_grid(self) -> tuple[int, int] | None:
-        """(H, W) of the token grid of all blocks; None if tokens are not on a grid, or grids differ between blocks.
+        """The token grid (H, W) of all blocks, or None if tokens have no grid or the grids of the blocks differ.
 
         Raises:
-            UserError: the model cannot run on an image of `image_size`.
+            UserError: If the model cannot run on an input of `image_size`.
         """
         inside = tuple(f"{block}." for block in self.blocks)
         layouts = {x.tokens for x in self.layers if x.tokens is not None and x.name.startswith(inside)}
@@ -111,10 +106,10 @@ class ModelView:
         return next(iter(layouts)).grid
 
     def functions(self, name: str) -> frozenset[Callable[..., Any]] | None:
-        """Return the torch functions that the forward of the module `name` calls directly; None if there are none.
+        """Return the torch functions that the forward of the module `name` calls directly, or None if it calls none.
 
         Raises:
-            UserError: the model cannot run on an image of `image_size`.
+            UserError: If the model cannot run on an input of `image_size`.
         """
         return self._probed.functions.get(name)
 
@@ -126,20 +121,20 @@ class ModelView:
             if self.image_size != _USUAL_SIZE or _stated_size(self.model) is not None:
                 raise
             raise UserError(
-                f"{error}\nThe model does not state the size of its images. If it takes another size, set the attribute"
-                " image_size of the model first, e.g. model.image_size = 112."
+                f"{error}\nThe model does not declare its image size. If the model takes another size, first set the"
+                " model's attribute image_size, e.g. model.image_size = 112."
             ) from error
 
     def last_stage(self) -> tuple[str, ...]:
-        """Modules of the last stage: its blocks, its downsampling (see LAST_STAGE_WITHOUT) and all modules after it.
+        """Return the blocks and downsampling (see LAST_STAGE_WITHOUT) of the last stage, and all later modules.
 
         Raises:
-            UserError: no stages or blocks of the model are recognized.
+            UserError: If no stages or blocks of the model are recognized.
         """
         if not self.stages:
             raise UserError(
-                f"{self.name}: no stages or blocks were recognized, so it has no last stage;"
-                " choose what trains by another selection (head, full, bitfit, norm_last)."
+                f"{self.name}: no stages or blocks were recognized, so there is no last stage. Use another selection"
+                " (head, full, bitfit, norm_last)."
             )
         without = LAST_STAGE_WITHOUT.get(type(self.model).__name__)
         extras = (n for n in self.stage_extras[-1] if without is None or n.split(".")[-1] != without)
@@ -147,20 +142,22 @@ class ModelView:
 
 
 def view(model: nn.Module, image_size: tuple[int, ...] | None = None) -> ModelView:
-    """Create a view of `model`, which is not changed.
+    """Create a view of `model` without changing the model.
 
     Args:
-        model: takes images (B, channels, H, W), or token ids of texts.
-        image_size: (H, W) in pixels, or (tokens,); by default that of the model.
+        model: A network for images (B, channels, H, W) or for token ids of texts.
+        image_size: Image size (H, W) in pixels, or (tokens,) for texts. The default is the size that the model
+            declares.
     """
     return ModelView(model, image_size)
 
 
 def default_image_size(model: nn.Module) -> tuple[int, ...]:
-    """Return (H, W) of the patch embedding, the configuration or the model, or else 224 × 224.
+    """Return the image size (H, W) in pixels that the model declares, or 224 × 224.
 
-    If a larger module contains a pretrained network, the size of that network is returned. For a text model, the result
-    is (tokens,), the recorded number or the number of positions.
+    The patch embedding, the pretrained configuration or the model declares the size. In a larger module, the pretrained
+    network in the module declares the size. For a text model, the result is (tokens,), the recorded maximum number of
+    tokens or the number of positions.
     """
     return _stated_size(model) or _USUAL_SIZE
 
@@ -168,35 +165,33 @@ def default_image_size(model: nn.Module) -> tuple[int, ...]:
 def _stated_size(model: nn.Module) -> tuple[int, ...] | None:
     if takes_tokens(model):
         usual = (int(getattr(model.config, "max_position_embeddings", 512)),)  # type: ignore[union-attr,arg-type]
-        return _as_size((getattr(model, "pretrained_cfg", None) or {}).get("input_size", usual)[-2:])
+        return tuple(map(int, (getattr(model, "pretrained_cfg", None) or {}).get("input_size", usual)[-2:]))
     for network in _with_inner(model):
         size: Any = getattr(getattr(network, "patch_embed", None), "img_size", None)
         if size is None:
             size = (getattr(network, "pretrained_cfg", None) or {}).get("input_size", (None,))[-2:]
             size = None if None in size else size
-        for owner in (network, getattr(network, "config", None)):  # torchvision's ViT; transformers
+        for owner in (network, getattr(network, "config", None)):  # torchvision's ViT, and models of transformers
             size = getattr(owner, "image_size", None) if size is None else size
-        if isinstance(size, int) or (isinstance(size, tuple | list) and len(size) == 2):
-            return _as_size(size)
+        if isinstance(size, int):
+            return size, size
+        if isinstance(size, tuple | list) and len(size) == 2:
+            return tuple(map(int, size))
     return None
 
 
-def _as_size(size: Any) -> tuple[int, ...]:
-    return tuple(map(int, size)) if isinstance(size, tuple | list) else (int(size), int(size))
-
-
 def _with_inner(model: nn.Module) -> list[nn.Module]:
-    """Return `model` and the pretrained networks in it."""
+    """Return `model` and the pretrained networks that it contains."""
     inner = [] if hasattr(model, "get_classifier") else networks_in(model)
     return [model, *(model.get_submodule(name) for name in inner)]
 
 
-#: Names of parameters that are prefix tokens, in networks that do not declare their number.
+#: Parameter names of prefix tokens in networks that do not declare the number of prefix tokens.
 _PREFIX_TOKENS = re.compile(r"(^|\.)(cls_token|class_token|dist_token|distillation_token|register_tokens)$")
 
 
 def prefix_tokens_of(model: nn.Module) -> int:
-    """Return the number of prefix tokens that the network declares, or the number of its parameters that are tokens."""
+    """Return the number of prefix tokens that the network declares, or the number of its token parameters."""
     for network in _with_inner(model):
         stated = getattr(network, "num_prefix_tokens", None)
         if stated is not None or hasattr(network, "get_classifier"):

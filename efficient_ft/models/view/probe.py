@@ -1,4 +1,4 @@
-"""One forward pass of a model on fake tensors, which records the input of each layer."""
+"""A forward pass of a model on fake tensors that records the input of each layer."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from efficient_ft.core.errors import UserError
-from efficient_ft.models.view.layers import TokenLayout
-from efficient_ft.models.view.reason import Reason, Skipped
+from efficient_ft.models.view.layers import Reason, Skipped, TokenLayout
 from efficient_ft.models.view.structure import above
 from efficient_ft.ops.tokens import token_reduction_suspended
 
@@ -24,12 +23,12 @@ BATCH = 2
 
 @dataclass(frozen=True)
 class Input:
-    """Input of a linear layer or convolution in its first call.
+    """The input of a linear layer or convolution in its first call.
 
     Attributes:
-        shape: shape of the tensor.
-        window: (h, w) of the windowed attention that contains the layer, if any.
-        maps: grids of the preceding maps, the latest first.
+        shape: Shape of the tensor.
+        window: Window (h, w) of the windowed attention that contains the layer, or None.
+        maps: Grids of the preceding feature maps, the latest first.
     """
 
     shape: tuple[int, ...]
@@ -39,12 +38,12 @@ class Input:
 
 @dataclass(frozen=True)
 class Probed:
-    """Record of a forward pass; keys are full module names.
+    """The record of a forward pass. All keys are full module names.
 
     Attributes:
-        inputs: inputs of every linear layer and convolution that was called.
-        reach: attention modules that must be switched so that a layer is called (`Layer.reach`).
-        functions: torch functions that each module's forward calls directly.
+        inputs: Input of every linear layer and convolution that was called.
+        reach: Attention modules to switch so that they call a layer, by layer name (`Layer.reach`).
+        functions: Torch functions that each module's forward calls directly.
     """
 
     inputs: Mapping[str, Input]
@@ -53,7 +52,7 @@ class Probed:
 
 
 class _Functions(TorchFunctionMode):
-    """Record which torch functions each module calls."""
+    """A mode that records the torch functions that each module calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,15 +60,12 @@ class _Functions(TorchFunctionMode):
         self.found: defaultdict[str, set[Callable[..., Any]]] = defaultdict(set)
 
     def watch(self, name: str, module: nn.Module) -> None:
-        """Attribute direct calls in the forward of `module` to `name`."""
-
-        def enter(*_: Any) -> None:
-            self.running.append(name)
+        """Attribute calls in the forward of `module` to `name`."""
 
         def leave(*_: Any) -> None:
             self.running.pop()
 
-        module.register_forward_pre_hook(enter)
+        module.register_forward_pre_hook(lambda *_: self.running.append(name))
         module.register_forward_hook(leave)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -79,42 +75,38 @@ class _Functions(TorchFunctionMode):
 
 
 def fake_copy(original: Any) -> tuple[FakeTensorMode, Any]:
-    """Return a copy of a model, or of several objects, on fake tensors, and the mode in which it runs."""
+    """Copy one or several objects to fake tensors. Return the mode for running a copied model, and the copy."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with FakeCopyMode(mode):
         return mode, copy.deepcopy(original)
 
 
 def takes_tokens(model: nn.Module) -> bool:
-    """Return True if a model takes token ids, as text models of transformers do."""
+    """Return True if a model takes token ids, as the text models in `transformers` do."""
     return getattr(model, "main_input_name", None) == "input_ids"
 
 
 def call(model: nn.Module, size: tuple[int, ...]) -> Any:
-    """Run `model` on an empty batch of images of (H, W) pixels or texts of (L,) tokens, in the mode of its copy."""
+    """Run a fake `model` on a batch of images of (H, W) pixels or texts of (L,) tokens, in the mode of the copy."""
     if takes_tokens(model):
         ids = torch.zeros(BATCH, *size, device=next(model.parameters()).device, dtype=torch.long)
         return model(input_ids=ids, attention_mask=torch.ones_like(ids))
-    return model(_images_for(model, size))
+    first = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
+    channels = first.in_channels if first is not None and first.groups == 1 else 3
+    parameter = next(model.parameters())
+    return model(torch.empty(BATCH, channels, *size, device=parameter.device, dtype=parameter.dtype))
 
 
 def in_words(size: tuple[int, ...]) -> str:
-    """Return a description of the model's input."""
+    """Return the size of a model's input as words, for messages."""
     return f"texts of {size[0]} tokens" if len(size) == 1 else f"images of {size[0]}×{size[1]}"
 
 
-def _images_for(model: nn.Module, size: tuple[int, ...]) -> Tensor:
-    first = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
-    channels = first.in_channels * first.groups if isinstance(first, nn.Conv2d) and first.groups == 1 else 3
-    parameter = next(model.parameters())
-    return torch.empty(BATCH, channels, *size, device=parameter.device, dtype=parameter.dtype)
-
-
 def probe(model: nn.Module, size: tuple[int, ...]) -> Probed:
-    """Run a fake copy of `model` on images of (H, W) pixels or texts of (L,) tokens; `model` is not changed.
+    """Run a fake copy of `model` on images of (H, W) pixels or texts of (L,) tokens, without changing `model`.
 
     Raises:
-        UserError: the model cannot run on an input of that size.
+        UserError: If the model cannot run on an input of this size.
     """
     mode, fake = fake_copy(model)
     fake.eval()
@@ -156,7 +148,7 @@ def probe(model: nn.Module, size: tuple[int, ...]) -> Probed:
 def layout_of(
     name: str, module: nn.Linear | nn.Conv2d, given: Input | None, prefix: int, head: tuple[str, ...], stem: str | None
 ) -> tuple[TokenLayout | None, Skipped | None]:
-    """Return the layout of a layer's positions, or the reason why it has none."""
+    """Return the layout of a layer's input, or the reason why the input has no layout."""
     if any(name == h or name.startswith(f"{h}.") for h in head):
         return None, Skipped(Reason.HEAD)
     if stem is not None and (name == stem or name.startswith(f"{stem}.")):

@@ -1,7 +1,7 @@
-"""The structure of a network from its attributes: stages, blocks, stem, head, normalizations.
+"""Find the stages, blocks, stem and normalization layers of a network by the names of its attributes.
 
-In most timm classifiers, stages are at the top level; in a few, they are one module below (``body.layer1``). In models
-from `transformers` and segmentation-models-pytorch, the stages are inside an encoder
+In most timm classifiers, the stages are attributes of the network. In some, they are attributes of a submodule
+(``body.layer1``). In models from `transformers` and segmentation-models-pytorch, the stages are inside an encoder
 (``encoder.model.blocks``, ``segformer.stages``, ``bert.encoder.layer``), followed by a decoder or classifier.
 """
 
@@ -13,12 +13,12 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 
-#: Normalization layers by class.
+#: Pattern for the class names of normalization layers.
 _NORM = re.compile(r"norm|abn|^affine$", re.IGNORECASE)
 
 
 def above(model: nn.Module, name: str) -> Iterator[nn.Module]:
-    """Yield the modules that contain `name`, starting with the model, without the module itself."""
+    """Yield the modules that contain the module `name`, starting with the model."""
     module = model
     for part in name.split("."):
         yield module
@@ -26,13 +26,13 @@ def above(model: nn.Module, name: str) -> Iterator[nn.Module]:
 
 
 def names_of(model: nn.Module, modules: Iterable[nn.Module]) -> tuple[str, ...]:
-    """Return the full names of some modules of a model."""
+    """Return the full names of the given modules of a model."""
     wanted = {id(m) for m in modules}
     return tuple(name for name, m in model.named_modules() if id(m) in wanted)
 
 
 def stem_of(model: nn.Module) -> str | None:
-    """Return the name of the top-level module with the first convolution; in an encoder, of the convolution."""
+    """Return the name of the top-level module with the first convolution, or the convolution's name in an encoder."""
     cfg = getattr(model, "pretrained_cfg", None) or {}
     first = cfg.get("first_conv")
     if isinstance(first, tuple | list):
@@ -47,12 +47,8 @@ def stem_of(model: nn.Module) -> str | None:
     return first if f"{holder_of(model)}.".startswith(f"{top}.") else top
 
 
-def stages_of(
-    model: nn.Module,
-) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    """Return the blocks of each stage, its other modules (downsampling), and the modules that contain them, by full
-    name.
-    """
+def stages_of(model: nn.Module) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...], tuple[str, ...]]:
+    """Return the names of each stage's blocks, each stage's other modules, and the modules that contain the stages."""
     holder = holder_of(model)
     inside = f"{holder}." if holder else ""
     owner = model.get_submodule(holder)
@@ -78,27 +74,20 @@ def stages_of(
 
 #: Attributes that contain stages or blocks.
 _CONTAINERS = ("blocks", "stages", "layers", "layer", "levels", "transformers", "network", "dense_stages")
-#: Attributes that may be a sequence of blocks, as in RexNet. In other networks, they contain single layers.
+#: Attribute that is a sequence of blocks in some networks (RexNet) and a sequence of layers in other networks.
 _FEATURES = "features"
-#: Patterns of stages that are separate attributes: ``layer1``, ``stages_0``, ``s1``. The first existing one is used.
-_NUMBERED = tuple(
-    map(
-        re.compile,
-        (r"layer[1-8]", r"stages_\d", r"layers_\d", r"s[1-8]", r"stage[1-8]", r"denseblock\d", r"level\d", r"block\d+"),
-    )
-)
-#: Attributes of a stage that contain its blocks.
+#: Patterns for stages in separate attributes (``layer1``, ``stages_0``, ``s1``). The first matching pattern is used.
+_NUMBERED = ("layer[1-8]", r"stages_\d", r"layers_\d", "s[1-8]", "stage[1-8]", r"denseblock\d", r"level\d", r"block\d+")
+#: Attributes that contain the blocks of a stage.
 _BLOCKS_OF_STAGE = ("blocks", "transformer_encoder")
-#: Modules of timm's classifiers that may contain the stages.
+#: Submodules of timm's classifiers that may contain the stages.
 _TIMM_HOLDERS = ("encoder", "body", "features")
-#: Maximum depth at which an encoder is searched.
+#: Maximum depth of an encoder in a network.
 _DEPTH = 2
 
 
 def holder_of(model: nn.Module) -> str:
-    """Return the full name of the encoder that contains the stages or blocks; empty for the model itself, or if there
-    are none.
-    """
+    """Return the full name of the encoder with the stages or blocks, or "" for the model itself or without stages."""
     if _containers(model):
         return ""
     names = [n for n, _ in model.named_modules() if n and n.count(".") < _DEPTH and not n.startswith("decode")]
@@ -109,21 +98,21 @@ def holder_of(model: nn.Module) -> str:
 
 
 def _containers(module: nn.Module) -> list[str]:
-    """Return the names of the submodules that contain stages or blocks, or are the stages."""
+    """Return the names of the submodules that are stages, or that contain stages or blocks."""
     for name in _CONTAINERS:
-        container = module._modules.get(name)  # getattr of a wrapper may access the inner module
+        container = module._modules.get(name)  # getattr of a wrapper may return an attribute of the inner module
         if isinstance(container, nn.ModuleList | nn.Sequential) and len(container):
             return [name]
     features = module._modules.get(_FEATURES)
     if type(features) is nn.Sequential and _holds_blocks(features) and "0" in features._modules:
         return [_FEATURES]
     children = [name for name, _ in module.named_children()]
-    series = ([n for n in children if form.fullmatch(n)] for form in _NUMBERED)
-    return next((names for names in series if names and names[0][-1] in "01"), [])  # exclude the rest of a series
+    series = ([n for n in children if re.fullmatch(form, n)] for form in _NUMBERED)
+    return next((names for names in series if names and names[0][-1] in "01"), [])  # exclude an incomplete series
 
 
 def _blocks_of(stage: nn.Module) -> tuple[str, nn.Module] | None:
-    """Return the module that lists the blocks of a stage, and its name in the stage (empty: the stage), or None."""
+    """Return the module that lists a stage's blocks, with its name prefix in the stage; None for other modules."""
     for name in _BLOCKS_OF_STAGE:
         if isinstance(getattr(stage, name, None), nn.ModuleList | nn.Sequential):
             return f"{name}.", getattr(stage, name)
@@ -133,7 +122,7 @@ def _blocks_of(stage: nn.Module) -> tuple[str, nn.Module] | None:
 
 
 def _holds_blocks(stage: nn.Module) -> bool:
-    """Return True if a list contains blocks, and not mostly layers of a single block (ConvMixer)."""
+    """Return True if a list contains blocks instead of mostly the layers of a single block (ConvMixer)."""
     found = _blocks_of(stage)
     if found is None:
         return False
@@ -144,12 +133,11 @@ def _holds_blocks(stage: nn.Module) -> bool:
 def _split_stages(
     modules: list[tuple[str, nn.Module]], stages: tuple[str, ...] = ()
 ) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:
-    """Return blocks and other modules of each stage.
+    """Return the names of each stage's blocks, and of each stage's other modules.
 
-    Args:
-        modules: stages, and modules between them, which belong to the following stage; in order.
-        stages: names of the stages. A stage that does not list blocks is one block. Empty: the modules that list
-            blocks.
+    `modules` contains the stages in order, and the modules between stages, which belong to the following stage.
+    `stages` names the stages. By default, every module that lists blocks is a stage. A named stage that does not list
+    blocks is a single block.
     """
     blocks: list[tuple[str, ...]] = []
     extras: list[tuple[str, ...]] = []
@@ -173,7 +161,7 @@ def _split_stages(
 
 
 def after(model: nn.Module, container: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the modules registered after the stages, at the top level and in their encoder, in the order they run."""
+    """Return the modules registered after the stages, first in the encoder and then at the top level."""
     found: list[str] = []
     around = container[0].split(".")[:-1] if container else []
     for depth in range(len(around), -1, -1):
@@ -192,15 +180,11 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return True for a normalization layer, by the name of its class."""
+    """Return True if the class name of `module` is the name of a normalization layer."""
     return _NORM.search(type(module).__name__) is not None
 
 
 def parameters_under(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return the parameters, by full name, of modules or parameters with these full names."""
-    prefixes = tuple(names)
-    return {
-        n: p
-        for n, p in model.named_parameters()
-        if any(n == prefix or n.startswith(f"{prefix}.") for prefix in prefixes)
-    }
+    """Return the parameters of the modules and parameters `names`, by full name."""
+    prefixes = tuple(f"{name}." for name in names)
+    return {n: p for n, p in model.named_parameters() if f"{n}.".startswith(prefixes)}
