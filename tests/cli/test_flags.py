@@ -52,7 +52,7 @@ def test_help_is_shown_whatever_the_settings_are(program: Path) -> None:
 def test_an_entry_that_the_configuration_lacks(program: Path) -> None:
     done = call(program, "--cfg", "job", "--package", "optmi")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("--package optmi: there is no such entry, or it is null. The groups are")
+    assert done.stderr.startswith("--package optmi: the entry does not exist or is null. The groups are")
 
 
 def test_help_equals_the_text_of_hydra(program: Path) -> None:

@@ -304,7 +304,7 @@ def test_settings_of_hydra_that_fail_later_end_in_one_line(program: Path) -> Non
 def test_settings_between_options(program: Path) -> None:
     done = call(program, "data=cifar10", "--cfg", "job", "seed=1")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("seed=1: options must be given before or after all settings")
+    assert done.stderr.startswith("seed=1: options must precede or follow all settings")
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_a_study_that_somebody_sends_calls_no_function(folder: Path, argument: s
     """Hydra calls what its own settings name."""
     assert STUDY.count(old) == 1
     (folder / "study.yaml").write_text(STUDY.replace(old, new.format(argument)))
-    with pytest.raises(UserError, match="a study has settings of runs only"):
+    with pytest.raises(UserError, match="a study may contain only settings of runs"):
         read_study(folder)
 
 
@@ -85,11 +85,11 @@ def test_a_run_on_other_images_is_not_recorded(folder: Path) -> None:
     found["data"]["digest"] = "aa"
     records.add(first, found)
     found["data"]["digest"] = "bb"
-    with pytest.raises(UserError, match=r"full optim\.lr=0\.01 seed=0 \(data\.root\) are not those of 1 records"):
+    with pytest.raises(UserError, match=r"full optim\.lr=0\.01 seed=0 \(data\.root\) differ from the images of 1 records"):
         records.add(second, found)
     stale = Records(folder)
     stale.runs = []  # as read before another process wrote its record
-    with pytest.raises(UserError, match="are not those of 1 records"):
+    with pytest.raises(UserError, match="differ from the images of 1 records"):
         stale.add(second, found)
     assert Records(folder).find(second) is None
     other = replace(second, arguments=(*second.arguments, "data=cifar10"))
@@ -201,17 +201,17 @@ def test_a_diverged_run_is_a_finding_and_never_the_best(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (None, "holds no study.yaml"),
+        (None, "contains no study.yaml"),
         ("title: [", "cannot be read"),
         ("", "cannot be used: it must be a mapping"),
-        (STUDY + "title: again", "cannot be read: .*title is there twice"),
-        (STUDY + "  full: [method=bitfit]", "cannot be read: .*full is there twice"),
+        (STUDY + "title: again", "cannot be read: .*title occurs twice"),
+        (STUDY + "  full: [method=bitfit]", "cannot be read: .*full occurs twice"),
         (STUDY.replace("seed: 0}", "seed: 0, ignore: [seed]}"), r"tune\.ignore names seed, which the study sets"),
         (STUDY + "  b: [method=head, optim.lr=0.5]", r"row b sets optim\.lr=0\.5, which the study sets"),
         (STUDY + "  b: [method=head, seed=9]", "row b sets seed=9"),
         (STUDY + "  b: [method=full]", "rows full and b have the same settings"),
         (STUDY.replace("1.0e-2]", ".nan]"), "must be finite numbers"),
-        (STUDY.replace("1.0e-2]", "yes]"), "must be numbers, got a truth value"),
+        (STUDY.replace("1.0e-2]", "yes]"), "must be numbers, got a Boolean"),
         (STUDY.replace("seeds: [0, 1]", "seeds: [0, yes]"), "seeds must be a non-empty list, each value an integer"),
         (STUDY.replace("seeds: [0, 1]", "seeds: []"), r"seeds must be a non-empty list, .*, got \[\]"),
         ("title: a", "settings is missing"),
@@ -225,7 +225,7 @@ def test_a_study_that_cannot_be_read_is_refused(tmp_path: Path, text: str | None
         (tmp_path / "study.yaml").write_text(text)
     with pytest.raises(UserError, match=said):
         read_study(tmp_path)
-    with pytest.raises(UserError, match=r"holds no study\.yaml\. Pass the folder of a study"):
+    with pytest.raises(UserError, match=r"contains no study\.yaml\. Pass the folder of a study"):
         read_study(tmp_path / "study.yaml")
 
 
@@ -276,7 +276,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_traine
 ) -> None:
     monkeypatch.setattr("efficient_ft.record.study.os.access", lambda *_: False)
     monkeypatch.setattr("efficient_ft.cli.hydra.jobs.run_jobs", lambda *_: pytest.fail("it trained"))
-    with pytest.raises(UserError, match=r"cannot be written to, .*Copy study\.yaml to a separate folder"):
+    with pytest.raises(UserError, match=r"is not writable, .*Copy study\.yaml to another folder"):
         command.main([str(folder)])
 
 
