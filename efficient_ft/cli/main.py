@@ -166,9 +166,7 @@ def check_commandline(arguments: Any) -> list[ComposedJob]:
             " it and set jobs=N. For several processes on this machine, use trainer=ddp."
         )
     if _sweeps(arguments) and started_processes() > 1:
-        raise UserError(
-            "-m starts a process for each job. Run it without torchrun or srun, or run the jobs one by one."
-        )
+        raise UserError("-m starts a process for each job. Run it without torchrun or srun, or run each job alone.")
     for name in () if _sweeps(arguments) else ("jobs", "job_timeout"):
         if any(text.startswith(f"{name}=") for text in arguments.overrides):
             show(f"note: {name} has no effect on a single run; it applies to sweeps (-m).", sys.stderr)

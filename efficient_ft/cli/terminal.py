@@ -39,7 +39,7 @@ class Help(argparse.HelpFormatter):
 
 
 def fitted(line: str, width: int) -> list[str]:
-    """Break a help line into lines of at most `width` columns. An explanation after an example moves to the next line."""
+    """Break a help line into lines of at most `width` columns. An explanation after an example starts a new line."""
     lines: list[str] = []
     example = re.fullmatch(r"(\s*\S.*?)\s{3,}(\S.*)", line)
     parts = [line] if len(line) <= width or example is None else [example[1], f"        {example[2]}"]

@@ -1,4 +1,4 @@
-"""Networks of the papers' cost tables on the meta device: models of timm, and models that timm does not have."""
+"""Networks of the papers' cost tables on the meta device: timm models, and models that timm does not provide."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import efficient_ft.models.proxyless  # noqa: F401  registers proxyless_mobile
 from efficient_ft.config.schema import ModelConfig
 from efficient_ft.models.factory import random_model
 
-#: timm's names of models that the papers name differently. `_OTHERS` has models that timm does not have.
+#: timm's names for models with different names in the papers. `_OTHERS` contains models that timm does not provide.
 _TIMM = {
     "vit_b": "vit_base_patch16_224",
     "vit_b_moe": "vit_base_patch16_224",
@@ -36,10 +36,10 @@ _OTHERS = {
 
 
 def network(architecture: str, classes: int) -> nn.Module:
-    """Build a network of the papers or of timm on the meta device.
+    """Build a network on the meta device.
 
     Args:
-        architecture: name in the paper, or in timm.
+        architecture: name in the paper or in timm.
         classes: number of classes.
     """
     if architecture not in _OTHERS:
@@ -55,8 +55,8 @@ def network(architecture: str, classes: int) -> nn.Module:
 def _pad_before_widening(model: nn.Module) -> None:
     """Pad the map before the 1×1 convolution that widens it, instead of in the depthwise convolution after it.
 
-    The widened maps, and the bytes saved for them, are then larger. Back Razor's Table 5 corresponds to this variant of
-    MobileNetV2: packable activations take 8280 MiB in the table, 8318 MiB with this padding, and 7528 MiB with padding
+    This increases the widened maps and the bytes saved for them. Back Razor's Table 5 corresponds to this variant of
+    MobileNetV2. Its packable activations are 8280 MiB, compared with 8318 MiB for this padding and 7528 MiB for padding
     in the depthwise convolution.
     """
 

@@ -1,4 +1,4 @@
-"""Charts as data: panels of series, which are drawn as PNG and written as CSV."""
+"""Charts as data: panels with series, which are drawn as PNG and written as CSV."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_NAMED = 14
 
 @dataclass(frozen=True)
 class Series:
-    """Named points: x and y of the same length; x may be words (bars)."""
+    """Named points: `x` and `y` have the same length. In bar charts, `x` may contain words."""
 
     name: str
     x: Sequence[float | str]
@@ -28,15 +28,15 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes.
+    """A pair of axes.
 
     Attributes:
         title: title of the panel.
         x: label of the x axis, with its unit.
         y: label of the y axis.
         series: the series of the panel.
-        kind: ``lines`` (with markers if there are few points), ``points``, ``bars`` or ``image`` (the values of the
-            only series are the rows of a square picture).
+        kind: ``lines`` (with markers if there are few points), ``points``, ``bars``, or ``image``, where the values of
+            the only series are the rows of a square picture.
     """
 
     title: str
@@ -48,7 +48,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure of one or several panels next to each other."""
+    """A figure with one or several panels side by side."""
 
     title: str
     panels: Sequence[Panel]
@@ -59,7 +59,7 @@ def write_chart(chart: Chart, path: Path) -> list[Path]:
     """Write ``PATH.png`` and ``PATH.csv``.
 
     Raises:
-        UserError: matplotlib is not installed.
+        UserError: If matplotlib is not installed.
     """
     require_matplotlib()
     png, table = path.with_name(f"{path.name}.png"), path.with_name(f"{path.name}.csv")
@@ -120,5 +120,5 @@ def _draw(axes: Any, panel: Panel) -> None:
             few = len(series.x) <= 20
             style = {"linestyle": "" if panel.kind == "points" else "-", "marker": "o" if few else ""}
             axes.plot(series.x, series.y, label=series.name, color=color, **style)
-    if 1 < len(panel.series) <= MAX_NAMED:  # more would hide the axes; the CSV names them
+    if 1 < len(panel.series) <= MAX_NAMED:  # More names would hide the axes.
         axes.legend(fontsize=8)

@@ -22,7 +22,7 @@ from efficient_ft.report.charts import Chart, Panel, Series
 from efficient_ft.report.record import block_labels
 from efficient_ft.training.callbacks.block_stats import channel_axis, observe_blocks, relative_magnitude
 
-#: Batch size.
+#: Number of images in the batch.
 IMAGES = 16
 
 
@@ -30,7 +30,7 @@ def _model_and_batch(config: Config) -> tuple[nn.Module, Tensor, Tensor]:
     """Return the pretrained model of `config`, and the first images of its evaluation split with their labels.
 
     Raises:
-        UserError: weights or images are missing.
+        UserError: If weights or images are missing.
     """
     missing = [text for text in (factory.missing_weights(config.model), missing_data(config.data)) if text is not None]
     if missing:
@@ -42,7 +42,7 @@ def _model_and_batch(config: Config) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def relative_magnitudes(config: Config) -> Chart:
-    """ALaST, Figure 2: ‖f(x)‖ / ‖f(x) + x‖ of each block of a pretrained model, the mean over images and tokens."""
+    """ALaST, Figure 2: ‖f(x)‖ / ‖f(x) + x‖ of each block of a pretrained model, averaged over images and tokens."""
     model, batch, _ = _model_and_batch(config)
     of_model, found = view(model), dict[int, float]()
 
@@ -62,14 +62,14 @@ def relative_magnitudes(config: Config) -> Chart:
 
 
 def class_attention(config: Config) -> Chart:
-    """ALaST, Figure 4: attention of the class token to the patches in the 2nd, 4th and 6th block, first image.
+    """ALaST, Figure 4: attention of the class token to the patches in blocks 2, 4 and 6, for the first image.
 
-    The attention is the mean over the heads.
+    The attention is averaged over the heads.
     """
     model, batch, _ = _model_and_batch(config)
     of_model = view(model)
     if not of_model.prefix_tokens or not hasattr(model.get_submodule(of_model.blocks[0]), "attn"):
-        raise UserError(f"{of_model.name} has no class token over a grid of patches. Use a ViT or DeiT.")
+        raise UserError(f"{of_model.name} has no class token with a grid of patches. Use a ViT or DeiT.")
     maps: dict[int, Tensor] = {}
 
     def hook(index: int) -> Callable[..., None]:
@@ -100,10 +100,10 @@ def class_attention(config: Config) -> Chart:
 
 
 def gradient_spectrum(config: Config) -> Chart:
-    """LBP-WHT, Figure 5: energy of g_y by Walsh-Hadamard basis (i, j), at the model's last attention layer.
+    """LBP-WHT, Figure 5: energy of g_y by Walsh-Hadamard basis (i, j), at the last attention layer of the model.
 
-    g_y is the gradient of the loss at the output of the layer, for one batch and the pretrained model with a new
-    classifier.
+    g_y is the gradient of the loss with respect to the layer's output, for one batch and the pretrained model with a
+    new classifier.
     """
     model, batch, labels = _model_and_batch(config)
     of_model = view(model)
@@ -125,7 +125,7 @@ def gradient_spectrum(config: Config) -> Chart:
     F.cross_entropy(model(batch), labels).backward()
     for handle in handles:
         handle.remove()
-    # If only the class token has a gradient after the last attention layer, use the layer before it.
+    # After the last attention layer, only the class token may have a gradient. Then use the layer before it.
     layer, grid = next(
         (one, grid) for one in reversed(layers[-4:]) if (grid := _on_grid(held[one.name], one)).abs().max() > 0
     )
@@ -144,9 +144,7 @@ def _on_grid(gradient: Tensor, layer: Layer) -> Tensor:
 
 
 def training_memory(config: Config | None = None) -> Chart:
-    """Back Razor, Figure 1: training memory at a batch size of 16 by TinyTL's formula. The paper does not state the
-    limits of the devices.
-    """
+    """Back Razor, Figure 1: training memory at batch size 16 by TinyTL's rule. The paper states no device limits."""
     networks = (
         ("ResNet-50", "resnet50", ()),
         ("ViT-B", "vit_base_patch16_224", ()),
@@ -159,7 +157,7 @@ def training_memory(config: Config | None = None) -> Chart:
     return Chart("Training memory, batch 16", [Panel("", "", "MiB by TinyTL's rule", [series], "bars")])
 
 
-#: The figures that need a model and images (or nothing), by the name that `papers.published.figures` has.
+#: Functions for figures that require at most a model and images, by the names of `papers.published.figures`.
 FIGURES: dict[str, Callable[[Config], Chart]] = {
     "lbp_wht/figure_5": gradient_spectrum,
     "back_razor/figure_1": training_memory,
@@ -172,8 +170,8 @@ def model_figure(name: str, config: Config) -> Chart:
     """Return the chart of a paper's figure for the model and images of `config`.
 
     Raises:
-        SettingError: the figure does not exist.
-        UserError: weights or images are missing, or the model lacks what the figure shows.
+        SettingError: If the figure does not exist.
+        UserError: If weights or images are missing, or the model lacks a required part.
     """
     if name not in FIGURES:
         raise SettingError("figure", name, FIGURES)

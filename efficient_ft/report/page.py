@@ -1,4 +1,4 @@
-"""One HTML page with the figures of a run, which needs no network, and the figures as PNG files."""
+"""A self-contained HTML page with the figures of a run, and the figures as PNG files."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ PAGE = "report.html"
 
 @dataclass(frozen=True)
 class Written:
-    """The result of `write_report`: the files, and notes on figures that could not be drawn."""
+    """The files that `write_report` has written, and notes on figures that could not be drawn."""
 
     files: list[Path]
     notes: list[str]
 
 
 def write_report(run: Path, out: Path, images: int = 6) -> Written:
-    """Draw the record of `run`; write the figures and the page into `out`.
+    """Draw the record of `run`, and write the figures and the page to the folder `out`.
 
     Args:
         run: a run folder.
-        out: a folder, made if it does not exist.
-        images: on which kept tokens are drawn.
+        out: the output folder, which is created if it does not exist.
+        images: number of images with kept tokens.
 
     Raises:
-        UserError: the run has recorded nothing, or matplotlib is not installed.
+        UserError: If the run has no record, or matplotlib is not installed.
     """
     record = read(run)
     require_matplotlib()
@@ -57,7 +57,7 @@ def write_report(run: Path, out: Path, images: int = 6) -> Written:
     if images:
         try:
             drawings.append(draw_kept(kept_tokens(run, config, images)))
-        except UserError as error:  # images or weights are missing; the record is drawn anyway
+        except UserError as error:  # The record does not require images or weights.
             notes.append(f"Kept tokens are not drawn. {error}")
     if drawings[0] is None:
         notes.append("The methods of this run have no budgets.")
@@ -86,13 +86,13 @@ dd { margin: 0 0 .2rem 7rem; overflow-wrap: anywhere; }
 
 
 def page(facts: dict[str, str], record: Record, drawings: Sequence[Drawing], notes: Sequence[str]) -> str:
-    """The HTML page, with the figures embedded in it.
+    """Return the HTML page with embedded figures.
 
     Args:
-        facts: of the run, by title.
-        record: the numbers of the table at the end.
-        drawings: in order.
-        notes: on what is not drawn.
+        facts: facts about the run by title.
+        record: the record, for the table at the end.
+        drawings: the figures in order.
+        notes: notes on figures that could not be drawn.
     """
     title = " · ".join(re.sub(r" \([^)]*\)", "", facts[name]) for name in ("Method", "Model", "Data"))
     parts = [

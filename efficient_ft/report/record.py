@@ -22,25 +22,23 @@ from efficient_ft.record.results import read_results
 from efficient_ft.record.rows import Rows
 from efficient_ft.record.step_stats import NAME
 
-#: Maximum number of steps in figures that draw each step; more steps are thinned evenly.
+#: Maximum number of steps in figures. Of more steps, evenly spaced steps are drawn.
 MAX_STEPS = 600
 
 
 @dataclass(frozen=True)
 class Record:
-    """The rows of step_stats.jsonl: T recorded steps of B blocks.
-
-    `efficient_ft.record.step_stats` documents the numbers.
+    """The rows of step_stats.jsonl, with T recorded steps of B blocks; see `efficient_ft.record.step_stats`.
 
     Attributes:
-        steps: (T,), numbers of steps from 1.
-        blocks: full names.
+        steps: numbers of the optimizer steps, from 1: (T,).
+        blocks: full names of the blocks.
         labels: short names, made of the numbers in the full names.
-        trained: (T, B), booleans.
-        budgets: (T, B); None without budgets.
-        tokens: (T, B), NaN where not recorded.
-        magnitudes: (T, B), NaN where not recorded.
-        compared: (T, B), NaN where not recorded.
+        trained: True if the block trained: (T, B).
+        budgets: compute budgets: (T, B), or None without budgets.
+        tokens: tokens after each block: (T, B), NaN if not recorded.
+        magnitudes: relative magnitudes: (T, B), NaN if not recorded.
+        compared: compared tokens: (T, B), NaN if not recorded.
     """
 
     steps: np.ndarray
@@ -54,14 +52,14 @@ class Record:
 
     @property
     def ends(self) -> tuple[slice, slice, str]:
-        """The first and the last tenth of the record, and a name for their length."""
+        """Return the first and the last tenth of the record, and a name for this part."""
         share = max(1, len(self.steps) // 10)
         called = "record" if share == 1 else f"{share} records"
         return slice(0, share), slice(-share, None), called
 
     @property
     def thinned(self) -> np.ndarray:
-        """Indices of at most `MAX_STEPS` evenly spaced steps."""
+        """Return indices of at most `MAX_STEPS` evenly spaced steps."""
         count = len(self.steps)
         return np.unique(np.linspace(0, count - 1, min(count, MAX_STEPS)).round().astype(int))
 
@@ -70,30 +68,30 @@ def read(run: Path) -> Record:
     """Read the record of `run`.
 
     Raises:
-        UserError: the folder does not exist, has no record, or has one that cannot be read.
+        UserError: If the folder does not exist, or its record is missing or cannot be read.
     """
     if not run.is_dir():
-        raise UserError(f"{run}: no such folder. {PASS_A_RUN}")
+        raise UserError(f"{run}: the folder does not exist. {PASS_A_RUN}")
     rows = Rows(run / NAME).read()
     if not rows:
         if (run / CONFIG).is_file():
             read_config(run, PASS_A_RUN, USE_ITS_VERSION)
         raise UserError(
-            f"{run} contains no record ({NAME}). Train with step_stats.interval=1 (n: every n-th optimizer step);"
-            " resume=never repeats a finished run."
+            f"{run} contains no record ({NAME}). Train with step_stats.interval=1 (n: every n-th optimizer step). To"
+            " repeat a finished run, use resume=never."
         )
     if not all({"step", "blocks", "trained"} <= row.keys() for row in rows):
         raise UserError(f"{run / NAME} cannot be read: a row lacks step, blocks or trained. {USE_ITS_VERSION}")
     try:
         return _record(rows)
-    except (TypeError, ValueError, IndexError) as error:  # values of other types, or rows of different lengths
+    except (TypeError, ValueError, IndexError) as error:  # wrong types, or rows of different lengths
         raise UserError(f"{run / NAME} is damaged ({error}). Train again, with resume=never.") from error
 
 
 def _record(rows: Sequence[dict[str, Any]]) -> Record:
     blocks = list(rows[0]["blocks"])
     if not blocks:
-        raise ValueError("a row names no block")
+        raise ValueError("a row contains no block")
 
     def numbers(name: str) -> np.ndarray:
         empty = [None] * len(blocks)
@@ -113,19 +111,16 @@ def _record(rows: Sequence[dict[str, Any]]) -> Record:
 
 
 def block_labels(blocks: Sequence[str]) -> list[str]:
-    """Return short names of blocks: the numbers in their names if these are distinct."""
+    """Return short block names, made of the numbers in the full names if they are unique."""
     short = [".".join(re.findall(r"\d+", name)) for name in blocks]
     return short if all(short) and len(set(short)) == len(short) else list(blocks)
 
 
 def describe(run: Path, record: Record) -> tuple[dict[str, str], Config]:
-    """Describe a run.
-
-    Returns:
-        Facts by title, in the order of the page, and the run's configuration.
+    """Return facts about a run by title, in the order of the page, and its configuration.
 
     Raises:
-        UserError: config.yaml or results.json is damaged or of another version.
+        UserError: If config.yaml or results.json is damaged or was written by another version.
     """
     config = read_config(run, PASS_A_RUN, USE_ITS_VERSION)
     data: str = config.data.name

@@ -126,13 +126,13 @@ def test_without_them_nothing_is_added() -> None:
         (
             "lora",
             {"method/lora.yaml": "# @package method.lora\n"},
-            "its option method/lora exists already in efficient-ft",
+            "the option method/lora already exists in efficient-ft",
         ),
         ("every_nth", {"method/every_nth.yaml": "n: 3\n"}, "must begin with the line '# @package method.every_nth'"),
         (
             "every_nth",
             {"method/every_nth.yaml": YAML, "optim/adamw.yaml": "lr: 3\n"},
-            "its option optim/adamw exists already in efficient-ft",
+            "the option optim/adamw already exists in efficient-ft",
         ),
     ],
 )

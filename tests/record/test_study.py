@@ -85,7 +85,7 @@ def test_a_run_on_other_images_is_not_recorded(folder: Path) -> None:
     found["data"]["digest"] = "aa"
     records.add(first, found)
     found["data"]["digest"] = "bb"
-    with pytest.raises(UserError, match=r"full optim\.lr=0\.01 seed=0 \(data\.root\) differ from the images of 1 records"):
+    with pytest.raises(UserError, match=r"full optim\.lr=0\.01 seed=0 \(data\.root\) differ from the images of 1"):
         records.add(second, found)
     stale = Records(folder)
     stale.runs = []  # as read before another process wrote its record
@@ -157,7 +157,7 @@ def test_a_record_of_other_settings_does_not_count(folder: Path) -> None:
     changed = Records(folder)
     again = changed.tuning_runs(["full"])[0]
     assert changed.find(again) is None
-    assert notes(changed, ["full"])[0] == "Runs with earlier settings of the study, which are not used: 1."
+    assert notes(changed, ["full"])[0] == "Unused runs with earlier settings of the study: 1."
     changed.add(again, results(0.6))
     assert [record["accuracy"]["best"] for record in Records(folder).runs] == [0.5, 0.6], "nothing is lost"
 
@@ -177,8 +177,8 @@ def test_records_that_differ_in_ignored_settings_count_in_the_search_alone(folde
     assert records.tuning_runs(["full", "head"]) == []
     assert records.finished("full") == []
     assert notes(records, ["full"])[:2] == [
-        "Runs of the search with a trainer.precision different from the table: 4.",
-        "Runs with earlier settings of the study, which are not used: 1.",
+        "Search runs whose trainer.precision differs from the table: 4.",
+        "Unused runs with earlier settings of the study: 1.",
     ]
     low, high = (records.run("full", value, 0) for value in (1e-3, 1e-2))
     records.add(high, results(0.4))
@@ -261,7 +261,7 @@ def test_the_report_has_accuracies_over_the_seeds(folder: Path, capsys: pytest.C
     for run in records.tuning_runs(["head"]):
         records.add_diverged(run, "The loss is nan.")
     run_command("study", [str(folder), "--report", "--rows", "head"])
-    assert "Diverged with every value: head." in capsys.readouterr().out
+    assert "Diverged at every value: head." in capsys.readouterr().out
 
 
 def test_two_processes_on_one_study_keep_each_other_s_records(folder: Path) -> None:
@@ -299,7 +299,7 @@ def test_runs_that_train_nothing_or_are_the_same_have_no_place_in_a_study(folder
     with pytest.raises(UserError, match=r"full optim\.lr=0\.001 seed=0 does not train \(cost_only or evaluate\)"):
         command.main([str(folder)])
     (folder / "study.yaml").write_text(STUDY + "  again: [method=full, trainer.progress=false]\n")
-    with pytest.raises(UserError, match=r"again optim.* and full .* are the same run\. Leave one of the rows out"):
+    with pytest.raises(UserError, match=r"again optim.* and full .* are the same run\. Remove one of the rows"):
         command.main([str(folder)])
     assert not (folder / "records.json").exists()
 
@@ -316,7 +316,7 @@ def test_a_study_runs_and_is_continued(folder: Path) -> None:
         )
         assert done.returncode == 0, done.stderr
     assert "started" not in done.stdout
-    assert "Diverged with every value: high." in done.stdout
+    assert "Diverged at every value: high." in done.stdout
     runs = json.loads((folder / "records.json").read_text())["runs"]
     assert sorted((run["row"], run["seed"]) for run in runs) == [
         ("full", 0), ("full", 0), ("full", 1), ("head", 0), ("head", 0), ("head", 1), ("high", 0), ("high", 0),

@@ -180,4 +180,4 @@ def test_a_page_that_cannot_be_written_names_the_option(tmp_path: Path, capsys: 
         assert left.value.code == 2
         said = unwrapped(capsys.readouterr().err).strip()
         assert said.startswith(str(out))
-        assert said.endswith("Choose another folder: --out FOLDER.")
+        assert said.endswith("Choose another --out FOLDER.")

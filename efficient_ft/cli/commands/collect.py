@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from efficient_ft.record.collection import Run
 
 DESCRIPTION = """\
-Print one table of all runs below DIR: accuracy, cost, the settings in which the runs differ, and totals of the whole
-run. Runs that differ only in their seed are averaged in one row; --runs prints a row for each run. Runs with different
-settings are never averaged. The command names each run that it cannot read.
+Print one table of all runs below DIR: accuracy, cost, the settings in which the runs differ, and totals of each run.
+Runs that differ only in their seed are averaged in one row. --runs prints a row for each run instead. The command
+names each run that it cannot read.
 
-The terminal shows the columns that fit; --columns chooses others. CSV and JSON contain all columns.
+The terminal shows only the columns that fit. --columns selects other columns. CSV and JSON contain all columns.
 
-    efficient-ft collect outputs                               means over the seeds
-    efficient-ft collect outputs --columns method,peak,time    these columns
+    efficient-ft collect outputs                               average over the seeds
+    efficient-ft collect outputs --columns method,peak,time    print these columns
     efficient-ft collect outputs --runs --form csv > runs.csv
 """
 
@@ -35,10 +35,8 @@ def _percent(points: float) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table of the runs in a folder."""
     parser = argparse.ArgumentParser(prog="efficient-ft collect", description=DESCRIPTION, formatter_class=Help)
-    parser.add_argument(
-        "folder", type=Path, nargs="?", metavar="DIR", help="contains run folders, at any depth; default: list them"
-    )
-    parser.add_argument("--runs", action="store_true", help="a row for every run, not for every setting")
+    parser.add_argument("folder", type=Path, nargs="?", metavar="DIR", help="folder that contains run folders")
+    parser.add_argument("--runs", action="store_true", help="print a row for every run, without averaging")
     add_form_option(parser)
     add_columns_option(parser)
     options = parser.parse_args(arguments)
@@ -58,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         note(sentence)
 
 
-#: Columns of numbers, in readable units.
+#: Columns of numbers with readable units.
 _NUMBERS = {
     "best accuracy %": Column(1, _percent, "best accuracy"),
     "peak MiB": Column(1, lambda value: format_bytes(value * 2**20), "peak"),
@@ -78,7 +76,7 @@ _FURTHER = {
 
 
 def _columns(runs: Sequence[Run], header: Sequence[str]) -> dict[str, Column]:
-    """Return the columns of a table of `runs` in order: names, accuracy and cost, differing settings, the rest."""
+    """Return the columns in order: names, accuracy and cost, settings that differ, further columns."""
     several = len({run.config.model.name for run in runs}) > 1, len({run.data for run in runs}) > 1
     first = {
         "run": Column(words=True),
@@ -100,7 +98,7 @@ def _columns(runs: Sequence[Run], header: Sequence[str]) -> dict[str, Column]:
 
 
 def _title(runs: Sequence[Run]) -> str:
-    """Return the title of a table: the models and data sets of `runs`, which are not columns if there is only one."""
+    """Return the title of a table. It names models and data sets, which are not columns if all runs share them."""
     models = ", ".join(dict.fromkeys(run.config.model.name for run in runs))
     data = ", ".join(dict.fromkeys(run.data for run in runs))
     return paragraph(f"{len(runs)} run{'s' * (len(runs) > 1)} of {models} on {data}")

@@ -1,4 +1,4 @@
-"""``efficient-ft gradient-error``: the error of gradients from low-rank backward passes."""
+"""``efficient-ft gradient-error``: measure the gradient error of low-rank backward passes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from efficient_ft.core.sheet import Cell, Column, render
 from efficient_ft.core.text import paragraph
 
 DESCRIPTION = """\
-Measure how close low-rank backward passes come to the exact gradient, on a trained network and real images.
+Measure the gradient error of low-rank backward passes, on a trained network and real images.
 
     efficient-ft gradient-error --weights vit_micro.safetensors --images tinyimagenet100/val \\
         --finetune cifar10 --headroom --json benchmarks/gradient_error.json
 
-With --finetune and --headroom, 28, 32 and 56 pixels take about 15 minutes on two idle cores. --json keeps the rows of
-other image sizes that the file already contains, so that sizes can be measured one by one.
+With --finetune and --headroom, image sizes of 28, 32 and 56 pixels take about 15 minutes on two idle cores. --json
+keeps existing rows of other image sizes, so that sizes can be measured separately.
 """
 
 
@@ -32,27 +32,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="efficient-ft gradient-error", description=DESCRIPTION, formatter_class=Help, allow_abbrev=False
-    )
+    program = "efficient-ft gradient-error"
+    parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION, formatter_class=Help, allow_abbrev=False)
     parser.add_argument("--weights", type=Path, required=True, help="trained weights in timm's names")
-    parser.add_argument("--images", type=Path, required=True, help="held-out images, FOLDER/CLASS/*; classes sorted")
-    parser.add_argument("--model", default="vit_micro", help="timm name of the network (vit_micro)")
     parser.add_argument(
-        "--sizes", type=integer(1, LARGEST_SIDE), nargs="+", default=[28, 32, 56], help="image sizes in pixels"
+        "--images", type=Path, required=True, help="held-out images, FOLDER/CLASS/*, in sorted class order"
     )
+    parser.add_argument("--model", default="vit_micro", help="timm name of the network (vit_micro)")
+    side = integer(1, LARGEST_SIDE)
+    parser.add_argument("--sizes", type=side, nargs="+", default=[28, 32, 56], help="image sizes in pixels")
     parser.add_argument("--orders", type=count, nargs="+", default=[4, 6], help="orders of LP_L1 that set the cost")
-    parser.add_argument("--batch", type=count, default=64, help="images in a batch")
-    parser.add_argument("--batches", type=count, default=4, help="disjoint batches measured")
+    parser.add_argument("--batch", type=count, default=64, help="batch size")
+    parser.add_argument("--batches", type=count, default=4, help="number of disjoint batches to measure")
     parser.add_argument("--profile-batches", type=count, default=4, help="further batches for the profile of LHE")
-    parser.add_argument("--headroom", action="store_true", help="also bases calibrated on each layer's own gradients")
-    parser.add_argument("--finetune", type=Path, help="also while fine-tuning on FOLDER/train, FOLDER/test")
+    parser.add_argument("--headroom", action="store_true", help="also use bases calibrated on each layer's gradients")
+    parser.add_argument("--finetune", type=Path, help="also measure while fine-tuning on FOLDER/train, FOLDER/test")
     parser.add_argument("--finetune-steps", type=count, default=200)
     parser.add_argument("--finetune-batch", type=count, default=16)
     parser.add_argument("--finetune-lr", type=_rate, default=3e-4)
-    parser.add_argument("--finetune-batches", type=count, default=2, help="disjoint batches measured in each state")
+    parser.add_argument(
+        "--finetune-batches", type=count, default=2, help="number of disjoint batches to measure in each state"
+    )
     parser.add_argument("--seed", type=seed, default=0)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers to FILE")
     add_columns_option(parser)
     return parser
 
@@ -63,18 +65,18 @@ def _rate(given: str) -> float:
     except ValueError:
         rate = 0.0
     if not 0 < rate < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number above 0, got {given}")
+        raise argparse.ArgumentTypeError(f"must be a number > 0, got {given}")
     return rate
 
 
 def _study(sizes: Sequence[int], file: Path | None, columns: Sequence[str], settings: dict[str, Any]) -> None:
-    """Measure all sizes; write after each, print at the end."""
+    """Measure all sizes. Results are saved after each size, and printed at the end."""
     from efficient_ft.bench.gradient_error import Study, group_rows, network_rows, read_records, run_study, save
 
     study = Study(**settings)
     results: list[dict[str, Any]] = []
     if file is not None:
-        read_records(file)  # measuring takes minutes
+        read_records(file)  # refuses a damaged file before the measurement
     for size in sizes:
         results += run_study(study, size, _say)
         if file is not None:

@@ -1,4 +1,4 @@
-"""Register the resolvers and plugins of this package, and the methods of other packages, with Hydra."""
+"""Register resolvers, plugins and the methods of other packages with Hydra."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from efficient_ft.core.parsing import parse_yaml
 __all__ = ["CONF", "help_text", "register"]
 
 _SWEEPER = {"_target_": "hydra_plugins.efficient_ft_sweeper.RowsSweeper", "max_batch_size": None, "params": None}
-#: Our launcher and sweeper, by group; Hydra imports the classes.
+#: Launcher and sweeper of this package by group; Hydra imports the classes.
 _PLUGINS = {
     "hydra/launcher": ("processes", {"_target_": "hydra_plugins.efficient_ft_launcher.ProcessLauncher"}),
     "hydra/sweeper": ("rows", _SWEEPER),
@@ -25,7 +25,7 @@ _PLUGINS = {
 
 
 def register() -> None:
-    """Register resolvers, plugins and the methods of other packages with Hydra; call this before composing."""
+    """Register resolvers, plugins and the methods of other packages with Hydra. Call this function before composing."""
     OmegaConf.register_new_resolver("run_folder", _run_folder, replace=True)
     for group, (name, node) in _PLUGINS.items():
         ConfigStore.instance().store(group=group, name=name, node=node, provider="efficient_ft")
@@ -36,7 +36,7 @@ def register() -> None:
 def help_text() -> str:
     """Return the text of ``--help``, which lists all groups and options.
 
-    It equals the text of Hydra, which composes the configuration and takes three times as long.
+    Hydra prints the same text, but composes the configuration first, which takes three times as long.
     """
     options: dict[str, set[str]] = {}
     for folder in (CONF, *(one for found in plugins.folders().values() for one in found)):
@@ -50,6 +50,6 @@ def help_text() -> str:
 
 
 def _run_folder(inside: str = "", *, _root_: DictConfig) -> str:
-    """Return the run folder of the whole configuration, as a path relative to `inside`."""
+    """Return the run folder for the full configuration, relative to `inside`."""
     folder = folder_of(check(plain(_root_))).as_posix()
     return folder.removeprefix(f"{inside}/") if inside else folder

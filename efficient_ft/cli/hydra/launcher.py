@@ -1,8 +1,8 @@
-"""A launcher of Hydra that runs each job of a sweep in a separate process.
+"""A Hydra launcher that runs each job of a sweep in a separate process.
 
-Hydra's own launcher runs all jobs in one process: one kill for lack of memory ends the sweep, memory and threads of one
-job reach into the next, and a repeated sweep starts from the beginning. Here a job is the command that would run it
-alone, in the folder it would have alone. Other launchers (submitit) remain selectable: ``hydra/launcher=...``.
+Hydra's own launcher runs all jobs in one process. There, a process killed for lack of memory ends the sweep, jobs share
+memory and threads, and a repeated sweep starts from the beginning. This launcher runs each job with the command, and in
+the folder, of a single run. Other launchers, such as submitit, can be selected with ``hydra/launcher=...``.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from efficient_ft.config import check
 from efficient_ft.config.plain import plain
 from efficient_ft.core.errors import UserError
 
-#: Settings that control the sweep and do not apply to a single run.
+#: Settings that control a sweep and do not apply to a single run.
 _STEERING = ("hydra.mode", "hydra.sweep", "hydra.launcher", "hydra/launcher", "hydra/sweeper", "hydra.run.dir")
 
 
 class Sweep:
-    """The jobs of a sweep. Each of them is started with the command that would run it alone."""
+    """The jobs of a sweep. Each job is started with the command of a single run."""
 
     def __init__(self, context: HydraContext, config: DictConfig) -> None:
         self.context, self.config = context, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]]) -> Sequence[JobReturn]:
-        """Run all jobs, also after a failure; exit with status 1 if one has failed."""
+        """Run all jobs, even after a failure. Exit with status 1 if a job has failed."""
         named = zip(job_overrides, titles(job_overrides), strict=True)
         jobs = [self._job(number, *one) for number, one in enumerate(named)]
         folders = [job.folder for job in jobs if job.trains]
         for folder in folders:
             if folders.count(folder) > 1:
                 raise UserError(
-                    f"{folders.count(folder)} jobs of this sweep would share the folder {folder}: they have the same"
-                    " settings, or hydra.sweep.subdir is the same for all."
+                    f"{folders.count(folder)} jobs of this sweep would share the folder {folder}. They have the same"
+                    " settings, or hydra.sweep.subdir does not depend on the job."
                 )
         try:
             run_jobs(jobs, self._command, max((job.config.jobs for job in jobs), default=1))
@@ -49,14 +49,14 @@ class Sweep:
 
     def _job(self, number: int, overrides: Sequence[str], title: str) -> Job:
         composed = self.context.config_loader.load_sweep_config(self.config, list(overrides))
-        with open_dict(composed):  # the names of folders may refer to them
+        with open_dict(composed):  # folder names may refer to the number
             composed.hydra.job.num, composed.hydra.job.id = number, str(number)
         folder = Path(composed.hydra.sweep.dir) / composed.hydra.sweep.subdir
         return Job(tuple(overrides), title, folder, check(plain(composed)))
 
     def _command(self, job: Job) -> list[str]:
-        """Return the command line that runs `job` alone, in the folder it has in the sweep."""
-        given: Any = OmegaConf.to_container(self.config.hydra.overrides.hydra)  # as typed, with its references
+        """Return the command line that runs `job` alone in its folder of the sweep."""
+        given: Any = OmegaConf.to_container(self.config.hydra.overrides.hydra)  # as typed, with references
         kept = [o for o in given if not o.lstrip("+~").startswith(_STEERING)]
         if job.trains:
             folder = job.folder.as_posix().replace("\\", "\\\\").replace("'", "\\'")
@@ -67,7 +67,7 @@ class Sweep:
 
 
 def _returned(job: Job) -> JobReturn:
-    """Return the result of a job for sweepers that search: its value is the best accuracy."""
+    """Return the result for sweepers that search: the best accuracy."""
     value = JobReturn(overrides=list(job.arguments), cfg=OmegaConf.create(job.config.model_dump(mode="json")))
     value.status = JobStatus.COMPLETED
     value.return_value = (job.results or {}).get("accuracy", {}).get("best")

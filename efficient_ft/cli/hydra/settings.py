@@ -1,4 +1,4 @@
-"""Settings of Hydra itself on the command line: ``hydra.KEY=VALUE`` and ``hydra/GROUP=OPTION``."""
+"""Settings of Hydra on the command line: ``hydra.KEY=VALUE`` and ``hydra/GROUP=OPTION``."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ from efficient_ft.config import UnknownSetting
 from efficient_ft.config.explain import show
 from efficient_ft.core.errors import SettingError, UserError, first_line
 
-#: Classes that a configuration of Hydra may name: plugins, which Hydra finds itself, and handlers of logs.
+#: Classes that a Hydra configuration may name: plugins, which Hydra discovers, and log handlers.
 _PLUGINS = ("hydra_plugins.", "hydra._internal.core_plugins.")
 _LOG_CLASSES = (
     "efficient_ft.core.terminal.ConsoleHandler", "logging.StreamHandler", "logging.FileHandler", "logging.NullHandler",
     "logging.Formatter", "colorlog.ColoredFormatter",
 )  # fmt: skip
 _LOG_STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
-_NO_CODE = "A configuration must not name other code to run; leave it out."
+_NO_CODE = "A configuration must not name other code to run. Remove it."
 
 _FOLDERS = ("hydra.run.dir=", "hydra.sweep.dir=", "hydra.sweep.subdir=")
 
 
 def check_hydra(loader: ConfigLoader, name: str, parsed: Sequence[Override]) -> None:
-    """Refuse settings of Hydra that it would refuse in its own words, or ignore."""
+    """Refuse Hydra settings that Hydra would ignore, or refuse with a less helpful message."""
     own = [one for one in parsed if one.key_or_group.partition(".")[0].partition("/")[0] == "hydra"]
     groups = [one for one in own if "/" in one.key_or_group]
     for one in groups:
         _check_group(loader, one)
     settings = [one for one in own if one not in groups]
     if all(one.key_or_group == "hydra.run.dir" and isinstance(one.value(), str) for one in settings):
-        return  # a sweep passes it to each job
+        return  # A sweep passes this setting to each job.
     known = compose(name, [str(one.input_line) for one in groups], return_hydra_config=True)
     for one in settings:
         if one.package is not None or one.is_delete():
-            raise UserError(f"{one.input_line}: settings of Hydra have the form hydra.KEY=VALUE. Leave it out.")
+            raise UserError(f"{one.input_line}: Hydra settings have the form hydra.KEY=VALUE. Remove it.")
         _check_setting(known, one.key_or_group, one.value(), new=one.is_add() or one.is_force_add())
 
 
 @contextmanager
 def hydra_faults(overrides: Sequence[str], job: str) -> Iterator[None]:
-    """Turn an error of Hydra outside the function `job` into a message that names the settings of Hydra."""
+    """Turn an error of Hydra outside the function `job` into a message that names the Hydra settings."""
     own = [one for one in overrides if one.lstrip("+~").startswith("hydra") and not one.startswith(_FOLDERS)]
     try:
         yield
@@ -59,13 +59,13 @@ def hydra_faults(overrides: Sequence[str], job: str) -> Iterator[None]:
     except Exception as error:
         if not own or any(frame.name == job for frame in traceback.extract_tb(error.__traceback__)):
             raise
-        raise UserError(f"{' '.join(own)}: Hydra cannot use it: {first_line(error)}. Leave it out.") from error
+        raise UserError(f"{' '.join(own)}: Hydra cannot use it: {first_line(error)}. Remove it.") from error
 
 
 def check_targets(hydra: DictConfig) -> None:
-    """Refuse a configuration of Hydra that names code other than its plugins and handlers of logs."""
+    """Refuse a Hydra configuration that names code other than Hydra plugins and log handlers."""
     if hydra.get("callbacks"):
-        raise UserError(f"hydra.callbacks: callbacks are not supported here, since they run code. {_NO_CODE}")
+        raise UserError(f"hydra.callbacks: callbacks are not supported, because they run code. {_NO_CODE}")
     for key, value in _leaves(OmegaConf.to_container(hydra, resolve=False), "hydra"):
         last = key.rpartition(".")[2]
         if last == "_target_" and not str(value).startswith(_PLUGINS):
@@ -79,7 +79,7 @@ def check_targets(hydra: DictConfig) -> None:
 
 
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield the settings in nested mappings and lists by their full names."""
+    """Yield full names and values of the settings in nested mappings and lists."""
     if isinstance(value, dict | list):
         for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _leaves(inner, f"{key}.{name}")
@@ -88,20 +88,20 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _check_group(loader: ConfigLoader, override: Override) -> None:
-    """Refuse a group or an option that Hydra does not have."""
+    """Refuse a Hydra group or option that does not exist."""
     group, value = override.key_or_group, override.value()
     known = [f"hydra/{one}" for one in loader.list_groups("hydra")]
     if group not in known:
-        raise SettingError("A group of Hydra", group, known)
+        raise SettingError("A Hydra group", group, known)
     options = sorted(loader.get_group_options(group, ObjectType.CONFIG)) or group_options(loader, group)
     if override.is_delete() or override.is_add() or override.package is not None:
-        raise UserError(f"{override.input_line}: groups of Hydra have the form {group}=OPTION ({', '.join(options)}).")
+        raise UserError(f"{override.input_line}: Hydra groups have the form {group}=OPTION ({', '.join(options)}).")
     if value not in options:
         raise SettingError(group, show(value), options)
 
 
 def _check_setting(known: DictConfig, key: str, value: Any, new: bool) -> None:
-    """Refuse a setting that Hydra does not have, or a value of another type; of a mapping, the first one in it."""
+    """Refuse a setting that Hydra does not have, or a value of a wrong type; of a mapping, the first wrong entry."""
     present, missing = walk(known, key)
     node: Any = known
     for part in present.split("."):
@@ -110,7 +110,7 @@ def _check_setting(known: DictConfig, key: str, value: Any, new: bool) -> None:
         if new:
             return
         if OmegaConf.is_dict(node) and OmegaConf.get_type(node) is dict and not node.keys():
-            raise UserError(f"{key}={show(value)}: add a new name with a plus: +{key}={show(value)}")
+            raise UserError(f"{key}={show(value)}: a new name requires a plus: +{key}={show(value)}")
         names = [str(one) for one in node] if OmegaConf.is_dict(node) else []
         raise UnknownSetting(f"{present}.{missing}", value, names)
     if isinstance(node, DictConfig) and isinstance(value, dict) and value:
@@ -127,7 +127,7 @@ def _check_setting(known: DictConfig, key: str, value: Any, new: bool) -> None:
         wrong = True
     if wrong:
         given = "an empty string" if value == "" else show(value)
-        raise SettingError(key, given, _constraint(node), "Or leave it out.")
+        raise SettingError(key, given, _constraint(node), "Correct or remove it.")
     for folder in value if key == "hydra.searchpath" else ():
         path = str(folder).removeprefix("file://")
         if "://" not in path and not Path(path).is_dir():
@@ -135,7 +135,7 @@ def _check_setting(known: DictConfig, key: str, value: Any, new: bool) -> None:
 
 
 def _constraint(node: Any) -> str:
-    """Return the type of a setting of Hydra in words that follow "must be"."""
+    """Return the type of a Hydra setting in words that follow "must be"."""
     match node:
         case DictConfig():
             return "a mapping, {NAME: VALUE}"
