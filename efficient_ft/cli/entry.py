@@ -51,7 +51,6 @@ def _leave(status: int) -> None:
 
 
 def _no_folder() -> str | None:
-    """Return an error message if the current folder has been removed, else None."""
     try:
         os.getcwd()
     except OSError as error:

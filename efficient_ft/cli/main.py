@@ -21,22 +21,13 @@ from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from efficient_ft.cli import exits
 from efficient_ft.cli.commands import COMMANDS, run_command
-from efficient_ft.cli.exits import (
-    INTERRUPTED,
-    INTERRUPTED_TEXT,
-    clean_exits,
-    fail,
-    leave_closed_pipe,
-    of_the_system,
-    report_outcome,
-)
 from efficient_ft.cli.hydra import jobs, slurm
 from efficient_ft.cli.hydra.compose import ComposedJob, check_form, chosen_options, composed_jobs
-from efficient_ft.cli.hydra.flags import check_flags
 from efficient_ft.cli.hydra.groups import CONF, help_text, register
 from efficient_ft.cli.hydra.output_folder import CommandRecord, leaving_nothing, output_folder_faults
-from efficient_ft.cli.hydra.settings import hydra_faults
+from efficient_ft.cli.hydra.settings import check_flags, hydra_faults
 from efficient_ft.cli.hydra.variants import not_as_published
 from efficient_ft.cli.hydra.verbs import as_settings
 from efficient_ft.cli.started import first_process, started_processes
@@ -65,7 +56,6 @@ def job(composed: DictConfig) -> float | None:
                 start_console(config.verbose, first_process())
                 prepare(config)
                 from efficient_ft.training.run import run
-
             hydra_config = HydraConfig.get()
             arguments = list(hydra_config.overrides.task)
             if _trains(config):
@@ -79,21 +69,21 @@ def job(composed: DictConfig) -> float | None:
             with leaving_nothing(folder):
                 results = run(config, folder, arguments, record.write)
     except BrokenPipeError:
-        leave_closed_pipe()
+        exits.leave_closed_pipe()
     except (UserError, OSError) as error:
-        said = of_the_system(error) if isinstance(error, OSError) else error
+        said = exits.of_the_system(error) if isinstance(error, OSError) else error
         if said is None:
             raise
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             # Hydra's own launchers (submitit, joblib) report exceptions, but lose jobs that exit.
             raise UserError(str(said)) from None
         # Hydra would print an additional line before the message.
-        fail(said)
+        exits.fail(said)
     except KeyboardInterrupt:
         if HydraConfig.get().mode == RunMode.MULTIRUN:  # as above, and submitit would print a traceback
-            fail(INTERRUPTED_TEXT, INTERRUPTED)
+            exits.fail(exits.INTERRUPTED_TEXT, exits.INTERRUPTED)
         raise
-    report_outcome(results=results)
+    exits.report_outcome(results=results)
     return results.get("accuracy", {}).get("best")
 
 
@@ -114,7 +104,7 @@ def main() -> None:
     replace_unprintable()
     # Let errors propagate. Hydra would print some of them with and some without a traceback.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    with clean_exits():
+    with exits.clean_exits():
         register()
         sys.argv[1:] = slurm.with_launcher(as_settings(sys.argv[1:]))
         arguments, unknown = get_args_parser().parse_known_args()
@@ -188,7 +178,6 @@ def check_commandline(arguments: Any) -> list[ComposedJob]:
 
 
 def _require_entry(config: Config, name: str) -> None:
-    """Refuse ``--cfg job --package NAME`` if the configuration contains no such entry."""
     shown = config.model_dump(mode="json")
     try:
         found = OmegaConf.select(OmegaConf.create(shown), name)
@@ -233,7 +222,7 @@ def evaluate(arguments: Any, composed: Sequence[ComposedJob]) -> None:
     start_console(composed[0].config.verbose)
     from efficient_ft.training.run import run
 
-    report_outcome(results=run(composed[0].config, Path()))
+    exits.report_outcome(results=run(composed[0].config, Path()))
 
 
 def _sweeps(arguments: Any) -> bool:

@@ -58,7 +58,8 @@ def answer_after_forks() -> None:
     after all libraries are imported, since it does not cover callbacks that are registered later.
     """
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child, after_in_parent=_after_fork)
+        after, in_child = partial(_fork, begins=False), partial(_fork, begins=False, in_child=True)
+        os.register_at_fork(before=partial(_fork, begins=True), after_in_child=in_child, after_in_parent=after)
 
 
 def _answer(number: int, frame: object) -> None:
@@ -73,21 +74,12 @@ def _answer(number: int, frame: object) -> None:
     raise (_Interrupted() if number == signal.SIGINT else TerminatedRun(number))
 
 
-def _before_fork() -> None:
-    global _forking
-    _forking = True
-
-
-def _after_fork_in_child() -> None:
+def _fork(begins: bool, in_child: bool = False) -> None:
     global _forking, _held
-    _forking, _held = False, None
-
-
-def _after_fork() -> None:
-    global _forking, _held
-    _forking = False
-    if _held is not None:
-        _answer_later(_held)
+    _forking = begins
+    if not begins:
+        if _held is not None and not in_child:
+            _answer_later(_held)
         _held = None
 
 
@@ -119,10 +111,7 @@ def _answer_again(number: int) -> None:
 
 @contextmanager
 def while_loading() -> Iterator[None]:
-    """End the process immediately at a signal inside the block.
-
-    An exception during an import is lost, or leaves a half-initialized library. At this point, nothing needs cleanup.
-    """
+    """End the process immediately at a signal inside the block, since exceptions during imports can be lost."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -152,10 +141,7 @@ def leave_in_peace() -> None:
 
 @contextmanager
 def signals_first() -> Iterator[None]:
-    """Raise KeyboardInterrupt or `TerminatedRun` instead of any other exception that follows a signal.
-
-    Libraries turn exceptions in callbacks into other errors.
-    """
+    """Raise KeyboardInterrupt or `TerminatedRun` instead of any other exception that follows a signal."""
     try:
         yield
     except (KeyboardInterrupt, TerminatedRun):

@@ -10,10 +10,7 @@ from typing import Any
 
 
 class Diagnostics(io.TextIOWrapper):
-    """Standard error that discards text that cannot be written, e.g. on a full disk or a closed terminal.
-
-    Neither the exit status nor the results depend on this text.
-    """
+    """Standard error that discards text that cannot be written, e.g. on a full disk or a closed terminal."""
 
     def write(self, text: str) -> int:
         with suppress(OSError):
@@ -26,11 +23,7 @@ class Diagnostics(io.TextIOWrapper):
 
 
 class Output(io.TextIOWrapper):
-    """Standard output that records the first failed write, even if a library ignores the error.
-
-    Attributes:
-        lost: the first error.
-    """
+    """Standard output whose attribute `lost` is the first write error, even if a library ignores this error."""
 
     lost: OSError | None = None
 

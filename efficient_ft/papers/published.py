@@ -50,26 +50,9 @@ PAPERS = {
 }
 
 #: Options for the papers' names of models and data sets.
-MODELS = {
-    "vit_b": "vit_base",
-    "deit_s": "deit_small",
-    "deit_t": "deit_tiny",
-    "proxylessnas_mobile": "proxyless_mobile",
-}
-DATA = {
-    "cifar10": "cifar10",
-    "cifar100": "cifar100",
-    "flowers": "flowers102",
-    "food": "food101",
-    "pets": "pets",
-    "aircraft": "aircraft",
-    "cars": "cars",
-    "cub": "cub200",
-    "cityscapes": "cityscapes",
-    "voc12a": "voc2012_aug",
-    "voc": "voc2012_aug",
-    "rte": "rte",
-}
+MODELS = {"vit_b": "vit_base", "deit_s": "deit_small", "deit_t": "deit_tiny", "proxylessnas_mobile": "proxyless_mobile"}
+DATA = {name: name for name in ("cifar10", "cifar100", "pets", "aircraft", "cars", "cityscapes", "rte")}
+DATA |= {"flowers": "flowers102", "food": "food101", "cub": "cub200", "voc12a": "voc2012_aug", "voc": "voc2012_aug"}
 
 #: Column titles with units for published numbers, except accuracies.
 COSTS = {
@@ -202,9 +185,7 @@ def reason_of(table: str, row: Row, column: str) -> str | None:
 
 
 def rule_of(table: str, row: Row) -> dict[str, Any] | None:
-    """Return the entries of ``rule`` that apply to `row` of the table `table`, or None without a cost formula (see
-    `rules`).
-    """
+    """Return the entries of ``rule`` that apply to `row`, or None if the table has no cost formula (see `rules`)."""
     rule = _about(table).get("rule")
     if rule is None:
         return None
@@ -236,7 +217,6 @@ def baseline_of(table: Table, row: Row) -> tuple[Table, Row]:
 
 @cache
 def _about(name: str) -> dict[str, Any]:
-    """Return the contents of a table's YAML file."""
     held: dict[str, Any] = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
     return held
 
@@ -253,11 +233,7 @@ def table_names() -> tuple[str, ...]:
 
 @cache
 def published_table(name: str) -> Table:
-    """Return the table with this name, such as ``lbp_wht/2``.
-
-    Raises:
-        UserError: If the table does not exist.
-    """
+    """Return the table with a name such as ``lbp_wht/2``. Raise a `UserError` if the table does not exist."""
     if any(figure.name == name for figure in figures()):
         raise UserError(f"{name} is a figure. Draw it with efficient-ft figure {name}; see `efficient-ft table`.")
     if name not in table_names():
@@ -269,7 +245,6 @@ def published_table(name: str) -> Table:
         printed = list(csv.DictReader(file))
     names = _row_names(printed)
     rows = tuple(_row(paper, about, columns, row) for columns, row in zip(printed, names, strict=True))
-    notes = tuple(about.get("notes", ()))
     return Table(
         name=name,
         paper=paper,
@@ -277,7 +252,7 @@ def published_table(name: str) -> Table:
         title=about["title"],
         conditions=about["conditions"],
         rows=rows,
-        notes=notes,
+        notes=tuple(about.get("notes", ())),
         reason=about.get("reason"),
         counted=bool(about.get("counted")),
         count_at=tuple(about.get("count_at", ())),
@@ -309,11 +284,7 @@ def figures() -> tuple[Figure, ...]:
 
 
 def chosen_rows(table: Table, names: Sequence[str]) -> tuple[Row, ...]:
-    """Return the rows of `table` with these names, or all rows if no names are given.
-
-    Raises:
-        UserError: If a name is unknown.
-    """
+    """Return the rows of `table` with these names, or all rows. Raise a `UserError` if a name is unknown."""
     known = {row.name: row for row in table.rows}
     for name in names:
         if name not in known:
@@ -373,9 +344,7 @@ def _matches(when: Mapping[str, str | list[str]], columns: Mapping[str, str]) ->
 def _arguments(
     templates: Sequence[str], columns: Mapping[str, str], models: Mapping[str, str], data: str
 ) -> tuple[str, ...]:
-    """Return the arguments of a run. ``{column}`` is replaced by a cell of the row in our names, and ``{data}`` by the
-    data set.
-    """
+    """Return the arguments of a run, with ``{column}`` replaced by a cell of the row in our names."""
     words = dict(columns)
     words["data"] = data
     words["model"] = models.get(columns.get("model", ""), columns.get("model", ""))
@@ -392,7 +361,6 @@ def _arguments(
 
 
 def _row_names(printed: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return a unique name for each row, made of the columns that identify it and its label."""
     keys = [key for key in printed[0] if not _is_number(key) and key not in ("label", "batch")]
     columns = [key for key in ("model", "training", "c_x", "dataset") if key in keys]
     varying = [key for key in columns if len({row[key] for row in printed}) > 1]

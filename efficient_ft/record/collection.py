@@ -239,10 +239,7 @@ def group_rows(collection: Collection) -> tuple[list[str], list[list[Cell]]]:
 
 
 def groups(runs: Iterable[Run]) -> list[list[Run]]:
-    """Return groups of runs that differ only in their seed, sorted by seed.
-
-    If two runs have the same seed, the later one is used.
-    """
+    """Return groups of runs that differ only in their seed, sorted by seed. Later runs replace earlier ones."""
     found: dict[str, dict[int, Run]] = {}
     for run in sorted(runs, key=lambda run: str(run.results["environment"].get("date") or "")):
         found.setdefault(run.group, {})[run.config.seed] = run
@@ -250,12 +247,7 @@ def groups(runs: Iterable[Run]) -> list[list[Run]]:
 
 
 def notes(collection: Collection, means: bool) -> list[str]:
-    """Return sentences about excluded runs and missing seeds.
-
-    Args:
-        collection: the runs.
-        means: True if the table shows means over the seeds, which use the later of two runs with the same seed.
-    """
+    """Return sentences about excluded runs and missing seeds. `means` is True for a table of means over the seeds."""
     unfinished = [name for name, reason in collection.ignored.items() if "has not finished" in reason]
     said = [f"Not included: {name}: {reason}" for name, reason in collection.ignored.items() if name not in unfinished]
     if collection.copies:

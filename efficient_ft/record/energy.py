@@ -42,10 +42,7 @@ class EnergyMeter:
 
     @property
     def joules(self) -> float | None:
-        """Return the joules since `start`; None without a counter.
-
-        Counters wrap around, so read this property at least every few minutes.
-        """
+        """Return the joules since `start`, or None. Counters wrap around, so read this property every few minutes."""
         if self.source is None:
             return None
         now = [read() for read in self._counters]

@@ -77,11 +77,7 @@ def cpu_name() -> str:
 
 
 def busy_note(recorded: Mapping[str, Any]) -> str | None:
-    """Return a note for times measured on a busy machine; None if it was not busy or no load is recorded.
-
-    Args:
-        recorded: an environment returned by `environment` or stored in a file in ``benchmarks``.
-    """
+    """Return a note if the load in the environment `recorded` shows a busy machine, which makes times uncertain."""
     load = recorded.get("load")
     if load is None or load <= BUSY_LOAD:
         return None

@@ -33,11 +33,7 @@ class OtherVersionError(UserError):
 
 
 def check_format(file: Path, found: object, do: str) -> None:
-    """Refuse a file whose format number `found` (None if it has none) is not `FORMAT`.
-
-    Raises:
-        OtherVersionError: If the numbers differ. The message names `file` and ends with the advice `do`.
-    """
+    """Raise an `OtherVersionError` with the advice `do` if the format number `found` of `file` is not `FORMAT`."""
     if found == FORMAT and not isinstance(found, bool):
         return
     has = "no format number" if found is None else f"format {found}"

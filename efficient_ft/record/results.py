@@ -52,7 +52,7 @@ class StepCost(TypedDict):
 
 
 class BaselineCost(StepCost):
-    """The cost of a training step of the baseline `name` (``cost.baseline``), a selection applied to the plain model."""
+    """The cost of a training step of the baseline `name` (``cost.baseline``), a selection on the plain model."""
 
     name: str
 
@@ -157,7 +157,7 @@ class RunTotals(TypedDict):
 
 
 class BestLast(TypedDict):
-    """Accuracy as a fraction, in the best and in the last epoch."""
+    """Accuracy as a fraction in the best and in the last epoch."""
 
     best: float
     last: float
@@ -178,9 +178,7 @@ class Accuracy(BestLast):
 
 
 def final_accuracy(accuracy: Mapping[str, Any]) -> float:
-    """Return the accuracy of the best epoch as a fraction: on the test images, or else on the split that selects
-    epochs.
-    """
+    """Return the best epoch's accuracy as a fraction: on the test images, or else on the split that selects epochs."""
     test = accuracy.get("test")
     return float(accuracy["best"] if test is None else test)
 

@@ -117,10 +117,7 @@ _RECORDS: TypeAdapter[Any] = TypeAdapter(
 
 
 class Tune(_Strict):
-    """The setting that is tuned for every row, and the values that are searched with `seed`.
-
-    The search also uses records that differ only in the settings listed in `ignore`.
-    """
+    """The tuned setting, and the values that are searched with `seed`. The search ignores the settings in `ignore`."""
 
     setting: str
     values: list[float] = Field(min_length=1)
@@ -203,11 +200,7 @@ class StudyRun:
 
 
 def read_study(folder: Path) -> Study:
-    """Read study.yaml in `folder`.
-
-    Raises:
-        UserError: If the file does not exist or cannot be read.
-    """
+    """Read study.yaml in `folder`. Raise a `UserError` if the file does not exist or cannot be read."""
     file, plain = folder / DEFINITION, None
     try:
         plain = parse_yaml(file.read_text(encoding="utf-8"), _UniqueKeys)  # a SafeLoader
@@ -242,11 +235,7 @@ def _said(plain: Any, error: ValidationError) -> str:
 
 
 def chosen_rows(study: Study, names: Sequence[str]) -> list[str]:
-    """Return the rows named `names`, or all rows if `names` is empty, in the order of the study.
-
-    Raises:
-        UserError: If the study has no row with one of the names.
-    """
+    """Return the rows named `names` (default: all) in the order of the study. Raise a `UserError` for unknown names."""
     for name in names:
         if name not in study.rows:
             known = ", ".join(study.rows)
@@ -255,11 +244,7 @@ def chosen_rows(study: Study, names: Sequence[str]) -> list[str]:
 
 
 class Records:
-    """Records of the finished runs of the study in `folder`.
-
-    Raises:
-        UserError: If study.yaml cannot be used, or records.json is damaged or was written by another version.
-    """
+    """Records of the finished runs of the study in `folder`. Raise a `UserError` if a file is damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.study, self.path = read_study(folder), folder / RECORDS
@@ -285,19 +270,11 @@ class Records:
         return runs
 
     def add(self, run: StudyRun, results: Results) -> None:
-        """Add the record of a finished run, and write the file.
-
-        Raises:
-            UserError: If its images differ from the images of the other records.
-        """
+        """Add the record of a finished run, and write the file. Raise a `UserError` if its images differ from others."""
         self._add(run, record_of(run, results))
 
     def refuse_unwritable(self) -> None:
-        """Refuse a folder in which no record can be written, before anything is trained.
-
-        Raises:
-            UserError: If the folder is not writable.
-        """
+        """Raise a `UserError` if no record can be written to the folder, before anything is trained."""
         if not os.access(self.path.parent, os.W_OK):
             raise UserError(
                 f"{self.path.parent} is not writable, so no run can be recorded. Copy {DEFINITION} to another folder."
@@ -372,18 +349,12 @@ class Records:
         ]
 
     def best_value(self, row: str) -> float | None:
-        """Return the value at which `row` is most accurate on the split that selects epochs.
-
-        Returns None if the row is not tuned yet, or diverged at every value.
-        """
+        """Return the most accurate value of `row`; None if the row is not tuned yet, or diverged at every value."""
         best, missing = self._search(row)
         return None if missing else best
 
     def _search(self, row: str) -> tuple[float | None, list[StudyRun]]:
-        """Return the best value so far and the runs to do next.
-
-        Of several best values, the lowest is returned. The value is None if all runs diverged.
-        """
+        """Return the best value so far (the lowest of equals; None if all runs diverged), and the runs to do next."""
         values, runs = self.study.tune.values, self._searched(row)
         records = [self.of_the_search(run) for run in runs]
         best = [-1.0 if r is None or "accuracy" not in r else float(r["accuracy"]["best"]) for r in records]
@@ -431,7 +402,6 @@ def _key(argument: str) -> str:
 
 
 def _data_of(arguments: Iterable[str]) -> list[str]:
-    """Return the arguments that select the images of a run."""
     return [one for one in arguments if one.lstrip("+").startswith(("data", "tasks"))]
 
 

@@ -56,11 +56,7 @@ class Chart:
 
 
 def write_chart(chart: Chart, path: Path) -> list[Path]:
-    """Write ``PATH.png`` and ``PATH.csv``.
-
-    Raises:
-        UserError: If matplotlib is not installed.
-    """
+    """Write ``PATH.png`` and ``PATH.csv``. Raise a `UserError` if matplotlib is not installed."""
     require_matplotlib()
     png, table = path.with_name(f"{path.name}.png"), path.with_name(f"{path.name}.csv")
     image = _drawn(chart)

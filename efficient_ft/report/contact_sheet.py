@@ -159,7 +159,6 @@ def _wrapped(text: str, lines: int) -> list[str]:
 
 
 def _draw(whole: Image.Image, draw: ImageDraw.ImageDraw, cell: Cell, corner: tuple[int, int], font: _Font) -> None:
-    """Draw a cell with its upper left corner at `corner`."""
     left, top = corner
     if isinstance(cell.content, str):
         lines = _wrapped(cell.content, _TEXT_LINES)

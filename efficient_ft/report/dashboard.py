@@ -87,7 +87,6 @@ def upload(found: Collection, *, project: str, entity: str | None, offline: bool
 
 
 def _history(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return metrics and budgets of a run by step, in ascending order."""
     found: defaultdict[int, dict[str, Any]] = defaultdict(dict)
     for row in MetricsFile(folder).read():
         found[row["step"]].update((key, value) for key, value in row.items() if key != "step" and value is not None)
@@ -105,11 +104,7 @@ def write_panels(path: Path, title: str) -> None:
 
 
 def create_report(title: str, project: str, entity: str | None) -> str:
-    """Create a report with the panels on the wandb server, and return its address.
-
-    Raises:
-        UserError: If wandb-workspaces is not installed, or the server returns an error.
-    """
+    """Create a report with the panels on the wandb server, and return its address. Failures raise a `UserError`."""
     try:
         import wandb_workspaces.reports.v2 as wr
     except ModuleNotFoundError as error:

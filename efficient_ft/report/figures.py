@@ -25,11 +25,7 @@ MAX_LABELS = 26
 
 
 def require_matplotlib() -> None:
-    """Import matplotlib and set its style.
-
-    Raises:
-        UserError: If matplotlib is not installed.
-    """
+    """Import matplotlib and set its style. Raise a `UserError` if it is not installed."""
     try:
         import matplotlib
     except ModuleNotFoundError as error:
@@ -87,13 +83,6 @@ def _figure(width: float, height: float, columns: int = 1, **kwargs: Any) -> tup
     return figure, list(axes[0])
 
 
-def _colors(count: int) -> Any:
-    """Return colors from dark (first block) to light (last block, still visible on white)."""
-    from matplotlib import colormaps
-
-    return colormaps["viridis"](np.linspace(0, 0.88, count))
-
-
 def _per_block(axes: Axes, record: Record, room: int = 90) -> None:
     """Label the blocks along x. Labels are rotated if they have more than `room` characters."""
     labels, count = record.labels, len(record.labels)
@@ -129,17 +118,15 @@ def draw_budgets(record: Record) -> Drawing | None:
     """Draw a line over the steps for each block. Return None without budgets."""
     if record.budgets is None:
         return None
+    from matplotlib import colormaps
+
     height = max(4.8, 1.2 + 0.17 * len(record.blocks))
     figure, (axes,) = _figure(8.6, height)
-    shown, colors = record.thinned, _colors(len(record.blocks))
+    # from dark (first block) to light (last block, still visible on white)
+    shown, colors = record.thinned, colormaps["viridis"](np.linspace(0, 0.88, len(record.blocks)))
     for i, color in enumerate(colors):
-        axes.plot(
-            record.steps[shown],
-            record.budgets[shown, i],
-            color=color,
-            linewidth=1.6,
-            marker="o" if len(shown) < 3 else "",
-        )
+        marker = "o" if len(shown) < 3 else ""
+        axes.plot(record.steps[shown], record.budgets[shown, i], color=color, linewidth=1.6, marker=marker)
     low, high = np.nanmin(record.budgets), np.nanmax(record.budgets)
     margin = max(0.02, 0.06 * (high - low))
     axes.set_ylim(low - margin, high + margin)

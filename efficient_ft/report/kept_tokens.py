@@ -12,8 +12,8 @@ import torch
 
 from efficient_ft.config import Config
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.text import shortened
 from efficient_ft.data import missing_data, open_data
-from efficient_ft.methods.base import Method
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models.view import view
 from efficient_ft.report.figures import Drawing
@@ -78,7 +78,8 @@ def kept_tokens(run: Path, config: Config, count: int) -> Kept:
     shown = f"{passes}, as in evaluation."
     drops = _drops(model, of_model.blocks, batch)
     if not drops:
-        held = checkpoint.read(run / checkpoint.NAME) if (methods := _budgeted(config)) else {}
+        methods = [method for method in build_methods(config) if "budgets" in method.step_stats()]
+        held = checkpoint.read(run / checkpoint.NAME) if methods else {}
         for method in methods:
             method.load_state_dict(held["callbacks"]["MethodCallback"][method.state_key])
             method.apply(model)
@@ -115,17 +116,8 @@ def kept_tokens(run: Path, config: Config, count: int) -> Kept:
     )
 
 
-def _budgeted(config: Config) -> list[Method]:
-    """Return the run's methods that drop tokens by budgets."""
-    return [method for method in build_methods(config) if "budgets" in method.step_stats()]
-
-
 def _drops(model: Any, blocks: Sequence[str], batch: Any) -> dict[int, np.ndarray]:
-    """Return the grid positions (N, K) of kept tokens for each block that drops tokens, by block index.
-
-    Raises:
-        UserError: If the positions are unknown.
-    """
+    """Return the grid positions (N, K) of kept tokens for each block that drops tokens, by block index."""
     drops: dict[int, np.ndarray] = {}
 
     def see(index: int, passed: BlockIO) -> None:
@@ -158,7 +150,7 @@ def draw_kept(kept: Kept) -> Drawing:
             place.set(xticks=[], yticks=[])
             place.grid(visible=False)
             place.spines[:].set_visible(False)
-        axes[row, 0].set_ylabel(_cut(kept.classes[row], 20), fontsize=10)
+        axes[row, 0].set_ylabel(shortened(kept.classes[row], 20), fontsize=10)
     titles = ["image", *(f"after block {kept.blocks[i]}:\n{_counted(kept.masks[i])} of {patches}" for i in chosen)]
     for place, title in zip(axes[0], titles, strict=True):
         place.set_title(title, fontsize=10)
@@ -185,7 +177,3 @@ def _dimmed(pixels: np.ndarray, mask: np.ndarray) -> np.ndarray:
 def _counted(masks: np.ndarray) -> str:
     counts = masks.sum((1, 2))
     return str(counts[0]) if (counts == counts[0]).all() else f"{counts.min()}–{counts.max()}"
-
-
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"

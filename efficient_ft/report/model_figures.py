@@ -27,11 +27,6 @@ IMAGES = 16
 
 
 def _model_and_batch(config: Config) -> tuple[nn.Module, Tensor, Tensor]:
-    """Return the pretrained model of `config`, and the first images of its evaluation split with their labels.
-
-    Raises:
-        UserError: If weights or images are missing.
-    """
     missing = [text for text in (factory.missing_weights(config.model), missing_data(config.data)) if text is not None]
     if missing:
         raise UserError("\n".join(missing))
@@ -62,10 +57,7 @@ def relative_magnitudes(config: Config) -> Chart:
 
 
 def class_attention(config: Config) -> Chart:
-    """ALaST, Figure 4: attention of the class token to the patches in blocks 2, 4 and 6, for the first image.
-
-    The attention is averaged over the heads.
-    """
+    """ALaST, Figure 4: attention of the class token to the patches of the first image, averaged over the heads."""
     model, batch, _ = _model_and_batch(config)
     of_model = view(model)
     if not of_model.prefix_tokens or not hasattr(model.get_submodule(of_model.blocks[0]), "attn"):
@@ -167,12 +159,7 @@ FIGURES: dict[str, Callable[[Config], Chart]] = {
 
 
 def model_figure(name: str, config: Config) -> Chart:
-    """Return the chart of a paper's figure for the model and images of `config`.
-
-    Raises:
-        SettingError: If the figure does not exist.
-        UserError: If weights or images are missing, or the model lacks a required part.
-    """
+    """Return the chart of a paper's figure. Raise a `UserError` if weights, images or model parts are missing."""
     if name not in FIGURES:
         raise SettingError("figure", name, FIGURES)
     return FIGURES[name](config)

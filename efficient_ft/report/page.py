@@ -14,16 +14,8 @@ import numpy as np
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.files import write_text_atomically
 from efficient_ft.core.format import format_percent
-from efficient_ft.report.figures import (
-    Drawing,
-    draw_budgets,
-    draw_magnitudes,
-    draw_tokens,
-    draw_trained,
-    mean_over_steps,
-    require_matplotlib,
-    short,
-)
+from efficient_ft.report import figures
+from efficient_ft.report.figures import Drawing, mean_over_steps, short
 from efficient_ft.report.kept_tokens import draw_kept, kept_tokens
 from efficient_ft.report.record import Record, describe, read
 
@@ -50,10 +42,11 @@ def write_report(run: Path, out: Path, images: int = 6) -> Written:
         UserError: If the run has no record, or matplotlib is not installed.
     """
     record = read(run)
-    require_matplotlib()
+    figures.require_matplotlib()
     facts, config = describe(run, record)
     notes: list[str] = []
-    drawings = [draw_budgets(record), draw_trained(record), draw_tokens(record), draw_magnitudes(record)]
+    drawings = [figures.draw_budgets(record), figures.draw_trained(record), figures.draw_tokens(record)]
+    drawings.append(figures.draw_magnitudes(record))
     if images:
         try:
             drawings.append(draw_kept(kept_tokens(run, config, images)))

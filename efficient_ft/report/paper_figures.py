@@ -31,11 +31,7 @@ class Runs:
         }
 
     def by_setting(self, method: str, key: str) -> list[tuple[float, list[Run]]]:
-        """Return the runs with `method`, grouped by the value of a setting in ascending order.
-
-        Raises:
-            UserError: If there are fewer than two values.
-        """
+        """Return the runs with `method` by ascending value of a setting. Raise a `UserError` for a single value."""
         found: dict[float, list[Run]] = defaultdict(list)
         for run in self.found.runs:
             value = run.config.method.get(method, {}).get(key)
@@ -49,11 +45,7 @@ class Runs:
         return sorted(found.items())
 
     def recorded(self) -> list[tuple[str, Record]]:
-        """Return the names and step statistics of the runs that recorded them.
-
-        Raises:
-            UserError: If no run recorded step statistics.
-        """
+        """Return names and step statistics of the runs that recorded them. Raise a `UserError` if there are none."""
         found = []
         for run in self.found.runs:
             with suppress(UserError):  # not recorded
@@ -75,11 +67,7 @@ class Runs:
 
 
 def _mean(runs: Sequence[Run], of: Callable[[Run], float]) -> float:
-    """Return the mean over the seeds. Of two runs with the same seed, the later one is used.
-
-    Raises:
-        UserError: If the runs differ in more than their seed.
-    """
+    """Return the mean over the seeds. Raise a `UserError` if the runs differ in other settings or in their images."""
     other = next((run for run in runs if run.group != runs[0].group), None)
     if other is not None:
         names = ("model.name", "data.name", *varying([runs[0], other]))
@@ -166,11 +154,7 @@ def loss_curves(runs: Runs) -> Chart:
 
 
 def _curves(runs: Runs, x: str, y: str, scale: float = 1.0, times: float = 1.0) -> list[Series]:
-    """Return a training curve for each run.
-
-    Raises:
-        UserError: If no run recorded both `x` and `y`.
-    """
+    """Return a training curve for each run. Raise a `UserError` if no run recorded both `x` and `y`."""
     found = []
     for run in runs.found.runs:
         points = [
@@ -343,12 +327,7 @@ FIGURES: dict[str, Callable[[Runs], Chart]] = {
 
 
 def paper_figure(name: str, found: Collection) -> Chart:
-    """Return the chart of a paper's figure from the runs `found`.
-
-    Raises:
-        SettingError: If the figure does not exist.
-        UserError: If the runs lack data of the figure.
-    """
+    """Return the chart of a paper's figure. Raise a `UserError` if the figure does not exist or the runs lack data."""
     if name not in FIGURES:
         raise SettingError("figure", name, FIGURES)
     return FIGURES[name](Runs(found))

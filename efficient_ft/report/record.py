@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import numpy as np
 from efficient_ft.config import Config
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.format import format_percent
+from efficient_ft.data.inspection import spread
 from efficient_ft.record.config_file import NAME as CONFIG
 from efficient_ft.record.config_file import read_config
 from efficient_ft.record.formats import PASS_A_RUN, USE_ITS_VERSION
@@ -60,16 +61,11 @@ class Record:
     @property
     def thinned(self) -> np.ndarray:
         """Return indices of at most `MAX_STEPS` evenly spaced steps."""
-        count = len(self.steps)
-        return np.unique(np.linspace(0, count - 1, min(count, MAX_STEPS)).round().astype(int))
+        return spread(len(self.steps), MAX_STEPS)
 
 
 def read(run: Path) -> Record:
-    """Read the record of `run`.
-
-    Raises:
-        UserError: If the folder does not exist, or its record is missing or cannot be read.
-    """
+    """Read the record of `run`. Raise a `UserError` if the record does not exist or cannot be read."""
     if not run.is_dir():
         raise UserError(f"{run}: the folder does not exist. {PASS_A_RUN}")
     rows = Rows(run / NAME).read()
@@ -117,11 +113,7 @@ def block_labels(blocks: Sequence[str]) -> list[str]:
 
 
 def describe(run: Path, record: Record) -> tuple[dict[str, str], Config]:
-    """Return facts about a run by title, in the order of the page, and its configuration.
-
-    Raises:
-        UserError: If config.yaml or results.json is damaged or was written by another version.
-    """
+    """Return facts about a run by title, and its configuration. Raise a `UserError` if a file is damaged."""
     config = read_config(run, PASS_A_RUN, USE_ITS_VERSION)
     data: str = config.data.name
     if data == "folder":
@@ -129,8 +121,12 @@ def describe(run: Path, record: Record) -> tuple[dict[str, str], Config]:
     if config.tasks:
         data = ", ".join(config.tasks) + " in turn"
     started = "" if config.model.pretrained or config.model.weights else " (from random weights)"
+    methods = []
+    for name, settings in config.method.items():
+        given = ", ".join(f"{key}={value}" for key, value in settings.items())
+        methods.append(f"{name} ({given})" if given else name)
     facts = {
-        "Method": " + ".join(f"{name}{_settings(settings)}" for name, settings in config.method.items()),
+        "Method": " + ".join(methods),
         "Model": config.model.name + started,
         "Data": data,
     }
@@ -148,7 +144,3 @@ def describe(run: Path, record: Record) -> tuple[dict[str, str], Config]:
     steps = record.steps
     facts["Recorded"] = f"{len(steps)} optimizer steps, from {steps[0]} to {steps[-1]}; batch {config.data.batch_size}"
     return facts, config
-
-
-def _settings(settings: Mapping[str, Any]) -> str:
-    return f" ({', '.join(f'{k}={v}' for k, v in settings.items())})" if settings else ""

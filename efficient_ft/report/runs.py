@@ -58,11 +58,7 @@ COSTS = (
 
 
 def write_runs_page(paths: Sequence[Path], out: Path) -> Path:
-    """Write a page for all runs in and below `paths` to the folder `out`.
-
-    Raises:
-        UserError: If a path is not a folder, or contains no finished run.
-    """
+    """Write a page for all runs in and below `paths` to `out`. Raise a `UserError` if a path contains no run."""
     found = collect_paths(paths)
     title = f"{len(found.runs)} runs" if len(found.runs) > 1 else names_of(found.runs)[0]
     roots = ", ".join(path.name or str(path) for path in paths)
@@ -81,7 +77,6 @@ def write_runs_page(paths: Sequence[Path], out: Path) -> Path:
 
 
 def _pictures(runs: Sequence[Run]) -> str:
-    """Return HTML with the predictions of segmentation runs on some test images, for at most `MAX_PICTURES` runs."""
     have = [
         (run, name)
         for run, name in zip(runs, names_of(runs), strict=True)
@@ -104,11 +99,7 @@ def _pictures(runs: Sequence[Run]) -> str:
 
 
 def collect_paths(paths: Sequence[Path]) -> Collection:
-    """Return the finished runs in and below `paths`.
-
-    Raises:
-        UserError: If a path is not a folder, or no run has finished.
-    """
+    """Return the finished runs in and below `paths`. Raise a `UserError` if no run has finished."""
     runs: list[Run] = []
     ignored: dict[str, str] = {}
     copies: dict[str, str] = {}
@@ -180,10 +171,7 @@ def page_data(found: Collection) -> dict[str, Any]:
 
 
 def names_of(runs: Sequence[Run]) -> list[str]:
-    """Return a name for each run: methods, settings that differ between runs of these methods, and the seed.
-
-    The name includes model and data set if the runs have several of them.
-    """
+    """Return a name for each run: methods, settings that differ, model and data set if there are several, and seed."""
     models, data = {run.config.model.name for run in runs}, {run.data for run in runs}
     names = []
     for run, own in zip(runs, method_names(runs), strict=True):
@@ -193,10 +181,7 @@ def names_of(runs: Sequence[Run]) -> list[str]:
 
 
 def method_names(runs: Sequence[Run], prefix: str = "") -> list[str]:
-    """Return the methods of each run, with the settings that differ between runs of these methods.
-
-    Only settings that start with `prefix` are included.
-    """
+    """Return the methods of each run, with the settings starting with `prefix` that differ between these runs."""
     alike: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         alike[run.method].append(run)
@@ -239,7 +224,6 @@ def _curve_rows(folder: Path) -> list[dict[str, float]]:
 
 
 def _thinned(places: Sequence[int]) -> list[int]:
-    """Return at most `MAX_POINTS` of `places`, evenly spaced, including the first and the last."""
     return [places[i] for i in spread(len(places), MAX_POINTS)]
 
 

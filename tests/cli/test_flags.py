@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hydra._internal.utils import get_args_parser
 
-from efficient_ft.cli.hydra.flags import check_flags
+from efficient_ft.cli.hydra.settings import check_flags
 from efficient_ft.core.errors import UserError
 from tests.cli.program import call
 

@@ -139,7 +139,7 @@ def test_commands_are_those_of_the_cells(capsys: pytest.CaptureFixture[str]) -> 
     ("arguments", "said"),
     [
         (["lbp_wth/2"], "table must be one of lbp_wht/1"),
-        (["lbp_wht/figure_5"], "lbp_wht/figure_5 is a figure: efficient-ft figure lbp_wht/figure_5"),
+        (["lbp_wht/figure_5"], "lbp_wht/figure_5 is a figure. Draw it with efficient-ft figure lbp_wht/figure_5"),
         (["bsr/3", "--rows", "our"], "got our. Did you mean 'ours'?"),
         (["bsr/1", "--run"], "bsr/1 has no accuracies that can be reproduced. Sizes of tensors, no runs."),
         (["bsr/3", "seeds"], "seeds: settings have the form KEY=VALUE"),

@@ -75,7 +75,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _refuse(word: str, options: argparse.Namespace) -> NoReturn:
-    """Refuse a word of the command line that is neither an option nor part of a list of recipes."""
     bench = f"{PROG} {options.kind}" if hasattr(options, "kind") else PROG
     if word.startswith("-"):
         raise UserError(f"{word}: there is no such option; see {bench} --help.")
@@ -88,11 +87,49 @@ def _refuse(word: str, options: argparse.Namespace) -> NoReturn:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=PROG, description=DESCRIPTION, formatter_class=Help)
     kinds = parser.add_subparsers(metavar="step|memory|layer|loop|gradient|optimizer", dest="kind")
-    _add_step(kinds)
-    _add_memory(kinds)
-    _add_layer(kinds)
-    _add_loop(kinds)
-    _add_gradient(kinds)
+    step = _add_kind(kinds, "step", _step, 10, "parts of a model's training steps")
+    _add_model(step, "efficientformer_l1", 32, "*")
+    step.add_argument("--unfused", action="store_true", help="do not use fused attention")
+    steps = "number of steps for measuring the process memory of each recipe (default 3; 0: do not measure)"
+    step.add_argument("--memory-steps", type=count_or_zero, default=3, metavar="N", help=steps)
+
+    text = "counted memory and process memory of training steps; each recipe runs in a separate process"
+    memory = _add_kind(kinds, "memory", _memory, None, text)
+    _add_model(memory, "deit_small", 16, "+")
+    memory.add_argument("--unfused", action="store_true", help="do not use fused attention")
+    memory.add_argument("--optim", default="adamw", help="optimizer in conf/optim (default adamw)")
+    memory.add_argument("--steps", type=count, default=3, help="number of measured steps (default 3)")
+    memory.add_argument("--warmup", type=count_or_zero, default=2, help="number of steps before them (default 2)")
+    # options of the process that measures a single recipe
+    memory.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
+    memory.add_argument("--default-layout", action="store_true", help=argparse.SUPPRESS)
+
+    layer = _add_kind(kinds, "layer", _layer, 30, "the exact and low-rank backward pass of a linear layer")
+    shapes = "layer shape, may be repeated (default: the four layers in Table 5 of the LBP-WHT paper)"
+    layer.add_argument("--shape", action="append", metavar="C_IN,C_OUT,HxW", help=shapes)
+    layer.add_argument("--batch", type=count, default=32, help="batch size (default 32)")
+    layer.add_argument("--orders", default="2,4,6,8,15", help="orders of the projector (default 2,4,6,8,15)")
+    layer.add_argument("--projector", choices=("wht", "dct"), default="wht")
+    padding = "padding of the WHT projector (default ortho)"
+    layer.add_argument("--padding", choices=("ortho", "zero", "reflect"), default="ortho", help=padding)
+    layer.add_argument("--profile", action="store_true", help="also print the time of each part of the backward pass")
+    layer.add_argument("--layout", choices=("tokens", "map"), default="tokens", help="linear, or 1×1 convolution")
+
+    loop = _add_kind(kinds, "loop", _loop, 60, "steps of the framework and of a bare PyTorch loop")
+    jobs = "default (the default job) or a model in conf/model; may be repeated (default: default and deit_small)"
+    loop.add_argument("--job", action="append", metavar="NAME", help=jobs)
+    loop.add_argument("--batch", type=count, help="batch size (default: 8, or the default job's size)")
+    loop.add_argument("--images", type=Path, metavar="DIR", help="image folder (default: the digits)")
+    loop.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="setting for all jobs")
+
+    text = "gradients of recipes compared with exact gradients, on one network"
+    gradient = _add_kind(kinds, "gradient", _gradient, None, text)
+    _add_model(gradient, "deit_tiny", 16, "+")
+    gradient.add_argument("--weights", metavar="FILE", help="weights with timm's names (default: random weights)")
+    gradient.add_argument("--images", type=Path, metavar="DIR", help="images DIR/CLASS/* (default: noise)")
+    gradient.add_argument("--batches", type=count, default=8, help="number of disjoint batches to measure (default 8)")
+    gradient.add_argument("--seed", type=seed, default=0, help="seed for images, random weights and rounding")
+
     _add_kind(kinds, "optimizer", _optimizer, 10, "AdamW steps with 8-bit and 4-bit moments, compared with 32 bits")
     return parser
 
@@ -123,61 +160,6 @@ def _add_model(sub: argparse.ArgumentParser, model: str, batch: int, recipes: st
     sub.add_argument("--classes", type=count, default=100, help="number of classes (default 100)")
 
 
-def _add_step(kinds: Any) -> None:
-    step = _add_kind(kinds, "step", _step, 10, "parts of a model's training steps")
-    _add_model(step, "efficientformer_l1", 32, "*")
-    step.add_argument("--unfused", action="store_true", help="do not use fused attention")
-    steps = "number of steps for measuring the process memory of each recipe (default 3; 0: do not measure)"
-    step.add_argument("--memory-steps", type=count_or_zero, default=3, metavar="N", help=steps)
-
-
-def _add_memory(kinds: Any) -> None:
-    text = "counted memory and process memory of training steps; each recipe runs in a separate process"
-    memory = _add_kind(kinds, "memory", _memory, None, text)
-    _add_model(memory, "deit_small", 16, "+")
-    memory.add_argument("--unfused", action="store_true", help="do not use fused attention")
-    memory.add_argument("--optim", default="adamw", help="optimizer in conf/optim (default adamw)")
-    memory.add_argument("--steps", type=count, default=3, help="number of measured steps (default 3)")
-    memory.add_argument("--warmup", type=count_or_zero, default=2, help="number of steps before them (default 2)")
-    # options of the process that measures a single recipe
-    memory.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
-    memory.add_argument("--default-layout", action="store_true", help=argparse.SUPPRESS)
-
-
-def _add_layer(kinds: Any) -> None:
-    layer = _add_kind(kinds, "layer", _layer, 30, "the exact and low-rank backward pass of a linear layer")
-    shapes = "layer shape, may be repeated (default: the four layers in Table 5 of the LBP-WHT paper)"
-    layer.add_argument("--shape", action="append", metavar="C_IN,C_OUT,HxW", help=shapes)
-    layer.add_argument("--batch", type=count, default=32, help="batch size (default 32)")
-    layer.add_argument("--orders", default="2,4,6,8,15", help="orders of the projector (default 2,4,6,8,15)")
-    layer.add_argument("--projector", choices=("wht", "dct"), default="wht")
-    paddings = ("ortho", "zero", "reflect")
-    layer.add_argument(
-        "--padding", choices=paddings, default="ortho", help="padding of the WHT projector (default ortho)"
-    )
-    layer.add_argument("--profile", action="store_true", help="also print the time of each part of the backward pass")
-    layer.add_argument("--layout", choices=("tokens", "map"), default="tokens", help="linear, or 1×1 convolution")
-
-
-def _add_loop(kinds: Any) -> None:
-    loop = _add_kind(kinds, "loop", _loop, 60, "steps of the framework and of a bare PyTorch loop")
-    jobs = "default (the default job) or a model in conf/model; may be repeated (default: default and deit_small)"
-    loop.add_argument("--job", action="append", metavar="NAME", help=jobs)
-    loop.add_argument("--batch", type=count, help="batch size (default: 8, or the default job's size)")
-    loop.add_argument("--images", type=Path, metavar="DIR", help="image folder (default: the digits)")
-    loop.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="setting for all jobs")
-
-
-def _add_gradient(kinds: Any) -> None:
-    text = "gradients of recipes compared with exact gradients, on one network"
-    gradient = _add_kind(kinds, "gradient", _gradient, None, text)
-    _add_model(gradient, "deit_tiny", 16, "+")
-    gradient.add_argument("--weights", metavar="FILE", help="weights with timm's names (default: random weights)")
-    gradient.add_argument("--images", type=Path, metavar="DIR", help="images DIR/CLASS/* (default: noise)")
-    gradient.add_argument("--batches", type=count, default=8, help="number of disjoint batches to measure (default 8)")
-    gradient.add_argument("--seed", type=seed, default=0, help="seed for images, random weights and rounding")
-
-
 def _set_up(options: argparse.Namespace) -> str:
     """Set up the allocator, the threads and the device of this process. Return the name of the allocator."""
     restart_with(options.allocator, "--allocator")
@@ -194,7 +176,6 @@ def _set_up(options: argparse.Namespace) -> str:
 
 
 def _measure(options: argparse.Namespace, arguments: Sequence[str]) -> None:
-    """Run the benchmark. Print and write its report."""
     allocator = _set_up(options)
     from efficient_ft.bench.tables import report_text
     from efficient_ft.record.environment import busy_note, environment
@@ -224,7 +205,6 @@ def _command(arguments: Sequence[str], file: Path | None) -> str:
 
 
 def _require_device(name: str) -> None:
-    """Refuse a device that torch does not know or this machine does not have."""
     import torch
 
     try:
@@ -252,7 +232,7 @@ def _configure(model: str | None, overrides: Sequence[str]) -> Config:
     return configured(merged(*chosen, *overrides))
 
 
-#: Settings for networks other than image classifiers. No data is read.
+#: Settings for networks other than image classifiers, by task. No data is read.
 _TASKS = {
     "segmentation": ["task=segmentation", "data=mask_folder", "data.root=none"],
     "text": ["task=text", "data=text_folder", "data.root=none"],
@@ -311,7 +291,6 @@ def _memory(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check(recipes: Sequence[Recipe], options: Mapping[str, Any]) -> None:
-    """Refuse recipes with invalid settings before any recipe is measured."""
     from efficient_ft.methods.build import build_methods
 
     size = [] if options["size"] is None else [f"model.image_size={options['size']}"]

@@ -37,7 +37,14 @@ _MODELS = {"classification": "deit_tiny", "segmentation": "deeplabv3_mobilenetv2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check the data of a run. Return 1 if training would reject the data, else 0."""
-    options = _parser().parse_intermixed_args(arguments)
+    parser = argparse.ArgumentParser(prog="efficient-ft check", description=DESCRIPTION, formatter_class=Help)
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of the run")
+    parser.add_argument("--html", action="store_true", help="also write the contact sheet as an HTML page")
+    number = integer(1, 1000)
+    parser.add_argument("--samples", type=number, default=24, metavar="N", help="samples on the sheet (default 24)")
+    folder = Path("outputs/check")
+    parser.add_argument("--out", type=Path, default=folder, metavar="DIR", help="output folder (default outputs/check)")
+    options = parser.parse_intermixed_args(arguments)
     for word in options.settings:
         if word.startswith("evaluate="):
             raise SettingError("evaluate", word[9:], "unset with check", "The command checks data, not runs.")
@@ -153,14 +160,3 @@ def _write(data: RunData, spec: Any, options: argparse.Namespace, text: str, fou
     files.append(out / "check.json")
     write_text_atomically(files[-1], json_text(record, indent=1) + "\n")
     say(f"Written: {', '.join(map(str, files))}")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="efficient-ft check", description=DESCRIPTION, formatter_class=Help)
-    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of the run")
-    parser.add_argument("--html", action="store_true", help="also write the contact sheet as an HTML page")
-    number = integer(1, 1000)
-    parser.add_argument("--samples", type=number, default=24, metavar="N", help="samples on the sheet (default 24)")
-    folder = Path("outputs/check")
-    parser.add_argument("--out", type=Path, default=folder, metavar="DIR", help="output folder (default outputs/check)")
-    return parser

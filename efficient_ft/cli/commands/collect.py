@@ -40,7 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_form_option(parser)
     add_columns_option(parser)
     options = parser.parse_args(arguments)
-
     from efficient_ft.record.collection import collect, group_rows, notes, run_rows
 
     if options.folder is None:
@@ -50,7 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     status("")
     header, rows = run_rows(found) if options.runs else group_rows(found)
     if options.form == "text":
-        print(f"{_title(found.runs)}\n")
+        # Models and data sets that all runs share are not columns.
+        models = ", ".join(dict.fromkeys(run.config.model.name for run in found.runs))
+        data = ", ".join(dict.fromkeys(run.data for run in found.runs))
+        print(paragraph(f"{len(found.runs)} run{'s' * (len(found.runs) > 1)} of {models} on {data}") + "\n")
     print(render(header, rows, options.form, columns=_columns(found.runs, header), chosen=options.columns))
     for sentence in notes(found, means=not options.runs):
         note(sentence)
@@ -95,10 +97,3 @@ def _columns(runs: Sequence[Run], header: Sequence[str]) -> dict[str, Column]:
     rest = {"seed": Column(1), "seeds": Column(3, words=True), "split": Column(7, words=True), **_FURTHER}
     every = first | accuracy | _NUMBERS | best | settings | rest
     return {name: column for name, column in every.items() if name in header}
-
-
-def _title(runs: Sequence[Run]) -> str:
-    """Return the title of a table. It names models and data sets, which are not columns if all runs share them."""
-    models = ", ".join(dict.fromkeys(run.config.model.name for run in runs))
-    data = ", ".join(dict.fromkeys(run.data for run in runs))
-    return paragraph(f"{len(runs)} run{'s' * (len(runs) > 1)} of {models} on {data}")

@@ -29,7 +29,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--offline", action="store_true", help="store runs instead of uploading; as WANDB_MODE=offline")
     parser.add_argument("--out", type=Path, default=Path("outputs/dashboard"), help="output folder")
     options = parser.parse_args(arguments)
-
     from efficient_ft.record.collection import notes
     from efficient_ft.report.dashboard import create_report, upload, write_panels
     from efficient_ft.report.runs import collect_paths

@@ -31,7 +31,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder = Path("figures")
     parser.add_argument("--out", type=Path, default=folder, metavar="FOLDER", help="output folder (default: figures)")
     options = parser.parse_intermixed_args(arguments)
-
     from efficient_ft.papers.published import figures
 
     if options.figure is None:
@@ -42,7 +41,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("Usage: efficient-ft figure FIGURE FROM\n")
         print(render(["figure", "about", "from"], rows, "text", left=3))
         return
-
     from efficient_ft.record.collection import notes
     from efficient_ft.report import model_figures, paper_figures
     from efficient_ft.report.charts import write_chart

@@ -27,11 +27,6 @@ keeps existing rows of other image sizes, so that sizes can be measured separate
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the study, print its tables, and write JSON if `--json` is given."""
-    settings = vars(_parser().parse_args(arguments))
-    _study(settings.pop("sizes"), settings.pop("json"), settings.pop("columns"), settings)
-
-
-def _parser() -> argparse.ArgumentParser:
     program = "efficient-ft gradient-error"
     parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION, formatter_class=Help, allow_abbrev=False)
     parser.add_argument("--weights", type=Path, required=True, help="trained weights in timm's names")
@@ -56,7 +51,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers to FILE")
     add_columns_option(parser)
-    return parser
+    settings = vars(parser.parse_args(arguments))
+    sizes, file, columns = (settings.pop(key) for key in ("sizes", "json", "columns"))
+    from efficient_ft.bench.gradient_error import Study, group_rows, network_rows, read_records, run_study, save
+
+    study = Study(**settings)
+    results: list[dict[str, Any]] = []
+    if file is not None:
+        read_records(file)  # refuses a damaged file before the measurement
+    for size in sizes:
+        results += run_study(study, size, lambda text: print(paragraph(text), file=sys.stderr, flush=True))
+        if file is not None:
+            save(file, study, results)
+    for state in dict.fromkeys(r["state"] for r in results):
+        print(f"\nWhole network, {state}: relative error (cosine); *: smallest error of the row\n")
+        print(_table(*network_rows(results, state), columns))
+        print(f"\nRelative error by group of gradients, {state}\n")
+        print(_table(*group_rows(results, state), columns))
 
 
 def _rate(given: str) -> float:
@@ -69,29 +80,6 @@ def _rate(given: str) -> float:
     return rate
 
 
-def _study(sizes: Sequence[int], file: Path | None, columns: Sequence[str], settings: dict[str, Any]) -> None:
-    """Measure all sizes. Results are saved after each size, and printed at the end."""
-    from efficient_ft.bench.gradient_error import Study, group_rows, network_rows, read_records, run_study, save
-
-    study = Study(**settings)
-    results: list[dict[str, Any]] = []
-    if file is not None:
-        read_records(file)  # refuses a damaged file before the measurement
-    for size in sizes:
-        results += run_study(study, size, _say)
-        if file is not None:
-            save(file, study, results)
-    for state in dict.fromkeys(r["state"] for r in results):
-        print(f"\nWhole network, {state}: relative error (cosine); *: the smallest error of the row\n")
-        print(_table(*network_rows(results, state), columns))
-        print(f"\nRelative error by group of gradients, {state}\n")
-        print(_table(*group_rows(results, state), columns))
-
-
 def _table(header: Sequence[str], rows: Sequence[Sequence[Cell]], chosen: Sequence[str]) -> str:
     columns = {name: Column(rank, words=name in ("grid, cost of", "method")) for rank, name in enumerate(header)}
     return render(header, rows, "text", columns=columns, chosen=chosen)
-
-
-def _say(text: str) -> None:
-    print(paragraph(text), file=sys.stderr, flush=True)

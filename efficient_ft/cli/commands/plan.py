@@ -49,7 +49,18 @@ OF_A_PLAN = ("memory", "time", "loss", "split")
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Plan a run and print the plan. The exit status is 1 if no recipe is within the limits."""
-    options = _parser().parse_intermixed_args(arguments)
+    parser = argparse.ArgumentParser(prog="efficient-ft plan", description=DESCRIPTION, formatter_class=Help)
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="memory=SIZE and settings of the run")
+    parser.add_argument("--all", action="store_true", help="print all recipes that fit, not only the Pareto front")
+    limit = "time after which no further recipe is examined, e.g. 5m (default 60s)"
+    parser.add_argument("--planning-time", default="60s", metavar="TIME", help=limit)
+    add_columns_option(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to FILE")
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="also plot peak and time to FILE.png, FILE.csv")
+    parser.add_argument("--trial", nargs=2, type=float, help=argparse.SUPPRESS)
+    calibration = "compare predictions with the measurements of runs with memory="
+    parser.add_argument("--calibration", type=Path, nargs="+", metavar="DIR", help=calibration)
+    options = parser.parse_intermixed_args(arguments)
     if options.calibration is not None:
         from efficient_ft.planning.calibration import calibration_text
 
@@ -66,16 +77,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parse_bytes("memory", own["memory"])  # refuses mistakes before libraries are loaded
     if "time" in own:
         parse_seconds("time", own["time"])
-    loss, split = _number("loss", own.get("loss", "1")), _flag("split", own.get("split", "false"))
-
+    loss, split = own.get("loss", "1"), own.get("split", "false").lower()
+    if not re.fullmatch(r"\d+(\.\d+)?|\.\d+", loss):
+        raise SettingError("loss", loss, "a number of points >= 0", "Example: loss=1.")
+    if split not in ("true", "false"):
+        raise SettingError("split", own["split"], ("true", "false"))
     parse_seconds("--planning-time", options.planning_time)
     _set_allocator(settings)
     found = plan(
         *settings,
         memory=own["memory"],
         time=own.get("time"),
-        loss=loss,
-        split=split,
+        loss=float(loss),
+        split=split == "true",
         planning_time=options.planning_time,
         say=status,
         ready=_print_examined,
@@ -99,7 +113,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _print_examined(one: Examined) -> None:
-    """Print a recipe when its examination ends."""
     status("")
     if one.number == 1:
         print("Examined recipes, and the budget that each requires:", flush=True)
@@ -110,7 +123,6 @@ def _print_examined(one: Examined) -> None:
 
 
 def _set_allocator(settings: Sequence[str]) -> None:
-    """Use the allocator of a run with these settings, before the first tensor is created."""
     allocator = next((word.partition("=")[2] for word in settings if word.startswith("allocator=")), "auto")
     restart_with(allocator)
     use_allocator(allocator)
@@ -188,32 +200,3 @@ def _try_alone(settings: Sequence[str], num_classes: float, max_seconds: float) 
 def _methods(settings: Sequence[str]) -> list[str]:
     values = [word.partition("=")[2] for word in settings if word.startswith("method=")]
     return [name.strip() for name in values[-1].strip("[]").split(",") if name.strip()] if values else []
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="efficient-ft plan", description=DESCRIPTION, formatter_class=Help)
-    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="memory=SIZE and settings of the run")
-    parser.add_argument("--all", action="store_true", help="print all recipes that fit, not only the Pareto front")
-    limit = "time after which no further recipe is examined, e.g. 5m (default 60s)"
-    parser.add_argument("--planning-time", default="60s", metavar="TIME", help=limit)
-    add_columns_option(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to FILE")
-    parser.add_argument(
-        "--figure", type=Path, metavar="FILE", help="also plot peak and step time to FILE.png and FILE.csv"
-    )
-    parser.add_argument("--trial", nargs=2, type=float, help=argparse.SUPPRESS)
-    calibration = "compare predictions with the measurements of runs with memory="
-    parser.add_argument("--calibration", type=Path, nargs="+", metavar="DIR", help=calibration)
-    return parser
-
-
-def _number(setting: str, text: str) -> float:
-    if not re.fullmatch(r"\d+(\.\d+)?|\.\d+", text):
-        raise SettingError(setting, text, "a number of points >= 0", "Example: loss=1.")
-    return float(text)
-
-
-def _flag(setting: str, text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise SettingError(setting, text, ("true", "false"))
-    return text.lower() == "true"

@@ -33,18 +33,26 @@ If the images are in folders named after classes, the command also prints the ac
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the most probable classes of each image or line of text. For segmentation, write the predicted masks.
-
-    Raises:
-        UserError: If the run, a file or the device does not exist, or a file cannot be read.
-    """
-    options = _parser().parse_args(arguments)
+    """Print the most probable classes of each image or line of text, or write the predicted masks for segmentation."""
+    parser = argparse.ArgumentParser(prog="efficient-ft predict", description=DESCRIPTION, formatter_class=Help)
+    parser.add_argument("run", type=Path, nargs="?", help="run folder, or its model.safetensors")
+    files = "image files or folders of images; with task=text, files of lines (- is standard input)"
+    parser.add_argument("files", type=Path, nargs="*", metavar="FILE", help=files)
+    parser.add_argument("--task", help="the data set whose classes are predicted, for a run on several data sets")
+    parser.add_argument("--top", type=count, default=5, metavar="K", help="classes printed per item (default 5)")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--csv", dest="form", action="store_const", const="csv", help="print CSV with a row per item")
+    form.add_argument("--json", dest="form", action="store_const", const="json", help="print a JSON list of objects")
+    parser.add_argument("--batch-size", type=count, default=32, metavar="N", help="batch size (default 32)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for masks (default: RUN/masks)")
+    parser.add_argument("--overlay", action="store_true", help="also write the images with colored classes")
+    parser.add_argument("--device", help="cpu, cuda or mps (default: cuda if available)")
+    options = parser.parse_args(arguments)
     if options.run is None:
         print(run_folders("predict", "RUN FILE..."))
         return
     if not options.files:
         raise UserError("Pass image files or folders of images, or text files for a run with task=text.")
-
     import torch
 
     from efficient_ft.training.kinds.base import PredictOptions
@@ -65,7 +73,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _print(predictions: Predictions, names: Sequence[str], form: str | None) -> None:
-    """Print each prediction in readable form, or all predictions as CSV or JSON, and then the summary."""
     width = min(_WIDEST, terminal_width() - 11, max(display_width(plain_line(name)) for name in names))
     kept = []
     for number, one in enumerate(predictions, start=1):
@@ -83,20 +90,3 @@ def _print(predictions: Predictions, names: Sequence[str], form: str | None) -> 
         print(render(predictions.header, [one.row for one in kept], "csv"))
     for line in predictions.summary():
         print(line, file=sys.stdout if form is None else sys.stderr)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="efficient-ft predict", description=DESCRIPTION, formatter_class=Help)
-    parser.add_argument("run", type=Path, nargs="?", help="run folder, or its model.safetensors")
-    files = "image files or folders of images; with task=text, files of lines (- is standard input)"
-    parser.add_argument("files", type=Path, nargs="*", metavar="FILE", help=files)
-    parser.add_argument("--task", help="the data set whose classes are predicted, for a run on several data sets")
-    parser.add_argument("--top", type=count, default=5, metavar="K", help="classes printed per item (default 5)")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--csv", dest="form", action="store_const", const="csv", help="print CSV with a row per item")
-    form.add_argument("--json", dest="form", action="store_const", const="json", help="print a JSON list of objects")
-    parser.add_argument("--batch-size", type=count, default=32, metavar="N", help="batch size (default 32)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for masks (default: RUN/masks)")
-    parser.add_argument("--overlay", action="store_true", help="also write the images with colored classes")
-    parser.add_argument("--device", help="cpu, cuda or mps (default: cuda if available)")
-    return parser

@@ -28,11 +28,15 @@ evaluation split.
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Draw the figures of one run, or write the page of several runs, and print the paths of the files."""
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(prog="efficient-ft report", description=DESCRIPTION, formatter_class=Help)
+    parser.add_argument("runs", type=Path, nargs="*", metavar="RUN|DIR", help="run folders, or folders of runs")
+    images = "number of images with kept tokens (default 6)"
+    parser.add_argument("--images", type=count_or_zero, default=6, metavar="N", help=images)
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="output folder (default: report in the first one)")
+    options = parser.parse_args(arguments)
     if not options.runs:
         print(run_folders("report", "RUN|DIR..."))
         return
-
     from efficient_ft.record import config_file, results, step_stats
     from efficient_ft.report import write_report, write_runs_page
 
@@ -56,12 +60,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for note in written.notes:
         say_note(note, file=sys.stdout)
     print("\n".join(plain_line(str(file)) for file in written.files))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="efficient-ft report", description=DESCRIPTION, formatter_class=Help)
-    parser.add_argument("runs", type=Path, nargs="*", metavar="RUN|DIR", help="run folders, or folders of runs")
-    images = "number of images with kept tokens (default 6)"
-    parser.add_argument("--images", type=count_or_zero, default=6, metavar="N", help=images)
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="output folder (default: report in the first one)")
-    return parser

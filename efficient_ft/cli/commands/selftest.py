@@ -27,19 +27,7 @@ _ROOT = Path(__file__).resolve().parents[3]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the selected trials. Return 1 if a trial fails.
-
-    Raises:
-        UserError: If the system is Windows, the package is not used from a checkout, or the arguments are not valid.
-    """
-    options = _parser().parse_args(arguments)
-    if sys.platform == "win32":
-        raise UserError("selftest requires signals and forked processes, which Windows does not support.")
-    status: int = _trials().run(options)
-    return status
-
-
-def _parser() -> argparse.ArgumentParser:
+    """Run the selected trials. Return 1 if a trial fails. Raise a `UserError` on Windows and outside of a checkout."""
     parser = argparse.ArgumentParser(prog="efficient-ft selftest", description=DESCRIPTION, formatter_class=Help)
     parser.add_argument("promise", nargs="*", type=int, metavar="NUMBER", help="default: all of them")
     parser.add_argument("--long", action="store_true", help="run all trials instead of a selection")
@@ -47,11 +35,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=count, default=2, help="parallel trials, each with one thread (default 2)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also add a record to FILE")
     parser.add_argument("--keep", action="store_true", help="keep the folders of failed trials")
-    return parser
+    options = parser.parse_args(arguments)
+    if sys.platform == "win32":
+        raise UserError("selftest requires signals and forked processes, which Windows does not support.")
+    status: int = _trials().run(options)
+    return status
 
 
 def _trials() -> Any:
-    """Import the trials from the checkout that contains this package."""
     if not (_ROOT / "tests" / "promises" / "command.py").is_file():
         raise UserError(
             "The trials of selftest are in tests/promises of the repository, not in the installed package. Clone the"

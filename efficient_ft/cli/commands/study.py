@@ -39,9 +39,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run or report a study. The exit status is 1 if a run has failed."""
     from efficient_ft.cli.hydra.rows import check_settings
 
-    options = _parser().parse_intermixed_args(arguments)
+    parser = argparse.ArgumentParser(prog="efficient-ft study", description=DESCRIPTION, formatter_class=Help)
+    parser.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help="folder that contains study.yaml")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings for this machine")
+    parser.add_argument("--rows", type=words, default=[], metavar="ROW,...", help="only these rows (default: all)")
+    parser.add_argument("--tune-only", action="store_true", help="run only the tuning, not the other seeds")
+    parser.add_argument("--report", action="store_true", help="print the table without starting a run")
+    add_columns_option(parser)
+    options = parser.parse_intermixed_args(arguments)
     if options.folder is None:
-        print(_studies())
+        found = sorted(file.parent for depth in ("*", "*/*") for file in Path().glob(f"{depth}/study.yaml"))
+        lines = ["Studies here:", *(f"  {plain_line(str(folder))}" for folder in found)]
+        none = ["No study.yaml was found in subfolders up to two levels deep."]
+        print("\n".join(["Usage: efficient-ft study FOLDER", *(lines if found else none)]))
         return
     check_settings(options.settings)
     for key in (word.partition("=")[0] for word in options.settings):
@@ -50,12 +60,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"{key} changes the runs of the study. Set it in {options.folder / 'study.yaml'}. The command line"
                 f" accepts only {', '.join(OF_THIS_MACHINE)}, which are not recorded."
             )
-
+    from efficient_ft.config import setting_names
     from efficient_ft.record.study import Records, chosen_rows
 
     records = Records(options.folder)
     rows = chosen_rows(records.study, options.rows)
-    _refuse_unknown_ignored(records.study.tune.ignore)
+    for name in records.study.tune.ignore:
+        if name not in setting_names() and not name.startswith("method."):
+            raise UserError(f"tune.ignore names {name}: there is no such setting.{did_you_mean(name, setting_names())}")
     failed = False
     if not options.report:
         tried: set[StudyRun] = set()  # Failed runs are not repeated.
@@ -67,29 +79,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(report(records, rows, options.columns))
     if failed:
         raise SystemExit(1)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="efficient-ft study", description=DESCRIPTION, formatter_class=Help)
-    parser.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help="folder that contains study.yaml")
-    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings for this machine")
-    parser.add_argument("--rows", type=words, default=[], metavar="ROW,...", help="only these rows (default: all)")
-    parser.add_argument("--tune-only", action="store_true", help="run only the tuning, not the other seeds")
-    parser.add_argument("--report", action="store_true", help="print the table without starting a run")
-    add_columns_option(parser)
-    return parser
-
-
-def _studies() -> str:
-    """Return the output of the command without a folder, which lists the studies below the current folder."""
-    from efficient_ft.record.study import DEFINITION
-
-    found = sorted(file.parent for depth in ("*", "*/*") for file in Path().glob(f"{depth}/{DEFINITION}"))
-    if not found:
-        return "Usage: efficient-ft study FOLDER\nNo study.yaml was found in subfolders up to two levels deep."
-    return "\n".join(
-        ["Usage: efficient-ft study FOLDER", "Studies here:", *(f"  {plain_line(str(folder))}" for folder in found)]
-    )
 
 
 def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) -> bool:
@@ -133,14 +122,6 @@ def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) ->
         if end.code != 1:
             raise
     return any(job.failure is not None and not job.diverged for job in jobs)
-
-
-def _refuse_unknown_ignored(ignored: Sequence[str]) -> None:
-    from efficient_ft.config import setting_names
-
-    for name in ignored:
-        if name not in setting_names() and not name.startswith("method."):
-            raise UserError(f"tune.ignore names {name}: there is no such setting.{did_you_mean(name, setting_names())}")
 
 
 def _refuse_other_images(records: Records, configs: Mapping[StudyRun, Config]) -> None:

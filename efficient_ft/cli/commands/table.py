@@ -57,8 +57,19 @@ class CellRun:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """List, print, count, run or report published tables. The exit status is 1 if a run has failed."""
-    options = _parser().parse_intermixed_args(arguments)
-
+    parser = argparse.ArgumentParser(prog="efficient-ft table", description=DESCRIPTION, formatter_class=Help)
+    parser.add_argument("table", nargs="?", metavar="TABLE", help="PAPER/NUMBER, for example lbp_wht/2")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings for every run")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--commands", action="store_true", help="print the command of every run")
+    what.add_argument("--cost", action="store_true", help="count the cost of every row, without data or weights")
+    what.add_argument("--run", action="store_true", help="start the unfinished runs, and print a report")
+    what.add_argument("--report", action="store_true", help="print published and obtained accuracies")
+    parser.add_argument("--rows", type=words, default=[], metavar="ROW,...", help="only these rows (default: all)")
+    parser.add_argument("--seeds", type=_seeds, default=[233], metavar="N,...", help="seeds of the runs (default: 233)")
+    add_form_option(parser)
+    add_columns_option(parser)
+    options = parser.parse_intermixed_args(arguments)
     from efficient_ft.cli.hydra.rows import check_settings
     from efficient_ft.papers.published import chosen_rows, published_table
 
@@ -67,9 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         roots = [word.partition("=")[2] for word in settings if word.startswith("data.root=")]
         others = len(settings) > len(roots)
         if options.run or options.report or options.commands or options.cost or options.rows or others:
-            raise UserError(
-                "Name a table before rows and settings. `efficient-ft table [data.root=DIR]` lists the tables."
-            )
+            raise UserError("Name a table before rows and settings. `efficient-ft table [data.root=DIR]` lists them.")
         _list(roots[-1] if roots else "./data", options)
         return
     check_settings(options.settings)
@@ -106,22 +115,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(_report(table, rows, runs, jobs, settings, options))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="efficient-ft table", description=DESCRIPTION, formatter_class=Help)
-    parser.add_argument("table", nargs="?", metavar="TABLE", help="PAPER/NUMBER, for example lbp_wht/2")
-    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings for every run")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--commands", action="store_true", help="print the command of every run")
-    what.add_argument("--cost", action="store_true", help="count the cost of every row, without data or weights")
-    what.add_argument("--run", action="store_true", help="start the unfinished runs, and print a report")
-    what.add_argument("--report", action="store_true", help="print published and obtained accuracies")
-    parser.add_argument("--rows", type=words, default=[], metavar="ROW,...", help="only these rows (default: all)")
-    parser.add_argument("--seeds", type=_seeds, default=[233], metavar="N,...", help="seeds of the runs (default: 233)")
-    add_form_option(parser)
-    add_columns_option(parser)
-    return parser
-
-
 def _seeds(given: str) -> list[int]:
     if not all(word.isdecimal() for word in given.split(",")):
         raise argparse.ArgumentTypeError(f"must be integers >= 0 separated by commas, got {given}.")
@@ -129,7 +122,6 @@ def _seeds(given: str) -> list[int]:
 
 
 def _list(root: str, options: argparse.Namespace) -> None:
-    """Print all tables and figures, their requirements, and the runs that are possible on this machine."""
     from efficient_ft.papers.published import figures, published_table, table_names
 
     header = ["table", "rows", "accuracies", "about", "here"]
@@ -203,9 +195,8 @@ def _shown(table: Table, rows: Sequence[Row], options: argparse.Namespace) -> st
     lines: list[list[Cell]] = []
     for row in rows:
         printed = [row.cells[key].printed if key in row.cells else None for key in columns]
-        lines.append(
-            [row.name, row.label, *(row.columns[key] for key in stated), *map(row.costs.get, figures), *printed]
-        )
+        own = [row.columns[key] for key in stated]
+        lines.append([row.name, row.label, *own, *map(row.costs.get, figures), *printed])
     formats = {
         "row": Column(words=True),
         **{key: Column(2, title=_title(key)) for key in columns},
@@ -243,7 +234,6 @@ def _listed(title: str, notes: Sequence[str]) -> list[str]:
 
 
 def _runs(table: Table, rows: Sequence[Row], seeds: Sequence[int], settings: Sequence[str]) -> Iterator[CellRun]:
-    """Yield every run of the table."""
     from efficient_ft.cli.hydra.rows import merged, of_tasks
 
     if not any(row.runs for row in rows):
@@ -285,9 +275,6 @@ def _report(
     settings: Sequence[str],
     options: argparse.Namespace,
 ) -> str:
-    """Return published and obtained accuracies in percent, and notes on missing runs."""
-    from efficient_ft.cli.hydra.jobs import not_read
-
     found = _obtained(runs, jobs)
     seeds = len({one.seed for one in runs})
     columns = list(dict.fromkeys(key for row in rows for key in row.cells))
@@ -307,17 +294,11 @@ def _report(
             else:
                 line += [None if printed is None else f"{printed:.2f}", spread(values, seeds)]
         lines.append(line)
-    titles = {
-        f"{key} {part}": Column(1 + (part == "published"), title=f"{_title(key)} {part}")
-        for key in columns
-        for part in parts
-    }
-    named = {"row": Column(words=True), **titles}
+    named = {"row": Column(words=True)}
+    for key in columns:
+        named |= {f"{key} {p}": Column(1 + (p == "published"), title=f"{_title(key)} {p}") for p in parts}
     shown = render(header, lines, options.form, columns=named, chosen=options.columns)
-    missing = [job for job in jobs if job.results is None]
-    limited = [job.title for job in jobs if job.results and job.config.trainer.limit_eval_batches is not None]
-    unread = [f"{job.title}: {reason}" for job in missing if (reason := not_read(job.folder))]
-    notes = _report_notes(settings, [job.title for job in missing], len(runs), unread, limited)
+    notes = _report_notes(settings, jobs)
     if options.form not in ("text", "markdown"):
         for one in notes:
             show(one, sys.stderr)
@@ -349,21 +330,22 @@ def _obtained(runs: Sequence[CellRun], jobs: Sequence[Job]) -> dict[tuple[str, s
     return found
 
 
-def _report_notes(
-    settings: Sequence[str], missing: Sequence[str], runs: int, unread: Sequence[str], limited: Sequence[str]
-) -> list[str]:
-    """Return notes on missing runs of a report, and on differences between its runs and the table."""
+def _report_notes(settings: Sequence[str], jobs: Sequence[Job]) -> list[str]:
     from efficient_ft.cli.commands.study import OF_THIS_MACHINE
+    from efficient_ft.cli.hydra.jobs import not_read
 
+    missing = [job for job in jobs if job.results is None]
+    limited = [job.title for job in jobs if job.results and job.config.trainer.limit_eval_batches is not None]
     notes = []
     if other := [one for one in settings if not one.startswith(OF_THIS_MACHINE)]:
         notes.append(f"The runs have settings that differ from the table: {' '.join(other)}.")
     if missing:
         more = f" and {len(missing) - _NAMED} more (--commands lists all)" if len(missing) > _NAMED else ""
-        notes.append(f"{len(missing)} of {runs} runs are missing: {', '.join(missing[:_NAMED])}{more}.")
-    if len(missing) == runs:
+        named = ", ".join(job.title for job in missing[:_NAMED])
+        notes.append(f"{len(missing)} of {len(jobs)} runs are missing: {named}{more}.")
+    if len(missing) == len(jobs):
         notes.append("A report includes only runs with the same settings. Repeat the settings passed to --run.")
-    notes += [f"Not read: {reason}" for reason in unread]
+    notes += [f"Not read: {job.title}: {reason}" for job in missing if (reason := not_read(job.folder))]
     if limited:
         notes.append(f"Evaluated on a part of the images (trainer.limit_eval_batches): {', '.join(limited)}.")
     return notes
@@ -376,6 +358,5 @@ def spread(values: Sequence[float], seeds: int) -> str | None:
     from efficient_ft.report import studies
 
     shown = studies.spread([100 * value for value in values])
-    if len(values) < seeds:
-        return f"{shown}, {len(values)} of {seeds} seeds"
-    return f"{shown}, {seeds} seeds" if seeds > 1 else shown
+    of = f"{len(values)} of " if len(values) < seeds else ""
+    return f"{shown}, {of}{seeds} seeds" if seeds > 1 else shown

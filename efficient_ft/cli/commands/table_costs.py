@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -77,9 +77,8 @@ def cost_cells(table: Table, row: Row, step: Step | None = None) -> list[CostCel
     for column, printed in row.costs.items():
         if column not in _COUNTED:
             continue
-        cell = CostCell(
-            column, float(printed), *_COUNTED[column](table, row, step or _executed), len(printed.partition(".")[2])
-        )
+        rule, as_executed = _COUNTED[column](table, row, step or _executed)
+        cell = CostCell(column, float(printed), rule, as_executed, len(printed.partition(".")[2]))
         if not cell.agrees:
             reason = reason_of(table.name, row, column)
             if reason is None and cell.deviation is None:
@@ -99,8 +98,8 @@ def print_costs(table: Table, rows: Sequence[Row], form: str, chosen: Sequence[s
     numbers: dict[str, int] = {}  # numbers of the reasons, from 1
     counted = count_rows(table, rows, processes, lambda done, of: status(f"counted {done} of {of} steps"))
     lines = (_line(row, columns, cost_cells(table, row), data, numbers) for row in counted)
-    header = _header(columns)
-    shown = _columns(header)
+    shown = _columns(columns)
+    header = list(shown)
     if form == "text" and not chosen:
         samples = [_line(row, columns, cost_cells(table, row, _typical), data, None) for row in rows]
         sheet = Lines(header, samples, columns=shown)
@@ -126,24 +125,16 @@ def print_costs(table: Table, rows: Sequence[Row], form: str, chosen: Sequence[s
         print("\n" + "\n".join(paragraph(f"- {line}", "  ") if form == "text" else f"- {line}" for line in below))
 
 
-def _header(columns: Sequence[str]) -> list[str]:
-    header = ["row"]
-    for column in columns:
-        own = ("by its rule", "kept, executed" if column in _BY_RULE else "executed", "deviation")
-        header += [COSTS[column], *(f"{COSTS[column]}, {part}" for part in own)]
-    return [*header, "reason"]
-
-
-def _columns(header: Sequence[str]) -> dict[str, Column]:
-    """Return the format of the columns: the published number and our deviation come first."""
-    printed = header[1:-1:4]
+def _columns(columns: Sequence[str]) -> dict[str, Column]:
+    """Return the columns of the table with their formats: the published number and our deviation come first."""
     found = {"row": Column(words=True)}
-    for name in printed:
+    for column in columns:
+        name, kept = COSTS[column], column in _BY_RULE
+        executed = "executed (kept)" if kept else "executed"
         found[name] = Column()
-        for part in ("by its rule", "kept, executed", "executed", "deviation"):
-            if (whole := f"{name}, {part}") in header:
-                title = "executed (kept)" if part.startswith("kept") else part
-                found[whole] = Column(1 if part == "deviation" else 2, format_digits, title)
+        found[f"{name}, by its rule"] = Column(2, format_digits, "by its rule")
+        found[f"{name}, {'kept, ' * kept}executed"] = Column(2, format_digits, executed)
+        found[f"{name}, deviation"] = Column(1, format_digits, "deviation")
     return {**found, "reason": Column(words=True)}
 
 
@@ -164,28 +155,23 @@ def _line(
         line += [cell.printed if data else row.costs[column], cell.rule, cell.executed, deviation]
     if numbers is None:
         return [*line, "1, 2, 3"]
-    reasons = _reasons(of)
+    columns_of: dict[str, list[str]] = {}
+    for column, cell in of.items():
+        if cell.reason:
+            columns_of.setdefault(cell.reason, []).append(COSTS[column])
+    reasons = [f"{', '.join(names)}: {reason}" for reason, names in columns_of.items()]
     if not data:
         reasons = [str(numbers.setdefault(reason, len(numbers) + 1)) for reason in reasons]
     return [*line, ("; " if data else ", ").join(reasons) or None]
 
 
 def _rule_notes(table: Table, rows: Sequence[Row]) -> list[str]:
-    """Return notes on how the paper's rule counts some of the rows."""
     found: dict[str, list[str]] = {}
     for row in rows:
         settings = count_settings(table, row)
         if settings is not None and settings.note:
             found.setdefault(settings.note, []).append(row.name)
     return [f"The rule of {', '.join(names)}: {note}." for note, names in found.items()]
-
-
-def _reasons(cells: Mapping[str, CostCell]) -> list[str]:
-    columns: dict[str, list[str]] = {}
-    for column, cell in cells.items():
-        if cell.reason:
-            columns.setdefault(cell.reason, []).append(COSTS[column])
-    return [f"{', '.join(names)}: {reason}" for reason, names in columns.items()]
 
 
 # ---------------------------------------------------------------------------------------------- how costs are counted
@@ -264,15 +250,11 @@ _COUNTED: dict[str, Callable[[Table, Row, Step], Counts]] = {
     "fwd_gmacs_reduction": partial(_reduction, _gmacs),
     "compute_pflops": _compute,
     "params_m": _parameters,
-    "on_device_memory_mb": _measured,
-    "on_device_memory_reduction": _measured,
-    "latency_cpu_us": _measured,
-    "latency_gpu_us": _measured,
-    "speedup_cpu": _measured,
-    "speedup_gpu": _measured,
-    "peak_memory_mb": _measured,
-    "time_min": _measured,
 }
+_COUNTED |= dict.fromkeys(
+    ("on_device_memory_mb", "on_device_memory_reduction", "latency_cpu_us", "latency_gpu_us", "speedup_cpu",
+     "speedup_gpu", "peak_memory_mb", "time_min"), _measured
+)  # fmt: skip
 
 
 #: Configuration of a run by its arguments.
@@ -341,12 +323,6 @@ def _counted(arguments: tuple[str, ...]) -> Executed:
     spec = factory.input_of(config.model)
     # FLOPs and saved bytes per image do not depend on the batch size.
     return executed(
-        model,
-        2,
-        spec.size,
-        methods=build_methods(config),
-        precision=config.trainer.precision,
-        label_smoothing=config.optim.label_smoothing,
-        frozen_bn=config.model.frozen_bn,
-        task=kind.task,
-    )
+        model, 2, spec.size, methods=build_methods(config), precision=config.trainer.precision,
+        label_smoothing=config.optim.label_smoothing, frozen_bn=config.model.frozen_bn, task=kind.task,
+    )  # fmt: skip

@@ -198,7 +198,6 @@ def _is_readable(text: str) -> bool:
 
 
 def _composed(loader: ConfigLoader, name: str, job: tuple[str, ...], sweep: bool) -> ComposedJob:
-    """Compose and check the configuration of a job."""
     parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(job))
     check_output_folder(name, parsed)
     check_hydra(loader, name, parsed)

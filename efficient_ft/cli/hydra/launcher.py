@@ -55,7 +55,6 @@ class Sweep:
         return Job(tuple(overrides), title, folder, check(plain(composed)))
 
     def _command(self, job: Job) -> list[str]:
-        """Return the command line that runs `job` alone in its folder of the sweep."""
         given: Any = OmegaConf.to_container(self.config.hydra.overrides.hydra)  # as typed, with references
         kept = [o for o in given if not o.lstrip("+~").startswith(_STEERING)]
         if job.trains:
@@ -67,7 +66,6 @@ class Sweep:
 
 
 def _returned(job: Job) -> JobReturn:
-    """Return the result for sweepers that search: the best accuracy."""
     value = JobReturn(overrides=list(job.arguments), cfg=OmegaConf.create(job.config.model_dump(mode="json")))
     value.status = JobStatus.COMPLETED
     value.return_value = (job.results or {}).get("accuracy", {}).get("best")

@@ -169,10 +169,7 @@ def refuse_data(parsed: Sequence[Override], config: Config) -> None:
 
 
 def explained(loader: ConfigLoader, name: str, parsed: Sequence[Override], error: Exception) -> UserError:
-    """Return the message for an error of Hydra.
-
-    The configuration is composed without the settings, to find the key that does not exist.
-    """
+    """Return the message for an error of Hydra. Composing without settings reveals the key that does not exist."""
     choices = [
         o
         for o in parsed

@@ -16,12 +16,7 @@ from hydra import compose
 from hydra.conf import HydraConf
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from omegaconf.errors import (
-    InterpolationKeyError,
-    InterpolationResolutionError,
-    OmegaConfBaseException,
-    UnsupportedInterpolationType,
-)
+from omegaconf.errors import OmegaConfBaseException
 
 from efficient_ft.cli.streams import discard_output
 from efficient_ft.core.errors import SettingError, UserError
@@ -50,7 +45,7 @@ def check_output_folder(name: str, parsed: Sequence[Override]) -> None:
             if "${" in str(OmegaConf.select(composed, override.key_or_group)):
                 do = "Remove the backslash. ${NAME} is replaced by the value of a setting."
                 raise SettingError(override.key_or_group, text, "a folder without \\${", do)
-        except (InterpolationKeyError, InterpolationResolutionError, UnsupportedInterpolationType) as error:
+        except OmegaConfBaseException as error:
             reason = str(error).splitlines()[0].rstrip(".")
             if "MissingMandatoryValue" in reason:  # Hydra sets the value for each job.
                 continue
@@ -91,10 +86,7 @@ class _Held(MemoryHandler):
 
 
 class CommandRecord:
-    """The record of a command in its run folder: ``.hydra`` and the log file, written when the run begins.
-
-    Hydra would write them before the run is accepted.
-    """
+    """The record of a command (``.hydra`` and the log file), which is written only after the run is accepted."""
 
     def __init__(self, folder: Path, hydra: HydraConf, composed: DictConfig) -> None:
         self._folder, self._hydra, self._composed = folder, hydra, composed

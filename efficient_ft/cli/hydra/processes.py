@@ -184,7 +184,6 @@ class Slots:
 
 
 def _gpus() -> list[str]:
-    """Return the GPUs that this process may use, in the notation of CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.split(",") if name]

@@ -77,7 +77,6 @@ def refuse_doubled(arguments: Iterable[str]) -> None:
 
 
 def _leaves(key: str, value: Any) -> Iterator[str]:
-    """Yield the full names of the settings in an argument."""
     if isinstance(value, dict) and value:
         for name, inner in value.items():
             yield from _leaves(f"{key}.{name}", inner)
@@ -86,7 +85,6 @@ def _leaves(key: str, value: Any) -> Iterator[str]:
 
 
 def _instead(setting: str, *arguments: str) -> str:
-    """Return advice for two arguments that give the same setting."""
     values = [one.partition("=")[2] for one in arguments]
     swept = setting.partition(".")[0] in ("model", "data", "method", "optim", "trainer", "seed")
     if not swept or len(set(values)) == 1 or any(key_of(one) != setting for one in arguments):

@@ -1,7 +1,8 @@
-"""Settings of Hydra on the command line: ``hydra.KEY=VALUE`` and ``hydra/GROUP=OPTION``."""
+"""Hydra's flags and settings on the command line: ``hydra.KEY=VALUE`` and ``hydra/GROUP=OPTION``."""
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,46 @@ _LOG_STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
 _NO_CODE = "A configuration must not name other code to run. Remove it."
 
 _FOLDERS = ("hydra.run.dir=", "hydra.sweep.dir=", "hydra.sweep.subdir=")
+
+_SHELLS = ("bash", "fish", "zsh")
+_DOES = ("install", "uninstall", "query")
+
+
+def check_flags(arguments: Any) -> None:
+    """Refuse flags for which Hydra would print a traceback, and the flag that executes a file."""
+    if arguments.experimental_rerun is not None:
+        raise UserError(
+            "--experimental-rerun is not supported, since it executes code from a file. Repeat the command of the run,"
+            " which resumes an interrupted run."
+        )
+    if arguments.multirun and arguments.cfg:
+        raise UserError("--cfg prints the configuration of one run. Remove -m and the comma-separated values.")
+    flags = {
+        "--run": arguments.run,
+        "--multirun": arguments.multirun,
+        "--cfg": arguments.cfg,
+        "--info": arguments.info,
+        "--shell-completion": arguments.shell_completion,
+    }
+    given = [flag for flag, value in flags.items() if value]
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(given)} cannot be combined. Use one of them.")
+    for flag, value in (("--resolve", arguments.resolve), ("--package", arguments.package)):
+        if value and not (arguments.cfg or arguments.help):
+            raise UserError(f"{flag} requires --cfg job. Add --cfg job, or remove {flag}.")
+    if arguments.cfg == "hydra" and arguments.resolve:
+        raise UserError("--cfg hydra cannot be resolved, as it refers to settings of a run. Use --cfg all --resolve.")
+    if arguments.shell_completion:
+        _check_completion(arguments.overrides)
+
+
+def _check_completion(words: list[str]) -> None:
+    does, _, shell = words[0].partition("=") if len(words) == 1 else ("", "", "")
+    if does not in _DOES or shell not in _SHELLS:
+        forms = " or ".join(f"install={shell}" for shell in _SHELLS)
+        raise UserError(f'--shell-completion requires {forms}: eval "$(efficient-ft --shell-completion install=bash)"')
+    if does == "query" and "COMP_LINE" not in os.environ:
+        raise UserError(f"--shell-completion {words[0]} is for the shell. Use --shell-completion install={shell}")
 
 
 def check_hydra(loader: ConfigLoader, name: str, parsed: Sequence[Override]) -> None:
@@ -79,7 +120,6 @@ def check_targets(hydra: DictConfig) -> None:
 
 
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield full names and values of the settings in nested mappings and lists."""
     if isinstance(value, dict | list):
         for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _leaves(inner, f"{key}.{name}")
@@ -88,7 +128,6 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _check_group(loader: ConfigLoader, override: Override) -> None:
-    """Refuse a Hydra group or option that does not exist."""
     group, value = override.key_or_group, override.value()
     known = [f"hydra/{one}" for one in loader.list_groups("hydra")]
     if group not in known:

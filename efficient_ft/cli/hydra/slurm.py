@@ -31,9 +31,7 @@ def with_launcher(arguments: Sequence[str]) -> list[str]:
 
 
 def submission(arguments: Sequence[str], configs: Sequence[Config]) -> list[str]:
-    """Return the command line that submits the runs `configs`. Settings of ``hydra.launcher`` in `arguments` take
-    precedence.
-    """
+    """Return the command line that submits the runs `configs`. The user's launcher settings take precedence."""
     shapes = {(c.trainer.num_nodes, c.trainer.devices, c.trainer.accelerator) for c in configs}
     if len(shapes) > 1:
         raise SettingError(
