@@ -270,7 +270,7 @@ class Records:
         return runs
 
     def add(self, run: StudyRun, results: Results) -> None:
-        """Add the record of a finished run, and write the file. Raise a `UserError` if its images differ from others."""
+        """Add the record of a finished run, and write the file. Raise a `UserError` if its images differ."""
         self._add(run, record_of(run, results))
 
     def refuse_unwritable(self) -> None:
