@@ -88,8 +88,7 @@ class Cell:
 
     Attributes:
         data: option of the group ``data``; None for segmentation and text.
-        printed: the published number.
-        spread: the published ± value, or None.
+        printed: the published number, and its ± value in `spread`.
         accuracy: the number as a fraction.
         arguments: command-line arguments; empty if the cell cannot be run.
         deviations: differences between our run and the paper.
@@ -152,12 +151,8 @@ class Table:
     """A published table.
 
     Attributes:
-        name: name such as ``lbp_wht/2``.
-        paper: key of `PAPERS`.
-        number: number in the paper.
-        title: subject of the table.
+        name: name such as ``lbp_wht/2``, made of the key of `PAPERS` and the number.
         conditions: conditions of all rows.
-        rows: rows in the order of the paper.
         notes: misprints and inconsistencies.
         reason: reason why no row can be run, or None.
         counted: True if costs are counted even if no row can be run.
@@ -261,14 +256,7 @@ def published_table(name: str) -> Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """A published figure.
-
-    Attributes:
-        name: name such as ``alast/figure_8``.
-        title: subject of the figure.
-        command: command that draws the figure; None if no command draws it.
-        reason: reason why no command draws it, or None.
-    """
+    """A published figure, and the command that draws it, or the reason why no command draws it."""
 
     name: str
     title: str

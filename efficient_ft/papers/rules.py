@@ -134,10 +134,8 @@ class CountSettings:
 class CountedCost:
     """Cost of a row by the paper's formula.
 
-    Attributes:
-        memory: memory in the unit of the row's `CountSettings`.
-        gmacs: 10⁹ multiply-adds of the forward pass of a batch.
-        as_listed: memory if only the listed blocks were unfrozen.
+    `memory` is in the unit of the row's `CountSettings`, and `as_listed` is the memory if only the listed blocks were
+    unfrozen. `gmacs` are 10⁹ multiply-adds of the forward pass of a batch.
     """
 
     memory: float

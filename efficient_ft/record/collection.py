@@ -66,13 +66,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Collection:
-    """Finished runs below a folder.
-
-    Attributes:
-        runs: runs in the order of their folders.
-        ignored: reason why a run is excluded (unfinished, damaged, or of another version), by relative folder.
-        copies: folder of the original run, by relative folder of an excluded copy.
-    """
+    """Finished runs in the order of their folders, with the reasons for ignored folders, and the originals of copies."""
 
     runs: tuple[Run, ...]
     ignored: Mapping[str, str]
@@ -149,15 +143,11 @@ def write_tables(collection: Collection, path: Path) -> list[Path]:
     """Write one row per run to ``PATH.csv`` and ``PATH.json``, and means over the seeds to ``PATH.md``."""
     header, rows = run_rows(collection)
     means, mean_rows = group_rows(collection)
+    table = render(means, mean_rows, "markdown", left=means.index("seeds") + 1)
     texts = {
         ".csv": render(header, rows, "csv"),
         ".json": render(header, rows, "json"),
-        ".md": "\n\n".join(
-            [
-                render(means, mean_rows, "markdown", left=means.index("seeds") + 1),
-                *map(markdown_text, notes(collection, means=True)),
-            ]
-        ),
+        ".md": "\n\n".join([table, *map(markdown_text, notes(collection, means=True))]),
     }
     files = [path.with_name(path.name + suffix) for suffix in texts]
     for file, text in zip(files, texts.values(), strict=True):
@@ -255,20 +245,10 @@ def notes(collection: Collection, means: bool) -> list[str]:
         said.insert(0, f"Not included (copies of other runs): {copies}.")
     if unfinished:
         said.insert(0, f"Not included (running, interrupted or failed): {', '.join(unfinished)}.")
-    said += [*limited(collection), *other_images(collection), *(repeated(collection) if means else [])]
-    return [*said, *missing_seeds(collection)]
-
-
-def limited(collection: Collection) -> list[str]:
-    """Return a sentence about runs that were evaluated on only a part of the images."""
     names = [run.folder for run in collection.runs if run.config.trainer.limit_eval_batches is not None]
-    return [f"Evaluated on a part of the images (trainer.limit_eval_batches): {', '.join(names)}."] if names else []
-
-
-def other_images(collection: Collection) -> list[str]:
-    """Return a sentence for runs with the same settings but different images, such as another resolution."""
+    if names:
+        said.append(f"Evaluated on a part of the images (trainer.limit_eval_batches): {', '.join(names)}.")
     first: dict[str, Run] = {}
-    said = []
     for group in groups(collection.runs):
         settings = group[0].group.partition(" ")[0]
         if (other := first.setdefault(settings, group[0])) is not group[0]:
@@ -276,7 +256,7 @@ def other_images(collection: Collection) -> list[str]:
                 f"{group[0].folder} and {other.folder} have the same settings but different images (data.root), so they"
                 " are not averaged."
             )
-    return said
+    return [*said, *(repeated(collection) if means else []), *missing_seeds(collection)]
 
 
 def repeated(collection: Collection) -> list[str]:

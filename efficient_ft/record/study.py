@@ -184,14 +184,7 @@ class Study(_Strict):
 
 @dataclass(frozen=True)
 class StudyRun:
-    """One run of a study.
-
-    Attributes:
-        row: name of the row.
-        value: value of the tuned setting.
-        seed: random seed.
-        arguments: command-line arguments, without settings that apply only to this machine.
-    """
+    """One run of a study: row, value of the tuned setting, seed, and arguments without settings of this machine."""
 
     row: str
     value: float

@@ -28,16 +28,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """A pair of axes.
-
-    Attributes:
-        title: title of the panel.
-        x: label of the x axis, with its unit.
-        y: label of the y axis.
-        series: the series of the panel.
-        kind: ``lines`` (with markers if there are few points), ``points``, ``bars``, or ``image``, where the values of
-            the only series are the rows of a square picture.
-    """
+    """A pair of axes, whose labels include units. An ``image`` shows the values of its only series as rows of a square."""
 
     title: str
     x: str

@@ -45,13 +45,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class ContactSheet:
-    """Training samples as the network receives them.
-
-    Attributes:
-        title: title of the sheet.
-        cells: the samples.
-        legend: names and RGB colors of mask classes.
-    """
+    """Training samples as the network receives them, with names and RGB colors of mask classes (`legend`)."""
 
     title: str
     cells: Sequence[Cell]

@@ -47,15 +47,7 @@ def require_matplotlib() -> None:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure with its description.
-
-    Attributes:
-        file: file name.
-        title: title of the section.
-        alt: description for screen readers.
-        caption: explanation of the values.
-        figure: the matplotlib figure.
-    """
+    """A figure with its file name, section title, description for screen readers (`alt`) and caption."""
 
     file: str
     title: str

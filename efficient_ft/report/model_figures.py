@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,24 +65,17 @@ def class_attention(config: Config) -> Chart:
         raise UserError(f"{of_model.name} has no class token with a grid of patches. Use a ViT or DeiT.")
     maps: dict[int, Tensor] = {}
 
-    def hook(index: int) -> Callable[..., None]:
-        def keep(attention: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
-            x = args[0]
-            q, k, _ = attention.qkv(x).unflatten(-1, (3, attention.num_heads, -1)).permute(2, 0, 3, 1, 4)
-            q, k = attention.q_norm(q), attention.k_norm(k)
-            weights = (q[:, :, :1] @ k.transpose(-2, -1) * attention.scale).softmax(-1)
-            maps[index] = weights.mean(1)[0, 0, of_model.prefix_tokens :]
+    def keep(index: int, attention: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
+        q, k, _ = attention.qkv(args[0]).unflatten(-1, (3, attention.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k = attention.q_norm(q), attention.k_norm(k)
+        weights = (q[:, :, :1] @ k.transpose(-2, -1) * attention.scale).softmax(-1)
+        maps[index] = weights.mean(1)[0, 0, of_model.prefix_tokens :]
 
-        return keep
-
-    chosen = [index for index in (1, 3, 5) if index < len(of_model.blocks)]
-    handles = [
-        model.get_submodule(f"{of_model.blocks[index]}.attn").register_forward_hook(hook(index)) for index in chosen
-    ]
+    for index in (1, 3, 5):
+        if index < len(of_model.blocks):
+            model.get_submodule(f"{of_model.blocks[index]}.attn").register_forward_hook(partial(keep, index))
     with torch.no_grad():
         model(batch[:1])
-    for handle in handles:
-        handle.remove()
     if any(math.isqrt(len(m)) ** 2 != len(m) for m in maps.values()):
         raise UserError(f"{of_model.name} has no square grid of patches. Set model.image_size to one number.")
     panels = [
@@ -107,16 +101,12 @@ def gradient_spectrum(config: Config) -> Chart:
             nn.init.normal_(parameter, std=0.02)
     held: dict[str, Tensor] = {}
 
-    def hook(name: str) -> Callable[..., None]:
-        def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            output.register_hook(lambda gradient: held.update({name: gradient.detach()}))
+    def keep(name: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        output.register_hook(lambda gradient: held.update({name: gradient.detach()}))
 
-        return keep
-
-    handles = [model.get_submodule(one.name).register_forward_hook(hook(one.name)) for one in layers[-4:]]
+    for one in layers[-4:]:
+        model.get_submodule(one.name).register_forward_hook(partial(keep, one.name))
     F.cross_entropy(model(batch), labels).backward()
-    for handle in handles:
-        handle.remove()
     # After the last attention layer, only the class token may have a gradient. Then use the layer before it.
     layer, grid = next(
         (one, grid) for one in reversed(layers[-4:]) if (grid := _on_grid(held[one.name], one)).abs().max() > 0

@@ -33,13 +33,10 @@ class Record:
 
     Attributes:
         steps: numbers of the optimizer steps, from 1: (T,).
-        blocks: full names of the blocks.
-        labels: short names, made of the numbers in the full names.
+        blocks: full names of the blocks, and `labels` short names made of the numbers in them.
         trained: True if the block trained: (T, B).
         budgets: compute budgets: (T, B), or None without budgets.
-        tokens: tokens after each block: (T, B), NaN if not recorded.
-        magnitudes: relative magnitudes: (T, B), NaN if not recorded.
-        compared: compared tokens: (T, B), NaN if not recorded.
+        tokens: tokens after each block; like `magnitudes` and `compared`, (T, B) with NaN if not recorded.
     """
 
     steps: np.ndarray

@@ -46,15 +46,8 @@ MAX_PICTURES = 20
 METRICS = frozenset(f"{split}_{task.metric}" for split in ("val", "test") for task in TASKS.values())
 
 #: Columns of `record.collection.run_rows` that are x axes of accuracy plots.
-COSTS = (
-    "TFLOPs of the run",
-    "backward MFLOPs/sample",
-    "saved MiB/sample",
-    "peak MiB",
-    "seconds",
-    "joules",
-    "trainable M",
-)
+COSTS = ("TFLOPs of the run", "backward MFLOPs/sample", "saved MiB/sample", "peak MiB", "seconds", "joules",
+         "trainable M")  # fmt: skip
 
 
 def write_runs_page(paths: Sequence[Path], out: Path) -> Path:
@@ -66,9 +59,7 @@ def write_runs_page(paths: Sequence[Path], out: Path) -> Path:
     held = json.dumps(page_data(found), ensure_ascii=False, allow_nan=False)
     text = page.substitute(
         title=escape(f"{title}: {roots}"),
-        about=escape(
-            f"Accuracy is measured with the best epoch's weights on {_splits(found)}. Costs are executed counts."
-        ),
+        about=escape(f"Accuracy is of the best epoch's weights, on {_splits(found)}. Costs are executed counts."),
         data=held.replace("<", "\\u003c"),  # prevents </script> and <!--
         pictures=_pictures(found.runs),
     )
@@ -80,8 +71,7 @@ def _pictures(runs: Sequence[Run]) -> str:
     have = [
         (run, name)
         for run, name in zip(runs, names_of(runs), strict=True)
-        if (run.path / EXAMPLES).is_file()
-        and not (run.path / EXAMPLES).is_symlink()  # A link may lead to another file of this user.
+        if (run.path / EXAMPLES).is_file() and not (run.path / EXAMPLES).is_symlink()  # may be a private file
     ]
     if not have:
         return ""

@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(run_folders("report", "RUN|DIR..."))
         return
     from efficient_ft.record import config_file, results, step_stats
-    from efficient_ft.report import write_report, write_runs_page
+    from efficient_ft.report.page import write_report
+    from efficient_ft.report.runs import write_runs_page
 
     first = options.runs[0]
     # A finished run without recorded statistics is written as a page of several runs.
