@@ -291,7 +291,7 @@ def _row(paper: str, about: Mapping[str, Any], columns: Mapping[str, str], name:
     together = bool(rule.get("together"))
     cells = {}
     for key, printed in columns.items():
-        if not _is_accuracy(key) or not printed:
+        if not printed or not key.startswith(("acc_", "miou_")) or key == "acc_mean" or key.endswith("_pm"):
             continue
         data = DATA.get(key.partition("_")[2])
         own = [] if together or data is None else ["data={data}"]
@@ -316,12 +316,8 @@ def _row(paper: str, about: Mapping[str, Any], columns: Mapping[str, str], name:
     return Row(name, columns.get("label", ""), settings, costs, cells, arguments, together, reason)
 
 
-def _is_accuracy(column: str) -> bool:
-    return re.match(r"(acc|miou)_", column) is not None and column != "acc_mean" and not column.endswith("_pm")
-
-
 def _is_number(column: str) -> bool:
-    return column in COSTS or column == "stars" or re.match(r"(acc|miou)_", column) is not None
+    return column in COSTS or column == "stars" or column.startswith(("acc_", "miou_"))
 
 
 def _matches(when: Mapping[str, str | list[str]], columns: Mapping[str, str]) -> bool:

@@ -66,7 +66,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Collection:
-    """Finished runs in the order of their folders, with the reasons for ignored folders, and the originals of copies."""
+    """Finished runs in the order of their folders, with reasons for ignored folders, and originals of copies."""
 
     runs: tuple[Run, ...]
     ignored: Mapping[str, str]

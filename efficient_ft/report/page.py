@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
@@ -22,21 +21,16 @@ from efficient_ft.report.record import Record, describe, read
 PAGE = "report.html"
 
 
-@dataclass(frozen=True)
-class Written:
-    """The files that `write_report` has written, and notes on figures that could not be drawn."""
-
-    files: list[Path]
-    notes: list[str]
-
-
-def write_report(run: Path, out: Path, images: int = 6) -> Written:
+def write_report(run: Path, out: Path, images: int = 6) -> tuple[list[Path], list[str]]:
     """Draw the record of `run`, and write the figures and the page to the folder `out`.
 
     Args:
         run: a run folder.
         out: the output folder, which is created if it does not exist.
         images: number of images with kept tokens.
+
+    Returns:
+        The written files, and notes on figures that could not be drawn.
 
     Raises:
         UserError: If the run has no record, or matplotlib is not installed.
@@ -58,7 +52,7 @@ def write_report(run: Path, out: Path, images: int = 6) -> Written:
     for drawing in done:
         drawing.write(out / drawing.file)
     write_text_atomically(out / PAGE, page(facts, record, done, notes))
-    return Written([*(out / drawing.file for drawing in done), out / PAGE], notes)
+    return [*(out / drawing.file for drawing in done), out / PAGE], notes
 
 
 _STYLE = """

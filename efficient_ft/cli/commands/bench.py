@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -65,23 +65,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = _parser()
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        _refuse(unknown[0], options)
+        word, bench = unknown[0], f"{PROG} {options.kind}" if hasattr(options, "kind") else PROG
+        if word.startswith("-"):
+            raise UserError(f"{word}: there is no such option; see {bench} --help.")
+        if not getattr(options, "recipes", None):
+            raise UserError(f"{word}: {bench} does not accept recipes; see {bench} --help.")
+        together = shlex.join([*options.recipes, word])
+        raise UserError(f"{word}: recipes must not be separated by options: {bench} {together} ...")
     if not hasattr(options, "run"):
         parser.print_help()
     elif getattr(options, "alone", False):
         _measure_alone(options)
     else:
         _measure(options, arguments)
-
-
-def _refuse(word: str, options: argparse.Namespace) -> NoReturn:
-    bench = f"{PROG} {options.kind}" if hasattr(options, "kind") else PROG
-    if word.startswith("-"):
-        raise UserError(f"{word}: there is no such option; see {bench} --help.")
-    if not getattr(options, "recipes", None):
-        raise UserError(f"{word}: {bench} does not accept recipes; see {bench} --help.")
-    together = shlex.join([*options.recipes, word])
-    raise UserError(f"{word}: recipes must not be separated by options: {bench} {together} ...")
 
 
 def _parser() -> argparse.ArgumentParser:

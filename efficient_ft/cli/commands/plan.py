@@ -67,7 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(calibration_text(options.calibration))
         return
     if options.trial is not None:
-        _try_alone(options.settings, *options.trial)
+        # Try a recipe in this process, and pass the outcome to the parent process.
+        _set_allocator(options.settings)
+        from efficient_ft.cli.exits import report_outcome
+        from efficient_ft.cli.hydra.compose import configured
+        from efficient_ft.planning.timing import try_recipe
+
+        num_classes, max_seconds = options.trial
+        report_outcome(results=asdict(try_recipe(configured(options.settings), int(num_classes), max_seconds)))
         return
     check_settings(options.settings)
     own = dict(word.split("=", 1) for word in options.settings if word.partition("=")[0] in OF_A_PLAN)
@@ -185,16 +192,6 @@ def _attempt(arguments: Sequence[str], num_classes: int, max_seconds: float) -> 
     if ended.results is None:
         raise UserError(ended.failure or "the process returned no result")
     return Trial(**ended.results)
-
-
-def _try_alone(settings: Sequence[str], num_classes: float, max_seconds: float) -> None:
-    """Try a recipe in this process, and pass the outcome to the parent process."""
-    _set_allocator(settings)
-    from efficient_ft.cli.exits import report_outcome
-    from efficient_ft.cli.hydra.compose import configured
-    from efficient_ft.planning.timing import try_recipe
-
-    report_outcome(results=asdict(try_recipe(configured(settings), int(num_classes), max_seconds)))
 
 
 def _methods(settings: Sequence[str]) -> list[str]:

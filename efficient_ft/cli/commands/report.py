@@ -52,12 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if len(options.runs) > 1 or below or finished:
             print(plain_line(str(write_runs_page(options.runs, out))))
             return
-        written = write_report(first, out, options.images)
+        written, notes = write_report(first, out, options.images)
     except OSError as error:
         if error.filename is None or not Path(os.fsdecode(error.filename)).is_relative_to(out):
             raise
         reason = (error.strerror or str(error)).lower()
         raise UserError(f"{error.filename} cannot be written ({reason}). Choose another --out FOLDER.") from error
-    for note in written.notes:
+    for note in notes:
         say_note(note, file=sys.stdout)
-    print("\n".join(plain_line(str(file)) for file in written.files))
+    print("\n".join(plain_line(str(file)) for file in written))

@@ -118,7 +118,13 @@ def print_costs(table: Table, rows: Sequence[Row], form: str, chosen: Sequence[s
     status("")
     if text:
         print(text)
-    below = [] if data else [*(f"{number}: {why}." for why, number in numbers.items()), *_rule_notes(table, rows)]
+    noted: dict[str, list[str]] = {}
+    for row in rows:
+        settings = count_settings(table, row)
+        if settings is not None and settings.note:
+            noted.setdefault(settings.note, []).append(row.name)
+    rules = [f"The rule of {', '.join(names)}: {text}." for text, names in noted.items()]
+    below = [] if data else [*(f"{number}: {why}." for why, number in numbers.items()), *rules]
     if form == "latex" and below:
         print("\n".join(f"% {line}" for line in below))
     elif below:
@@ -163,15 +169,6 @@ def _line(
     if not data:
         reasons = [str(numbers.setdefault(reason, len(numbers) + 1)) for reason in reasons]
     return [*line, ("; " if data else ", ").join(reasons) or None]
-
-
-def _rule_notes(table: Table, rows: Sequence[Row]) -> list[str]:
-    found: dict[str, list[str]] = {}
-    for row in rows:
-        settings = count_settings(table, row)
-        if settings is not None and settings.note:
-            found.setdefault(settings.note, []).append(row.name)
-    return [f"The rule of {', '.join(names)}: {note}." for note, names in found.items()]
 
 
 # ---------------------------------------------------------------------------------------------- how costs are counted

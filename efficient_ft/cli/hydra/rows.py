@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 
+from efficient_ft.config.schema import flatten
 from efficient_ft.core.errors import UserError
 
 #: Last sentence of messages about rows.
@@ -67,21 +67,13 @@ def refuse_doubled(arguments: Iterable[str]) -> None:
         except OverrideParseException:  # Composition reports the error.
             continue
         key = override.key_or_group + (f"@{override.package}" if override.package else "")
-        for setting in _leaves(key, None if override.is_sweep_override() else override.value()):
+        for setting in flatten(None if override.is_sweep_override() else override.value(), key):
             first = given.setdefault(setting, text)
             if first is text or (first.startswith("~") and text.startswith("+")):
                 given[setting] = text
                 continue
             both = f"{first} twice" if first == text else f"{first} and {text}"
             raise UserError(f"{setting} must be given once, got {both}. {_instead(setting, first, text)}")
-
-
-def _leaves(key: str, value: Any) -> Iterator[str]:
-    if isinstance(value, dict) and value:
-        for name, inner in value.items():
-            yield from _leaves(f"{key}.{name}", inner)
-    else:
-        yield key
 
 
 def _instead(setting: str, *arguments: str) -> str:

@@ -60,11 +60,9 @@ def check_flags(arguments: Any) -> None:
             raise UserError(f"{flag} requires --cfg job. Add --cfg job, or remove {flag}.")
     if arguments.cfg == "hydra" and arguments.resolve:
         raise UserError("--cfg hydra cannot be resolved, as it refers to settings of a run. Use --cfg all --resolve.")
-    if arguments.shell_completion:
-        _check_completion(arguments.overrides)
-
-
-def _check_completion(words: list[str]) -> None:
+    if not arguments.shell_completion:
+        return
+    words = arguments.overrides
     does, _, shell = words[0].partition("=") if len(words) == 1 else ("", "", "")
     if does not in _DOES or shell not in _SHELLS:
         forms = " or ".join(f"install={shell}" for shell in _SHELLS)
