@@ -1,4 +1,4 @@
-"""The command ``efficient-ft``, which equals ``python -m efficient_ft`` and, in a checkout, ``python train.py``.
+"""The command ``efficient-ft``, which is equivalent to ``python -m efficient_ft`` and, in a checkout, ``train.py``.
 
 Without a command, it trains like ``efficient-ft train``. ``evaluate`` and ``cost`` accept the same settings. These
 three commands follow the rules of Hydra; `efficient_ft.cli.commands` contains the others (``bench``, ``report``, ...).
@@ -97,7 +97,7 @@ def prepare(config: Config) -> None:
 
 
 def main() -> None:
-    """Run the command line of this process. Exit status 2 is a user mistake, 130 an interrupt, 1 a failed job."""
+    """Run the command line of this process. The exit status is 2 for a user mistake, and 1 for failed jobs."""
     if len(sys.argv) > 1 and sys.argv[1] in COMMANDS:
         run_command(sys.argv[1], sys.argv[2:])
         return

@@ -338,7 +338,7 @@ def _arguments(
     if columns.get("drop_rate"):
         words["keep_rate"] = f"{1 - float(columns['drop_rate']):g}"
     filled = [re.sub(r"\{(\w+)\}", lambda match: words[match[1]], template) for template in templates]
-    by_key = {argument.partition("=")[0]: argument for argument in filled}  # the last one of each key
+    by_key = {argument.partition("=")[0]: argument for argument in filled}  # the last argument of each key
     first = ("model", "data", "tasks", "recipe", "method")
     order = {key: place for place, key in enumerate(first)}
     return tuple(by_key[key] for key in sorted(by_key, key=lambda key: order.get(key, len(first))))

@@ -229,7 +229,7 @@ def group_rows(collection: Collection) -> tuple[list[str], list[list[Cell]]]:
 
 
 def groups(runs: Iterable[Run]) -> list[list[Run]]:
-    """Return groups of runs that differ only in their seed, sorted by seed. Later runs replace earlier ones."""
+    """Return groups of runs that differ only in their seed, sorted by seed. Of equal seeds, the latest run is used."""
     found: dict[str, dict[int, Run]] = {}
     for run in sorted(runs, key=lambda run: str(run.results["environment"].get("date") or "")):
         found.setdefault(run.group, {})[run.config.seed] = run

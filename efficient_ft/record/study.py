@@ -117,7 +117,7 @@ _RECORDS: TypeAdapter[Any] = TypeAdapter(
 
 
 class Tune(_Strict):
-    """The tuned setting, and the values that are searched with `seed`. The search ignores the settings in `ignore`."""
+    """The tuned setting, and the values that are searched with `seed`. The search ignores differences in `ignore`."""
 
     setting: str
     values: list[float] = Field(min_length=1)

@@ -107,7 +107,7 @@ def _whole_steps(axes: Axes) -> None:
 
 
 def draw_budgets(record: Record) -> Drawing | None:
-    """Draw a line over the steps for each block. Return None without budgets."""
+    """Draw a line over the steps for each block. Return None if there are no budgets."""
     if record.budgets is None:
         return None
     from matplotlib import colormaps

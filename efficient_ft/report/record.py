@@ -23,7 +23,7 @@ from efficient_ft.record.results import read_results
 from efficient_ft.record.rows import Rows
 from efficient_ft.record.step_stats import NAME
 
-#: Maximum number of steps in figures. Of more steps, evenly spaced steps are drawn.
+#: Maximum number of steps in figures. Longer records are thinned evenly.
 MAX_STEPS = 600
 
 
@@ -31,12 +31,8 @@ MAX_STEPS = 600
 class Record:
     """The rows of step_stats.jsonl, with T recorded steps of B blocks; see `efficient_ft.record.step_stats`.
 
-    Attributes:
-        steps: numbers of the optimizer steps, from 1: (T,).
-        blocks: full names of the blocks, and `labels` short names made of the numbers in them.
-        trained: True if the block trained: (T, B).
-        budgets: compute budgets: (T, B), or None without budgets.
-        tokens: tokens after each block; like `magnitudes` and `compared`, (T, B) with NaN if not recorded.
+    `steps` (T,) are optimizer steps from 1. `blocks` are full names, and `labels` short names made of the numbers in
+    them. The other arrays are (T, B). They are NaN where nothing was recorded, and `budgets` is None without budgets.
     """
 
     steps: np.ndarray

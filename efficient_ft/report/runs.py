@@ -59,7 +59,7 @@ def write_runs_page(paths: Sequence[Path], out: Path) -> Path:
     held = json.dumps(page_data(found), ensure_ascii=False, allow_nan=False)
     text = page.substitute(
         title=escape(f"{title}: {roots}"),
-        about=escape(f"Accuracy is of the best epoch's weights, on {_splits(found)}. Costs are executed counts."),
+        about=escape(f"Accuracy is measured with the best weights, on {_splits(found)}. Costs are executed counts."),
         data=held.replace("<", "\\u003c"),  # prevents </script> and <!--
         pictures=_pictures(found.runs),
     )

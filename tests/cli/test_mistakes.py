@@ -47,7 +47,7 @@ from tests.conftest import unwrapped
         (["method=lbp_whtt"], r"^method must be one of .*full.*, got lbp_whtt\. Did you mean 'lbp_wht'\?"),
         (["method=[lbp_wht,lbp_dctt]"], r"^method must be .*, got lbp_dctt\. Did you mean 'lbp_dct'\?"),
         (["model=efficientformer_l11"], r"Did you mean 'efficientformer_l1'\?"),
-        (["model=convnext_tinyy"], r"timm does not have it either\. Did you mean 'convnext_tiny'\?$"),
+        (["model=convnext_tinyy"], r"timm has no model with this name\. Did you mean 'convnext_tiny'\?$"),
         (["data=cifar1000"], r"Did you mean 'cifar100'\?"),
         (
             ["model=tf_efficientnet_lite0"],

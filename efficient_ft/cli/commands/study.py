@@ -118,7 +118,7 @@ def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) ->
     try:
         run_jobs(jobs, lambda job: command(None, None, None, job.arguments), jobs[0].config.jobs, record)
     except SystemExit as end:
-        # Status 1: a job has failed, which the table lists. Any other status, such as a signal, ends the study.
+        # Status 1 means that a job has failed, and the table lists it. Any other status ends the study.
         if end.code != 1:
             raise
     return any(job.failure is not None and not job.diverged for job in jobs)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from efficient_ft.cli.hydra.jobs import Job
     from efficient_ft.papers.published import Row, Table
 
-# Heavy modules are imported after the arguments are parsed, so that help answers at once.
+# Heavy modules are imported after the arguments are parsed, so that help responds immediately.
 
 DESCRIPTION = """\
 Print the published tables of the four papers, and reproduce them.

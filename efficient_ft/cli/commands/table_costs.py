@@ -90,12 +90,12 @@ def cost_cells(table: Table, row: Row, step: Step | None = None) -> list[CostCel
 
 
 def print_costs(table: Table, rows: Sequence[Row], form: str, chosen: Sequence[str] = (), processes: int = 1) -> None:
-    """Print the cost columns of `rows` in a form of `core.sheet`. In a text, each row is printed when it is counted."""
+    """Print the cost columns of `rows` in a form of `core.sheet`. As text, each row is printed when it is counted."""
     columns = [column for column in COSTS if column in _COUNTED and any(column in row.costs for row in rows)]
     if not columns:
         raise UserError(f"{table.name} contains no costs that can be counted. {table.reason or ''}".rstrip())
     data = form in DATA
-    numbers: dict[str, int] = {}  # numbers of the reasons, from 1
+    numbers: dict[str, int] = {}  # the number of each reason, starting at 1
     counted = count_rows(table, rows, processes, lambda done, of: status(f"counted {done} of {of} steps"))
     lines = (_line(row, columns, cost_cells(table, row), data, numbers) for row in counted)
     shown = _columns(columns)

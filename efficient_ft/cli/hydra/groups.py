@@ -34,7 +34,7 @@ def register() -> None:
 
 
 def help_text() -> str:
-    """Return the text of ``--help``, which lists all groups and options. Hydra would take three times as long."""
+    """Return the text of ``--help``, which lists all groups and options. Hydra takes three times as long for it."""
     options: dict[str, set[str]] = {}
     for folder in (CONF, *(one for found in plugins.folders().values() for one in found)):
         for file in folder.rglob("*.yaml"):

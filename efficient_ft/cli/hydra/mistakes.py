@@ -72,7 +72,7 @@ def _of_timm(name: str) -> str:
 
     if timm.is_model(name.partition(".")[0]):
         return f"For a timm model, use model=timm model.name={name}."
-    return f"timm does not have it either.{did_you_mean(name, timm.list_models())}"
+    return f"timm has no model with this name.{did_you_mean(name, timm.list_models())}"
 
 
 def _new_argument(name: str, line: str, forms: str | None = None) -> UserError:

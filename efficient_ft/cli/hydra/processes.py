@@ -21,10 +21,10 @@ from efficient_ft.core.files import open_file
 from efficient_ft.core.format import format_seconds
 from efficient_ft.core.parsing import parse_json
 
-#: Seconds between SIGTERM, after which a process may write a checkpoint, and SIGKILL.
+#: Seconds between SIGTERM and SIGKILL, in which a process may write a checkpoint.
 GRACE = 60.0
 
-#: Variables with thread numbers of numeric libraries. Values set by the user are kept.
+#: Variables that set the number of threads of numeric libraries. Values set by the user are kept.
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 

@@ -33,7 +33,7 @@ def folder_of(config: Config) -> Path:
 
 
 def variant(method: str, settings: Mapping[str, Any]) -> str:
-    """Return the option with the fewest differences from `settings`; of several, the option named like the method."""
+    """Return the option with the fewest differences from `settings`. Ties prefer the option named like the method."""
     options = _options().get(method, {})
     if not options:
         return method
