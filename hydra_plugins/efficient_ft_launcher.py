@@ -9,10 +9,10 @@ from omegaconf import DictConfig
 
 
 class ProcessLauncher(Launcher):
-    """See `efficient_ft.cli.hydra.launcher`, which is imported only when a sweep starts."""
+    """See `efficient_ft.cli.hydra.jobs`, which is imported only when a sweep starts."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        from efficient_ft.cli.hydra.launcher import Sweep
+        from efficient_ft.cli.hydra.jobs import Sweep
 
         self.sweep = Sweep(hydra_context, config)
 

@@ -28,7 +28,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """A pair of axes, with units in its labels. An ``image`` shows the values of its only series as rows of a square."""
+    """A pair of axes with units in its labels. An ``image`` shows the values of its only series as rows of a square."""
 
     title: str
     x: str

@@ -45,14 +45,8 @@ def check_flags(arguments: Any) -> None:
         )
     if arguments.multirun and arguments.cfg:
         raise UserError("--cfg prints the configuration of one run. Remove -m and the comma-separated values.")
-    flags = {
-        "--run": arguments.run,
-        "--multirun": arguments.multirun,
-        "--cfg": arguments.cfg,
-        "--info": arguments.info,
-        "--shell-completion": arguments.shell_completion,
-    }
-    given = [flag for flag, value in flags.items() if value]
+    flags = ("run", "multirun", "cfg", "info", "shell_completion")
+    given = [f"--{flag.replace('_', '-')}" for flag in flags if getattr(arguments, flag)]
     if len(given) > 1:
         raise UserError(f"{' and '.join(given)} cannot be combined. Use one of them.")
     for flag, value in (("--resolve", arguments.resolve), ("--package", arguments.package)):
