@@ -140,7 +140,7 @@ def _add_kind(kinds: Any, name: str, run: Callable[..., Any], rounds: int | None
     sub.add_argument("--threads", type=count, help="number of CPU threads (default: torch's default)")
     sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1")
     sub.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="fp32, or the type for autocast")
-    sub.add_argument("--allocator", choices=CHOICES, default="auto", help="memory allocator (see conf/train.yaml)")
+    sub.add_argument("--allocator", choices=CHOICES, default="auto", help="default auto; see conf/train.yaml")
     sub.add_argument("--json", type=Path, metavar="FILE", help="also write the report to FILE")
     add_columns_option(sub)
     return sub

@@ -35,7 +35,7 @@ def _percent(points: float) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table of the runs in a folder."""
     parser = argparse.ArgumentParser(prog="efficient-ft collect", description=DESCRIPTION, formatter_class=Help)
-    parser.add_argument("folder", type=Path, nargs="?", metavar="DIR", help="folder that contains run folders")
+    parser.add_argument("folder", type=Path, nargs="?", metavar="DIR", help="folder of runs (default: list them)")
     parser.add_argument("--runs", action="store_true", help="print a row for every run, without averaging")
     add_form_option(parser)
     add_columns_option(parser)

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Draw a figure, and print the paths of the files."""
     parser = argparse.ArgumentParser(prog="efficient-ft figure", description=DESCRIPTION, formatter_class=Help)
     parser.add_argument("figure", nargs="?", metavar="FIGURE", help="PAPER/figure_N, for example alast/figure_8")
-    of = "run folders or folders of runs; or settings of the model and images"
+    of = "run folders or folders of runs, or settings of the model and images"
     parser.add_argument("of", nargs="*", metavar="RUN|DIR|KEY=VALUE", help=of)
     folder = Path("figures")
     parser.add_argument("--out", type=Path, default=folder, metavar="FOLDER", help="output folder (default: figures)")

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     form.add_argument("--json", dest="form", action="store_const", const="json", help="print a JSON list of objects")
     parser.add_argument("--batch-size", type=count, default=32, metavar="N", help="batch size (default 32)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for masks (default: RUN/masks)")
-    parser.add_argument("--overlay", action="store_true", help="also write the images with colored classes")
+    parser.add_argument("--overlay", action="store_true", help="also write the images overlaid with class colors")
     parser.add_argument("--device", help="cpu, cuda or mps (default: cuda if available)")
     options = parser.parse_args(arguments)
     if options.run is None:
