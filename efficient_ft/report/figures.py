@@ -197,8 +197,8 @@ def draw_tokens(record: Record) -> Drawing:
     varies = np.nan_to_num(most - least) > 0
     if varies.any():
         at = np.flatnonzero(varies)
-        ranges = [mean[at] - least[at], most[at] - mean[at]]
-        axes.errorbar(at, mean[at], ranges, fmt="none", ecolor="#333333", capsize=3, linewidth=1)
+        spans = [mean[at] - least[at], most[at] - mean[at]]
+        axes.errorbar(at, mean[at], spans, fmt="none", ecolor="#333333", capsize=3, linewidth=1)
     axes.set(ylim=(0, 1.12 * np.nanmax(most, initial=1)), ylabel="tokens of an image", title="Tokens after each block")
     ranges = " Bars show the mean over the recorded steps, and lines the minimum and maximum." if varies.any() else ""
     return Drawing(

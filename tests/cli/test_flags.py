@@ -18,7 +18,7 @@ from tests.cli.program import call
         (["--cfg", "job", "--info"], r"^--cfg and --info cannot be combined\. Use one of them\.$"),
         (["--shell-completion", "--run"], r"^--run and --shell-completion cannot be combined"),
         (["-m", "--info", "plugins"], r"^--multirun and --info cannot be combined"),
-        (["-m", "--cfg", "job"], r"^--cfg shows the configuration of one run"),
+        (["-m", "--cfg", "job"], r"^--cfg prints the configuration of one run"),
         (["--cfg", "hydra", "--resolve"], r"^--cfg hydra cannot be resolved, .* --cfg all --resolve\.$"),
         (["--resolve"], r"^--resolve requires --cfg job"),
         (["--package", "model", "seed=1"], r"^--package requires --cfg job"),

@@ -147,7 +147,7 @@ def test_a_package_that_breaks_the_rules_is_refused_by_name(
 def test_two_packages_with_one_name(site: Path) -> None:
     package(site, "every-nth-method", "every_nth", {"method/every_nth.yaml": YAML})
     package(site, "second-method", "every_nth", {"method/every_nth.yaml": YAML})
-    with pytest.raises(UserError, match=r"^Package second-method: .* exists already in every-nth-method"):
+    with pytest.raises(UserError, match=r"^Package second-method: .* already exists in every-nth-method"):
         plugins.register(CONF)
 
 

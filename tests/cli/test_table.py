@@ -149,7 +149,7 @@ def test_commands_are_those_of_the_cells(capsys: pytest.CaptureFixture[str]) -> 
         (["bsr/3", "--run", "--form", "csv"], "--run prints the output of its runs. Use --report after the runs."),
         (
             ["bsr/3", "--run", "cost_only=true"],
-            "does not train with cost_only or evaluate. For costs, use efficient-ft table",
+            "does not train with cost_only or evaluate. For costs, use table NAME",
         ),
         (["bsr/3", "--report", "optim.lrr=1"], "optim.lrr=1: there is no such setting"),
         (["bsr/3", "--report", "data=digits", "recipe=none"], "equal to another run"),
@@ -183,7 +183,7 @@ def test_a_report_has_published_and_obtained_side_by_side(
     assert re.search(r"deit_t.bsr +73.00", shown)
     assert "4 of 6 runs are missing: deit_t.bsr acc_flowers seed=0, " in shown
     assert "deit_t.alast acc_flowers seed=2." in shown
-    assert "not the table's" not in shown
+    assert "differ from the table" not in shown
     rows = json.loads(printed(capsys, "alast/7", "--report", "--rows", "deit_t.alast,deit_t.bsr", "--seeds", "0,1,2",
                               "--form", "json"))  # fmt: skip
     assert [tuple(row.values()) for row in rows] == [
@@ -193,7 +193,7 @@ def test_a_report_has_published_and_obtained_side_by_side(
     other = printed(capsys, "alast/7", "--report", "--rows", "deit_t.alast", "--seeds", "0,2", "optim.lr=0.5",
                     "trainer.limit_eval_batches=1", "data.root=DIR")  # fmt: skip
     assert "settings that differ from the table: optim.lr=0.5 trainer.limit_eval_batches=1." in other
-    assert "Repeat the settings that were given to --run" in " ".join(other.split())
+    assert "Repeat the settings passed to --run" in " ".join(other.split())
     assert "Evaluated on a part" not in other, "there is no such run"
 
 

@@ -296,7 +296,9 @@ def test_settings_that_change_the_study_are_refused_on_the_command_line(folder: 
 
 def test_runs_that_train_nothing_or_are_the_same_have_no_place_in_a_study(folder: Path) -> None:
     (folder / "study.yaml").write_text(STUDY.replace("cost.baseline=none", "cost_only=true"))
-    with pytest.raises(UserError, match=r"full optim\.lr=0\.001 seed=0 does not train \(cost_only or evaluate\)"):
+    with pytest.raises(
+        UserError, match=r"full optim\.lr=0\.001 seed=0 does not train, since it sets cost_only or evaluate"
+    ):
         command.main([str(folder)])
     (folder / "study.yaml").write_text(STUDY + "  again: [method=full, trainer.progress=false]\n")
     with pytest.raises(UserError, match=r"again optim.* and full .* are the same run\. Remove one of the rows"):
