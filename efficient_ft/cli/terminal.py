@@ -104,13 +104,8 @@ seed = integer(0, 2**32 - 1)
 
 def add_columns_option(parser: argparse.ArgumentParser) -> None:
     """Add ``--columns NAME,...``, which is passed to `core.sheet.render`."""
-    parser.add_argument(
-        "--columns",
-        type=words,
-        default=[],
-        metavar="NAME,...",
-        help="column names or parts of them, or all (default: the columns that fit the terminal)",
-    )
+    columns = "column names or parts of them, or all (default: the columns that fit the terminal)"
+    parser.add_argument("--columns", type=words, default=[], metavar="NAME,...", help=columns)
 
 
 def add_form_option(parser: argparse.ArgumentParser) -> None:

@@ -107,8 +107,7 @@ class Row:
     """A row of a published table.
 
     Attributes:
-        name: unique name in the table, made of the columns that identify the row.
-        label: label in the paper.
+        name: unique name in the table, made of the columns that identify the row. The paper prints `label`.
         columns: settings of the row, as in the CSV file.
         costs: published costs by column (`COSTS`).
         cells: published accuracies by column (``acc_cifar10``, ``miou_cityscapes``).

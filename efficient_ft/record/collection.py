@@ -32,10 +32,7 @@ class Run:
     """A finished run.
 
     Attributes:
-        folder: name in tables and messages, relative to the collected folder.
-        path: path of the folder.
-        results: contents of results.json.
-        config: configuration of the run.
+        folder: name in tables and messages, relative to the collected folder; `path` is its path.
         group: key shared by runs that differ only in their seed. Runs on different images, for example another
             resolution of a data set, have different keys.
     """
@@ -76,9 +73,7 @@ class Collection:
 def collect(folder: Path, read: Callable[[int, int], None] = lambda done, of: None) -> Collection:
     """Read all runs below `folder`. `Collection.ignored` lists runs that cannot be read.
 
-    Args:
-        folder: a folder that contains run folders.
-        read: called after each run folder with the number of folders read so far and the total number.
+    `read` is called after each run folder with the number of folders read so far and the total number.
 
     Raises:
         UserError: If the folder does not exist, or contains no readable run.

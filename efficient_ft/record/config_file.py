@@ -25,7 +25,6 @@ def read_config(run: Path, do: str = START_AGAIN, other_version: str = START_AGA
     """Read the configuration of the run in folder `run`.
 
     Args:
-        run: a run folder.
         do: last sentence of the error message if the file is missing or damaged.
         other_version: last sentence of the error message if another version wrote the file.
 

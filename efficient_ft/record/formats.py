@@ -22,10 +22,7 @@ USE_ITS_VERSION = "Repeat the run with this version, or use the version that wro
 class OtherVersionError(UserError):
     """A file of a run that another version of this package wrote and that this version cannot read.
 
-    Args:
-        file: the file, or the run folder.
-        reason: the evidence, for example "it has no format number".
-        do: a sentence with advice for the user.
+    The message names `file` and the `reason` for this conclusion, and ends with the advice `do`.
     """
 
     def __init__(self, file: Path, reason: str, do: str) -> None:

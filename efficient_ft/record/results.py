@@ -193,11 +193,7 @@ class AppliedReport(TypedDict):
 
 
 class TaskData(TypedDict):
-    """One data set: number of images by split, number of skipped corrupt images, and accuracy of model.safetensors by
-    split.
-
-    `digest` is the optional digest of the images (`data.listing.Listing.digest`).
-    """
+    """One data set: numbers of images by split and of skipped images, accuracy of model.safetensors, and a digest."""
 
     splits: dict[str, int]
     skipped: int
@@ -263,11 +259,7 @@ def write_results(run: Path, results: Results) -> None:
 
 
 def read_results(run: Path, do: str = START_AGAIN) -> Results:
-    """Return the results of the finished run in folder `run`.
-
-    Args:
-        run: a run folder.
-        do: last sentence of the error messages, with advice for the user.
+    """Return the results of the finished run in folder `run`. Error messages end with the advice `do`.
 
     Raises:
         OtherVersionError: If the file has another format number, or none.

@@ -59,9 +59,6 @@ class MetricsFile(Rows):
     ``epoch``, ``train_loss_epoch``, ``<split>_accuracy`` and ``<split>_loss``; with several tasks also
     ``<split>_accuracy_<task>`` and ``<split>_loss_<task>``. Every row has the training totals so far: ``images``,
     ``flops``, ``seconds`` and, if the machine measures energy, ``joules`` (`record.results.RunTotals`).
-
-    Args:
-        run: the run folder.
     """
 
     def __init__(self, run: Path) -> None:

@@ -274,14 +274,9 @@ class Records:
             )
 
     def refuse_other_images(self, run: StudyRun, digest: str) -> None:
-        """Refuse a run whose images differ from those of the existing records with the same data settings.
+        """Raise a `UserError` if the images of a run differ from those of the records with the same data settings.
 
-        Args:
-            run: the run.
-            digest: digest of its images (`record.results.images_digest`); empty if unknown.
-
-        Raises:
-            UserError: If the digests differ.
+        `digest` is the digest of the run's images (`record.results.images_digest`). It is empty if unknown.
         """
         others = [one for one in self.runs if _data_of(one["settings"]) == _data_of(run.arguments)]
         different = [one for one in others if digest and one.get("images") not in (None, "", digest)]

@@ -108,16 +108,7 @@ class ContactSheet:
 
 
 def contact_sheet(data: OpenedData[Any, Any], input: InputSpec, count: int) -> ContactSheet:
-    """Return a sheet of training samples: augmented images with labels, images with masks, or tokenized texts.
-
-    Args:
-        data: an opened data set.
-        input: input specification of the network.
-        count: maximum number of samples.
-
-    Raises:
-        UserError: If a sample cannot be read.
-    """
+    """Return a sheet of at most `count` training samples: augmented images, images with masks, or tokenized texts."""
     (inputs, targets), indices = data.training_batch(count)
     title = f"{len(indices)} training {data.noun}s of {data.name} as the network sees them in training ({input})"
     cells = [Cell(content, label) for content, label in data.labeled(inputs, targets, input)]

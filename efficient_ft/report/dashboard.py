@@ -34,17 +34,9 @@ PANELS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
 
 
 def upload(found: Collection, *, project: str, entity: str | None, offline: bool, out: Path) -> list[str]:
-    """Upload each run to wandb under its run id, with the data that the run would have logged.
+    """Upload each run to wandb under its run id, with the data that the run would have logged, and return the names.
 
-    Args:
-        found: the runs.
-        project: wandb project.
-        entity: user or team; None for the logged-in user.
-        offline: True to store the runs in `out` instead of uploading them.
-        out: folder for wandb's files.
-
-    Returns:
-        Names of the uploaded runs.
+    `entity` is a user or team (None: the logged-in user). With `offline`, wandb stores the runs in the folder `out`.
 
     Raises:
         UserError: If wandb is not installed or cannot start.

@@ -49,15 +49,10 @@ class Kept:
 
 
 def kept_tokens(run: Path, config: Config, count: int) -> Kept:
-    """Run the trained network on the first images of the run's evaluation split (of its first task).
+    """Run the trained network on the first `count` images of the run's evaluation split (of its first task).
 
     If only training drops tokens (ALaST), the blocks drop them with the budgets in the run's checkpoint. Dropout and
     drop path are disabled.
-
-    Args:
-        run: a run folder.
-        config: configuration of the run.
-        count: number of images.
 
     Raises:
         UserError: If weights or data are missing, no tokens are dropped, or their positions are unknown.

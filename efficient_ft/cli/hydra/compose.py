@@ -52,10 +52,8 @@ def composed_jobs(
     """Return the checked configuration of each job of a command line, which is one run or a sweep.
 
     Args:
-        conf: folder of the configuration groups.
-        name: name of the primary configuration in `conf`.
-        overrides: command-line arguments.
-        sweep: True to sweep over comma-separated values.
+        conf: folder of the configuration groups, with the primary configuration `name`.
+        overrides: command-line arguments. If `sweep` is True, comma-separated values are swept.
         search: additional folder of configurations, which is searched first.
     """
     version.setbase("1.3")
