@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("run", type=Path, nargs="?", help="run folder, or its model.safetensors")
     files = "image files or folders of images; with task=text, files of lines (- is standard input)"
     parser.add_argument("files", type=Path, nargs="*", metavar="FILE", help=files)
-    parser.add_argument("--task", help="the data set whose classes are predicted, for a run on several data sets")
+    parser.add_argument("--task", help="data set whose classes are predicted, if the run used several")
     parser.add_argument("--top", type=count, default=5, metavar="K", help="classes printed per item (default 5)")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--csv", dest="form", action="store_const", const="csv", help="print CSV with a row per item")

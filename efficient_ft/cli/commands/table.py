@@ -149,7 +149,7 @@ def state_of(table: Table, root: str = "./data") -> str:
     missing = [data for data in needed if data not in here]
     absent = [f"not in {root}: {', '.join(missing)}"] if missing else []
     ready = [cell for cell in runs if cell.data in here]
-    # All runs of a table have the same task, which their networks require.
+    # The networks require the task, which is the same for all runs of a table.
     task = next((word for cell in ready for word in cell.arguments if word.startswith("task=")), None)
     models = sorted({cell.arguments[0] for cell in ready})
     without = [model for model in models if not _weights(model, task and (task, f"data={ready[0].data}"))]

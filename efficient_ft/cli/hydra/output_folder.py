@@ -153,7 +153,7 @@ def output_folder_faults(overrides: Sequence[str]) -> Iterator[None]:
         if not isinstance(error, OSError):
             raise
         if (lost := discard_output()) is not None:
-            raise lost from None  # The error is of the standard output.
+            raise lost from None  # Standard output caused the error.
         given = dict(text.split("=", 1) for text in overrides if text.startswith(tuple(f"{key}=" for key in _SETTINGS)))
         key = next((key for key in ("hydra.run.dir", "hydra.sweep.dir") if key in given), None)
         folder = Path(given[key].strip("'\"") if key else _DEFAULT).absolute()

@@ -132,7 +132,7 @@ def _check_group(loader: ConfigLoader, override: Override) -> None:
 
 
 def _check_setting(known: DictConfig, key: str, value: Any, new: bool) -> None:
-    """Refuse a setting that Hydra does not have, or a value of a wrong type; of a mapping, the first wrong entry."""
+    """Refuse a setting that Hydra does not have, and a value of the wrong type. Mappings are checked recursively."""
     present, missing = walk(known, key)
     node: Any = known
     for part in present.split("."):
