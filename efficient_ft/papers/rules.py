@@ -8,7 +8,7 @@ The ``rule`` section of a table file defines how its rows are counted:
       unit: MiB                                     # of its memory column; MB: 10⁶ bytes
       rule: bsr                                     # `efficient_ft.cost.published`; default tinytl
       rows:                                         # settings for matching rows; later entries take precedence
-        - {when: {method: back_razor}, value_bytes: 4, note: 4 B a value}
+        - {when: {method: back_razor}, value_bytes: 4, note: 4 bytes per value}
 
 The columns of a row determine what it trains and drops. Models stay on the meta device, and nothing is executed.
 """
