@@ -266,18 +266,13 @@ def missing_seeds(collection: Collection) -> list[str]:
     """Return a sentence about groups that lack a seed of another group with the same model and data."""
     every: dict[tuple[str, str], set[int]] = {}
     for run in collection.runs:
-        every.setdefault(_task(run), set()).add(run.config.seed)
+        every.setdefault((run.config.model.name, run.data), set()).add(run.config.seed)
     lacking: dict[str, list[str]] = {}
     for group in groups(collection.runs):
-        seeds = every[_task(group[0])] - {run.config.seed for run in group}
-        absent = [str(seed) for seed in sorted(seeds)]
-        if absent:
+        seeds = every[group[0].config.model.name, group[0].data] - {run.config.seed for run in group}
+        if absent := [str(seed) for seed in sorted(seeds)]:
             lacking.setdefault(", ".join(absent), []).append(f"{group[0].folder} ({group[0].method})")
     return [f"No run with seed {seeds}: {', '.join(names)}." for seeds, names in lacking.items()]
-
-
-def _task(run: Run) -> tuple[str, str]:
-    return run.config.model.name, run.data
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -32,20 +32,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
+import pydantic
 import yaml
 from filelock import FileLock
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    StrictInt,
-    Tag,
-    TypeAdapter,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StrictInt, Tag, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic needs this one below Python 3.12
 
 from efficient_ft.config.explain import mistake
@@ -124,7 +114,7 @@ class Tune(_Strict):
     seed: StrictInt
     ignore: list[str] = []
 
-    @field_validator("values", mode="before")
+    @pydantic.field_validator("values", mode="before")
     @classmethod
     def _numbers(cls, values: Any) -> Any:
         if isinstance(values, list) and any(isinstance(value, bool) for value in values):
@@ -133,7 +123,7 @@ class Tune(_Strict):
             raise ValueError("must be finite numbers")
         return values
 
-    @field_validator("values")
+    @pydantic.field_validator("values")
     @classmethod
     def _ascending(cls, values: list[float]) -> list[float]:
         return sorted(set(values))
@@ -154,12 +144,12 @@ class Study(_Strict):
         """Return the name of a sample: image or text."""
         return "text" if "task=text" in self.settings else "image"
 
-    @field_validator("seeds")
+    @pydantic.field_validator("seeds")
     @classmethod
     def _once(cls, seeds: list[int]) -> list[int]:
         return list(dict.fromkeys(seeds))
 
-    @model_validator(mode="after")
+    @pydantic.model_validator(mode="after")
     def _no_clash(self) -> Study:
         groups = {"settings": self.settings, **{f"row {name}": own for name, own in self.rows.items()}}
         for where, arguments in groups.items():

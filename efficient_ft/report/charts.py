@@ -50,8 +50,15 @@ def write_chart(chart: Chart, path: Path) -> list[Path]:
     """Write ``PATH.png`` and ``PATH.csv``. Raise a `UserError` if matplotlib is not installed."""
     require_matplotlib()
     png, table = path.with_name(f"{path.name}.png"), path.with_name(f"{path.name}.csv")
-    image = _drawn(chart)
-    write_bytes_atomically(png, image)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.2 * len(chart.panels), 4.2), layout="constrained")
+    figure.suptitle(chart.title)
+    for axes, panel in zip(figure.subplots(1, len(chart.panels), squeeze=False)[0], chart.panels, strict=True):
+        _draw(axes, panel)
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png", dpi=DPI, bbox_inches="tight", metadata={"Software": None})
+    write_bytes_atomically(png, stream.getvalue())
     write_text_atomically(table, chart_csv(chart))
     return [png, table]
 
@@ -67,18 +74,6 @@ def chart_csv(chart: Chart) -> str:
                 names = (panel.title, series.name, x if isinstance(x, str) else f"{x:.6g}")
                 writer.writerow([*map(csv_cell, names), f"{y:.6g}"])
     return out.getvalue()
-
-
-def _drawn(chart: Chart) -> bytes:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.2 * len(chart.panels), 4.2), layout="constrained")
-    figure.suptitle(chart.title)
-    for axes, panel in zip(figure.subplots(1, len(chart.panels), squeeze=False)[0], chart.panels, strict=True):
-        _draw(axes, panel)
-    stream = io.BytesIO()
-    figure.savefig(stream, format="png", dpi=DPI, bbox_inches="tight", metadata={"Software": None})
-    return stream.getvalue()
 
 
 def _draw(axes: Any, panel: Panel) -> None:

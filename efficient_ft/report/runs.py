@@ -17,17 +17,8 @@ import numpy as np
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.data.inspection import spread
-from efficient_ft.record.collection import (
-    Collection,
-    Run,
-    collect,
-    collect_runs,
-    joined,
-    notes,
-    run_rows,
-    varying,
-    without_copies,
-)
+from efficient_ft.record import collection
+from efficient_ft.record.collection import Collection, Run, notes, run_rows, varying
 from efficient_ft.record.config_file import NAME as CONFIG
 from efficient_ft.record.files import write_text_atomically
 from efficient_ft.record.results import final_accuracy
@@ -96,7 +87,7 @@ def collect_paths(paths: Sequence[Path]) -> Collection:
     seen: set[Path] = set()
     for path in paths:
         one = (path / CONFIG).is_file()
-        found = collect_runs(path.parent, [path]) if one else collect(path)
+        found = collection.collect_runs(path.parent, [path]) if one else collection.collect(path)
         # Several folders may contain runs with the same name.
         base = path.parent if one else path
         several = len(paths) > 1
@@ -109,8 +100,8 @@ def collect_paths(paths: Sequence[Path]) -> Collection:
     if not runs:
         first = next(iter(ignored.values()), "")
         raise UserError(f"No finished run was found in {', '.join(map(str, paths))}. {first}".rstrip())
-    kept, further = without_copies(runs)
-    return Collection(joined(kept), ignored, copies | further)
+    kept, further = collection.without_copies(runs)
+    return Collection(collection.joined(kept), ignored, copies | further)
 
 
 def _splits(found: Collection) -> str:

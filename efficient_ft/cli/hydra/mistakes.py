@@ -28,10 +28,14 @@ def check_option(loader: ConfigLoader, override: Override) -> None:
     """Refuse an option that its group does not have. Hydra ignores a missing option of an optional group."""
     group, value = override.key_or_group, override.value()
     refuse_keys(group, value)
-    if override.is_delete():
-        _check_deletion(override)
-    setting = "." in group  # Group names contain no dots.
-    options = [] if setting or group.startswith("hydra") else group_options(loader, group)
+    field = Config.model_fields.get(group)
+    if override.is_delete() and field is not None:  # Hydra would report a missing value or setting.
+        if field.default is None:
+            raise UserError(f"{override.input_line}: {group} is null by default. Remove this argument.")
+        given = value not in (None, "", field.default)
+        if given and isinstance(field.default, bool | int | str):
+            raise UserError(f"{override.input_line}: to delete a setting, write ~{group} alone.")
+    options = [] if "." in group or group.startswith("hydra") else group_options(loader, group)
     if not options or isinstance(value, dict):
         return
     if override.is_delete():
@@ -54,16 +58,6 @@ def refuse_keys(setting: str, value: Any) -> None:
             shown = "null" if key is None else "an empty string" if key == "" else str(key).lower()
             raise SettingError(setting, f"{{{shown}: ...}}", "a mapping with names as keys, {NAME: VALUE}")
         refuse_keys(f"{setting}.{key}", inner)
-
-
-def _check_deletion(override: Override) -> None:
-    """Refuse the deletion of a setting without a value, which Hydra reports as missing."""
-    key, field = override.key_or_group, Config.model_fields.get(override.key_or_group)
-    if field is not None and field.default is None:
-        raise UserError(f"{override.input_line}: {key} is null by default. Remove this argument.")
-    given = override.value() not in (None, "", getattr(field, "default", None))
-    if field is not None and given and isinstance(field.default, bool | int | str):
-        raise UserError(f"{override.input_line}: to delete a setting, write ~{key} alone.")
 
 
 def _of_timm(name: str) -> str:

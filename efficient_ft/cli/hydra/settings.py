@@ -69,8 +69,16 @@ def check_hydra(loader: ConfigLoader, name: str, parsed: Sequence[Override]) -> 
     """Refuse Hydra settings that Hydra would ignore, or refuse with a less helpful message."""
     own = [one for one in parsed if one.key_or_group.partition(".")[0].partition("/")[0] == "hydra"]
     groups = [one for one in own if "/" in one.key_or_group]
+    known_groups = [f"hydra/{one}" for one in loader.list_groups("hydra")] if groups else []
     for one in groups:
-        _check_group(loader, one)
+        group = one.key_or_group
+        if group not in known_groups:
+            raise SettingError("A Hydra group", group, known_groups)
+        options = sorted(loader.get_group_options(group, ObjectType.CONFIG)) or group_options(loader, group)
+        if one.is_delete() or one.is_add() or one.package is not None:
+            raise UserError(f"{one.input_line}: Hydra groups have the form {group}=OPTION ({', '.join(options)}).")
+        if one.value() not in options:
+            raise SettingError(group, show(one.value()), options)
     settings = [one for one in own if one not in groups]
     if all(one.key_or_group == "hydra.run.dir" and isinstance(one.value(), str) for one in settings):
         return  # A sweep passes this setting to each job.
@@ -117,18 +125,6 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(inner, f"{key}.{name}")
     else:
         yield key, value
-
-
-def _check_group(loader: ConfigLoader, override: Override) -> None:
-    group, value = override.key_or_group, override.value()
-    known = [f"hydra/{one}" for one in loader.list_groups("hydra")]
-    if group not in known:
-        raise SettingError("A Hydra group", group, known)
-    options = sorted(loader.get_group_options(group, ObjectType.CONFIG)) or group_options(loader, group)
-    if override.is_delete() or override.is_add() or override.package is not None:
-        raise UserError(f"{override.input_line}: Hydra groups have the form {group}=OPTION ({', '.join(options)}).")
-    if value not in options:
-        raise SettingError(group, show(value), options)
 
 
 def _check_setting(known: DictConfig, key: str, value: Any, new: bool) -> None:
