@@ -31,7 +31,19 @@ from torch.nn import functional as F
 
 import efficient_ft.models.proxyless  # noqa: F401  registers proxyless_mobile
 from efficient_ft.config.schema import ModelConfig
-from efficient_ft.cost import published as cost
+from efficient_ft.cost.published import (
+    BSR_RULE,
+    DENSE,
+    MESA,
+    TINYTL_RULE,
+    Keeping,
+    Operation,
+    Rule,
+    back_razor,
+    operations,
+    parameter_bytes,
+    peak,
+)
 from efficient_ft.methods import BSR, BitFit, Blocks, EViT, HeadOnly, NormLast, RepNet, TinyTL
 from efficient_ft.methods.base import make_trainable
 from efficient_ft.methods.selection.static import Selection
@@ -40,7 +52,7 @@ from efficient_ft.models.marks import marks_of
 from efficient_ft.models.view import is_norm, view
 from efficient_ft.papers.published import Row, Table, rule_of
 
-_RULES = {"tinytl": cost.TINYTL_RULE, "bsr": cost.BSR_RULE}
+_RULES = {"tinytl": TINYTL_RULE, "bsr": BSR_RULE}
 _UNITS = {"MiB": 2**20, "MB": 10**6}
 
 #: Methods for values of the column ``method`` in Back Razor's tables. Other values train the full model.
@@ -100,8 +112,8 @@ class CountSettings:
     architecture: str
     batch_size: int
     methods: tuple[Callable[[], Any], ...] = ()
-    keeping: cost.Keeping = cost.DENSE
-    rule: cost.Rule = cost.TINYTL_RULE
+    keeping: Keeping = DENSE
+    rule: Rule = TINYTL_RULE
     unit: int = 2**20
     input_size: tuple[int, ...] = (224, 224)
     classes: int = 100
@@ -173,12 +185,11 @@ def count_settings(table: Table, row: Row) -> CountSettings | None:
             drop_at = _indices(columns, "drop_blocks") or (3, 6, 9)
         keep_rate = settings.keep_rate or round(1 - float(columns.get("drop_rate") or 0.5), 6)
         methods = _bsr(blocks, drop_at, keep_rate, settings.experts)
-    keeping = cost.DENSE
+    keeping = DENSE
     if method == "mesa":
-        keeping = cost.MESA
+        keeping = MESA
     elif method.startswith("back_razor"):
-        sparsity = settings.sparsity or float(columns["sparsity"])
-        keeping = cost.back_razor(sparsity, settings.value_bytes, settings.norm_bytes)
+        keeping = back_razor(settings.sparsity or float(columns["sparsity"]), settings.value_bytes, settings.norm_bytes)
     return CountSettings(
         architecture=columns["model"],
         batch_size=batch_size,
@@ -229,9 +240,9 @@ def count_cost(of: CountSettings) -> CountedCost:
             model.get_parameter(name).requires_grad_(True)
         # For linear and normalization layers, the published count depends on each weight. However, no gradient passes
         # through attention and GELU before the first listed block, even if parameters train there.
-        trains = cost.operations(model, of.input_size, rule=of.rule, blocks=_blocks(of.architecture, of.input_size))
+        trains = operations(model, of.input_size, rule=of.rule, blocks=_blocks(of.architecture, of.input_size))
         both = [t if t.kind in ("product", "norm") else p for t, p in zip(trains, plain.operations, strict=True)]
-        memory = _memory(of, both, cost.parameter_bytes(model))
+        memory = _memory(of, both, parameter_bytes(model))
     macs = plain.operations
     if of.experts:
         left_out = tuple(f"blocks.{block}.mlp." for block in (3, 7, 11))
@@ -247,11 +258,11 @@ def named_alike(names: Iterable[str], blocks: Sequence[int]) -> list[str]:
     return [name for name in names if any(str(block) in name for block in blocks)]
 
 
-def _memory(of: CountSettings, running: Sequence[cost.Operation], of_parameters: int) -> float:
+def _memory(of: CountSettings, running: Sequence[Operation], of_parameters: int) -> float:
     if of.parameters != "rule":
         of_parameters = sum(p.numel() for p in of.model().parameters()) if of.parameters == "one_byte" else 0
     counted = [op for op in running if not (of.left_out and re.search(of.left_out, op.name))]
-    return (cost.peak(counted, of.keeping, of.dense)[0] * of.batch_size + of_parameters) / of.unit
+    return (peak(counted, of.keeping, of.dense)[0] * of.batch_size + of_parameters) / of.unit
 
 
 def _model(architecture: str, classes: int, methods: Sequence[Callable[[], Any]], frozen_norms: bool) -> nn.Module:
@@ -274,7 +285,7 @@ def _model(architecture: str, classes: int, methods: Sequence[Callable[[], Any]]
 class _Operations:
     """Operations on one image, bytes of parameters, and names of frozen parameters."""
 
-    operations: tuple[cost.Operation, ...]
+    operations: tuple[Operation, ...]
     parameter_bytes: int
     frozen: tuple[str, ...]
 
@@ -286,12 +297,12 @@ def _operations(
     methods: tuple[Callable[[], Any], ...],
     frozen_norms: bool,
     size: tuple[int, ...],
-    rule: cost.Rule,
+    rule: Rule,
 ) -> _Operations:
     model = _model(architecture, classes, methods, frozen_norms)
     frozen = tuple(name for name, p in model.named_parameters() if not p.requires_grad)
-    found = cost.operations(model, size, rule=rule, blocks=_blocks(architecture, size))
-    return _Operations(tuple(found), cost.parameter_bytes(model), frozen)
+    found = operations(model, size, rule=rule, blocks=_blocks(architecture, size))
+    return _Operations(tuple(found), parameter_bytes(model), frozen)
 
 
 @cache

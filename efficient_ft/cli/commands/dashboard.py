@@ -26,8 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--project", default="efficient-ft", help="project name (default: efficient-ft)")
     parser.add_argument("--entity", help="user or team (default: the logged-in user)")
     parser.add_argument("--title", default="efficient-ft", help="title of the report")
-    offline = "store the runs instead of uploading them, as with WANDB_MODE=offline"
-    parser.add_argument("--offline", action="store_true", help=offline)
+    store = "store the runs instead of uploading them, as with WANDB_MODE=offline"
+    parser.add_argument("--offline", action="store_true", help=store)
     out = "output folder (default: outputs/dashboard)"
     parser.add_argument("--out", type=Path, default=Path("outputs/dashboard"), help=out)
     options = parser.parse_args(arguments)
