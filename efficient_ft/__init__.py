@@ -6,16 +6,16 @@ from typing import Any
 
 try:
     __version__ = version("efficient-ft")
-except PackageNotFoundError:  # a checkout that was not installed
+except PackageNotFoundError:  # a checkout that is not installed
     __version__ = "0+unknown"
 
 
-#: By name, the module of each public name that is loaded when it is first used; `__init__.pyi` has their types.
+#: The modules of public names, which are loaded on first use. `__init__.pyi` declares their types.
 _LAZY = {"MethodSession": "efficient_ft.integrations.session", "plan": "efficient_ft.cli.commands.plan"}
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name on first use, so that importing the package alone loads nothing heavy."""
+    """Load a public name on first use, so that importing the package stays fast."""
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""``python -m efficient_ft``: the same as the command ``efficient-ft``."""
+"""``python -m efficient_ft``, which is equivalent to the command ``efficient-ft``."""
 
 from efficient_ft.cli.entry import main
 

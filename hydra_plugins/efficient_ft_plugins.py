@@ -15,10 +15,10 @@ from efficient_ft.cli.hydra import plugins
 
 
 class ProcessLauncher(Launcher):
-    """The launcher of sweeps, which imports `efficient_ft.cli.hydra.launcher` when a sweep starts."""
+    """The launcher of sweeps, which imports `efficient_ft.cli.hydra.jobs` when a sweep starts."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        from efficient_ft.cli.hydra.launcher import Sweep
+        from efficient_ft.cli.hydra.jobs import Sweep
 
         self.sweep = Sweep(hydra_context, config)
 

@@ -1,4 +1,4 @@
-"""The entry point of the command, which answers signals while libraries are loading."""
+"""The entry point of the command, which handles signals even while libraries are loading."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from efficient_ft.cli.streams import open_streams
 
 
 def main() -> None:
-    """Run the command line of this process; see `efficient_ft.cli.main.main`."""
+    """Run the command line of this process (`efficient_ft.cli.main.main`)."""
     open_streams()
     answer_signals()
     wrong = malformed_environment() or _no_folder()
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def _leave(status: int) -> None:
-    """Run the exit functions, flush the output and end the process without unloading libraries.
+    """Run the exit functions, flush the output, and end the process without unloading libraries.
 
     Unloading torch maps 120 MiB of library files into memory, which would increase the measured peak of a run with a
     memory budget.
@@ -45,17 +45,12 @@ def _leave(status: int) -> None:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-    except (
-        OSError,
-        ValueError,
-        AttributeError,
-    ):  # a closed stream or another Python version: the normal exit reports it
+    except (OSError, ValueError, AttributeError):  # The normal exit reports closed streams.
         return
     os._exit(status)
 
 
 def _no_folder() -> str | None:
-    """The message if the current folder was removed; None otherwise."""
     try:
         os.getcwd()
     except OSError as error:

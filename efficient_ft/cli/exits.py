@@ -1,4 +1,4 @@
-"""The end of a command: its exit status, the message of a user's mistake, and the outcome for a sweep."""
+"""The end of a command: exit status, error message, and the outcome that is passed to a sweep."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from efficient_ft.core.terminal import show, unwritable
 from efficient_ft.core.text import plain_text
 from efficient_ft.record.files import json_text
 
-#: The environment variable with the file into which a job of a sweep writes its outcome.
+#: Environment variable with the path of the file in which a sweep job stores its outcome.
 OUTCOME_FILE = "EFFICIENT_FT_OUTCOME_FILE"
 
-#: Errors of the system at a file or folder that the user named, for example a missing permission.
+#: System errors for a file or folder that the user named, for example a missing permission.
 _OF_THE_SYSTEM = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EEXIST, errno.ENOTDIR,
                   errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}  # fmt: skip
 
-#: Exit status of an interrupted command, as in shells.
+#: Exit status of an interrupted command, following the convention of shells.
 INTERRUPTED = 130
 
 INTERRUPTED_TEXT = "Interrupted. The same command continues from the last checkpoint."
 
 
 def report_outcome(**outcome: Any) -> None:
-    """Pass the ``results`` of this run, or the ``reason`` of its failure, to the sweep that started it, if any."""
+    """Pass the ``results`` of this run, or the ``reason`` of its failure, to the sweep that started it."""
     if OUTCOME_FILE in os.environ:
         Path(os.environ[OUTCOME_FILE]).write_text(json_text(outcome), encoding="utf-8")
 
 
 def fail(error: UserError | str, status: int = 2) -> NoReturn:
-    """Print the text of `error` alone to stderr, in lines that fit, and exit with `status`."""
+    """Print only the text of `error` to stderr, wrapped to the terminal, and exit with `status`."""
     leave_in_peace()
     text = plain_text(str(error))
     discard_output()
@@ -48,23 +48,24 @@ def fail(error: UserError | str, status: int = 2) -> NoReturn:
 
 
 def of_the_system(error: OSError) -> UserError | None:
-    """Return the message of an error at a file or folder that the user named; None for other errors."""
+    """Return a message for an error of a file or folder that the user named; None for other errors."""
     if error.filename is None or error.errno not in _OF_THE_SYSTEM:
         return None
     return UserError(f"{os.fsdecode(error.filename)}: {error.strerror}.")
 
 
 def leave_closed_pipe() -> NoReturn:
-    """Exit like other programs when the reader of the output has closed the pipe, for example ``| head``."""
+    """Exit like other programs if the reader of the output has closed the pipe, for example ``| head``."""
     discard_output()
     raise SystemExit(128 + 13) from None  # the number of SIGPIPE
 
 
 @contextmanager
 def clean_exits(interrupted: str = INTERRUPTED_TEXT) -> Iterator[None]:
-    """Turn mistakes of the user, interrupts and closed pipes inside the block into exit statuses.
+    """Turn user mistakes, interrupts and closed pipes inside the block into exit statuses.
 
-    A `UserError` prints its text (status 2), Ctrl-C prints `interrupted` (130). Other exceptions keep their traceback.
+    A `UserError` prints its text (status 2), and Ctrl-C prints `interrupted` (130). Other exceptions keep their
+    traceback.
     """
     try:
         with signals_first():
@@ -78,7 +79,7 @@ def clean_exits(interrupted: str = INTERRUPTED_TEXT) -> Iterator[None]:
     except TerminatedRun as terminated:
         fail(interrupted.replace("Interrupted", "Terminated"), int(terminated.code or 1))
     except SystemExit as leaving:
-        # Lightning ends an interrupted fit in its own way.
+        # Lightning raises SystemExit if a fit is interrupted.
         if isinstance(leaving.__context__, KeyboardInterrupt):
             fail(interrupted, INTERRUPTED)
         lost = discard_output()

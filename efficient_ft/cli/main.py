@@ -1,7 +1,7 @@
-"""The command ``efficient-ft``, the same as ``python -m efficient_ft`` and ``python train.py`` in a checkout.
+"""The command ``efficient-ft``, which is equivalent to ``python -m efficient_ft`` and, in a checkout, ``train.py``.
 
-Without a command it trains, like ``efficient-ft train``; ``evaluate`` and ``cost`` take the same settings. These three
-follow the rules of Hydra. The other commands (``bench``, ``report``, ...) are in `efficient_ft.cli.commands`.
+Without a command, it trains like ``efficient-ft train``. ``evaluate`` and ``cost`` accept the same settings. These
+three commands follow the rules of Hydra; `efficient_ft.cli.commands` contains the others (``bench``, ``report``, ...).
 """
 
 from __future__ import annotations
@@ -21,22 +21,13 @@ from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from efficient_ft.cli import exits
 from efficient_ft.cli.commands import COMMANDS, run_command
-from efficient_ft.cli.exits import (
-    INTERRUPTED,
-    INTERRUPTED_TEXT,
-    clean_exits,
-    fail,
-    leave_closed_pipe,
-    of_the_system,
-    report_outcome,
-)
 from efficient_ft.cli.hydra import jobs, slurm
 from efficient_ft.cli.hydra.compose import ComposedJob, check_form, chosen_options, composed_jobs
-from efficient_ft.cli.hydra.flags import check_flags
 from efficient_ft.cli.hydra.groups import CONF, help_text, register
 from efficient_ft.cli.hydra.output_folder import CommandRecord, leaving_nothing, output_folder_faults
-from efficient_ft.cli.hydra.settings import hydra_faults
+from efficient_ft.cli.hydra.settings import check_flags, hydra_faults
 from efficient_ft.cli.hydra.variants import not_as_published
 from efficient_ft.cli.hydra.verbs import as_settings
 from efficient_ft.cli.started import first_process, started_processes
@@ -49,12 +40,12 @@ from efficient_ft.core.errors import UserError, replace_unprintable
 from efficient_ft.core.files import refuse_link
 from efficient_ft.core.terminal import ConsoleHandler, show, start_console
 
-# Do not import torch, Lightning or timm here before `job`: help and completion must answer at once.
+# Torch, Lightning and timm are imported only in `job`, so that help and completion respond immediately.
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def job(composed: DictConfig) -> float | None:
-    """Do one run in the folder that Hydra created; return the best accuracy, for sweepers that search."""
+    """Execute one run in the folder that Hydra created, and return the best accuracy for sweepers that search."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -65,7 +56,6 @@ def job(composed: DictConfig) -> float | None:
                 start_console(config.verbose, first_process())
                 prepare(config)
                 from efficient_ft.training.run import run
-
             hydra_config = HydraConfig.get()
             arguments = list(hydra_config.overrides.task)
             if _trains(config):
@@ -79,26 +69,26 @@ def job(composed: DictConfig) -> float | None:
             with leaving_nothing(folder):
                 results = run(config, folder, arguments, record.write)
     except BrokenPipeError:
-        leave_closed_pipe()
+        exits.leave_closed_pipe()
     except (UserError, OSError) as error:
-        said = of_the_system(error) if isinstance(error, OSError) else error
+        said = exits.of_the_system(error) if isinstance(error, OSError) else error
         if said is None:
             raise
         if HydraConfig.get().mode == RunMode.MULTIRUN:
-            # A job of Hydra's own launchers (submitit, joblib), which report exceptions but lose jobs that exit.
+            # Hydra's own launchers (submitit, joblib) report exceptions, but lose jobs that exit.
             raise UserError(str(said)) from None
         # Hydra would print an additional line before the message.
-        fail(said)
+        exits.fail(said)
     except KeyboardInterrupt:
         if HydraConfig.get().mode == RunMode.MULTIRUN:  # as above, and submitit would print a traceback
-            fail(INTERRUPTED_TEXT, INTERRUPTED)
+            exits.fail(exits.INTERRUPTED_TEXT, exits.INTERRUPTED)
         raise
-    report_outcome(results=results)
+    exits.report_outcome(results=results)
     return results.get("accuracy", {}).get("best")
 
 
 def prepare(config: Config) -> None:
-    """Set up the memory allocator before the first tensor is created, and refuse methods that cannot be built."""
+    """Select the memory allocator before the first tensor is created, and refuse methods that cannot be built."""
     use_allocator(config.allocator)
     from efficient_ft.methods.build import baseline_methods, build_methods
 
@@ -107,38 +97,36 @@ def prepare(config: Config) -> None:
 
 
 def main() -> None:
-    """Run the command line of this process. Status 2: a mistake of the user; 130: interrupted; 1: jobs failed."""
+    """Run the command line of this process. The exit status is 2 for a user mistake, and 1 for failed jobs."""
     if len(sys.argv) > 1 and sys.argv[1] in COMMANDS:
         run_command(sys.argv[1], sys.argv[2:])
         return
     replace_unprintable()
-    # Hydra would print errors in its own form, some of them as a traceback and others without one.
+    # Let errors propagate. Hydra would print some of them with and some without a traceback.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    with clean_exits():
+    with exits.clean_exits():
         register()
         sys.argv[1:] = slurm.with_launcher(as_settings(sys.argv[1:]))
         arguments, unknown = get_args_parser().parse_known_args()
         if unknown:
             dashed = next((one for one in unknown if one.startswith("-")), unknown[0])
-            if not dashed.startswith("-"):  # argparse reads settings in one place only
-                raise UserError(
-                    f"{dashed}: options must be given before or after all settings, not between them; see --help."
-                )
+            if not dashed.startswith("-"):  # argparse accepts settings only in one place
+                raise UserError(f"{dashed}: options must precede or follow all settings; see --help.")
             raise UserError(f"{dashed}: there is no such option. Settings have no dashes: KEY=VALUE; see --help.")
         check_flags(arguments)
         check_form(arguments.overrides)
         with output_folder_faults(arguments.overrides):
             shows = arguments.help or arguments.hydra_help or arguments.info
-            # --info shows the composed configuration, and Hydra sets up logging first.
+            # --info prints the composed configuration, and Hydra sets up logging before it prints help.
             if arguments.info or (shows and any(one.lstrip("+~").startswith("hydra") for one in arguments.overrides)):
                 check_commandline(arguments)
-            if arguments.help or arguments.hydra_help:  # help does not depend on settings, which Hydra would compose
+            if arguments.help or arguments.hydra_help:  # Help does not depend on settings.
                 own = [one for one in arguments.overrides if one.startswith("hydra")]
                 sys.argv[1:] = [one for one in sys.argv[1:] if one in own or one not in arguments.overrides]
                 if sys.argv[1:] == ["--help"]:
                     with fitted_help():
                         print(help_text())
-                    raise SystemExit(0)  # as Hydra ends after a help text
+                    raise SystemExit(0)  # Hydra also exits after its help.
             elif not (arguments.info or arguments.shell_completion):
                 composed = check_commandline(arguments)
                 if any(one.config.evaluate is not None for one in composed):
@@ -153,7 +141,7 @@ def main() -> None:
 
 
 def check_commandline(arguments: Any) -> list[ComposedJob]:
-    """Compose the jobs of a command line, and refuse mistakes before a folder is created or a job is started."""
+    """Compose the jobs of a command line, and refuse mistakes before a folder is created or a job starts."""
     name = arguments.config_name or "train"
     conf = Path(arguments.config_path or CONF)
     composed = composed_jobs(conf, name, arguments.overrides, sweep=_sweeps(arguments), search=arguments.config_dir)
@@ -164,15 +152,15 @@ def check_commandline(arguments: Any) -> list[ComposedJob]:
     if slurm.LAUNCHER in arguments.overrides and shutil.which("srun") is None:
         asked = "trainer=slurm" if "trainer=slurm" in arguments.overrides else slurm.LAUNCHER
         raise UserError(
-            f"{asked} needs Slurm, and srun is not on this machine. Use hydra/launcher=submitit_local, or leave it out"
-            " and set jobs=N; for several processes on this machine use trainer=ddp."
+            f"{asked} needs Slurm, but srun was not found on this machine. Use hydra/launcher=submitit_local, or remove"
+            " it and set jobs=N. For several processes on this machine, use trainer=ddp."
         )
     if _sweeps(arguments) and started_processes() > 1:
-        raise UserError("-m starts a process for each job. Leave out torchrun or srun, or run the jobs one by one.")
+        raise UserError("-m starts a process for each job. Run it without torchrun or srun, or run each job alone.")
     for name in () if _sweeps(arguments) else ("jobs", "job_timeout"):
         if any(text.startswith(f"{name}=") for text in arguments.overrides):
             show(f"note: {name} has no effect on a single run; it applies to sweeps (-m).", sys.stderr)
-    # A sweep or a submission does not train in this process: each of its jobs is a separate program.
+    # The jobs of a sweep or a submission train in separate processes.
     if composed and not _sweeps(arguments) and not slurm.submits(arguments.overrides):
         restart_with(composed[0].config.allocator)
     for one in composed:
@@ -182,31 +170,30 @@ def check_commandline(arguments: Any) -> list[ComposedJob]:
     first = composed[0].config if composed else None
     if first is not None and first.model.name == "vit_digits" and first.data.name != "digits" and _trains(first):
         show(
-            f"note: model=vit_digits starts from random weights at 32×32; for data={first.data.name} choose a"
-            " pretrained model, e.g. model=deit_tiny.",
+            f"note: model=vit_digits starts from random weights at 32×32. For data={first.data.name}, use a pretrained"
+            " model, e.g. model=deit_tiny.",
             sys.stderr,
         )
     return composed
 
 
 def _require_entry(config: Config, name: str) -> None:
-    """Refuse ``--cfg job --package NAME`` if the configuration has no entry of this name."""
     shown = config.model_dump(mode="json")
     try:
         found = OmegaConf.select(OmegaConf.create(shown), name)
-    except OmegaConfBaseException:  # not the form of a name
+    except OmegaConfBaseException:  # invalid syntax
         found = None
     if found is None:
         groups = ", ".join(key for key, value in shown.items() if isinstance(value, dict))
-        raise UserError(f"--package {name}: there is no such entry, or it is null. The groups are {groups}.")
+        raise UserError(f"--package {name}: the entry does not exist or is null. The groups are {groups}.")
 
 
 def without_folder(arguments: Any, composed: Sequence[ComposedJob]) -> list[str]:
-    """Return arguments with which Hydra writes nothing for a job without training, or for further processes."""
+    """Return arguments that keep Hydra from writing files for a job without training, or in further processes."""
     if arguments.cfg or _sweeps(arguments) or not composed:
         return []
     if _trains(composed[0].config):
-        # Only the first of several processes writes the log and the arguments.
+        # Only the first process writes the log and the arguments.
         return [] if first_process() else ["hydra.output_subdir=null", "hydra/job_logging=stdout"]
     if any(text.startswith("hydra.run.dir=") for text in arguments.overrides):
         return []
@@ -216,7 +203,7 @@ def without_folder(arguments: Any, composed: Sequence[ComposedJob]) -> list[str]
 def evaluate(arguments: Any, composed: Sequence[ComposedJob]) -> None:
     """Evaluate one run, or each run of a sweep in a separate process, without Hydra."""
     if any(one.config.evaluate is None for one in composed):
-        raise UserError("evaluate: either all jobs of a sweep evaluate a run, or none.")
+        raise UserError("evaluate: a sweep must set evaluate for all of its jobs or for none.")
     if arguments.cfg:
         for one in composed:
             print(yaml.safe_dump(one.config.model_dump(mode="json"), sort_keys=False), end="")
@@ -235,7 +222,7 @@ def evaluate(arguments: Any, composed: Sequence[ComposedJob]) -> None:
     start_console(composed[0].config.verbose)
     from efficient_ft.training.run import run
 
-    report_outcome(results=run(composed[0].config, Path()))
+    exits.report_outcome(results=run(composed[0].config, Path()))
 
 
 def _sweeps(arguments: Any) -> bool:

@@ -1,25 +1,25 @@
-"""The processes that torchrun, Slurm or Lightning started, by the environment. Loads nothing."""
+"""Processes started by torchrun, Slurm or Lightning, identified by environment variables. Imports no library."""
 
 from __future__ import annotations
 
 import os
 
-#: Variables with the number of a process, or of processes, which libraries read when they are loaded.
+#: Variables with a rank or a number of processes, which libraries read when they are imported.
 _NUMBERS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS",
             "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "JSM_NAMESPACE_RANK", "MASTER_PORT")  # fmt: skip
-#: Variables with a number of threads, which numba reads as a number >= 1.
+#: Variables with a number of threads, which numba requires to be >= 1.
 _THREADS = ("NUMBA_NUM_THREADS",)
-#: A variable by which torchrun or srun is recognized: the program, and variables that it sets as well.
+#: The program (torchrun or srun) that sets a variable, and other variables that this program always sets.
 _TOGETHER = {
     "TORCHELASTIC_RUN_ID": ("torchrun", ("RANK", "LOCAL_RANK", "WORLD_SIZE")),
     "SLURM_STEP_ID": ("srun", ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")),
 }
-#: The largest port.
+#: Maximum port number.
 _PORTS = 65535
 
 
 def first_process() -> bool:
-    """Return True in the first of the processes that torchrun, Slurm or Lightning started."""
+    """Return True in the first process that torchrun, Slurm or Lightning started."""
     names = ("RANK", "LOCAL_RANK", *(("SLURM_PROCID",) if "SLURM_STEP_ID" in os.environ else ()))
     return next((os.environ[name] for name in names if name in os.environ), "0") == "0"
 
@@ -30,7 +30,7 @@ def started_processes() -> int:
 
 
 def malformed_environment() -> str | None:
-    """Return the message for an environment variable with an unusable number; None if all are usable."""
+    """Return an error message for an environment variable with an invalid number; None if all are valid."""
     for name in (*_NUMBERS, *_THREADS):
         text = os.environ.get(name)
         least = int(name in _THREADS or name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS"))
@@ -42,13 +42,10 @@ def malformed_environment() -> str | None:
     for mark, (program, names) in _TOGETHER.items():
         lacking = [name for name in names if name not in os.environ] if mark in os.environ else []
         if lacking:
-            return (
-                f"{mark} is set in the environment without {', '.join(lacking)}. Start the command with {program}, or"
-                f" unset {mark}."
-            )
+            missing = ", ".join(lacking)
+            return f"{mark} is set in the environment without {missing}. Use {program} to start, or unset {mark}."
     return None
 
 
 def _integer(text: str) -> bool:
-    """Return True if libraries can read a text as a number of processes."""
     return text.isascii() and text.isdecimal() and len(text) < 10

@@ -1,4 +1,4 @@
-"""Signals that end a command outside of training, even if a library catches their exceptions."""
+"""Signals that end a command outside of training, even if a library suppresses their exceptions."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from efficient_ft.cli.started import first_process
 from efficient_ft.core.errors import TerminatedRun
 from efficient_ft.core.stopping import answer, asked, ending
 
-#: Seconds within which a second signal is the same request: ``timeout`` sends one to its child, and one to its group.
+#: Seconds within which a second signal counts as the same request. ``timeout`` signals both its child and its group.
 _TOGETHER = 1.0
 _last: float = -_TOGETHER
 
-#: Seconds after which a signal is answered again whose exception could not be raised.
+#: Seconds after which a signal is raised again if its exception was discarded.
 _LATER = 0.01
-#: True once `answer_signals` has installed its hook for discarded exceptions.
+#: True after `answer_signals` has installed its hook for discarded exceptions.
 _hooked = False
-#: True while this process is forked, and the signal that arrived meanwhile.
+#: True during a fork of this process, and the signal that arrived during the fork.
 _forking = False
 _held: int | None = None
 
@@ -33,16 +33,16 @@ _held: int | None = None
 class _Interrupted(KeyboardInterrupt):
     """Ctrl-C.
 
-    With ``python -m``, Python kills its process by SIGINT at the end, instead of using the status, if a plain
-    KeyboardInterrupt has ever left code that ``exec`` ran from a text, as dataclasses and other libraries do.
+    If a plain KeyboardInterrupt has ever left code that ``exec`` ran from a string (dataclasses do this), ``python -m``
+    ends with SIGINT instead of its exit status.
     """
 
 
 def answer_signals() -> None:
-    """Let SIGINT raise KeyboardInterrupt and other signals `TerminatedRun`, for what cleans up after itself.
+    """Let SIGINT raise KeyboardInterrupt, and other signals `TerminatedRun`, so that code can clean up.
 
-    Python discards an exception that is raised in a finalizer or in the callback of a weak reference. The exception is
-    then raised again shortly after.
+    Python discards exceptions raised in finalizers and in callbacks of weak references. They are raised again shortly
+    after.
     """
     global _hooked
     answer(_answer)
@@ -54,11 +54,12 @@ def answer_signals() -> None:
 def answer_after_forks() -> None:
     """Defer signals that arrive during a fork until the fork is complete.
 
-    Libraries hold locks in their callbacks of a fork, and Python discards an exception that is raised there. Call this
-    function once, after the libraries are imported: it does not cover callbacks that are registered later.
+    Libraries hold locks in their fork callbacks, and Python discards exceptions raised there. Call this function once,
+    after all libraries are imported, since it does not cover callbacks that are registered later.
     """
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child, after_in_parent=_after_fork)
+        after, in_child = partial(_fork, begins=False), partial(_fork, begins=False, in_child=True)
+        os.register_at_fork(before=partial(_fork, begins=True), after_in_child=in_child, after_in_parent=after)
 
 
 def _answer(number: int, frame: object) -> None:
@@ -73,26 +74,17 @@ def _answer(number: int, frame: object) -> None:
     raise (_Interrupted() if number == signal.SIGINT else TerminatedRun(number))
 
 
-def _before_fork() -> None:
-    global _forking
-    _forking = True
-
-
-def _after_fork_in_child() -> None:
+def _fork(begins: bool, in_child: bool = False) -> None:
     global _forking, _held
-    _forking, _held = False, None
-
-
-def _after_fork() -> None:
-    global _forking, _held
-    _forking = False
-    if _held is not None:
-        _answer_later(_held)
+    _forking = begins
+    if not begins:
+        if _held is not None and not in_child:
+            _answer_later(_held)
         _held = None
 
 
 def _lost(hook: Callable[[Any], object], unraisable: Any) -> None:
-    """Answer a signal again whose exception Python has discarded; hand other errors to `hook`."""
+    """Raise a signal again if Python has discarded its exception; pass other errors to `hook`."""
     error = unraisable.exc_value
     if isinstance(error, _Interrupted):
         _answer_later(signal.SIGINT)
@@ -119,10 +111,7 @@ def _answer_again(number: int) -> None:
 
 @contextmanager
 def while_loading() -> Iterator[None]:
-    """End at once at a signal inside the block: an exception within an import leaves half a library, or is lost.
-
-    There must be nothing yet that has to be cleaned up.
-    """
+    """End the process immediately at a signal inside the block, since exceptions during imports can be lost."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -145,17 +134,14 @@ def _leave(number: int, frame: object) -> NoReturn:
 
 
 def leave_in_peace() -> None:
-    """Ignore further requests to end, while this process says why it ends; Ctrl-C ends it at once."""
+    """Ignore further termination signals while this process prints its last message; Ctrl-C ends it immediately."""
     if threading.current_thread() is threading.main_thread() and asked:
         answer(lambda number, frame: os._exit(128 + number) if number == signal.SIGINT else None)
 
 
 @contextmanager
 def signals_first() -> Iterator[None]:
-    """Raise KeyboardInterrupt or `TerminatedRun` instead of any other exception that follows a signal.
-
-    Libraries turn an exception in a callback into other errors.
-    """
+    """Raise KeyboardInterrupt or `TerminatedRun` instead of any other exception that follows a signal."""
     try:
         yield
     except (KeyboardInterrupt, TerminatedRun):

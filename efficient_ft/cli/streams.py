@@ -1,4 +1,4 @@
-"""Standard streams of the command that are closed or cannot be written."""
+"""Closed or unwritable standard streams."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from typing import Any
 
 
 class Diagnostics(io.TextIOWrapper):
-    """Standard error that discards text which cannot be written, e.g. on a full disk or a closed terminal.
-
-    The status and the results of a command do not depend on it.
-    """
+    """Standard error that discards text that cannot be written, e.g. on a full disk or a closed terminal."""
 
     def write(self, text: str) -> int:
         with suppress(OSError):
@@ -26,11 +23,7 @@ class Diagnostics(io.TextIOWrapper):
 
 
 class Output(io.TextIOWrapper):
-    """Standard output that records the first failed write, even if a library ignores the error.
-
-    Attributes:
-        lost: the first error.
-    """
+    """Standard output whose attribute `lost` is the first write error, even if a library ignores this error."""
 
     lost: OSError | None = None
 
@@ -52,7 +45,7 @@ class Output(io.TextIOWrapper):
 def open_streams() -> None:
     """Open the null device for each closed standard stream, and record errors of the two output streams.
 
-    Python has no stream for a closed descriptor (``>&-``), and the next file that is opened would get its number.
+    Python creates no stream for a closed descriptor (``>&-``), and the next opened file would get its number.
     """
     for number in range(3):
         try:
@@ -70,7 +63,7 @@ def open_streams() -> None:
 
 
 def _watched(number: int, stream: Any, form: type[io.TextIOWrapper]) -> Any:
-    """Return the stream as an instance of `form`; return a stream that is not a file, as in tests, unchanged."""
+    """Return the stream as an instance of `form`. A stream that is not a file, as in tests, is returned unchanged."""
     if stream is None:
         return form(open(os.devnull, "wb"), "utf-8", "replace")
     if type(stream) is not io.TextIOWrapper:
@@ -83,13 +76,13 @@ def _watched(number: int, stream: Any, form: type[io.TextIOWrapper]) -> Any:
 
 
 def discard_output() -> OSError | None:
-    """Flush standard output; after a failed write, redirect it to the null device and return the error."""
-    found: OSError | None = None
+    """Flush standard output. If a write has failed, redirect it to the null device and return the error."""
+    flushed: OSError | None = None
     try:
         sys.stdout.flush()
     except OSError as error:
-        found = error
-    found = getattr(sys.stdout, "lost", None) or found
+        flushed = error
+    found: OSError | None = getattr(sys.stdout, "lost", None) or flushed
     if found is not None:
         with suppress(OSError, ValueError, AttributeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

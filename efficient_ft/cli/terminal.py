@@ -1,4 +1,4 @@
-"""Shared parts of the commands: help texts, options, notes, and the progress line."""
+"""Shared parts of the commands: help, options, notes and the progress line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from efficient_ft.core.text import paragraph, plain_line, shortened, terminal_wi
 
 
 class Help(argparse.HelpFormatter):
-    """Format help for the width of the terminal: paragraphs are filled, indented lines are examples."""
+    """Format help for the width of the terminal: paragraphs are wrapped, and indented lines are examples."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=terminal_width() - 2)
@@ -39,7 +39,7 @@ class Help(argparse.HelpFormatter):
 
 
 def fitted(line: str, width: int) -> list[str]:
-    """Return a line of a help text as lines of at most `width` columns: its explanation, if any, goes below it."""
+    """Break a help line into lines of at most `width` columns. An explanation after an example starts a new line."""
     lines: list[str] = []
     example = re.fullmatch(r"(\s*\S.*?)\s{3,}(\S.*)", line)
     parts = [line] if len(line) <= width or example is None else [example[1], f"        {example[2]}"]
@@ -54,7 +54,7 @@ def fitted(line: str, width: int) -> list[str]:
 
 @contextmanager
 def fitted_help() -> Iterator[None]:
-    """Print the text that Hydra prints as its help, in lines that fit the terminal."""
+    """Capture the help that the block prints, and print it in lines that fit the terminal."""
     printed = io.StringIO()
     try:
         with redirect_stdout(printed):
@@ -65,8 +65,8 @@ def fitted_help() -> Iterator[None]:
 
 
 def quiet_libraries() -> None:
-    """Silence the warnings of other libraries, which users of a command cannot act on."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler, which logs each start and stop
+    """Silence warnings of other libraries, which users of a command cannot act on."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler logs each start and stop
     for name in ("torch.utils._pytree", "torch", "torchao", "lightning", "timm", "transformers", "peft", "PIL",
                  "huggingface_hub", "matplotlib", "wandb"):  # fmt: skip
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -76,15 +76,15 @@ def quiet_libraries() -> None:
 
 
 def words(given: str) -> list[str]:
-    """Parse an option with words that are separated by commas."""
+    """Parse an option that contains words separated by commas."""
     found = [word.strip() for word in given.split(",") if word.strip()]
     if not found:
-        raise argparse.ArgumentTypeError("must not be empty; omit the option for all of them")
+        raise argparse.ArgumentTypeError("must not be empty; omit the option to select all")
     return found
 
 
 def integer(least: int, most: int | None = None) -> Callable[[str], int]:
-    """Return the parser of an option with an integer within bounds."""
+    """Return a parser for an integer option within bounds."""
 
     def parse(given: str) -> int:
         if not given.isdecimal() or int(given) < least or (most is not None and int(given) > most):
@@ -103,34 +103,29 @@ seed = integer(0, 2**32 - 1)
 
 
 def add_columns_option(parser: argparse.ArgumentParser) -> None:
-    """Add ``--columns NAME,...``, whose words are passed to `core.sheet.render`."""
-    parser.add_argument(
-        "--columns",
-        type=words,
-        default=[],
-        metavar="NAME,...",
-        help="names or parts of names of columns, or all (default: the columns that fit the terminal)",
-    )
+    """Add ``--columns NAME,...``, which is passed to `core.sheet.render`."""
+    columns = "column names or parts of them, or all (default: the columns that fit the terminal)"
+    parser.add_argument("--columns", type=words, default=[], metavar="NAME,...", help=columns)
 
 
 def add_form_option(parser: argparse.ArgumentParser) -> None:
-    """Add ``--form``: the form of a table."""
+    """Add ``--form``, the output format of a table."""
     parser.add_argument("--form", choices=FORMS, default="text", help="output format (default: text)")
 
 
 def note(sentence: str, **to: Any) -> None:
-    """Print a note for people to stderr, in lines that fit the terminal."""
+    """Print a note to stderr, in lines that fit the terminal."""
     print(paragraph(f"note: {sentence}", "  "), **{"file": sys.stderr, "flush": True, **to})
 
 
 def status(text: str) -> None:
-    """Show the current step on a terminal, in a line that the next call replaces; an empty `text` removes it."""
+    """Show the current step on a terminal. The next call replaces the line, and an empty `text` removes it."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{shortened(text, terminal_width() - 1)}", end="", file=sys.stderr, flush=True)
 
 
 def run_folders(command: str, argument: str, below: Path = Path("outputs")) -> str:
-    """Return the usage of a command without arguments, and the latest finished runs in a folder."""
+    """Return the usage of a command without arguments, with the latest finished runs in a folder."""
     from efficient_ft.record.results import NAME
 
     usage = f"Usage: efficient-ft {command} {argument}"

@@ -1,1 +1,1 @@
-"""The published tables of the four papers as data (`published`), and the papers' own cost formulas (`rules`)."""
+"""The published tables of the four papers as data (`published`), and the papers' cost formulas (`rules`)."""

@@ -1,28 +1,28 @@
-"""The published tables of the four papers as data: what is printed, and the settings that repeat each row.
+"""The published tables of the four papers as data: the printed numbers, and the settings that reproduce each row.
 
-``tables/PAPER/NUMBER.csv`` holds the numbers as printed; ``NUMBER.yaml`` next to it the title, the conditions, how each
-row is run, where our runs deviate from the paper, and misprints:
+``tables/PAPER/NUMBER.csv`` contains the printed numbers. ``NUMBER.yaml`` next to it contains the title, the conditions,
+the settings of each row, deviations of our runs, and misprints:
 
 .. code-block:: yaml
 
     title: ...
     conditions: ...
-    models: {vit_b: vit_base}                       # our option of a model, where `MODELS` has another
+    models: {vit_b: vit_base}                       # model options that differ from `MODELS`
     settings: ["model={model}", "recipe=lbp_wht/{data}"]   # of every row; {column} is a cell of the row
-    rows:                                           # the first whose `when` matches adds its settings
+    rows:                                           # the first entry whose `when` matches adds its settings
       - {when: {method: lora}, settings: ["method=[{selection},lora]", "method.lora.rank={rank}"]}
       - {settings: ["method={method}"]}
     deviations:
       - {when: {model: vit_b}, data: food101, note: ...}
-    baseline:                                       # of ratios, if it is not the table's own full fine-tuning
+    baseline:                                       # of ratios, if it is not full fine-tuning in the same table
       - {when: {method: back_razor}, row: "back_razor/3:ft_full"}
-    costs:                                          # why our count of a printed cost differs from it
+    costs:                                          # reasons why our count of a printed cost differs
       - {when: {model: vit_b}, columns: [train_memory_mb], reason: ...}
-    rule: {unit: MiB, rows: [...]}                  # how the paper counts memory and multiply-adds: see `rules`
+    rule: {unit: MiB, rows: [...]}                  # the paper's count of memory and multiply-adds; see `rules`
     notes: [...]                                    # misprints and inconsistencies of the paper
-    reason: ...                                     # why no row can be run; instead of settings
-    counted: true                                   # its costs are still counted
-    count_at: ["model.image_size=[256,512]"]        # settings with which costs are counted, besides those of a run
+    reason: ...                                     # why no row can be run; replaces settings
+    counted: true                                   # costs are counted even if no row can be run
+    count_at: ["model.image_size=[256,512]"]        # additional settings for counting costs
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from efficient_ft.core.errors import UserError, did_you_mean
 
 FOLDER = Path(__file__).parent / "tables"
 
-#: The papers, in the order in which their tables are listed.
+#: The papers, in the order of their tables.
 PAPERS = {
     "lbp_wht": "LBP-WHT (Yang et al., NeurIPS 2023)",
     "back_razor": "Back Razor (Jiang et al., NeurIPS 2022)",
@@ -49,29 +49,12 @@ PAPERS = {
     "bsr": "BSR (Sarkar et al., CVPR Workshops 2024)",
 }
 
-#: The papers' short names of models and data sets, and our options.
-MODELS = {
-    "vit_b": "vit_base",
-    "deit_s": "deit_small",
-    "deit_t": "deit_tiny",
-    "proxylessnas_mobile": "proxyless_mobile",
-}
-DATA = {
-    "cifar10": "cifar10",
-    "cifar100": "cifar100",
-    "flowers": "flowers102",
-    "food": "food101",
-    "pets": "pets",
-    "aircraft": "aircraft",
-    "cars": "cars",
-    "cub": "cub200",
-    "cityscapes": "cityscapes",
-    "voc12a": "voc2012_aug",
-    "voc": "voc2012_aug",
-    "rte": "rte",
-}
+#: Options for the papers' names of models and data sets.
+MODELS = {"vit_b": "vit_base", "deit_s": "deit_small", "deit_t": "deit_tiny", "proxylessnas_mobile": "proxyless_mobile"}
+DATA = {name: name for name in ("cifar10", "cifar100", "pets", "aircraft", "cars", "cityscapes", "rte")}
+DATA |= {"flowers": "flowers102", "food": "food101", "cub": "cub200", "voc12a": "voc2012_aug", "voc": "voc2012_aug"}
 
-#: Published numbers except accuracies, with their units.
+#: Column titles with units for published numbers, except accuracies.
 COSTS = {
     "bwd_mflops": "backward MFLOPs",
     "speedup": "times fewer FLOPs",
@@ -93,7 +76,7 @@ COSTS = {
     "acc_mean": "mean accuracy %",
 }
 
-#: Papers that report accuracies as fractions instead of percent.
+#: Papers that print accuracies as fractions instead of percent.
 _FRACTIONS = ("alast",)
 
 _SELECTION = {"partial": "last_stage", "full": "full"}
@@ -101,12 +84,11 @@ _SELECTION = {"partial": "last_stage", "full": "full"}
 
 @dataclass(frozen=True)
 class Cell:
-    """A published accuracy and the command that reproduces it.
+    """A published accuracy, and the command that reproduces it.
 
     Attributes:
         data: option of the group ``data``; None for segmentation and text.
-        printed: the published number.
-        spread: the published ± value, or None.
+        printed: the published number, and its ± value in `spread`.
         accuracy: the number as a fraction.
         arguments: command-line arguments; empty if the cell cannot be run.
         deviations: differences between our run and the paper.
@@ -125,13 +107,12 @@ class Row:
     """A row of a published table.
 
     Attributes:
-        name: unique name in the table, made of the columns that identify the row.
-        label: label in the paper.
-        columns: settings of the row, as in the CSV.
+        name: unique name in the table, made of the columns that identify the row. The paper prints `label`.
+        columns: settings of the row, as in the CSV file.
         costs: published costs by column (`COSTS`).
         cells: published accuracies by column (``acc_cifar10``, ``miou_cityscapes``).
         arguments: command-line arguments of the first cell, or of a table of costs; empty if the row cannot be run.
-        together: True if one run on all data sets in turn gives all cells.
+        together: True if one run on several data sets reproduces all cells.
         reason: reason why the row cannot be run, or None.
     """
 
@@ -146,14 +127,14 @@ class Row:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Data sets of the row if one run covers all of them."""
+        """Return the data sets of the row if one run covers all of them."""
         return tuple(cell.data for cell in self.cells.values() if cell.data) if self.together else ()
 
     @property
     def runs(self) -> list[tuple[str | None, tuple[str, ...]]]:
-        """The runs of the row: the column of each accuracy (None: all columns), and command-line arguments.
+        """Return the runs of the row: the column of an accuracy (None: all columns), and command-line arguments.
 
-        The published accuracy is one of the arguments, except for a run on several data sets.
+        The arguments include the published accuracy, except for a run on several data sets.
         """
         if self.together:
             return [(None, self.arguments)] if self.arguments else []
@@ -169,15 +150,11 @@ class Table:
     """A published table.
 
     Attributes:
-        name: name such as ``lbp_wht/2``.
-        paper: key of `PAPERS`.
-        number: number in the paper.
-        title: subject of the table.
+        name: name such as ``lbp_wht/2``, made of the key of `PAPERS` and the number.
         conditions: conditions of all rows.
-        rows: rows in the order of the paper.
         notes: misprints and inconsistencies.
         reason: reason why no row can be run, or None.
-        counted: True if costs are counted although no row can be run.
+        counted: True if costs are counted even if no row can be run.
         count_at: additional arguments for counting costs.
     """
 
@@ -194,13 +171,7 @@ class Table:
 
 
 def reason_of(table: str, row: Row, column: str) -> str | None:
-    """Return why our count of a published cost may differ, according to the table's file; None if it does not.
-
-    Args:
-        table: name of the table.
-        row: row of the table.
-        column: key of `COSTS`.
-    """
+    """Return the reason in the table's file why our count of the cost `column` (key of `COSTS`) may differ, or None."""
     for one in _about(table).get("costs", ()):
         if column in one["columns"] and _matches(one.get("when", {}), row.columns):
             return str(one["reason"])
@@ -208,12 +179,7 @@ def reason_of(table: str, row: Row, column: str) -> str | None:
 
 
 def rule_of(table: str, row: Row) -> dict[str, Any] | None:
-    """Return the settings under ``rule`` that apply to `row`; None if the table has no cost formula (see `rules`).
-
-    Args:
-        table: name of the table.
-        row: row of the table.
-    """
+    """Return the entries of ``rule`` that apply to `row`, or None if the table has no cost formula (see `rules`)."""
     rule = _about(table).get("rule")
     if rule is None:
         return None
@@ -225,9 +191,9 @@ def rule_of(table: str, row: Row) -> dict[str, Any] | None:
 
 
 def baseline_of(table: Table, row: Row) -> tuple[Table, Row]:
-    """Return the baseline of the published ratios of `row`, with its table.
+    """Return the table and the row of the baseline for the published ratios of `row`.
 
-    The baseline is full fine-tuning of the same model and training, unless the table's file names another
+    The baseline is full fine-tuning of the same model and training, unless the table's file names another row
     (``TABLE:ROW``).
     """
     for one in _about(table.name).get("baseline", ()):
@@ -245,14 +211,13 @@ def baseline_of(table: Table, row: Row) -> tuple[Table, Row]:
 
 @cache
 def _about(name: str) -> dict[str, Any]:
-    """Return the contents of a table's YAML file."""
     held: dict[str, Any] = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
     return held
 
 
 @cache
 def table_names() -> tuple[str, ...]:
-    """Return the names of all tables, ``lbp_wht/1`` …, in the order of `PAPERS`."""
+    """Return the names of all tables (``lbp_wht/1`` …), in the order of `PAPERS`."""
     return tuple(
         f"{paper}/{number}"
         for paper in PAPERS
@@ -262,15 +227,9 @@ def table_names() -> tuple[str, ...]:
 
 @cache
 def published_table(name: str) -> Table:
-    """Return the table with this name, such as ``lbp_wht/2``.
-
-    Raises:
-        UserError: the table does not exist.
-    """
+    """Return the table with a name such as ``lbp_wht/2``. Raise a `UserError` if the table does not exist."""
     if any(figure.name == name for figure in figures()):
-        raise UserError(
-            f"{name} is a figure: efficient-ft figure {name} draws it; `efficient-ft table` says from what."
-        )
+        raise UserError(f"{name} is a figure. Draw it with efficient-ft figure {name}; see `efficient-ft table`.")
     if name not in table_names():
         known = ", ".join(table_names())
         raise UserError(f"table must be one of {known}, got {name}.{did_you_mean(str(name), table_names())}")
@@ -280,7 +239,6 @@ def published_table(name: str) -> Table:
         printed = list(csv.DictReader(file))
     names = _row_names(printed)
     rows = tuple(_row(paper, about, columns, row) for columns, row in zip(printed, names, strict=True))
-    notes = tuple(about.get("notes", ()))
     return Table(
         name=name,
         paper=paper,
@@ -288,7 +246,7 @@ def published_table(name: str) -> Table:
         title=about["title"],
         conditions=about["conditions"],
         rows=rows,
-        notes=notes,
+        notes=tuple(about.get("notes", ())),
         reason=about.get("reason"),
         counted=bool(about.get("counted")),
         count_at=tuple(about.get("count_at", ())),
@@ -297,12 +255,7 @@ def published_table(name: str) -> Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """A published figure.
-
-    Attributes:
-        command: command that draws the figure; None if no command does.
-        reason: reason why no command draws it, or None.
-    """
+    """A published figure, and the command that draws it, or the reason why no command draws it."""
 
     name: str
     title: str
@@ -312,17 +265,13 @@ class Figure:
 
 @cache
 def figures() -> tuple[Figure, ...]:
-    """Return the figures that show results, in the order of `PAPERS`, without schematic drawings."""
+    """Return the figures that show results (no schematic drawings), in the order of `PAPERS`."""
     held = yaml.safe_load((FOLDER / "figures.yaml").read_text(encoding="utf-8"))
     return tuple(Figure(f"{paper}/figure_{n}", **about) for paper in PAPERS for n, about in held[paper].items())
 
 
 def chosen_rows(table: Table, names: Sequence[str]) -> tuple[Row, ...]:
-    """Return the rows of `table` with these names, or all rows if no names are given.
-
-    Raises:
-        UserError: a name is unknown.
-    """
+    """Return the rows of `table` with these names, or all rows. Raise a `UserError` if a name is unknown."""
     known = {row.name: row for row in table.rows}
     for name in names:
         if name not in known:
@@ -341,7 +290,7 @@ def _row(paper: str, about: Mapping[str, Any], columns: Mapping[str, str], name:
     together = bool(rule.get("together"))
     cells = {}
     for key, printed in columns.items():
-        if not _is_accuracy(key) or not printed:
+        if not printed or not key.startswith(("acc_", "miou_")) or key == "acc_mean" or key.endswith("_pm"):
             continue
         data = DATA.get(key.partition("_")[2])
         own = [] if together or data is None else ["data={data}"]
@@ -366,23 +315,19 @@ def _row(paper: str, about: Mapping[str, Any], columns: Mapping[str, str], name:
     return Row(name, columns.get("label", ""), settings, costs, cells, arguments, together, reason)
 
 
-def _is_accuracy(column: str) -> bool:
-    return re.match(r"(acc|miou)_", column) is not None and column != "acc_mean" and not column.endswith("_pm")
-
-
 def _is_number(column: str) -> bool:
-    return column in COSTS or column == "stars" or re.match(r"(acc|miou)_", column) is not None
+    return column in COSTS or column == "stars" or column.startswith(("acc_", "miou_"))
 
 
 def _matches(when: Mapping[str, str | list[str]], columns: Mapping[str, str]) -> bool:
-    """Return True if the columns of a row equal the values of `when`, each of which may be a list of alternatives."""
+    """Return True if the columns of a row equal the values of `when`. A value may be a list of alternatives."""
     return all(columns.get(key) in (value if isinstance(value, list) else [value]) for key, value in when.items())
 
 
 def _arguments(
     templates: Sequence[str], columns: Mapping[str, str], models: Mapping[str, str], data: str
 ) -> tuple[str, ...]:
-    """Return the arguments of a run. ``{column}`` is a cell of the row in our names, and ``{data}`` the data set."""
+    """Return the arguments of a run, with ``{column}`` replaced by a cell of the row in our names."""
     words = dict(columns)
     words["data"] = data
     words["model"] = models.get(columns.get("model", ""), columns.get("model", ""))
@@ -392,14 +337,13 @@ def _arguments(
     if columns.get("drop_rate"):
         words["keep_rate"] = f"{1 - float(columns['drop_rate']):g}"
     filled = [re.sub(r"\{(\w+)\}", lambda match: words[match[1]], template) for template in templates]
-    by_key = {argument.partition("=")[0]: argument for argument in filled}  # the last one of each key
+    by_key = {argument.partition("=")[0]: argument for argument in filled}  # the last argument of each key
     first = ("model", "data", "tasks", "recipe", "method")
     order = {key: place for place, key in enumerate(first)}
     return tuple(by_key[key] for key in sorted(by_key, key=lambda key: order.get(key, len(first))))
 
 
 def _row_names(printed: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return a unique name for each row: the columns that identify it, and its label."""
     keys = [key for key in printed[0] if not _is_number(key) and key not in ("label", "batch")]
     columns = [key for key in ("model", "training", "c_x", "dataset") if key in keys]
     varying = [key for key in columns if len({row[key] for row in printed}) > 1]

@@ -1,4 +1,4 @@
-"""The papers' own rules of memory and multiply-adds, applied to the rows of their tables.
+"""The papers' rules for memory and multiply-adds, applied to the rows of their tables.
 
 The ``rule`` section of a table file defines how its rows are counted:
 
@@ -7,24 +7,30 @@ The ``rule`` section of a table file defines how its rows are counted:
     rule:
       unit: MiB                                     # of its memory column; MB: 10⁶ bytes
       rule: bsr                                     # `efficient_ft.cost.published`; default tinytl
-      rows:                                         # settings of every row that matches, the last one counts
-        - {when: {method: back_razor}, value_bytes: 4, note: 4 B a value}
+      rows:                                         # settings for matching rows; later entries take precedence
+        - {when: {method: back_razor}, value_bytes: 4, note: 4 bytes per value}
 
-What a row trains and drops follows from its columns. Nothing is trained or run: the models stay on the meta device.
+The columns of a row determine what it trains and drops. Models stay on the meta device, and nothing is executed.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal
 
+import timm
 import torch
 from pydantic import BaseModel, ConfigDict
+from timm.models._efficientnet_blocks import InvertedResidual
 from torch import nn
+from torch.nn import functional as F
 
+import efficient_ft.models.proxyless  # noqa: F401  registers proxyless_mobile
+from efficient_ft.config.schema import ModelConfig
 from efficient_ft.cost.published import (
     BSR_RULE,
     DENSE,
@@ -41,27 +47,41 @@ from efficient_ft.cost.published import (
 from efficient_ft.methods import BSR, BitFit, Blocks, EViT, HeadOnly, NormLast, RepNet, TinyTL
 from efficient_ft.methods.base import make_trainable
 from efficient_ft.methods.selection.static import Selection
+from efficient_ft.models.factory import random_model
 from efficient_ft.models.marks import marks_of
 from efficient_ft.models.view import is_norm, view
-from efficient_ft.papers.networks import network
 from efficient_ft.papers.published import Row, Table, rule_of
 
 _RULES = {"tinytl": TINYTL_RULE, "bsr": BSR_RULE}
 _UNITS = {"MiB": 2**20, "MB": 10**6}
 
-#: Trained parts in the rows of Back Razor's tables.
+#: Methods for values of the column ``method`` in Back Razor's tables. Other values train the full model.
 _SELECTIONS: dict[str, tuple[Callable[[], Any], ...]] = {
-    "full": (),
     "head": (HeadOnly,),
     "bitfit": (BitFit,),
     "norm_last": (NormLast,),
     "tinytl": (TinyTL,),
     "tinytl_320": (TinyTL,),
     "rep_net": (RepNet,),
-    "mesa": (),
-    "back_razor": (),
-    "back_razor_mesa": (),
-    "moe_baseline": (),
+}
+
+#: timm's names for models with different names in the papers. `_OTHERS` contains models that timm does not provide.
+_TIMM = {
+    "vit_b": "vit_base_patch16_224",
+    "vit_b_moe": "vit_base_patch16_224",
+    "deit_s": "deit_small_patch16_224",
+    "proxylessnas_mobile": "proxyless_mobile",
+}
+
+_OTHERS = {
+    "bert_base": ModelConfig(name="bert_base", pretrained=False, max_length=512),
+    "deeplabv3_mobilenet": ModelConfig(
+        name="deeplabv3",
+        encoder="mobilenetv2_100",
+        pretrained=False,
+        image_size=224,
+        kwargs={"encoder_output_stride": 16, "decoder_atrous_rates": [6, 12, 18]},
+    ),
 }
 
 
@@ -72,20 +92,20 @@ class CountSettings:
     Attributes:
         architecture: name of the model in the paper or in timm.
         batch_size: number of images.
-        methods: methods that are applied to the model in this order.
+        methods: methods that are applied to the model, in order.
         keeping: storage of activations.
         rule: cost formula of the paper.
         unit: bytes per unit of memory.
         input_size: (height, width) of images in pixels, or (tokens,) of texts.
         classes: number of classes.
-        frozen_norms: scales and shifts do not train, as in Back Razor's CNNs.
-        parameters: counting of parameters: 4 bytes if trained and 1 if frozen (``rule``), 1 byte each (``one_byte``),
-            or not counted (``none``).
-        by_name: indices of blocks for which the published count unfroze `named_alike`.
-        experts: count only multiply-adds of linear layers and the patch embedding, without attention products and the
-            feed-forward networks or experts of blocks 3, 7 and 11 (BSR, Table 6).
-        dense: pattern of operations that stay dense.
-        left_out: pattern of operations that are not counted.
+        frozen_norms: True if scales and shifts do not train, as in Back Razor's CNNs.
+        parameters: counting of parameters: 4 bytes if trained and 1 byte if frozen (``rule``), 1 byte each
+            (``one_byte``), or not counted (``none``).
+        by_name: indices of blocks for which the published count unfroze the parameters of `named_alike`.
+        experts: True to count only multiply-adds of linear layers and the patch embedding, without attention products
+            and the feed-forward networks or experts of blocks 3, 7 and 11 (BSR, Table 6).
+        dense: regular expression for operations that stay dense.
+        left_out: regular expression for operations that are not counted.
         note: note on the count of the row.
     """
 
@@ -106,18 +126,16 @@ class CountSettings:
     note: str = ""
 
     def model(self) -> nn.Module:
-        """Build the counted model on the meta device."""
+        """Build the model on the meta device."""
         return _model(self.architecture, self.classes, self.methods, self.frozen_norms)
 
 
 @dataclass(frozen=True)
 class CountedCost:
-    """Cost of a row by its paper's formula.
+    """Cost of a row by the paper's formula.
 
-    Attributes:
-        memory: memory in the unit of the row's `CountSettings`.
-        gmacs: 10⁹ multiply-adds of the forward pass of the batch.
-        as_listed: memory if only the listed blocks were unfrozen.
+    `memory` is in the unit of the row's `CountSettings`, and `as_listed` is the memory if only the listed blocks were
+    unfrozen. `gmacs` are 10⁹ multiply-adds of the forward pass of a batch.
     """
 
     memory: float
@@ -126,8 +144,6 @@ class CountedCost:
 
 
 class _Settings(BaseModel):
-    """Settings under ``rule``, of the table or of a row."""
-
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     unit: Literal["MiB", "MB"] = "MiB"
@@ -152,10 +168,7 @@ class _Settings(BaseModel):
 
 
 def count_settings(table: Table, row: Row) -> CountSettings | None:
-    """Return the settings of the paper's cost formula for `row`.
-
-    Returns None if the table has no formula, or if the paper's count is not known.
-    """
+    """Return the settings of the paper's cost formula for `row`; None if the table has none or the count is unknown."""
     held = rule_of(table.name, row)
     if held is None:
         return None
@@ -197,7 +210,7 @@ def count_settings(table: Table, row: Row) -> CountSettings | None:
 
 
 def batch_and_unit(table: Table, row: Row) -> tuple[int, int]:
-    """Return the batch size of the row's memory column and the bytes of its unit."""
+    """Return the batch size for the memory column of the row, and the bytes of its unit."""
     settings = _Settings.model_validate(rule_of(table.name, row) or {})
     return settings.batch or int(row.columns.get("batch") or 1), _UNITS[settings.unit]
 
@@ -206,11 +219,10 @@ def _indices(columns: Mapping[str, str], key: str) -> tuple[int, ...]:
     return tuple(map(int, columns.get(key, "").split()))
 
 
-@cache  # equal partials are identical objects, because `_operations` is cached by them
+@cache  # returns identical objects for equal arguments, since they are cache keys of `_operations`
 def _bsr(
     blocks: tuple[int, ...], drop_at: tuple[int, ...], keep_rate: float, experts: bool
 ) -> tuple[Callable[[], Any], ...]:
-    """Return the selection and token dropping of a row of BSR."""
     if experts:
         return (partial(EViT, list(drop_at), keep_rate, fuse=False),)
     if not drop_at:
@@ -219,15 +231,15 @@ def _bsr(
 
 
 def count_cost(of: CountSettings) -> CountedCost:
-    """Count `of` with its formula."""
+    """Return the cost by the formula of `of`."""
     plain = _operations(of.architecture, of.classes, of.methods, of.frozen_norms, of.input_size, of.rule)
     memory = as_listed = _memory(of, plain.operations, plain.parameter_bytes)
     if alike := named_alike(plain.frozen, of.by_name):
         model = of.model()
         for name in alike:
             model.get_parameter(name).requires_grad_(True)
-        # The published count goes by each weight if a layer is linear or a normalization, but lets no gradient pass
-        # through attention and GELU before the first block listed, even if something trains there.
+        # For linear and normalization layers, the published count depends on each weight. However, no gradient passes
+        # through attention and GELU before the first listed block, even if parameters train there.
         trains = operations(model, of.input_size, rule=of.rule, blocks=_blocks(of.architecture, of.input_size))
         both = [t if t.kind in ("product", "norm") else p for t, p in zip(trains, plain.operations, strict=True)]
         memory = _memory(of, both, parameter_bytes(model))
@@ -239,9 +251,9 @@ def count_cost(of: CountSettings) -> CountedCost:
 
 
 def named_alike(names: Iterable[str], blocks: Sequence[int]) -> list[str]:
-    """Return the parameters that BSR's Table 7 attributes to `blocks`: the index occurs anywhere in their names.
+    """Return the parameters that BSR's Table 7 assigns to `blocks`: a block index occurs anywhere in their names.
 
-    For index 2, these are block 2 and each block's ``norm2`` and ``fc2``; for index 0, blocks 0 and 10.
+    Index 2 matches block 2 and ``norm2`` and ``fc2`` of each block. Index 0 matches blocks 0 and 10.
     """
     return [name for name in names if any(str(block) in name for block in blocks)]
 
@@ -258,7 +270,7 @@ def _model(architecture: str, classes: int, methods: Sequence[Callable[[], Any]]
     with torch.device("meta"):
         for method in (make() for make in methods):
             if isinstance(method, Selection) and marks_of(model):
-                # The papers compare selections on a network that contains TinyTL's modules, frozen.
+                # The papers compare selections on a network with frozen TinyTL modules.
                 chosen = method.chosen(view(model))
                 make_trainable(model, {name: name in chosen for name, _ in model.named_parameters()})
             else:
@@ -271,14 +283,14 @@ def _model(architecture: str, classes: int, methods: Sequence[Callable[[], Any]]
 
 @dataclass(frozen=True)
 class _Operations:
-    """Counted properties of a model: operations on one image, bytes of parameters, names of frozen parameters."""
+    """Operations on one image, bytes of parameters, and names of frozen parameters."""
 
     operations: tuple[Operation, ...]
     parameter_bytes: int
     frozen: tuple[str, ...]
 
 
-@cache  # rows that differ only in how activations are kept share their operations
+@cache  # Rows that differ only in the storage of activations share their operations.
 def _operations(
     architecture: str,
     classes: int,
@@ -295,5 +307,34 @@ def _operations(
 
 @cache
 def _blocks(architecture: str, size: tuple[int, ...]) -> tuple[str, ...]:
-    """Return the names of the plain model's blocks, which methods do not change."""
     return view(_model(architecture, 2, (), False), size).blocks
+
+
+def network(architecture: str, classes: int) -> nn.Module:
+    """Build a network, with a name from a paper or timm and a number of classes, on the meta device."""
+    if architecture not in _OTHERS:
+        with torch.device("meta"):
+            return timm.create_model(_TIMM.get(architecture, architecture), num_classes=classes)
+    with torch.device("meta") if architecture == "bert_base" else nullcontext():
+        model = random_model(_OTHERS[architecture], classes).to("meta")
+    if architecture == "deeplabv3_mobilenet":
+        _pad_before_widening(model)
+    return model
+
+
+def _pad_before_widening(model: nn.Module) -> None:
+    """Pad the map before the 1×1 convolution that widens it, instead of in the depthwise convolution after it.
+
+    This increases the widened maps and the bytes saved for them. Back Razor's Table 5 corresponds to this variant of
+    MobileNetV2. The paper reports 8280 MiB of packable activations, and this variant has 8318 MiB. With padding in the
+    depthwise convolution, the count is 7528 MiB.
+    """
+
+    def pad(by: int) -> Any:
+        return lambda _, args: (F.pad(args[0], (by, by, by, by)), *args[1:])
+
+    for module in model.modules():
+        if isinstance(module, InvertedResidual):
+            depthwise: Any = module.conv_dw
+            (by, _), depthwise.padding = depthwise.padding, (0, 0)
+            module.conv_pw.register_forward_pre_hook(pad(by))

@@ -1,10 +1,9 @@
 """The files of a run folder: their formats, and functions that read and write them.
 
-========================  ========================================================================== ``config.yaml``
-the checked configuration (`config_file`) ``metrics.jsonl``         one row per logged step and per epoch;
-``metrics.csv`` is the same as a table (`rows`) ``step_stats.jsonl``      one row per recorded optimizer step, with
-`step_stats.interval` (`step_stats`) ``results.json``          results of a finished run (`results`)
-========================  ==========================================================================
+* ``config.yaml``: the checked configuration (`config_file`).
+* ``metrics.jsonl``: one row per logged step and per epoch; ``metrics.csv`` contains the same rows as a table (`rows`).
+* ``step_stats.jsonl``: one row per recorded optimizer step, with `step_stats.interval` (`step_stats`).
+* ``results.json``: the results of a finished run (`results`).
 
-This package does not import training code or models, so that every tool that reads runs can import it.
+This package imports neither training code nor models, so that every tool that reads runs can import it.
 """

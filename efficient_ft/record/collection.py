@@ -20,7 +20,7 @@ from efficient_ft.record.files import write_text_atomically
 from efficient_ft.record.formats import USE_ITS_VERSION
 from efficient_ft.record.results import Results, flatten, images_digest, read_results
 
-#: Settings that have their own columns, and settings of paths.
+#: Settings that have their own columns or do not affect results, and prefixes of such settings.
 _OWN = ("seed", "model.name", "data.name", "resume", "jobs", "job_timeout", "table", "rows", "evaluate", "cost_only",
         "published")  # fmt: skip
 _PLACES = ("logger.", "cost.", "step_stats.", "data.num_workers", "data.download", "trainer.progress",
@@ -32,12 +32,9 @@ class Run:
     """A finished run.
 
     Attributes:
-        folder: name in tables and messages, relative to the collected folder.
-        path: path of the folder.
-        results: contents of results.json.
-        config: configuration of the run.
-        group: key shared by runs that differ only in their seed. Copies of a data set with different images, such as
-            another resolution, have different keys.
+        folder: name in tables and messages, relative to the collected folder; `path` is its path.
+        group: key shared by runs that differ only in their seed. Runs on different images, for example another
+            resolution of a data set, have different keys.
     """
 
     folder: str
@@ -48,17 +45,17 @@ class Run:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """Settings of the run by full name."""
+        """Return the settings of the run by full name."""
         return flatten(self.config.model_dump(mode="json"))
 
     @property
     def method(self) -> str:
-        """Names of the methods."""
+        """Return the names of the methods, joined by "+"."""
         return "+".join(self.config.method)
 
     @property
     def data(self) -> str:
-        """Name of the data set, of the folder of the user's images, or of the tasks."""
+        """Return the name of the data set, of the user's image folder, or of all tasks."""
         if self.config.tasks:
             return "+".join(self.config.tasks)
         return Path(self.config.data.root).name if self.config.data.name == "folder" else self.config.data.name
@@ -66,13 +63,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Collection:
-    """Finished runs below a folder.
-
-    Attributes:
-        runs: runs in the order of their folders.
-        ignored: reason why a run is excluded (unfinished, damaged, or of another version), by relative folder.
-        copies: folder of the original run, by relative folder of an excluded copy.
-    """
+    """Finished runs in the order of their folders, with reasons for ignored folders, and originals of copies."""
 
     runs: tuple[Run, ...]
     ignored: Mapping[str, str]
@@ -80,14 +71,12 @@ class Collection:
 
 
 def collect(folder: Path, read: Callable[[int, int], None] = lambda done, of: None) -> Collection:
-    """Read all runs below `folder`. Runs that cannot be read are listed in `Collection.ignored`.
+    """Read all runs below `folder`. `Collection.ignored` lists runs that cannot be read.
 
-    Args:
-        folder: contains run folders.
-        read: called after each run folder with the number of folders that were read, and of all folders.
+    `read` is called after each run folder with the number of folders read so far and the total number.
 
     Raises:
-        UserError: the folder does not exist, or has no readable run.
+        UserError: If the folder does not exist, or contains no readable run.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder. Pass a folder that contains run folders, e.g. outputs.")
@@ -103,7 +92,7 @@ def collect(folder: Path, read: Callable[[int, int], None] = lambda done, of: No
 def collect_runs(
     folder: Path, runs: Sequence[Path], read: Callable[[int, int], None] = lambda done, of: None
 ) -> Collection:
-    """Read `runs`, which are named by their paths relative to `folder`. Runs that cannot be read are ignored."""
+    """Read the folders `runs`, and name them relative to `folder`. Runs that cannot be read are ignored."""
     found, ignored = [], {}
     for number, run in enumerate(runs, start=1):
         name = run.relative_to(folder).as_posix()
@@ -117,7 +106,7 @@ def collect_runs(
 
 
 def without_copies(runs: Iterable[Run]) -> tuple[list[Run], dict[str, str]]:
-    """Return the runs without copies of run folders, and the folder of the original of each copy."""
+    """Return the runs without copied run folders, and the original folder of each copy."""
     first: dict[str, Run] = {}
     copies = {}
     for run in runs:
@@ -128,9 +117,9 @@ def without_copies(runs: Iterable[Run]) -> tuple[list[Run], dict[str, str]]:
 
 
 def joined(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """Return the runs with their groups. A run without a digest of its images joins the group with the same settings.
+    """Return the runs with completed groups: a run without an image digest joins the group with the same settings.
 
-    If several copies of the images were used with these settings, the run is a separate group.
+    If runs with these settings used different images, the run remains a separate group.
     """
     runs = tuple(runs)
     known: dict[str, set[str]] = {}
@@ -149,15 +138,11 @@ def write_tables(collection: Collection, path: Path) -> list[Path]:
     """Write one row per run to ``PATH.csv`` and ``PATH.json``, and means over the seeds to ``PATH.md``."""
     header, rows = run_rows(collection)
     means, mean_rows = group_rows(collection)
+    table = render(means, mean_rows, "markdown", left=means.index("seeds") + 1)
     texts = {
         ".csv": render(header, rows, "csv"),
         ".json": render(header, rows, "json"),
-        ".md": "\n\n".join(
-            [
-                render(means, mean_rows, "markdown", left=means.index("seeds") + 1),
-                *map(markdown_text, notes(collection, means=True)),
-            ]
-        ),
+        ".md": "\n\n".join([table, *map(markdown_text, notes(collection, means=True))]),
     }
     files = [path.with_name(path.name + suffix) for suffix in texts]
     for file, text in zip(files, texts.values(), strict=True):
@@ -171,7 +156,7 @@ def _run(name: str, path: Path, found: Results) -> Run:
     return Run(name, path, found, config, f"{settings} {images_digest(found['data'])}")
 
 
-#: Numbers of a run by column, in order: accuracies in percent, costs per image, totals.
+#: Functions that return the numbers of a run, by column: accuracies in percent, costs per image, and totals.
 _NUMBERS: dict[str, Any] = {
     "test accuracy %": lambda r: _percent(r["accuracy"].get("test")),
     "best accuracy %": lambda r: _percent(r["accuracy"]["best"]),
@@ -197,20 +182,13 @@ def varying(runs: Sequence[Run]) -> list[str]:
     """Return the settings that differ between `runs`, except seed, model, data and paths."""
     flat = [run.settings for run in runs]
     names = dict.fromkeys(name for settings in flat for name in settings)
-    shown = [name for name in names if name not in _OWN and not name.startswith((*_PLACES, "tasks."))]
     given = {argument.partition("=")[0].lstrip("+") for run in runs for argument in run.results["arguments"]}
 
-    def tells(name: str) -> bool:
-        # Settings of a method that only some runs have say nothing where the method is absent, unless they were given.
-        values = {_shown(one.get(name, "")) if name in given else _shown(one[name]) for one in flat
-                  if name in one or name in given}  # fmt: skip
-        return len(values) > 1
+    def differs(name: str) -> bool:
+        # Runs without a method lack its settings. This counts as a difference only if the setting was given.
+        return len({str(one.get(name, "")) for one in flat if name in one or name in given}) > 1
 
-    return [name for name in shown if tells(name)]
-
-
-def _shown(value: Any) -> str:
-    return str(value)
+    return [n for n in names if n not in _OWN and not n.startswith((*_PLACES, "tasks.")) and differs(n)]
 
 
 def run_rows(collection: Collection) -> tuple[list[str], list[list[Cell]]]:
@@ -221,16 +199,14 @@ def run_rows(collection: Collection) -> tuple[list[str], list[list[Cell]]]:
     for run in collection.runs:
         flat = run.settings
         what: list[Cell] = [run.folder, run.method, run.config.model.name, run.data, run.config.seed]
-        values: list[Cell] = [_shown(flat[name]) if name in flat else None for name in settings]
+        values: list[Cell] = [str(flat[name]) if name in flat else None for name in settings]
         split = run.results["accuracy"]["split"]
         rows.append([*what, *values, split, *(_rounded(of(run.results)) for of in _NUMBERS.values())])
     return header, rows
 
 
 def group_rows(collection: Collection) -> tuple[list[str], list[list[Cell]]]:
-    """Return the header and one row per group of runs that differ only in their seed, with means and standard
-    deviations.
-    """
+    """Return the header and one row per group of runs that differ only in their seed, with means and deviations."""
     settings = varying(collection.runs)
     header = ["method", "model", "data", *settings, "seeds", "test accuracy % ±", *_NUMBERS]
     rows: list[list[Cell]] = []
@@ -238,7 +214,7 @@ def group_rows(collection: Collection) -> tuple[list[str], list[list[Cell]]]:
         first = group[0]
         flat = first.settings
         what: list[Cell] = [first.method, first.config.model.name, first.data]
-        values: list[Cell] = [_shown(flat[name]) if name in flat else None for name in settings]
+        values: list[Cell] = [str(flat[name]) if name in flat else None for name in settings]
         tests = [run.results["accuracy"].get("test") for run in group]
         known = [100 * value for value in tests if value is not None]
         spread = _rounded(statistics.stdev(known)) if len(known) > 1 else None
@@ -248,80 +224,55 @@ def group_rows(collection: Collection) -> tuple[list[str], list[list[Cell]]]:
 
 
 def groups(runs: Iterable[Run]) -> list[list[Run]]:
-    """Return groups of runs that differ only in their seed, sorted by seed. Of two runs with the same seed, the later
-    one counts.
-    """
+    """Return groups of runs that differ only in their seed, sorted by seed. Of equal seeds, the latest run is used."""
     found: dict[str, dict[int, Run]] = {}
-    for run in sorted(runs, key=_date):
+    for run in sorted(runs, key=lambda run: str(run.results["environment"].get("date") or "")):
         found.setdefault(run.group, {})[run.config.seed] = run
     return [[by_seed[seed] for seed in sorted(by_seed)] for by_seed in found.values()]
 
 
 def notes(collection: Collection, means: bool) -> list[str]:
-    """Return sentences about excluded runs and missing seeds.
-
-    Args:
-        means: True if the table shows means over the seeds, which use the later of two runs with the same seed.
-    """
+    """Return sentences about excluded runs and missing seeds. `means` is True for a table of means over the seeds."""
     unfinished = [name for name, reason in collection.ignored.items() if "has not finished" in reason]
-    said = [f"Left out: {name}: {reason}" for name, reason in collection.ignored.items() if name not in unfinished]
+    said = [f"Not included: {name}: {reason}" for name, reason in collection.ignored.items() if name not in unfinished]
     if collection.copies:
         copies = ", ".join(f"{copy} (of {run})" for copy, run in collection.copies.items())
-        said.insert(0, f"Left out, copies of other runs: {copies}.")
+        said.insert(0, f"Not included (copies of other runs): {copies}.")
     if unfinished:
-        said.insert(0, f"Left out, not finished (running, interrupted or failed): {', '.join(unfinished)}.")
-    said += [*limited(collection), *other_images(collection), *(repeated(collection) if means else [])]
-    return [*said, *missing_seeds(collection)]
-
-
-def limited(collection: Collection) -> list[str]:
-    """Return a sentence about runs whose accuracy was measured on a part of the images."""
+        said.insert(0, f"Not included (running, interrupted or failed): {', '.join(unfinished)}.")
     names = [run.folder for run in collection.runs if run.config.trainer.limit_eval_batches is not None]
-    return [f"Accuracy on a part of the images (trainer.limit_eval_batches): {', '.join(names)}."] if names else []
-
-
-def other_images(collection: Collection) -> list[str]:
-    """Return a sentence for runs with the same settings but different images, such as another resolution."""
+    if names:
+        said.append(f"Evaluated on a part of the images (trainer.limit_eval_batches): {', '.join(names)}.")
     first: dict[str, Run] = {}
-    said = []
     for group in groups(collection.runs):
         settings = group[0].group.partition(" ")[0]
         if (other := first.setdefault(settings, group[0])) is not group[0]:
             said.append(
-                f"{group[0].folder} and {other.folder} have the same settings and different images (data.root): they"
+                f"{group[0].folder} and {other.folder} have the same settings but different images (data.root), so they"
                 " are not averaged."
             )
-    return said
+    return [*said, *(repeated(collection) if means else []), *missing_seeds(collection)]
 
 
 def repeated(collection: Collection) -> list[str]:
-    """Return a sentence about the runs that `groups` excludes because a later one has the same settings and seed."""
+    """Return a sentence about runs that `groups` excludes because a later run has the same settings and seed."""
     kept = {(run.group, run.config.seed): run for group in groups(collection.runs) for run in group}
     pairs = [(run, kept[run.group, run.config.seed]) for run in collection.runs]
-    names = [f"{run.folder} (than {later.folder})" for run, later in pairs if run is not later]
-    return [f"Left out, earlier than a run with the same settings and seed: {', '.join(names)}."] if names else []
-
-
-def _date(run: Run) -> str:
-    return str(run.results["environment"].get("date") or "")
+    names = [f"{run.folder} (replaced by {later.folder})" for run, later in pairs if run is not later]
+    return [f"Not included (a later run has the same settings and seed): {', '.join(names)}."] if names else []
 
 
 def missing_seeds(collection: Collection) -> list[str]:
-    """Return a sentence for groups without seeds that another group with the same model and data has."""
+    """Return a sentence about groups that lack a seed of another group with the same model and data."""
     every: dict[tuple[str, str], set[int]] = {}
     for run in collection.runs:
-        every.setdefault(_task(run), set()).add(run.config.seed)
+        every.setdefault((run.config.model.name, run.data), set()).add(run.config.seed)
     lacking: dict[str, list[str]] = {}
     for group in groups(collection.runs):
-        seeds = every[_task(group[0])] - {run.config.seed for run in group}
-        absent = [str(seed) for seed in sorted(seeds)]
-        if absent:
+        seeds = every[group[0].config.model.name, group[0].data] - {run.config.seed for run in group}
+        if absent := [str(seed) for seed in sorted(seeds)]:
             lacking.setdefault(", ".join(absent), []).append(f"{group[0].folder} ({group[0].method})")
     return [f"No run with seed {seeds}: {', '.join(names)}." for seeds, names in lacking.items()]
-
-
-def _task(run: Run) -> tuple[str, str]:
-    return run.config.model.name, run.data
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

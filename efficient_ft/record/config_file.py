@@ -1,4 +1,4 @@
-"""Read and write ``config.yaml`` of a run folder: the checked configuration as plain YAML."""
+"""Read and write ``config.yaml`` in a run folder: the checked configuration as plain YAML."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAME = "config.yaml"
 
 
 def write_config(run: Path, config: Config) -> None:
-    """Write `config` to the folder `run`."""
+    """Write `config` to the run folder `run`."""
     write_text_atomically(run / NAME, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
 
 
@@ -25,19 +25,18 @@ def read_config(run: Path, do: str = START_AGAIN, other_version: str = START_AGA
     """Read the configuration of the run in folder `run`.
 
     Args:
-        run: a run folder.
-        do: last sentence of the error messages: what to do if the file is missing or damaged.
-        other_version: last sentence of the message for a file of another version.
+        do: last sentence of the error message if the file is missing or damaged.
+        other_version: last sentence of the error message if another version wrote the file.
 
     Raises:
-        OtherVersionError: the file has settings that this version does not know.
-        UserError: config.yaml is missing or damaged.
+        OtherVersionError: If the file has settings that this version does not know.
+        UserError: If config.yaml is missing or damaged.
     """
     file = run / NAME
     try:
         plain: Any = parse_yaml(file.read_text(encoding="utf-8"))
     except OSError as error:
-        what = f"holds no {NAME}" if run.is_dir() else "is not a folder"
+        what = f"contains no {NAME}" if run.is_dir() else "is not a folder"
         raise UserError(f"{run} {what}. {do}") from error
     except ValueError as error:
         raise UserError(f"{file} cannot be read: it is not valid YAML. {do}") from error

@@ -14,20 +14,19 @@ POWERCAP = Path("/sys/class/powercap")
 
 
 class EnergyMeter:
-    """Measure the energy in joules since `start`, for the machine, including other programs.
+    """Measure the energy of the whole machine in joules since `start`, including other programs.
 
     Args:
-        gpu: index of the CUDA device of the run; None: no GPU.
+        gpu: index of the run's CUDA device; None without a GPU.
 
     Attributes:
-        source: the counters, e.g. ``"processor packages and GPU"``; None if no counter is readable.
+        source: names of the counters, e.g. ``"processor packages and GPU"``; None if no counter is readable.
     """
 
     def __init__(self, gpu: int | None = None) -> None:
         self._counters: list[Callable[[], float]] = []
         sources = []
-        packages = _packages()
-        if packages:
+        if packages := _packages():
             self._counters += packages
             sources.append("processor packages")
         if gpu is not None and (counter := _gpu_counter(gpu)) is not None:
@@ -38,18 +37,16 @@ class EnergyMeter:
         self._last: list[float] = []
 
     def start(self) -> None:
-        """Begin to count."""
+        """Start counting."""
         self._last = [read() for read in self._counters]
 
     @property
     def joules(self) -> float | None:
-        """Return joules since `start`; None without a counter. Counters wrap around: call this at least every few
-        minutes.
-        """
+        """Return the joules since `start`, or None. Counters wrap around, so read this property every few minutes."""
         if self.source is None:
             return None
         now = [read() for read in self._counters]
-        # A counter that wrapped around or failed adds nothing in this interval.
+        # If a counter wrapped around or failed, this interval adds nothing.
         self._joules += sum(max(0.0, new - old) for new, old in zip(now, self._last, strict=False))
         self._last = now
         return self._joules
@@ -81,7 +78,7 @@ def _gpu_counter(index: int) -> Callable[[], float] | None:
         pynvml.nvmlInit()
         handle: Any = pynvml.nvmlDeviceGetHandleByIndex(index)
         pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-    except Exception:  # not installed, no driver, or no counter: the exceptions differ
+    except Exception:  # pynvml, the driver or the counter is missing; the exceptions differ
         return None
 
     def joules() -> float:

@@ -16,14 +16,14 @@ from efficient_ft import __version__
 if TYPE_CHECKING:
     import torch
 
-#: Load average of the last minute above which times are uncertain.
+#: Load average of the last minute above which measured times are uncertain.
 BUSY_LOAD = 0.5
 
 
 def environment(
     device: torch.device | str = "cpu", packages: Iterable[str] = ("torch", "timm"), **more: Any
 ) -> dict[str, Any]:
-    """Describe the current environment, for a record in JSON.
+    """Describe the current environment for a JSON record.
 
     Args:
         device: the device in use.
@@ -31,8 +31,9 @@ def environment(
         more: additional entries, e.g. ``allocator="mimalloc"``.
 
     Returns:
-        ``date`` (UTC), ``efficient_ft``, the packages, ``python``, ``platform``, ``device`` (model of the GPU or CPU),
-        ``threads`` (of torch), ``load`` (load average of the last minute; None if the system has none).
+        A dictionary with ``date`` (UTC), ``efficient_ft``, the packages, ``python``, ``platform``, ``device`` (model of
+        the
+        GPU or CPU), ``threads`` (of torch) and ``load`` (load average of the last minute; None if unavailable).
     """
     import torch
 
@@ -61,12 +62,12 @@ def device_name(device: torch.device | str) -> str:
 
 
 def _version(package: str) -> str:
-    """Return the version of a package, with its build (+cu128) if the module is imported."""
+    """Return the version of a package, including its build (+cu128) if the module is imported."""
     return str(getattr(sys.modules.get(package), "__version__", None) or version(package))
 
 
 def cpu_name() -> str:
-    """Return the model of the CPU, or its architecture if the model is unknown."""
+    """Return the model name of the CPU, or its architecture if the name is unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux
@@ -76,15 +77,11 @@ def cpu_name() -> str:
 
 
 def busy_note(recorded: Mapping[str, Any]) -> str | None:
-    """Return a note for times measured on a busy machine; None if it was not busy or no load is recorded.
-
-    Args:
-        recorded: an environment returned by `environment` or stored in a file in ``benchmarks``.
-    """
+    """Return a note if the load in the environment `recorded` shows a busy machine, which makes times uncertain."""
     load = recorded.get("load")
     if load is None or load <= BUSY_LOAD:
         return None
     return (
-        f"The machine was busy (load {load:.1f} at the start, above {BUSY_LOAD}): times are uncertain, ratios of the"
-        " same round less so."
+        f"The machine was busy (load {load:.1f} at the start, above {BUSY_LOAD}). Times are uncertain; ratios within a"
+        " round are less affected."
     )

@@ -6,26 +6,23 @@ from pathlib import Path
 
 from efficient_ft.core.errors import UserError
 
-#: The format of results.json, records.json and checkpoint.ckpt. Increase it if a key or a setting changes its meaning.
+#: Format number of results.json, records.json and checkpoint.ckpt. Increase it if a key or setting changes its meaning.
 FORMAT = 1
 
-#: What to do about a run folder that cannot be continued.
+#: Advice for a run folder that cannot be continued.
 START_AGAIN = "Choose another hydra.run.dir, or resume=never, which keeps the old folder under another name."
 
-#: What to do about a path that is not a run folder.
+#: Advice for a path that is not a run folder.
 PASS_A_RUN = "Pass the run folder printed when training ended."
 
-#: What to do about a run of another version that is only read.
+#: Advice for a run of another version that is only read.
 USE_ITS_VERSION = "Repeat the run with this version, or use the version that wrote it."
 
 
 class OtherVersionError(UserError):
-    """A file of a run that another version of this package wrote, and that this version cannot read.
+    """A file of a run that another version of this package wrote and that this version cannot read.
 
-    Args:
-        file: the file, or the run folder.
-        reason: the evidence, for example "it has no format number".
-        do: a sentence that tells the user what to do.
+    The message names `file` and the `reason` for this conclusion, and ends with the advice `do`.
     """
 
     def __init__(self, file: Path, reason: str, do: str) -> None:
@@ -33,16 +30,7 @@ class OtherVersionError(UserError):
 
 
 def check_format(file: Path, found: object, do: str) -> None:
-    """Refuse a file whose format number is not `FORMAT`.
-
-    Args:
-        file: the file, for the message.
-        found: its format number; None if it has none.
-        do: a sentence that tells the user what to do.
-
-    Raises:
-        OtherVersionError: the numbers differ.
-    """
+    """Raise an `OtherVersionError` with the advice `do` if the format number `found` of `file` is not `FORMAT`."""
     if found == FORMAT and not isinstance(found, bool):
         return
     has = "no format number" if found is None else f"format {found}"

@@ -1,6 +1,6 @@
-"""``results.json`` of a run folder: what a finished run found.
+"""``results.json`` in a run folder: the results of a finished run.
 
-The types describe the JSON objects as they are; a run holds and returns them as plain dictionaries.
+The types describe the JSON objects. Runs use plain dictionaries.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ NAME = "results.json"
 
 
 class ExecutedCost(TypedDict):
-    """Counted, the same on any machine; per image.
+    """Counted costs per image, which are equal on all machines.
 
-    `step_peak_bytes` is of the whole batch: the peak of live tensor bytes without model and batch. `optimizer_bytes`
-    is the whole state of the optimizer. Both are optional.
+    Two optional entries describe the whole batch: `step_peak_bytes`, the peak of live tensor bytes without model and
+    batch, and `optimizer_bytes`, the size of the optimizer state.
     """
 
     forward_flops: float
@@ -38,7 +38,7 @@ class ExecutedCost(TypedDict):
 
 
 class MeasuredCost(TypedDict):
-    """Measured on this machine: median seconds of a step (None: not timed) and peak bytes, for the whole batch."""
+    """Costs of the whole batch on this machine: peak bytes, and median seconds of a step (None if not timed)."""
 
     step_seconds: float | None
     peak_bytes: float
@@ -52,19 +52,19 @@ class StepCost(TypedDict):
 
 
 class BaselineCost(StepCost):
-    """The cost of a training step of the baseline `name` (``cost.baseline``): a selection on the plain model."""
+    """The cost of a training step of the baseline `name` (``cost.baseline``), a selection on the plain model."""
 
     name: str
 
 
 class CostReport(StepCost):
-    """The cost of a training step with the run's methods, and that of the baseline (None: not probed)."""
+    """The cost of a training step with the run's methods, and the cost of the baseline (None if not measured)."""
 
     baseline: BaselineCost | None
 
 
 class DeviceMemory(TypedDict):
-    """Memory of a CUDA device in PyTorch's allocator: allocated before the first step, and the steps' peaks."""
+    """Memory of a CUDA device in PyTorch's allocator: bytes allocated before the first step, and peaks of the steps."""
 
     before_bytes: int
     allocated_bytes: int
@@ -72,16 +72,19 @@ class DeviceMemory(TypedDict):
 
 
 class MemoryReport(TypedDict):
-    """Memory of the training process (the first one), measured and counted, over optimizer steps of the training.
+    """Measured and counted memory of the first training process, in bytes.
 
-    Resident memory: `peak_bytes` is the highest size of the process from its start to its results, as the system keeps
-    it; loading, evaluation, and the cost report count. A resumed run has that of its last process. Further sizes are
-    those before the model was built, before the first step, and at the peak during the `steps` from `first_step` on
-    (`step_peak_bytes`; `source` says how it was measured, see `core.process_memory`). `growth_bytes` is the peak of the
-    steps above the size before the first step; on CUDA that of the device: reserved bytes above those allocated before.
-    `counted_bytes` is the count of the same things: `ExecutedCost.step_peak_bytes`, the optimizer's state
-    (`optimizer_bytes`), and with gradient accumulation the gradients, which live through all micro-batches. A run with
-    a budget (``memory``) has the peak that was predicted before its first step.
+    `peak_bytes` is the peak resident memory of the process from its start to its results, as reported by the system. It
+    includes loading, evaluation and the cost report. After a resume, it covers only the last process.
+
+    Three further sizes are resident memory before the model was built, before the first step, and at the peak during
+    the `steps` steps from `first_step` on (`step_peak_bytes`). `source` names the measurement (`core.process_memory`).
+    `growth_bytes` is the peak of the steps minus the size before the first step. On CUDA, it is the peak of reserved
+    bytes minus the bytes allocated before the first step.
+
+    `counted_bytes` is the counted equivalent of `growth_bytes`: `ExecutedCost.step_peak_bytes`, the optimizer state
+    (`optimizer_bytes`) and, with gradient accumulation, the gradients, which are kept over all micro-batches. A run
+    with a budget (``memory``) also has the peak predicted before its first step.
     """
 
     before_model_bytes: int
@@ -100,10 +103,11 @@ class MemoryReport(TypedDict):
 
 
 class FeaturesReport(TypedDict):
-    """Stored features of a run (``trainer.cache_features``): of the module `end`, after which `reason` holds.
+    """Stored features of a run (``trainer.cache_features``): the outputs of the module `end`.
 
-    `shape` is of one image, `dtype` the type in which they are stored, `bytes` the size of the store. `computed` and
-    `read` are images of training and of its evaluations (of one process, since the run was last continued).
+    `reason` states why no later module is included. `shape` is the shape for one image, `dtype` the storage type, and
+    `bytes` the size of the store. `computed` and `read` are numbers of images in training and its evaluations, counted
+    by one process since the run was last resumed.
     """
 
     end: str
@@ -117,10 +121,11 @@ class FeaturesReport(TypedDict):
 
 
 class PrefixReport(TypedDict):
-    """The form in which a run's frozen prefix computes (``trainer.prefix``): up to `end`, after which `reason` holds.
+    """The form in which the frozen prefix of a run computes (``trainer.prefix``).
 
-    Where it was chosen by a measurement: by form `seconds` of a batch, and `deviation` of the output from that in fp32
-    (relative, Frobenius norm).
+    The prefix ends with the module `end`; `reason` states why no later module is included. If the form was selected by
+    a measurement, `seconds` is the time per batch of each form, and `deviation` the relative difference of its output
+    from fp32 (Frobenius norm).
     """
 
     end: str
@@ -133,11 +138,11 @@ class PrefixReport(TypedDict):
 class RunTotals(TypedDict):
     """Totals of the whole training.
 
-    `flops` are executed: forward and backward passes, counted as `ExecutedCost` is, in `counted_batches` of `batches`
-    batches (of one process; the others cost the same as one that was counted, or nearly: `cost.run_flops`). `seconds`
-    and `joules` include evaluation during training; `joules` are of the whole machine's counters named in
-    `energy_source`, None where there are none. `step_seconds` is the median time of the last optimizer steps of the
-    training itself, without loading; None on CUDA, where the loop does not wait for a step to end.
+    `flops` are executed FLOPs of forward and backward passes, counted like `ExecutedCost` in `counted_batches` of
+    `batches` batches of one process. Other batches cost the same, or nearly the same (`cost.run_flops`). `seconds` and
+    `joules` include evaluation during training. `joules` is read from the machine's counters named in `energy_source`
+    (both None without counters). `step_seconds` is the median time of the last optimizer steps without data loading. It
+    is None on CUDA, where the loop does not wait for the end of a step.
     """
 
     steps: int
@@ -152,17 +157,18 @@ class RunTotals(TypedDict):
 
 
 class BestLast(TypedDict):
-    """Accuracy (a fraction) in the best and in the last epoch."""
+    """Accuracy as a fraction in the best and in the last epoch."""
 
     best: float
     last: float
 
 
 class Accuracy(BestLast):
-    """Accuracy on `split`, the split that chose the best epoch; with several tasks the mean, and that of each task.
+    """Accuracy on `split`, the split that selects the best epoch. With several tasks it is their mean, and `tasks` has
+    each.
 
-    `test` is that of the best epoch's weights on the test images, None if there are none. In a segmentation it is the
-    mean IoU, as `metric` states.
+    `test` is the accuracy of the best epoch's weights on the test images, or None without test images. `metric` names
+    another metric, such as the mean IoU in segmentation.
     """
 
     split: str
@@ -172,16 +178,13 @@ class Accuracy(BestLast):
 
 
 def final_accuracy(accuracy: Mapping[str, Any]) -> float:
-    """Accuracy (a fraction) of the best epoch on the test images; without any, on the split that chose the epoch."""
+    """Return the best epoch's accuracy as a fraction: on the test images, or else on the split that selects epochs."""
     test = accuracy.get("test")
     return float(accuracy["best"] if test is None else test)
 
 
 class AppliedReport(TypedDict):
-    """A summary of what a method changed; the parts that it touched, and those that it left with the reason.
-
-    See `methods.base.Applied`. The `summary` is optional.
-    """
+    """Changes that a method made (`methods.base.Applied`): changed modules, skipped modules with reasons, and notes."""
 
     summary: NotRequired[str]
     touched: list[str]
@@ -190,10 +193,7 @@ class AppliedReport(TypedDict):
 
 
 class TaskData(TypedDict):
-    """One data set: images by split, corrupt images left out, and accuracy of model.safetensors by split.
-
-    `digest` is that of its images (`data.listing.Listing.digest`); it is optional.
-    """
+    """One data set: numbers of images by split and of skipped images, accuracy of model.safetensors, and a digest."""
 
     splits: dict[str, int]
     skipped: int
@@ -202,11 +202,11 @@ class TaskData(TypedDict):
 
 
 class DataReport(TypedDict):
-    """`TaskData` of the run's data set; with several tasks the sum, the mean and each task's.
+    """`TaskData` of the run's data set; with several tasks the sum, the mean, and the data of each task.
 
-    `scores` are further measures by split: of a segmentation pixel accuracy and the IoU of each class by name (None:
-    neither masks nor predictions have it). `summary` states how each data set was understood
-    (`data.inspection.Summary.record`), by task; a single data set has the key "".
+    `scores` contains further metrics by split, for example pixel accuracy and the IoU of each class in segmentation
+    (None if a class occurs in neither masks nor predictions). `summary` describes how each data set was read
+    (`data.inspection.Summary.record`), by task; the key of a single data set is "".
     """
 
     splits: NotRequired[dict[str, int]]
@@ -221,11 +221,11 @@ class DataReport(TypedDict):
 class Results(TypedDict):
     """The contents of results.json.
 
-    `config` is the whole configuration, `arguments` the settings given to this run (of the command line; empty for
-    runs from Python), `changed` the settings that differ from the chosen options (`Config.changed`), `environment`
-    what `record.environment` gives, `methods` a report by the name of the method. `memory` is
-    optional, and `features` exist if features were stored. `weights` states which tensors
-    of a file were used (`models.loading_report.LoadingReport`); a network with random weights has none.
+    `config` is the full configuration, and `arguments` the command-line settings (empty for runs from Python).
+    `changed` contains the settings that differ from the chosen options (`Config.changed`), `environment` the result of
+    `record.environment`, and `methods` a report by method name. `features` exists only if features were stored.
+    `weights` lists the tensors that were loaded from a file (`models.loading_report.LoadingReport`); it is absent for
+    random weights.
     """
 
     format: int
@@ -249,32 +249,28 @@ class Results(TypedDict):
 
 
 def images_digest(data: Mapping[str, Any]) -> str:
-    """The digest of the images of a run's data set or of all its tasks; empty if none was recorded."""
+    """Return the digest of a run's images, joined over all tasks; empty if none was recorded."""
     return "+".join(one["digest"] for one in (data, *data.get("tasks", {}).values()) if one.get("digest"))
 
 
 def write_results(run: Path, results: Results) -> None:
-    """Write `results` to the folder `run`, which marks the run as finished."""
+    """Write `results` to the run folder `run`. This file marks the run as finished."""
     write_text_atomically(run / NAME, json_text(results, indent=2) + "\n")
 
 
 def read_results(run: Path, do: str = START_AGAIN) -> Results:
-    """The results of the finished run in folder `run`.
-
-    Args:
-        run: a run folder.
-        do: ends the error messages: what to do if the file cannot be used.
+    """Return the results of the finished run in folder `run`. Error messages end with the advice `do`.
 
     Raises:
-        OtherVersionError: the file has another format number, or none.
-        UserError: there is no results.json (the run has not finished), or it is damaged.
+        OtherVersionError: If the file has another format number, or none.
+        UserError: If results.json does not exist (the run has not finished) or is damaged.
     """
     file = run / NAME
     try:
         text = file.read_text(encoding="utf-8")
         plain = parse_json(text, parse_constant=_not_a_number, parse_float=_finite)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise UserError(f"{run} holds no {NAME}: the run has not finished. {do}") from error
+        raise UserError(f"{run} contains no {NAME}: the run has not finished. {do}") from error
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}. {do}") from error
     except ValueError as error:
@@ -284,7 +280,7 @@ def read_results(run: Path, do: str = START_AGAIN) -> Results:
         raise UserError(f"{file} cannot be read: it is not an object. {do}")
     check_format(file, plain.get("format"), do)
     try:
-        _schema().validate_json(text, strict=True)  # "1" is not 1: what is returned is not converted
+        _schema().validate_json(text, strict=True)  # strict: the returned dictionary is not converted
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"]))
@@ -294,7 +290,7 @@ def read_results(run: Path, do: str = START_AGAIN) -> Results:
 
 @cache
 def _schema() -> TypeAdapter[Results]:
-    """Build the validator once: it takes longer than many files."""
+    """Return the validator. Building it takes longer than validating many files."""
     return TypeAdapter(Results)
 
 

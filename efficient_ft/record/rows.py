@@ -1,4 +1,4 @@
-"""Files of one JSON object per line, appended to during training and truncated on resume."""
+"""Files with one JSON object per line, which training extends and a resumed run truncates."""
 
 from __future__ import annotations
 
@@ -14,19 +14,16 @@ from efficient_ft.record.files import json_text, open_file, write_text_atomicall
 
 
 class Rows:
-    """A file of one JSON object per line; each has the optimizer step it belongs to under ``step``.
-
-    Args:
-        path: the file; created by the first `append`.
-    """
+    """A file `path` with one JSON object per line. The key ``step`` contains the optimizer step of the row."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def read(self) -> list[dict[str, Any]]:
-        """All rows up to the first that is incomplete (a killed process leaves one) or no row; [] if there is no file.
+        """Return all complete rows; [] if the file does not exist.
 
-        A row is an object whose ``step`` is an integer. Numbers that are not finite are left out of it.
+        A row is an object with an integer ``step``. Reading stops at the first line that is not a row, for example a
+        line that a killed process has not finished. Numbers that are not finite are omitted.
         """
         rows: list[dict[str, Any]] = []
         if self.path.is_file():
@@ -37,38 +34,38 @@ class Rows:
                     break
                 if not isinstance(row, dict) or not isinstance(row.get("step"), int):
                     break
-                rows.append({k: v for k, v in row.items() if not isinstance(v, float) or math.isfinite(v)})
+                rows.append(_finite(row))
         return rows
 
     def rewind(self, step: int) -> None:
-        """Truncate on resume: drop the rows written after optimizer step `step` of the checkpoint."""
+        """Truncate on resume: remove the rows written after optimizer step `step` of the checkpoint."""
         kept = [row for row in self.read() if row["step"] <= step]
         write_text_atomically(self.path, "".join(json_text(row) + "\n" for row in kept))
 
     def append(self, row: dict[str, Any]) -> None:
-        """Write `row` as the last line, without numbers that are not finite."""
-        finite = {k: v for k, v in row.items() if not isinstance(v, float) or math.isfinite(v)}
+        """Append `row`, without numbers that are not finite."""
         with open_file(self.path, "a") as file:
-            file.write(json_text(finite) + "\n")
+            file.write(json_text(_finite(row)) + "\n")
+
+
+def _finite(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if not isinstance(value, float) or math.isfinite(value)}
 
 
 class MetricsFile(Rows):
-    """``metrics.jsonl``, the source of truth; ``metrics.csv``, the same as a table.
+    """``metrics.jsonl``, the source of truth, and the same rows as a table in ``metrics.csv``.
 
-    A row per logged step has ``step``, ``epoch``, ``train_loss`` and ``lr``; a row per epoch ``step``, ``epoch``,
-    ``train_loss_epoch``, ``<split>_accuracy`` and ``<split>_loss`` (with several tasks also ``<split>_accuracy_<task>``
-    and ``<split>_loss_<task>``). Each has ``images``, ``flops``, ``seconds`` and, where the machine tells it,
-    ``joules`` of training so far (`record.results.RunTotals`).
-
-    Args:
-        run: the run folder.
+    A row per logged step has the keys ``step``, ``epoch``, ``train_loss`` and ``lr``. A row per epoch has ``step``,
+    ``epoch``, ``train_loss_epoch``, ``<split>_accuracy`` and ``<split>_loss``; with several tasks also
+    ``<split>_accuracy_<task>`` and ``<split>_loss_<task>``. Every row has the training totals so far: ``images``,
+    ``flops``, ``seconds`` and, if the machine measures energy, ``joules`` (`record.results.RunTotals`).
     """
 
     def __init__(self, run: Path) -> None:
         super().__init__(run / "metrics.jsonl")
 
     def write_csv(self) -> None:
-        """Write all rows to metrics.csv, a column per key."""
+        """Write all rows to metrics.csv, with one column per key."""
         rows = self.read()
         names = list(dict.fromkeys(name for row in rows for name in row))
         text = io.StringIO()

@@ -1,6 +1,6 @@
-"""A study: methods compared on one network and data set, each at the best value of one setting, over several seeds.
+"""A study: methods compared on one network and data set, each at its best value of one setting, over several seeds.
 
-A study is a folder with two files. ``study.yaml`` says what is run:
+A study is a folder with two files. ``study.yaml`` defines the runs:
 
 .. code-block:: yaml
 
@@ -12,18 +12,19 @@ A study is a folder with two files. ``study.yaml`` says what is run:
       full: [method=full]
       head: [method=head]
 
-The value of every row is searched in the same way, with the seed of ``tune``: the two values in the middle run first,
-then the neighbors of the best one and of those within a point of it (`NEAR`), until all of them have been run. Best is
-the accuracy on the split that chooses epochs. The value found is then run with every seed. ``records.json`` holds a
-record of every finished run, without paths, so that a study continues where it stopped, even on another machine.
+Every row is tuned in the same way, with the seed of ``tune``. The two middle values run first. Then the neighbors of
+the best value run, and the neighbors of every value within one point of it (`NEAR`), until no run is missing. The best
+value has the highest accuracy on the split that selects epochs. It is then run with every seed. ``records.json``
+contains a record of every finished run, without paths, so that an interrupted study can continue on another machine.
 
-``tune`` may name settings to ``ignore``: records that differ from the study in these alone count in the search, and
-nowhere else. With ``ignore: [trainer.precision]`` a study in fp32 takes values that were found in bf16, and every run
-that it reports is in fp32.
+``tune`` may list settings to ``ignore``: the search also uses records that differ from the study only in these
+settings. For example, with ``ignore: [trainer.precision]`` a study in fp32 uses a search in bf16, but reports only
+runs in fp32.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,20 +32,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
+import pydantic
 import yaml
 from filelock import FileLock
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    StrictInt,
-    Tag,
-    TypeAdapter,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StrictInt, Tag, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic needs this one below Python 3.12
 
 from efficient_ft.config.explain import mistake
@@ -56,22 +47,21 @@ from efficient_ft.record.results import ExecutedCost, MeasuredCost, Results, Run
 
 DEFINITION, RECORDS = "study.yaml", "records.json"
 
-#: Accuracy below the best within which a value is as good as the best: its neighbors are searched as well.
+#: Values whose accuracy is at most this much below the best are also candidates: the search includes their neighbors.
 NEAR = 0.01
 
 _DO = "Restore it from a backup or from version control, or rename it to begin again."
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a key that stands twice in a mapping, of which YAML's own loader keeps the last."""
+    """Refuses a duplicate key in a mapping. YAML's own loader keeps the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """The mapping of `node`."""
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key} is there twice", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"{key} occurs twice", key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -105,7 +95,7 @@ class _Finished(_Run):
     growth_bytes: NotRequired[int]
 
 
-#: What is read of records.json: what was run, and what it found or why it diverged.
+#: Schema of the runs in records.json: the settings of each run, with its results or the reason why it diverged.
 _RECORDS: TypeAdapter[Any] = TypeAdapter(
     list[
         Annotated[
@@ -117,26 +107,23 @@ _RECORDS: TypeAdapter[Any] = TypeAdapter(
 
 
 class Tune(_Strict):
-    """The setting that is tuned for every row: the values that are searched, with `seed`.
-
-    Records that differ in the settings of `ignore` alone count in the search.
-    """
+    """The tuned setting, and the values that are searched with `seed`. The search ignores differences in `ignore`."""
 
     setting: str
     values: list[float] = Field(min_length=1)
     seed: StrictInt
     ignore: list[str] = []
 
-    @field_validator("values", mode="before")
+    @pydantic.field_validator("values", mode="before")
     @classmethod
     def _numbers(cls, values: Any) -> Any:
         if isinstance(values, list) and any(isinstance(value, bool) for value in values):
-            raise ValueError("must be numbers, got a truth value")
+            raise ValueError("must be numbers, got a Boolean")
         if isinstance(values, list) and any(isinstance(value, float) and not math.isfinite(value) for value in values):
             raise ValueError("must be finite numbers")
         return values
 
-    @field_validator("values")
+    @pydantic.field_validator("values")
     @classmethod
     def _ascending(cls, values: list[float]) -> list[float]:
         return sorted(set(values))
@@ -154,51 +141,40 @@ class Study(_Strict):
 
     @property
     def sample(self) -> str:
-        """A sample in a word: image or text."""
+        """Return the name of a sample: image or text."""
         return "text" if "task=text" in self.settings else "image"
 
-    @field_validator("seeds")
+    @pydantic.field_validator("seeds")
     @classmethod
     def _once(cls, seeds: list[int]) -> list[int]:
         return list(dict.fromkeys(seeds))
 
-    @model_validator(mode="after")
+    @pydantic.model_validator(mode="after")
     def _no_clash(self) -> Study:
-        for where, arguments in {
-            "settings": self.settings,
-            **{f"row {name}": own for name, own in self.rows.items()},
-        }.items():
+        groups = {"settings": self.settings, **{f"row {name}": own for name, own in self.rows.items()}}
+        for where, arguments in groups.items():
             keys = [_key(argument) for argument in arguments]
             if twice := next((key for key in keys if keys.count(key) > 1), None):
-                raise ValueError(f"{where} sets {twice} twice; leave one of them out")
+                raise ValueError(f"{where} sets {twice} twice; remove one of them")
             for argument in arguments:
-                # Settings of Hydra name functions that it calls, and options of the program folders with such settings.
+                # Hydra settings can name functions to call, and options can name folders with such settings.
                 if _key(argument).startswith(("hydra", "-")):
-                    raise ValueError(f"{where} sets {argument}: a study has settings of runs only; leave it out")
+                    raise ValueError(f"{where} sets {argument}: a study may contain only settings of runs; remove it")
                 if _key(argument) in ("seed", self.tune.setting):
-                    raise ValueError(f"{where} sets {argument}, which the study sets for each run; leave it out")
+                    raise ValueError(f"{where} sets {argument}, which the study sets for each run; remove it")
         if _key(self.tune.setting).startswith(("hydra", "-")):
-            raise ValueError(f"tune.setting is {self.tune.setting}: a study has settings of runs only")
+            raise ValueError(f"tune.setting is {self.tune.setting}: a study may contain only settings of runs")
         if same := sorted({"seed", self.tune.setting} & set(self.tune.ignore)):
-            raise ValueError(f"tune.ignore names {same[0]}, which the study sets for each run; leave it out")
-        rows = list(self.rows)
-        for i, name in enumerate(rows):
-            for other in rows[:i]:
-                if self.rows[name] == self.rows[other]:
-                    raise ValueError(f"rows {other} and {name} have the same settings")
+            raise ValueError(f"tune.ignore names {same[0]}, which the study sets for each run; remove it")
+        for other, name in itertools.combinations(self.rows, 2):
+            if self.rows[name] == self.rows[other]:
+                raise ValueError(f"rows {other} and {name} have the same settings")
         return self
 
 
 @dataclass(frozen=True)
 class StudyRun:
-    """One run of a study.
-
-    Attributes:
-        row: name of its row.
-        value: of the tuned setting.
-        seed: of the run.
-        arguments: of its command line, without those that only hold on this machine.
-    """
+    """One run of a study: row, value of the tuned setting, seed, and arguments without settings of this machine."""
 
     row: str
     value: float
@@ -207,17 +183,13 @@ class StudyRun:
 
 
 def read_study(folder: Path) -> Study:
-    """Read study.yaml in `folder`.
-
-    Raises:
-        UserError: there is none, or it cannot be read.
-    """
+    """Read study.yaml in `folder`. Raise a `UserError` if the file does not exist or cannot be read."""
     file, plain = folder / DEFINITION, None
     try:
         plain = parse_yaml(file.read_text(encoding="utf-8"), _UniqueKeys)  # a SafeLoader
         return Study.model_validate(plain)
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{folder} holds no {DEFINITION}. Pass the folder of a study.") from None
+        raise UserError(f"{folder} contains no {DEFINITION}. Pass the folder of a study.") from None
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}.") from error
     except ValidationError as error:
@@ -227,7 +199,7 @@ def read_study(folder: Path) -> Study:
 
 
 def _said(plain: Any, error: ValidationError) -> str:
-    """The sentence for the first mistake in the contents `plain` of a study.yaml."""
+    """Return a sentence about the first mistake in the contents `plain` of a study.yaml."""
     first = error.errors(include_url=False)[0]
     if not isinstance(plain, dict):
         return "it must be a mapping."
@@ -246,11 +218,7 @@ def _said(plain: Any, error: ValidationError) -> str:
 
 
 def chosen_rows(study: Study, names: Sequence[str]) -> list[str]:
-    """Return the rows with these names, in the study's order; all if there are none.
-
-    Raises:
-        UserError: the study has no row of one of the names.
-    """
+    """Return the rows named `names` (default: all) in the order of the study. Raise a `UserError` for unknown names."""
     for name in names:
         if name not in study.rows:
             known = ", ".join(study.rows)
@@ -259,14 +227,7 @@ def chosen_rows(study: Study, names: Sequence[str]) -> list[str]:
 
 
 class Records:
-    """The records of a study's finished runs.
-
-    Args:
-        folder: of the study.
-
-    Raises:
-        UserError: records.json is damaged, or of another version.
-    """
+    """Records of the finished runs of the study in `folder`. Raise a `UserError` if a file is damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.study, self.path = read_study(folder), folder / RECORDS
@@ -292,42 +253,28 @@ class Records:
         return runs
 
     def add(self, run: StudyRun, results: Results) -> None:
-        """Add the record of a finished run, and write the file.
-
-        Raises:
-            UserError: its images are not those of the other records.
-        """
+        """Add the record of a finished run, and write the file. Raise a `UserError` if its images differ."""
         self._add(run, record_of(run, results))
 
     def refuse_unwritable(self) -> None:
-        """Refuse a folder in which no record can be written, before anything is trained.
-
-        Raises:
-            UserError: the folder cannot be written to.
-        """
+        """Raise a `UserError` if no record can be written to the folder, before anything is trained."""
         if not os.access(self.path.parent, os.W_OK):
             raise UserError(
-                f"{self.path.parent} cannot be written to, so that no run can be recorded. Copy {DEFINITION} to a"
-                " separate folder."
+                f"{self.path.parent} is not writable, so no run can be recorded. Copy {DEFINITION} to another folder."
             )
 
     def refuse_other_images(self, run: StudyRun, digest: str) -> None:
-        """Refuse a run on other images than the records of the same data set have.
+        """Raise a `UserError` if the images of a run differ from those of the records with the same data settings.
 
-        Args:
-            run: the run.
-            digest: of its images (`record.results.images_digest`); empty: unknown.
-
-        Raises:
-            UserError: the digests differ.
+        `digest` is the digest of the run's images (`record.results.images_digest`). It is empty if unknown.
         """
         others = [one for one in self.runs if _data_of(one["settings"]) == _data_of(run.arguments)]
         different = [one for one in others if digest and one.get("images") not in (None, "", digest)]
         if different:
             raise UserError(
-                f"The images of {run.row} {self.study.tune.setting}={shown(run.value)} seed={run.seed} (data.root) are"
-                f" not those of {len(different)} records in {self.path}. Use the same images, or a separate folder"
-                f" with a copy of {DEFINITION}."
+                f"The images of {run.row} {self.study.tune.setting}={shown(run.value)} seed={run.seed} (data.root)"
+                f" differ from the images of {len(different)} records in {self.path}. Use the same images, or a copy of"
+                f" {DEFINITION} in another folder."
             )
 
     def add_diverged(self, run: StudyRun, reason: str) -> None:
@@ -335,10 +282,9 @@ class Records:
         self._add(run, {**_what(run), "diverged": reason})
 
     def _add(self, run: StudyRun, record: dict[str, Any]) -> None:
-        key = _what(run)
-        # Another process may work on other rows of the same study.
+        # Another process may run other rows of the same study.
         with FileLock(self.path.with_name(f".{RECORDS}.lock")):
-            self.runs = [one for one in self._read() if {name: one[name] for name in key} != key]
+            self.runs = [one for one in self._read() if not _describes(one, run)]
             self.refuse_other_images(run, record.get("images", ""))
             self.runs.append(record)
             order = {name: place for place, name in enumerate(self.study.rows)}
@@ -347,28 +293,21 @@ class Records:
             write_text_atomically(self.path, f'{{"format": {FORMAT}, "runs": [\n{lines}\n]}}\n')
 
     def find(self, run: StudyRun) -> dict[str, Any] | None:
-        """The record of `run`; None: it has not finished, or not with the settings that the study now has."""
-        key = _what(run)
-        return next((one for one in self.runs if {name: one[name] for name in key} == key), None)
+        """Return the record of `run`; None if no run with exactly these settings has finished."""
+        return next((one for one in self.runs if _describes(one, run)), None)
 
     def of_the_search(self, run: StudyRun) -> dict[str, Any] | None:
-        """The record that counts for `run` in the search: its own, or one that differs in ignored settings alone."""
-        if (own := self.find(run)) is not None:
-            return own
+        """Return the record that the search uses for `run`: its own, or one that differs only in ignored settings."""
         ignore = self.study.tune.ignore
-        wanted = (run.row, run.value, run.seed, _without(run.arguments, ignore))
-        return next(
-            (one for one in self.runs
-             if (one["row"], one["value"], one["seed"], _without(one["settings"], ignore)) == wanted), None
-        )  # fmt: skip
+        return self.find(run) or next((one for one in self.runs if _describes(one, run, ignore)), None)
 
     def of_the_search_alone(self) -> int:
-        """The number of records that count in the search and differ in ignored settings."""
+        """Return the number of records that only the search uses, because they differ in ignored settings."""
         searched = [run for row in self.study.rows for run in self._searched(row)]
         return sum(self.find(run) is None and self.of_the_search(run) is not None for run in searched)
 
     def of_other_settings(self) -> int:
-        """The number of records of settings that the study has no more; they are kept, and do not count."""
+        """Return the number of unused records: runs with settings that the study no longer has."""
         tune = self.study.tune
         counted = [self.of_the_search(run) for row in self.study.rows for run in self._searched(row)]
         counted += [self.find(self.run(row, value, seed)) for row in self.study.rows for value in tune.values
@@ -376,27 +315,24 @@ class Records:
         return len(self.runs) - sum(one is not None for one in counted)
 
     def tuning_runs(self, rows: Iterable[str]) -> list[StudyRun]:
-        """Return the next runs of the search of each row; none for tuned rows."""
+        """Return the next runs of the search for each row; tuned rows have none."""
         return [run for row in rows for run in self._search(row)[1]]
 
     def seed_runs(self, rows: Iterable[str]) -> list[StudyRun]:
-        """The runs of the best value with every seed, for the rows that are tuned."""
+        """Return the runs of each tuned row at its best value, with every seed."""
         best = {row: self.best_value(row) for row in rows}
-        # Seed by seed: an interrupted study compares all rows over the same seeds.
+        # Seeds are the outer loop, so that an interrupted study compares all rows over the same seeds.
         return [
             self.run(row, value, seed) for seed in self.study.seeds for row, value in best.items() if value is not None
         ]
 
     def best_value(self, row: str) -> float | None:
-        """The value with which `row` is most accurate on the split that chose the epoch.
-
-        None: it is not tuned yet, or diverged with every value.
-        """
+        """Return the most accurate value of `row`; None if the row is not tuned yet, or diverged at every value."""
         best, missing = self._search(row)
         return None if missing else best
 
     def _search(self, row: str) -> tuple[float | None, list[StudyRun]]:
-        """The best value so far (the lowest of equals; None: diverged with every one), and the runs to do next."""
+        """Return the best value so far (the lowest of equals; None if all runs diverged), and the runs to do next."""
         values, runs = self.study.tune.values, self._searched(row)
         records = [self.of_the_search(run) for run in runs]
         best = [-1.0 if r is None or "accuracy" not in r else float(r["accuracy"]["best"]) for r in records]
@@ -415,40 +351,40 @@ class Records:
         return [self.run(row, value, self.study.tune.seed) for value in self.study.tune.values]
 
     def finished(self, row: str) -> list[dict[str, Any]]:
-        """The records of `row` at its best value, one per seed; [] while it is not tuned."""
-        runs = self.seed_runs([row])
-        found = [self.find(run) for run in runs]
-        return [record for record in found if record is not None and "accuracy" in record]
+        """Return the records of `row` at its best value, one per seed; empty if the row is not tuned yet."""
+        records = [self.find(run) for run in self.seed_runs([row])]
+        return [record for record in records if record is not None and "accuracy" in record]
 
     def run(self, row: str, value: float, seed: int) -> StudyRun:
-        """The run of a row at a value of the tuned setting, with the settings that the study now has."""
+        """Return the run of a row at a value of the tuned setting, with the current settings of the study."""
         tuned = f"{self.study.tune.setting}={shown(value)}"
         arguments = (*self.study.settings, *self.study.rows[row], tuned, f"seed={seed}")
         return StudyRun(row, value, seed, arguments)
 
 
 def shown(value: float) -> str:
-    """A value as on the command line: all its digits, and no fraction for an integer."""
+    """Format a value for the command line with all its digits; integers have no fraction."""
     return str(int(value)) if value.is_integer() else repr(value)
 
 
-def _without(arguments: Iterable[str], ignored: Sequence[str]) -> tuple[str, ...]:
-    """The arguments that set none of the `ignored` settings."""
-    return tuple(one for one in arguments if _key(one) not in ignored)
+def _describes(record: Mapping[str, Any], run: StudyRun, ignored: Sequence[str] = ()) -> bool:
+    """Return True if `record` belongs to `run`, apart from the settings in `ignored`."""
+    if (record["row"], record["value"], record["seed"]) != (run.row, run.value, run.seed):
+        return False
+    recorded, given = ([one for one in of if _key(one) not in ignored] for of in (record["settings"], run.arguments))
+    return recorded == given
 
 
 def _key(argument: str) -> str:
-    """The setting that an argument of the command line sets."""
     return argument.partition("=")[0].lstrip("+~")
 
 
 def _data_of(arguments: Iterable[str]) -> list[str]:
-    """The arguments that say which images a run trains on."""
     return [one for one in arguments if one.lstrip("+").startswith(("data", "tasks"))]
 
 
 def record_of(run: StudyRun, results: Results) -> dict[str, Any]:
-    """The record of a finished run: what was set, accuracy, cost, totals, and where it ran; no paths."""
+    """Return the record of a finished run: settings, accuracy, cost, totals and environment, without paths."""
     environment: Mapping[str, Any] = results["environment"]
     cost = results["cost"]
     metric = {"metric": results["accuracy"]["metric"]} if "metric" in results["accuracy"] else {}
@@ -468,7 +404,7 @@ def record_of(run: StudyRun, results: Results) -> dict[str, Any]:
 
 
 def test_accuracy(record: Mapping[str, Any]) -> float:
-    """Percent on the test images; without any, on the split that chose the epoch."""
+    """Return the accuracy in percent on the test images, or, without test images, on the split that selects epochs."""
     return 100 * final_accuracy(record["accuracy"])
 
 

@@ -1,4 +1,4 @@
-"""Charts as data: panels of series, which are drawn as PNG and written as CSV."""
+"""Charts as data: panels with series, which are drawn as PNG and written as CSV."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_NAMED = 14
 
 @dataclass(frozen=True)
 class Series:
-    """Named points: x and y of the same length; x may be words (bars)."""
+    """Named points: `x` and `y` have the same length. In bar charts, `x` may contain words."""
 
     name: str
     x: Sequence[float | str]
@@ -28,16 +28,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes.
-
-    Attributes:
-        title: title of the panel.
-        x: label of the x axis, with its unit.
-        y: label of the y axis.
-        series: the series of the panel.
-        kind: ``lines`` (with markers if there are few points), ``points``, ``bars`` or ``image`` (the values of the
-            only series are the rows of a square picture).
-    """
+    """A pair of axes with units in its labels. An ``image`` shows the values of its only series as rows of a square."""
 
     title: str
     x: str
@@ -48,7 +39,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure of one or several panels next to each other."""
+    """A figure with one or several panels side by side."""
 
     title: str
     panels: Sequence[Panel]
@@ -56,15 +47,18 @@ class Chart:
 
 
 def write_chart(chart: Chart, path: Path) -> list[Path]:
-    """Write ``PATH.png`` and ``PATH.csv``.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
+    """Write ``PATH.png`` and ``PATH.csv``. Raise a `UserError` if matplotlib is not installed."""
     require_matplotlib()
     png, table = path.with_name(f"{path.name}.png"), path.with_name(f"{path.name}.csv")
-    image = _drawn(chart)
-    write_bytes_atomically(png, image)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.2 * len(chart.panels), 4.2), layout="constrained")
+    figure.suptitle(chart.title)
+    for axes, panel in zip(figure.subplots(1, len(chart.panels), squeeze=False)[0], chart.panels, strict=True):
+        _draw(axes, panel)
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png", dpi=DPI, bbox_inches="tight", metadata={"Software": None})
+    write_bytes_atomically(png, stream.getvalue())
     write_text_atomically(table, chart_csv(chart))
     return [png, table]
 
@@ -80,18 +74,6 @@ def chart_csv(chart: Chart) -> str:
                 names = (panel.title, series.name, x if isinstance(x, str) else f"{x:.6g}")
                 writer.writerow([*map(csv_cell, names), f"{y:.6g}"])
     return out.getvalue()
-
-
-def _drawn(chart: Chart) -> bytes:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.2 * len(chart.panels), 4.2), layout="constrained")
-    figure.suptitle(chart.title)
-    for axes, panel in zip(figure.subplots(1, len(chart.panels), squeeze=False)[0], chart.panels, strict=True):
-        _draw(axes, panel)
-    stream = io.BytesIO()
-    figure.savefig(stream, format="png", dpi=DPI, bbox_inches="tight", metadata={"Software": None})
-    return stream.getvalue()
 
 
 def _draw(axes: Any, panel: Panel) -> None:
@@ -120,5 +102,5 @@ def _draw(axes: Any, panel: Panel) -> None:
             few = len(series.x) <= 20
             style = {"linestyle": "" if panel.kind == "points" else "-", "marker": "o" if few else ""}
             axes.plot(series.x, series.y, label=series.name, color=color, **style)
-    if 1 < len(panel.series) <= MAX_NAMED:  # more would hide the axes; the CSV names them
+    if 1 < len(panel.series) <= MAX_NAMED:  # More names would hide the axes.
         axes.legend(fontsize=8)

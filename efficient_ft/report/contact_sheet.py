@@ -20,9 +20,9 @@ from efficient_ft.core.text import plain_line
 from efficient_ft.data.opened import OpenedData
 from efficient_ft.record.files import write_atomically, write_text_atomically
 
-#: Pixels of the width and the largest height of a picture, of the gap between two cells, and of a line of text.
+#: Width and maximum height of a picture, gap between cells, and height of a line of text, in pixels.
 _WIDTH, _HEIGHT, _GAP, _LINE = 176, 264, 8, 15
-#: Letters of a line, lines of a caption, and lines of a text.
+#: Maximum number of letters per line, of lines per caption, and of lines per text.
 _LETTERS, _CAPTION_LINES, _TEXT_LINES = 27, 2, 14
 
 _Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
@@ -37,7 +37,7 @@ pre{white-space:pre-wrap}@media(prefers-color-scheme:dark){body{background:#111;
 
 @dataclass(frozen=True)
 class Cell:
-    """A sample: a picture or a text, with a caption."""
+    """A sample: an image or a text, with a caption."""
 
     content: Image.Image | str
     caption: str
@@ -45,24 +45,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class ContactSheet:
-    """Training samples as the network receives them.
-
-    Attributes:
-        title: title line.
-        cells: the samples.
-        legend: names and RGB colors of the classes of masks.
-    """
+    """Training samples as the network receives them, with names and RGB colors of mask classes (`legend`)."""
 
     title: str
     cells: Sequence[Cell]
     legend: Sequence[tuple[str, tuple[int, int, int]]] = ()
 
     def image(self, columns: int = 6) -> Image.Image:
-        """Return the sheet as one RGB image.
-
-        Args:
-            columns: maximum number of cells in a row.
-        """
+        """Return the sheet as an RGB image with at most `columns` cells per row."""
         columns = max(min(columns, len(self.cells)), 1)
         font = _font()
         wide = columns * (_WIDTH + _GAP) + _GAP
@@ -86,11 +76,7 @@ class ContactSheet:
         return whole
 
     def html(self, lines: Sequence[str]) -> str:
-        """Return the sheet as a self-contained page.
-
-        Args:
-            lines: lines of the report that precede the samples.
-        """
+        """Return the sheet as a self-contained page. The `lines` of the report precede the samples."""
         figures = []
         for cell in self.cells:
             if isinstance(cell.content, str):
@@ -117,21 +103,12 @@ class ContactSheet:
         write_atomically(file, lambda path: whole.save(path, format="png"))
 
     def write_html(self, file: Path, lines: Sequence[str]) -> None:
-        """Write the sheet as an HTML page below the `lines` of the report."""
+        """Write the sheet as an HTML page with the `lines` of the report."""
         write_text_atomically(file, self.html(lines))
 
 
 def contact_sheet(data: OpenedData[Any, Any], input: InputSpec, count: int) -> ContactSheet:
-    """Return a sheet of training samples: augmented images with labels, images with their masks, or tokenized texts.
-
-    Args:
-        data: an opened data set.
-        input: the network's input.
-        count: number of samples, at most.
-
-    Raises:
-        UserError: a sample cannot be read.
-    """
+    """Return a sheet of at most `count` training samples: augmented images, images with masks, or tokenized texts."""
     (inputs, targets), indices = data.training_batch(count)
     title = f"{len(indices)} training {data.noun}s of {data.name} as the network sees them in training ({input})"
     cells = [Cell(content, label) for content, label in data.labeled(inputs, targets, input)]
@@ -139,9 +116,7 @@ def contact_sheet(data: OpenedData[Any, Any], input: InputSpec, count: int) -> C
 
 
 def _font() -> _Font:
-    """Return DejaVu Sans (Latin, Greek, Cyrillic, Arabic and Hebrew letters), or Pillow's font with basic Latin
-    letters.
-    """
+    """Return DejaVu Sans, which also covers Greek, Cyrillic, Arabic and Hebrew, or else Pillow's Latin font."""
     places = ["DejaVuSans.ttf"]
     spec = importlib.util.find_spec("matplotlib")
     if spec is not None and spec.origin is not None:
@@ -168,14 +143,7 @@ def _wrapped(text: str, lines: int) -> list[str]:
     return found or [""]
 
 
-def _draw(
-    whole: Image.Image,
-    draw: ImageDraw.ImageDraw,
-    cell: Cell,
-    corner: tuple[int, int],
-    font: _Font,
-) -> None:
-    """Draw a cell with its upper left corner at this position."""
+def _draw(whole: Image.Image, draw: ImageDraw.ImageDraw, cell: Cell, corner: tuple[int, int], font: _Font) -> None:
     left, top = corner
     if isinstance(cell.content, str):
         lines = _wrapped(cell.content, _TEXT_LINES)

@@ -1,7 +1,7 @@
-"""Send finished runs to Weights & Biases, with a report that has the papers' panels.
+"""Upload finished runs to Weights & Biases, with a report that contains the panels of the papers.
 
-Without a network (or with ``offline``), wandb writes the runs to a folder for ``wandb sync``, and the panels are
-written as JSON.
+Without network access (or with ``offline``), wandb stores the runs for ``wandb sync``, and the panels are written as
+JSON.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from efficient_ft.record.files import write_text_atomically
 from efficient_ft.record.rows import MetricsFile
 from efficient_ft.report.runs import budgets_of, names_of
 
-#: The panels: title, what is drawn (curves over training, or one point per run), x and y, where ``/.*`` at the
-#: end means several columns. accuracy.final is that of the test images; without any, of the split that chose the epoch.
+#: Panels: title, kind (training curves, or one point per run), x and y. A name that ends with ``/.*`` matches several
+#: columns. accuracy.final is measured on the test images, or else on the split that selects epochs.
 PANELS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("Accuracy against FLOPs of the run", "points", "totals.flops", ("accuracy.final",)),
     ("Accuracy against kept bytes per image", "points", "cost.executed.saved_bytes", ("accuracy.final",)),
     ("Accuracy against peak memory", "points", "cost.measured.peak_bytes", ("accuracy.final",)),
     ("Accuracy against time", "points", "totals.seconds", ("accuracy.final",)),
     ("Accuracy against energy", "points", "totals.joules", ("accuracy.final",)),
-    # The split that selects the epoch; published recipes select it on the test images.
+    # Published recipes select epochs on the test images.
     ("Accuracy over FLOPs", "curves", "flops", ("val_accuracy", "test_accuracy")),
     ("Accuracy over time", "curves", "seconds", ("val_accuracy", "test_accuracy")),
     ("Training loss", "curves", "Step", ("train_loss",)),
@@ -34,25 +34,17 @@ PANELS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
 
 
 def upload(found: Collection, *, project: str, entity: str | None, offline: bool, out: Path) -> list[str]:
-    """Send each run to wandb under its run id, with the data that the run would have logged.
+    """Upload each run to wandb under its run id, with the data that the run would have logged, and return the names.
 
-    Args:
-        found: the runs.
-        project: project in wandb.
-        entity: user or team; None: the logged-in user.
-        offline: write to `out` instead.
-        out: folder for wandb's files.
-
-    Returns:
-        Names of the sent runs.
+    `entity` is a user or team (None: the logged-in user). With `offline`, wandb stores the runs in the folder `out`.
 
     Raises:
-        UserError: wandb is not installed, or it cannot start.
+        UserError: If wandb is not installed or cannot start.
     """
     try:
         import wandb
     except ModuleNotFoundError as error:
-        raise UserError('dashboard needs wandb. Install it: pip install "efficient-ft[wandb]"') from error
+        raise UserError('dashboard requires wandb. Install it: pip install "efficient-ft[wandb]"') from error
     from efficient_ft.training.output.loggers import define_metrics, summary_of
 
     out.mkdir(parents=True, exist_ok=True)
@@ -72,7 +64,7 @@ def upload(found: Collection, *, project: str, entity: str | None, offline: bool
                 mode="offline" if offline else "online",
                 resume="allow" if not offline else None,
                 reinit="finish_previous",
-                settings=wandb.Settings(silent=True),  # its warnings are still printed
+                settings=wandb.Settings(silent=True),  # warnings are still printed
             )
         except Exception as error:  # wandb's exceptions have several base classes
             raise UserError(
@@ -87,7 +79,6 @@ def upload(found: Collection, *, project: str, entity: str | None, offline: bool
 
 
 def _history(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return metrics and budgets of a run by step, in ascending order."""
     found: defaultdict[int, dict[str, Any]] = defaultdict(dict)
     for row in MetricsFile(folder).read():
         found[row["step"]].update((key, value) for key, value in row.items() if key != "step" and value is not None)
@@ -99,21 +90,17 @@ def _history(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def write_panels(path: Path, title: str) -> None:
-    """Write the panels as JSON, as sent by `create_report`."""
+    """Write the panels of `create_report` as JSON."""
     panels = [{"title": title_of, "kind": kind, "x": x, "y": y} for title_of, kind, x, y in PANELS]
     write_text_atomically(path, json.dumps({"title": title, "panels": panels}, indent=2) + "\n")
 
 
 def create_report(title: str, project: str, entity: str | None) -> str:
-    """Create a report with the panels on the wandb server, and return its address.
-
-    Raises:
-        UserError: wandb-workspaces is not installed, or the server returns an error.
-    """
+    """Create a report with the panels on the wandb server, and return its address. Failures raise a `UserError`."""
     try:
         import wandb_workspaces.reports.v2 as wr
     except ModuleNotFoundError as error:
-        raise UserError("dashboard needs wandb-workspaces. Install it: pip install wandb-workspaces") from error
+        raise UserError("dashboard requires wandb-workspaces. Install it: pip install wandb-workspaces") from error
     runset = wr.Runset(entity=entity or "", project=project)
     try:
         report = wr.Report(project=project, entity=entity or "", title=title,

@@ -1,4 +1,4 @@
-"""Draw figures of a record: budgets over time, and training frequency, tokens and relative magnitude of each block."""
+"""Figures of a record: budgets over time, and training frequency, tokens and relative magnitude of each block."""
 
 from __future__ import annotations
 
@@ -20,22 +20,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI = 150
-#: Number of blocks above which some blocks have no label.
+#: Maximum number of labeled blocks.
 MAX_LABELS = 26
 
 
 def require_matplotlib() -> None:
-    """Import matplotlib and set its style.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
+    """Import matplotlib and set its style. Raise a `UserError` if it is not installed."""
     try:
         import matplotlib
     except ModuleNotFoundError as error:
-        raise UserError(
-            "Figures need matplotlib, which is not installed: pip install 'efficient-ft[report]'"
-        ) from error
+        raise UserError("Figures require matplotlib. Install it: pip install 'efficient-ft[report]'") from error
     matplotlib.use("Agg")
     matplotlib.rcParams.update(
         {
@@ -53,15 +47,7 @@ def require_matplotlib() -> None:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure.
-
-    Attributes:
-        file: file name.
-        title: title of its section.
-        alt: description for screen readers.
-        caption: meaning of the numbers.
-        figure: the matplotlib figure.
-    """
+    """A figure with its file name, section title, description for screen readers (`alt`) and caption."""
 
     file: str
     title: str
@@ -71,7 +57,7 @@ class Drawing:
 
     @cached_property
     def png(self) -> bytes:
-        """Return the figure as a PNG file."""
+        """Return the content of the PNG file."""
         stream = io.BytesIO()
         self.figure.savefig(stream, format="png", dpi=DPI, bbox_inches="tight", metadata={"Software": None})
         return stream.getvalue()
@@ -89,15 +75,8 @@ def _figure(width: float, height: float, columns: int = 1, **kwargs: Any) -> tup
     return figure, list(axes[0])
 
 
-def _colors(count: int) -> Any:
-    """Return colors from the first block (dark) to the last one (light, but visible on white)."""
-    from matplotlib import colormaps
-
-    return colormaps["viridis"](np.linspace(0, 0.88, count))
-
-
 def _per_block(axes: Axes, record: Record, room: int = 90) -> None:
-    """Label the blocks along x. Labels are rotated if they need more than `room` characters."""
+    """Label the blocks along x. Labels are rotated if they have more than `room` characters."""
     labels, count = record.labels, len(record.labels)
     every = -(-count // MAX_LABELS)
     places = range(0, count, every)
@@ -111,7 +90,7 @@ def _per_block(axes: Axes, record: Record, room: int = 90) -> None:
 
 
 def _bars(axes: Axes, record: Record, heights: np.ndarray, texts: Sequence[str], inside: bool = False) -> None:
-    """Draw a bar for each block, with its number above the bar or at its bottom."""
+    """Draw a bar for each block, with its value above the bar or at its bottom."""
     axes.bar(range(len(heights)), np.nan_to_num(heights), color="#9db4dc", width=0.78)
     if len(heights) <= MAX_LABELS:
         for i, (height, text) in enumerate(zip(np.nan_to_num(heights), texts, strict=True)):
@@ -121,7 +100,6 @@ def _bars(axes: Axes, record: Record, heights: np.ndarray, texts: Sequence[str],
 
 
 def _whole_steps(axes: Axes) -> None:
-    """Label the optimizer steps along x."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -129,20 +107,18 @@ def _whole_steps(axes: Axes) -> None:
 
 
 def draw_budgets(record: Record) -> Drawing | None:
-    """Draw a line over the steps for each block. Returns None if there are no budgets."""
+    """Draw a line over the steps for each block. Return None if there are no budgets."""
     if record.budgets is None:
         return None
+    from matplotlib import colormaps
+
     height = max(4.8, 1.2 + 0.17 * len(record.blocks))
     figure, (axes,) = _figure(8.6, height)
-    shown, colors = record.thinned, _colors(len(record.blocks))
+    # from dark (first block) to light (last block, still visible on white)
+    shown, colors = record.thinned, colormaps["viridis"](np.linspace(0, 0.88, len(record.blocks)))
     for i, color in enumerate(colors):
-        axes.plot(
-            record.steps[shown],
-            record.budgets[shown, i],
-            color=color,
-            linewidth=1.6,
-            marker="o" if len(shown) < 3 else "",
-        )
+        marker = "o" if len(shown) < 3 else ""
+        axes.plot(record.steps[shown], record.budgets[shown, i], color=color, linewidth=1.6, marker=marker)
     low, high = np.nanmin(record.budgets), np.nanmax(record.budgets)
     margin = max(0.02, 0.06 * (high - low))
     axes.set_ylim(low - margin, high + margin)
@@ -154,18 +130,14 @@ def draw_budgets(record: Record) -> Drawing | None:
         "Budgets over time",
         f"Lines over the optimizer steps, one for each block. At the last one, step {record.steps[-1]}:"
         f" {_listed(record.labels, record.budgets[-1], '.3f')}.",
-        "The fraction of the incoming patch tokens that each block passes on, for each step. Dark lines: the first"
-        " blocks. Light lines: the last blocks.",
+        "Fraction of the incoming patch tokens that each block passes on in each step. Dark lines are the first blocks,"
+        " and light lines the last blocks.",
         figure,
     )
 
 
 def _label_ends(axes: Axes, record: Record, values: np.ndarray, colors: Any, height: float) -> None:
-    """Write the names of the blocks next to the ends of their lines, without overlap.
-
-    Args:
-        height: height of the figure in inches.
-    """
+    """Write the names of the blocks at the ends of their lines, without overlap, in a figure of `height` inches."""
     low, high = axes.get_ylim()
     size = 10 if len(values) <= MAX_LABELS else 8
     gap = (high - low) * 1.4 * size / 72 / (height - 1)
@@ -174,7 +146,7 @@ def _label_ends(axes: Axes, record: Record, values: np.ndarray, colors: Any, hei
     for i in range(1, len(places)):
         places[i] = max(places[i], places[i - 1] + gap)
     places[-1] = min(places[-1], high)
-    for i in range(len(places) - 2, -1, -1):  # down again if the stack would extend above the figure
+    for i in range(len(places) - 2, -1, -1):  # moves labels down from the upper edge of the figure
         places[i] = min(places[i], places[i + 1] - gap)
     for block, place in zip(order, places, strict=True):
         line = {
@@ -211,41 +183,30 @@ def draw_trained(record: Record) -> Drawing:
         "trained.png",
         "Training frequency",
         f"Bars, one for each block: {_listed(record.labels, shares, '.0%')}.",
-        "The fraction of the recorded steps in which a parameter of the block trained"
-        f" ({record.trained.sum(1).mean():.3g} of {len(record.blocks)} blocks in a step, on average).",
+        "Fraction of the recorded steps in which a parameter of the block trained. On average,"
+        f" {record.trained.sum(1).mean():.3g} of {len(record.blocks)} blocks train in a step.",
         figure,
     )
 
 
 def draw_tokens(record: Record) -> Drawing:
     """Draw bars with the mean over the recorded steps, and lines from the minimum to the maximum."""
-    mean, least, most = (f(record.tokens) for f in (mean_over_steps, _least, _most))
+    mean, least, most = mean_over_steps(record.tokens), np.fmin.reduce(record.tokens), np.fmax.reduce(record.tokens)
     figure, (axes,) = _figure(8.6, 3.8)
     _bars(axes, record, mean, [short(value) for value in mean], inside=True)
     varies = np.nan_to_num(most - least) > 0
     if varies.any():
         at = np.flatnonzero(varies)
-        axes.errorbar(
-            at,
-            mean[at],
-            [mean[at] - least[at], most[at] - mean[at]],
-            fmt="none",
-            ecolor="#333333",
-            capsize=3,
-            linewidth=1,
-        )
+        spans = [mean[at] - least[at], most[at] - mean[at]]
+        axes.errorbar(at, mean[at], spans, fmt="none", ecolor="#333333", capsize=3, linewidth=1)
     axes.set(ylim=(0, 1.12 * np.nanmax(most, initial=1)), ylabel="tokens of an image", title="Tokens after each block")
-    whiskers = (
-        " The bar is the mean over the recorded steps. The line ranges from the minimum to the maximum."
-        if varies.any()
-        else ""
-    )
+    ranges = " Bars show the mean over the recorded steps, and lines the minimum and maximum." if varies.any() else ""
     return Drawing(
         "tokens.png",
         "Tokens after each block",
         f"Bars, one for each block: {_listed(record.labels, mean, '.4g')}.",
-        "Tokens in training, including class and fused tokens; in networks without tokens, positions of the map."
-        f"{whiskers}",
+        "Number of tokens in training, including class and fused tokens. In networks without tokens, number of"
+        f" positions of the feature map.{ranges}",
         figure,
     )
 
@@ -278,15 +239,10 @@ def draw_magnitudes(record: Record) -> Drawing:
         _whole_steps(axes[1])
         figure.colorbar(mesh, ax=axes[1])
     alone = record.compared < record.tokens / 2
-    where = [
-        f"block {label} in {n} of {len(alone)} records"
-        for label, n in zip(record.labels, alone.sum(0), strict=True)
-        if n
-    ]
+    counts = zip(record.labels, alone.sum(0), strict=True)
+    where = ", ".join(f"block {label} in {n} of {len(alone)} records" for label, n in counts if n)
     special = (
-        f" Computed only from prefix tokens, since the positions of other tokens are unknown: {', '.join(where)}."
-        if where
-        else ""
+        f" Only prefix tokens are compared, since positions of other tokens are unknown: {where}." if where else ""
     )
     return Drawing(
         "magnitudes.png",
@@ -294,26 +250,17 @@ def draw_magnitudes(record: Record) -> Drawing:
         f"Lines over the blocks for the {called} at the beginning and at the end"
         + (", and a heat map of block and optimizer step" if several else "")
         + f". At the end: {_listed(record.labels, end, '.3f')}.",
-        "The change that a block makes to its tokens: ‖f(x)‖ / ‖f(x) + x‖, where f(x) + x is its output and f(x) the"
-        " difference from its input. It is the mean over images and over the tokens present in both."
-        f" A small value means a small change.{special}",
+        "Relative change of the tokens in a block: ‖f(x)‖ / ‖f(x) + x‖, where f(x) + x is the output of the block and"
+        f" f(x) its difference from the input, averaged over images and tokens.{special}",
         figure,
     )
 
 
 def mean_over_steps(values: np.ndarray) -> np.ndarray:
-    """Return the mean of the recorded numbers over T steps: (T, B) → (B,); NaN without numbers."""
+    """Return the mean over T recorded steps: (T, B) → (B,). Blocks without values are NaN."""
     there = ~np.isnan(values)
     sums, counts = np.where(there, values, 0).sum(0), there.sum(0)
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
-
-
-def _least(values: np.ndarray) -> np.ndarray:
-    return np.fmin.reduce(values, axis=0)
-
-
-def _most(values: np.ndarray) -> np.ndarray:
-    return np.fmax.reduce(values, axis=0)
 
 
 def short(value: float) -> str:

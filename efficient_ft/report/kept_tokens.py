@@ -1,4 +1,4 @@
-"""Show the patches that a run's network keeps, on images of its evaluation split."""
+"""Show the patches that a network keeps, on images of the run's evaluation split."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 
 from efficient_ft.config import Config
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.text import shortened
 from efficient_ft.data import missing_data, open_data
-from efficient_ft.methods.base import Method
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models.view import view
 from efficient_ft.report.figures import Drawing
@@ -21,9 +21,9 @@ from efficient_ft.report.record import block_labels
 from efficient_ft.training.callbacks.block_stats import BlockIO, observe_blocks
 from efficient_ft.training.output import checkpoint, export
 
-#: Maximum number of columns. If more blocks drop tokens, a subset with the last one is shown, evenly spaced.
+#: Maximum number of blocks in the figure. If more blocks drop tokens, evenly spaced blocks are shown.
 MAX_DROPS = 5
-#: Brightness of dropped patches. They are blended with dark blue, so that they differ from black patches.
+#: Brightness of dropped patches, and the dark blue that is blended with them to distinguish them from black patches.
 DIMMED, TINT = 0.2, (0.08, 0.11, 0.30)
 
 
@@ -32,11 +32,11 @@ class Kept:
     """Images, and the patches that remain after each block that drops tokens.
 
     Attributes:
-        pixels: (N, height, width, 3) from 0 to 1: the network's input before normalization.
+        pixels: the network's input before normalization: (N, height, width, 3), from 0 to 1.
         classes: N class names.
         blocks: labels of the blocks that drop tokens.
-        masks: (N, H, W) for each of these blocks, True where the patch is kept.
-        fused: largest number of fused tokens in an image, for each of these blocks.
+        masks: for each of these blocks, a (N, H, W) array that is True where the patch is kept.
+        fused: for each of these blocks, the largest number of fused tokens in an image.
         shown: description of the forward pass for the caption.
     """
 
@@ -49,18 +49,13 @@ class Kept:
 
 
 def kept_tokens(run: Path, config: Config, count: int) -> Kept:
-    """Run the trained network on the first images of the run's evaluation split (of its first task).
+    """Run the trained network on the first `count` images of the run's evaluation split (of its first task).
 
-    If only training drops tokens (ALaST), blocks drop them with the budgets in the run's checkpoint, without dropout
-    and drop path.
-
-    Args:
-        run: a run folder.
-        config: configuration of the run.
-        count: number of images.
+    If only training drops tokens (ALaST), the blocks drop them with the budgets in the run's checkpoint. Dropout and
+    drop path are disabled.
 
     Raises:
-        UserError: weights or data are missing, no tokens are dropped, or their positions are unknown.
+        UserError: If weights or data are missing, no tokens are dropped, or their positions are unknown.
     """
     trained = export.load(run)
     missing = missing_data(config.data)
@@ -78,11 +73,12 @@ def kept_tokens(run: Path, config: Config, count: int) -> Kept:
     shown = f"{passes}, as in evaluation."
     drops = _drops(model, of_model.blocks, batch)
     if not drops:
-        held = checkpoint.read(run / checkpoint.NAME) if (methods := _budgeted(config)) else {}
+        methods = [method for method in build_methods(config) if "budgets" in method.step_stats()]
+        held = checkpoint.read(run / checkpoint.NAME) if methods else {}
         for method in methods:
             method.load_state_dict(held["callbacks"]["MethodCallback"][method.state_key])
             method.apply(model)
-            for name in of_model.blocks:  # only the blocks, without dropout
+            for name in of_model.blocks:  # not their dropout layers
                 model.get_submodule(name).training = True
             shown = (
                 f"{passes}, with tokens dropped as in training by the budgets after step {held['global_step']}, dropout"
@@ -102,7 +98,7 @@ def kept_tokens(run: Path, config: Config, count: int) -> Kept:
     positions = grid[0] * grid[1]
     masks = []
     for places in drops.values():
-        mask = np.zeros((len(places), positions + 1), dtype=bool)  # the last one for all fused tokens
+        mask = np.zeros((len(places), positions + 1), dtype=bool)  # the last position is for all fused tokens
         np.put_along_axis(mask, np.minimum(places, positions), True, axis=1)
         masks.append(mask[:, :positions].reshape(-1, *grid))
     return Kept(
@@ -115,26 +111,15 @@ def kept_tokens(run: Path, config: Config, count: int) -> Kept:
     )
 
 
-def _budgeted(config: Config) -> list[Method]:
-    """Return the run's methods that drop tokens by budgets."""
-    return [method for method in build_methods(config) if "budgets" in method.step_stats()]
-
-
 def _drops(model: Any, blocks: Sequence[str], batch: Any) -> dict[int, np.ndarray]:
-    """Return grid positions (N, K) of the tokens kept by each block that drops tokens, by the index of the block.
-
-    Raises:
-        UserError: the positions are unknown.
-    """
+    """Return the grid positions (N, K) of kept tokens for each block that drops tokens, by block index."""
     drops: dict[int, np.ndarray] = {}
 
     def see(index: int, passed: BlockIO) -> None:
         if passed.after is None or passed.y.shape[1] == passed.x.shape[1]:
             return
         if passed.after.grid_index_BL is None:
-            raise UserError(
-                "The grid positions of this run's tokens are unknown: tokens were merged or dropped at random."
-            )
+            raise UserError("The grid positions of tokens are unknown: tokens were merged or dropped at random.")
         drops[index] = passed.after.grid_index_BL.numpy()
 
     with torch.no_grad(), observe_blocks(model, blocks, see):
@@ -160,7 +145,7 @@ def draw_kept(kept: Kept) -> Drawing:
             place.set(xticks=[], yticks=[])
             place.grid(visible=False)
             place.spines[:].set_visible(False)
-        axes[row, 0].set_ylabel(_cut(kept.classes[row], 20), fontsize=10)
+        axes[row, 0].set_ylabel(shortened(kept.classes[row], 20), fontsize=10)
     titles = ["image", *(f"after block {kept.blocks[i]}:\n{_counted(kept.masks[i])} of {patches}" for i in chosen)]
     for place, title in zip(axes[0], titles, strict=True):
         place.set_title(title, fontsize=10)
@@ -187,7 +172,3 @@ def _dimmed(pixels: np.ndarray, mask: np.ndarray) -> np.ndarray:
 def _counted(masks: np.ndarray) -> str:
     counts = masks.sum((1, 2))
     return str(counts[0]) if (counts == counts[0]).all() else f"{counts.min()}–{counts.max()}"
-
-
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,16 +23,11 @@ from efficient_ft.report.charts import Chart, Panel, Series
 from efficient_ft.report.record import block_labels
 from efficient_ft.training.callbacks.block_stats import channel_axis, observe_blocks, relative_magnitude
 
-#: Batch size.
+#: Number of images in the batch.
 IMAGES = 16
 
 
 def _model_and_batch(config: Config) -> tuple[nn.Module, Tensor, Tensor]:
-    """Return the pretrained model of `config`, and the first images of its evaluation split with their labels.
-
-    Raises:
-        UserError: weights or images are missing.
-    """
     missing = [text for text in (factory.missing_weights(config.model), missing_data(config.data)) if text is not None]
     if missing:
         raise UserError("\n".join(missing))
@@ -42,7 +38,7 @@ def _model_and_batch(config: Config) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def relative_magnitudes(config: Config) -> Chart:
-    """ALaST, Figure 2: ‖f(x)‖ / ‖f(x) + x‖ of each block of a pretrained model, the mean over images and tokens."""
+    """ALaST, Figure 2: ‖f(x)‖ / ‖f(x) + x‖ of each block of a pretrained model, averaged over images and tokens."""
     model, batch, _ = _model_and_batch(config)
     of_model, found = view(model), dict[int, float]()
 
@@ -62,34 +58,24 @@ def relative_magnitudes(config: Config) -> Chart:
 
 
 def class_attention(config: Config) -> Chart:
-    """ALaST, Figure 4: attention of the class token to the patches in the 2nd, 4th and 6th block, first image.
-
-    The attention is the mean over the heads.
-    """
+    """ALaST, Figure 4: attention of the class token to the patches of the first image, averaged over the heads."""
     model, batch, _ = _model_and_batch(config)
     of_model = view(model)
     if not of_model.prefix_tokens or not hasattr(model.get_submodule(of_model.blocks[0]), "attn"):
-        raise UserError(f"{of_model.name} has no class token over a grid of patches. Use a ViT or DeiT.")
+        raise UserError(f"{of_model.name} has no class token with a grid of patches. Use a ViT or DeiT.")
     maps: dict[int, Tensor] = {}
 
-    def hook(index: int) -> Callable[..., None]:
-        def keep(attention: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
-            x = args[0]
-            q, k, _ = attention.qkv(x).unflatten(-1, (3, attention.num_heads, -1)).permute(2, 0, 3, 1, 4)
-            q, k = attention.q_norm(q), attention.k_norm(k)
-            weights = (q[:, :, :1] @ k.transpose(-2, -1) * attention.scale).softmax(-1)
-            maps[index] = weights.mean(1)[0, 0, of_model.prefix_tokens :]
+    def keep(index: int, attention: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
+        q, k, _ = attention.qkv(args[0]).unflatten(-1, (3, attention.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k = attention.q_norm(q), attention.k_norm(k)
+        weights = (q[:, :, :1] @ k.transpose(-2, -1) * attention.scale).softmax(-1)
+        maps[index] = weights.mean(1)[0, 0, of_model.prefix_tokens :]
 
-        return keep
-
-    chosen = [index for index in (1, 3, 5) if index < len(of_model.blocks)]
-    handles = [
-        model.get_submodule(f"{of_model.blocks[index]}.attn").register_forward_hook(hook(index)) for index in chosen
-    ]
+    for index in (1, 3, 5):
+        if index < len(of_model.blocks):
+            model.get_submodule(f"{of_model.blocks[index]}.attn").register_forward_hook(partial(keep, index))
     with torch.no_grad():
         model(batch[:1])
-    for handle in handles:
-        handle.remove()
     if any(math.isqrt(len(m)) ** 2 != len(m) for m in maps.values()):
         raise UserError(f"{of_model.name} has no square grid of patches. Set model.image_size to one number.")
     panels = [
@@ -100,10 +86,10 @@ def class_attention(config: Config) -> Chart:
 
 
 def gradient_spectrum(config: Config) -> Chart:
-    """LBP-WHT, Figure 5: energy of g_y by Walsh-Hadamard basis (i, j), at the model's last attention layer.
+    """LBP-WHT, Figure 5: energy of g_y by Walsh-Hadamard basis (i, j), at the last attention layer of the model.
 
-    g_y is the gradient of the loss at the output of the layer, for one batch and the pretrained model with a new
-    classifier.
+    g_y is the gradient of the loss with respect to the layer's output, for one batch and the pretrained model with a
+    new classifier.
     """
     model, batch, labels = _model_and_batch(config)
     of_model = view(model)
@@ -115,17 +101,13 @@ def gradient_spectrum(config: Config) -> Chart:
             nn.init.normal_(parameter, std=0.02)
     held: dict[str, Tensor] = {}
 
-    def hook(name: str) -> Callable[..., None]:
-        def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            output.register_hook(lambda gradient: held.update({name: gradient.detach()}))
+    def keep(name: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        output.register_hook(lambda gradient: held.update({name: gradient.detach()}))
 
-        return keep
-
-    handles = [model.get_submodule(one.name).register_forward_hook(hook(one.name)) for one in layers[-4:]]
+    for one in layers[-4:]:
+        model.get_submodule(one.name).register_forward_hook(partial(keep, one.name))
     F.cross_entropy(model(batch), labels).backward()
-    for handle in handles:
-        handle.remove()
-    # If only the class token has a gradient after the last attention layer, use the layer before it.
+    # After the last attention layer, only the class token may have a gradient. Then use the layer before it.
     layer, grid = next(
         (one, grid) for one in reversed(layers[-4:]) if (grid := _on_grid(held[one.name], one)).abs().max() > 0
     )
@@ -144,9 +126,7 @@ def _on_grid(gradient: Tensor, layer: Layer) -> Tensor:
 
 
 def training_memory(config: Config | None = None) -> Chart:
-    """Back Razor, Figure 1: training memory at a batch size of 16 by TinyTL's formula. The paper does not state the
-    limits of the devices.
-    """
+    """Back Razor, Figure 1: training memory at batch size 16 by TinyTL's rule. The paper states no device limits."""
     networks = (
         ("ResNet-50", "resnet50", ()),
         ("ViT-B", "vit_base_patch16_224", ()),
@@ -159,7 +139,7 @@ def training_memory(config: Config | None = None) -> Chart:
     return Chart("Training memory, batch 16", [Panel("", "", "MiB by TinyTL's rule", [series], "bars")])
 
 
-#: The figures that need a model and images (or nothing), by the name that `papers.published.figures` has.
+#: Functions for figures that require at most a model and images, by the names of `papers.published.figures`.
 FIGURES: dict[str, Callable[[Config], Chart]] = {
     "lbp_wht/figure_5": gradient_spectrum,
     "back_razor/figure_1": training_memory,
@@ -169,12 +149,7 @@ FIGURES: dict[str, Callable[[Config], Chart]] = {
 
 
 def model_figure(name: str, config: Config) -> Chart:
-    """Return the chart of a paper's figure for the model and images of `config`.
-
-    Raises:
-        SettingError: the figure does not exist.
-        UserError: weights or images are missing, or the model lacks what the figure shows.
-    """
+    """Return the chart of a paper's figure. Raise a `UserError` if weights, images or model parts are missing."""
     if name not in FIGURES:
         raise SettingError("figure", name, FIGURES)
     return FIGURES[name](config)

@@ -1,11 +1,10 @@
-"""One HTML page with the figures of a run, which needs no network, and the figures as PNG files."""
+"""A self-contained HTML page with the figures of a run, and the figures as PNG files."""
 
 from __future__ import annotations
 
 import base64
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
@@ -14,50 +13,38 @@ import numpy as np
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.files import write_text_atomically
 from efficient_ft.core.format import format_percent
-from efficient_ft.report.figures import (
-    Drawing,
-    draw_budgets,
-    draw_magnitudes,
-    draw_tokens,
-    draw_trained,
-    mean_over_steps,
-    require_matplotlib,
-    short,
-)
+from efficient_ft.report import figures
+from efficient_ft.report.figures import Drawing, mean_over_steps, short
 from efficient_ft.report.kept_tokens import draw_kept, kept_tokens
 from efficient_ft.report.record import Record, describe, read
 
 PAGE = "report.html"
 
 
-@dataclass(frozen=True)
-class Written:
-    """The result of `write_report`: the files, and notes on figures that could not be drawn."""
-
-    files: list[Path]
-    notes: list[str]
-
-
-def write_report(run: Path, out: Path, images: int = 6) -> Written:
-    """Draw the record of `run`; write the figures and the page into `out`.
+def write_report(run: Path, out: Path, images: int = 6) -> tuple[list[Path], list[str]]:
+    """Draw the record of `run`, and write the figures and the page to the folder `out`.
 
     Args:
         run: a run folder.
-        out: a folder, made if it does not exist.
-        images: on which kept tokens are drawn.
+        out: the output folder, which is created if it does not exist.
+        images: number of images with kept tokens.
+
+    Returns:
+        The written files, and notes on figures that could not be drawn.
 
     Raises:
-        UserError: the run has recorded nothing, or matplotlib is not installed.
+        UserError: If the run has no record, or matplotlib is not installed.
     """
     record = read(run)
-    require_matplotlib()
+    figures.require_matplotlib()
     facts, config = describe(run, record)
     notes: list[str] = []
-    drawings = [draw_budgets(record), draw_trained(record), draw_tokens(record), draw_magnitudes(record)]
+    drawings = [figures.draw_budgets(record), figures.draw_trained(record), figures.draw_tokens(record)]
+    drawings.append(figures.draw_magnitudes(record))
     if images:
         try:
             drawings.append(draw_kept(kept_tokens(run, config, images)))
-        except UserError as error:  # images or weights are missing; the record is drawn anyway
+        except UserError as error:  # The record does not require images or weights.
             notes.append(f"Kept tokens are not drawn. {error}")
     if drawings[0] is None:
         notes.append("The methods of this run have no budgets.")
@@ -65,7 +52,7 @@ def write_report(run: Path, out: Path, images: int = 6) -> Written:
     for drawing in done:
         drawing.write(out / drawing.file)
     write_text_atomically(out / PAGE, page(facts, record, done, notes))
-    return Written([*(out / drawing.file for drawing in done), out / PAGE], notes)
+    return [*(out / drawing.file for drawing in done), out / PAGE], notes
 
 
 _STYLE = """
@@ -86,14 +73,7 @@ dd { margin: 0 0 .2rem 7rem; overflow-wrap: anywhere; }
 
 
 def page(facts: dict[str, str], record: Record, drawings: Sequence[Drawing], notes: Sequence[str]) -> str:
-    """The HTML page, with the figures embedded in it.
-
-    Args:
-        facts: of the run, by title.
-        record: the numbers of the table at the end.
-        drawings: in order.
-        notes: on what is not drawn.
-    """
+    """Return the HTML page with the `facts` by title, the `notes`, embedded `drawings`, and a table of the `record`."""
     title = " · ".join(re.sub(r" \([^)]*\)", "", facts[name]) for name in ("Method", "Model", "Data"))
     parts = [
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>',

@@ -1,9 +1,10 @@
-"""The figures of the papers, from the records of runs: each function takes runs and gives the chart."""
+"""The figures of the papers from the records of runs. Each function converts runs to a chart."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -21,11 +22,7 @@ ACCURACY = "accuracy (%)"
 
 
 class Runs:
-    """Finished runs, with the settings and rows that figures need.
-
-    Args:
-        found: the runs.
-    """
+    """Finished runs, with the settings and rows that the figures require."""
 
     def __init__(self, found: Collection) -> None:
         self.found = found
@@ -33,61 +30,44 @@ class Runs:
             run.path: name for run, name in zip(found.runs, method_names(found.runs, "method."), strict=True)
         }
 
-    def setting(self, run: Run, method: str, key: str) -> Any:
-        """A setting of a run's method; None: the run has not this method."""
-        return run.config.method.get(method, {}).get(key)
-
     def by_setting(self, method: str, key: str) -> list[tuple[float, list[Run]]]:
-        """The runs with `method` by the value of a setting, in its order, seeds together.
-
-        Raises:
-            UserError: fewer than two values.
-        """
+        """Return the runs with `method` by ascending value of a setting. Raise a `UserError` for a single value."""
         found: dict[float, list[Run]] = defaultdict(list)
         for run in self.found.runs:
-            value = self.setting(run, method, key)
+            value = run.config.method.get(method, {}).get(key)
             if value is not None:
                 found[value].append(run)
         if len(found) < 2:
             raise UserError(
-                f"This figure needs runs with two values of method.{method}.{key} or more, got {len(found)}. A sweep"
-                f" makes them: efficient-ft -m method={method} method.{method}.{key}=..."
+                f"This figure requires runs with at least two values of method.{method}.{key}, got {len(found)}. Run a"
+                f" sweep: efficient-ft -m method={method} method.{method}.{key}=..."
             )
         return sorted(found.items())
 
-    def rows(self, run: Run) -> list[dict[str, Any]]:
-        """The metrics rows of a run."""
-        return MetricsFile(run.path).read()
-
-    def record(self, run: Run) -> Record | None:
-        """The step statistics of a run; None: it has none."""
-        try:
-            return read(run.path)
-        except UserError:
-            return None
-
     def recorded(self) -> list[tuple[str, Record]]:
-        """Names and step statistics of the runs that have some.
-
-        Raises:
-            UserError: none has.
-        """
-        found = [(self.name(run), record) for run in self.found.runs if (record := self.record(run)) is not None]
+        """Return names and step statistics of the runs that recorded them. Raise a `UserError` if there are none."""
+        found = []
+        for run in self.found.runs:
+            with suppress(UserError):  # not recorded
+                found.append((self.name(run), read(run.path)))
         if not found:
-            raise UserError("This figure needs step statistics: train with step_stats.interval=1 (or n).")
+            raise UserError("This figure requires step statistics. Train with step_stats.interval=1 (or n).")
         return found
 
     def name(self, run: Run) -> str:
-        """The methods of a run, and the settings that tell it from the others."""
+        """Return the methods of a run, and the settings in which it differs from other runs."""
         return self._names[run.path]
+
+    def by_name(self) -> dict[str, list[Run]]:
+        """Return the runs grouped by name."""
+        found: dict[str, list[Run]] = defaultdict(list)
+        for run in self.found.runs:
+            found[self.name(run)].append(run)
+        return found
 
 
 def _mean(runs: Sequence[Run], of: Callable[[Run], float]) -> float:
-    """The mean over the seeds; of two runs with the same seed, the later one.
-
-    Raises:
-        UserError: the runs differ in more than their seed.
-    """
+    """Return the mean over the seeds. Raise a `UserError` if the runs differ in other settings or in their images."""
     other = next((run for run in runs if run.group != runs[0].group), None)
     if other is not None:
         names = ("model.name", "data.name", *varying([runs[0], other]))
@@ -95,8 +75,8 @@ def _mean(runs: Sequence[Run], of: Callable[[Run], float]) -> float:
         differs = [f"{name} ({one.get(name)}, {two.get(name)})" for name in names if one.get(name) != two.get(name)]
         raise UserError(
             f"{runs[0].folder} and {other.folder} would be one point of this figure, but differ in"
-            f" {', '.join(differs) or 'where their images are'}: runs of different settings are never averaged. Pass"
-            " the folders of runs that differ only in the seed and in what the figure shows."
+            f" {', '.join(differs) or 'their images'}. Runs with different settings are never averaged. Pass the"
+            " folders of runs that differ only in the seed and in the quantities of the figure."
         )
     (group,) = groups(runs)
     return float(np.mean([of(run) for run in group]))
@@ -114,9 +94,13 @@ def _peak(run: Run) -> float:
     return run.results["cost"]["measured"]["peak_bytes"] / 2**20
 
 
+def _seconds(run: Run) -> float:
+    return run.results["totals"]["seconds"]
+
+
 # ---------------------------------------------------------------------------------------------- LBP-WHT
 def accuracy_by_order(runs: Runs) -> Chart:
-    """LBP-WHT, Figure 3: accuracy against FLOPs of the backward pass, a line through the orders."""
+    """LBP-WHT, Figure 3: accuracy against FLOPs of the backward pass, with a line through the orders."""
     lines = [(_mean(group, _backward), _mean(group, accuracy_of)) for _, group in runs.by_setting("lbp_wht", "order")]
     others = defaultdict(list)
     for run in runs.found.runs:
@@ -128,27 +112,27 @@ def accuracy_by_order(runs: Runs) -> Chart:
 
 
 def marginal_accuracy(runs: Runs) -> Chart:
-    """LBP-WHT, Figure 4: the slope of Figure 3, accuracy gained per GFLOP of the backward pass."""
+    """LBP-WHT, Figure 4: the slope of Figure 3, which is the accuracy gained per GFLOP of the backward pass."""
     points = [
         (order, _mean(group, _backward), _mean(group, accuracy_of))
         for order, group in runs.by_setting("lbp_wht", "order")
     ]
     slopes = [(b[0], (b[2] - a[2]) / (b[1] - a[1]) * 1e3) for a, b in pairwise(points) if b[1] != a[1]]
     if not slopes:
-        raise UserError("The runs' backward FLOPs do not differ, so there is no slope.")
+        raise UserError("The backward FLOPs of the runs do not differ, so the slope is undefined.")
     series = Series("LBP-WHT", *zip(*slopes, strict=True))
     return Chart("Marginal accuracy", [Panel("", "order", "points per backward GFLOP", [series])])
 
 
 # ---------------------------------------------------------------------------------------------- Back Razor
 def accuracy_by_sparsity(runs: Runs) -> Chart:
-    """Back Razor, Figure 3: accuracy and kept bytes by sparsity, pruning the backward pass alone or both."""
+    """Back Razor, Figure 3: accuracy and saved bytes by sparsity, if pruning only the backward pass or both passes."""
     runs.by_setting("back_razor", "sparsity")
     found: dict[str, dict[float, list[Run]]] = defaultdict(lambda: defaultdict(list))
     for run in runs.found.runs:
-        sparsity = runs.setting(run, "back_razor", "sparsity")
-        if sparsity is not None:
-            found[runs.setting(run, "back_razor", "prune")][sparsity].append(run)
+        own = run.config.method.get("back_razor", {})
+        if own.get("sparsity") is not None:
+            found[own["prune"]][own["sparsity"]].append(run)
     names = {"backward": "backward only", "both": "forward and backward"}
 
     def series(of: Callable[[Run], float]) -> list[Series]:
@@ -160,29 +144,33 @@ def accuracy_by_sparsity(runs: Runs) -> Chart:
     return Chart(
         "Accuracy and memory by sparsity",
         [Panel("accuracy", "sparsity", ACCURACY, series(accuracy_of)),
-         Panel("memory", "sparsity", "kept MiB per image", series(_saved))],
+         Panel("memory", "sparsity", "saved MiB per image", series(_saved))],
     )  # fmt: skip
 
 
 def loss_curves(runs: Runs) -> Chart:
-    """Back Razor, Figure 4: the training loss of each run."""
+    """Back Razor, Figure 4: training loss of each run."""
     return Chart("Training loss", [Panel("", "step", "loss", _curves(runs, "step", "train_loss"))])
 
 
 def _curves(runs: Runs, x: str, y: str, scale: float = 1.0, times: float = 1.0) -> list[Series]:
-    """A curve over training for each run.
-
-    Raises:
-        UserError: no run has recorded both.
-    """
+    """Return a training curve for each run. Raise a `UserError` if no run recorded both `x` and `y`."""
     found = []
     for run in runs.found.runs:
-        points = [(row[x] / scale, row[y] * times) for row in runs.rows(run) if row.get(y) is not None and x in row]
+        points = [
+            (row[x] / scale, row[y] * times)
+            for row in MetricsFile(run.path).read()
+            if row.get(y) is not None and x in row
+        ]
         if points:
             found.append(Series(runs.name(run), *zip(*points, strict=True)))
     if not found:
-        raise UserError(f"No run has recorded {y} by {x}.")
+        raise UserError(f"No run recorded both {y} and {x}.")
     return found
+
+
+def _points(runs: Runs, of: Callable[[Run], float]) -> list[Series]:
+    return [Series(name, [_mean(own, of)], [_mean(own, accuracy_of)]) for name, own in runs.by_name().items()]
 
 
 def _split(runs: Runs) -> str:
@@ -194,36 +182,32 @@ def relative_to_full(runs: Runs) -> Chart:
     """ALaST, Figure 5: FLOPs of the run, peak memory, time and accuracy relative to full fine-tuning."""
     full = [run for run in runs.found.runs if list(run.config.method) == ["full"]]
     if not full:
-        raise UserError("This figure needs a run of full fine-tuning, method=full, next to the others.")
+        raise UserError("This figure requires a run of full fine-tuning, method=full.")
     numbers: Mapping[str, Callable[[Run], float]] = {
         "FLOPs": lambda run: run.results["totals"]["flops"],
         "memory": _peak,
-        "time": lambda run: run.results["totals"]["seconds"],
+        "time": _seconds,
         "accuracy": accuracy_of,
     }
-    names = dict.fromkeys(runs.name(run) for run in runs.found.runs if run not in full)
-    if not names:
-        raise UserError("This figure needs runs of other methods next to full fine-tuning.")
+    others = {name: own for name, own in runs.by_name().items() if any(run not in full for run in own)}
+    if not others:
+        raise UserError("This figure requires runs of other methods in addition to full fine-tuning.")
     if _mean(full, accuracy_of) == 0:
-        raise UserError(f"{full[0].folder}: full fine-tuning has an accuracy of 0, so that nothing is relative to it.")
-    series = []
-    for name in names:
-        own = [run for run in runs.found.runs if runs.name(run) == name]
-        series.append(Series(name, list(numbers), [_mean(own, of) / _mean(full, of) for of in numbers.values()]))
+        raise UserError(f"{full[0].folder}: full fine-tuning has an accuracy of 0, so ratios to it are undefined.")
+    series = [
+        Series(name, list(numbers), [_mean(own, of) / _mean(full, of) for of in numbers.values()])
+        for name, own in others.items()
+    ]
     return Chart("Relative to full fine-tuning", [Panel("", "", "of full fine-tuning", series, "bars")])
 
 
 def accuracy_during_training(runs: Runs) -> Chart:
-    """ALaST, Figure 6: accuracy over training against FLOPs and time, and against the peak memory of the runs."""
+    """ALaST, Figure 6: accuracy against FLOPs and time during training, and against the peak memory of the runs."""
     split = _split(runs)
-    names: dict[str, list[Run]] = defaultdict(list)
-    for run in runs.found.runs:
-        names[runs.name(run)].append(run)
-    memory = [Series(name, [_mean(of, _peak)], [_mean(of, accuracy_of)]) for name, of in names.items()]
     return Chart(
         "Accuracy during training",
         [Panel("FLOPs", "TFLOPs so far", ACCURACY, _curves(runs, "flops", split, 1e12, 100)),
-         Panel("memory", "peak MiB", ACCURACY, memory, "points"),
+         Panel("memory", "peak MiB", ACCURACY, _points(runs, _peak), "points"),
          Panel("time", "seconds so far", ACCURACY, _curves(runs, "seconds", split, 1, 100))],
     )  # fmt: skip
 
@@ -236,13 +220,13 @@ def accuracy_by_layers(runs: Runs) -> Chart:
 
 
 def layer_frequency(runs: Runs) -> Chart:
-    """ALaST, Figure 9: the share of the recorded steps in which each block trained."""
+    """ALaST, Figure 9: fraction of the recorded steps in which each block trained."""
     series = [Series(name, record.labels, record.trained.mean(0).tolist()) for name, record in runs.recorded()]
-    return Chart("How often each block trained", [Panel("", "block", "share of the steps", series, "bars")])
+    return Chart("How often each block trained", [Panel("", "block", "fraction of steps", series, "bars")])
 
 
 def layer_budgets(runs: Runs) -> Chart:
-    """ALaST, Figure 10: the budget of each block over training, a panel for each run."""
+    """ALaST, Figure 10: budget of each block over training, with a panel for each run."""
     panels = []
     for name, record in runs.recorded():
         if record.budgets is not None:
@@ -258,7 +242,7 @@ def layer_budgets(runs: Runs) -> Chart:
 
 
 def frequency_and_budgets(runs: Runs) -> Chart:
-    """ALaST, Figure 7: how often each block trained, and its budget over training."""
+    """ALaST, Figure 7: training frequency of each block, and its budget over training."""
     budgets = layer_budgets(runs).panels
     panels = [*layer_frequency(runs).panels, *budgets[:1]]
     return Chart("Frequency and budgets of the blocks", panels, notes=_left_out(budgets, 1))
@@ -271,23 +255,14 @@ def _left_out(panels: Sequence[Panel], drawn: int) -> list[str]:
 
 # ---------------------------------------------------------------------------------------------- BSR
 def accuracy_time_memory(runs: Runs) -> Chart:
-    """BSR, Figure 1: accuracy against training time and against peak memory, a point for each method."""
-    names: dict[str, list[Run]] = defaultdict(list)
-    for run in runs.found.runs:
-        names[runs.name(run)].append(run)
-
-    def points(of: Callable[[Run], float]) -> list[Series]:
-        return [Series(name, [_mean(own, of)], [_mean(own, accuracy_of)]) for name, own in names.items()]
-
-    return Chart(
-        "Accuracy, time and memory",
-        [Panel("time", "seconds of training", ACCURACY, points(lambda run: run.results["totals"]["seconds"]), "points"),
-         Panel("memory", "peak MiB", ACCURACY, points(_peak), "points")],
-    )  # fmt: skip
+    """BSR, Figure 1: accuracy against training time and against peak memory, with a point for each method."""
+    time = Panel("time", "seconds of training", ACCURACY, _points(runs, _seconds), "points")
+    memory = Panel("memory", "peak MiB", ACCURACY, _points(runs, _peak), "points")
+    return Chart("Accuracy, time and memory", [time, memory])
 
 
 def accuracy_and_memory(runs: Runs) -> Chart:
-    """BSR, Figure 5: accuracy and peak memory of each method, by model."""
+    """BSR, Figure 5: accuracy and peak memory of each method by model."""
     models = list(dict.fromkeys(run.config.model.name for run in runs.found.runs))
     methods = list(dict.fromkeys(map(runs.name, runs.found.runs)))
 
@@ -300,13 +275,8 @@ def accuracy_and_memory(runs: Runs) -> Chart:
             series.append(Series(method, [m for m in models if own[m]], [_mean(own[m], of) for m in models if own[m]]))
         return series
 
-    return Chart(
-        "Accuracy and memory",
-        [
-            Panel("accuracy", "", ACCURACY, bars(accuracy_of), "bars"),
-            Panel("memory", "", "peak MiB", bars(_peak), "bars"),
-        ],
-    )
+    accuracy = Panel("accuracy", "", ACCURACY, bars(accuracy_of), "bars")
+    return Chart("Accuracy and memory", [accuracy, Panel("memory", "", "peak MiB", bars(_peak), "bars")])
 
 
 def embeddings_before_and_after(runs: Runs) -> Chart:
@@ -316,7 +286,7 @@ def embeddings_before_and_after(runs: Runs) -> Chart:
 
     run = runs.found.runs[0]
     if not (run.path / export.NAME).is_file():
-        raise UserError(f"{run.folder} holds no {export.NAME}: the fine-tuned weights are gone. Train again.")
+        raise UserError(f"{run.folder} contains no {export.NAME} with the fine-tuned weights. Repeat the run.")
     missing = factory.missing_weights(run.config.model)
     if missing is not None:
         raise UserError(missing)
@@ -338,7 +308,7 @@ def _density(name: str, values: Any) -> Series:
     return Series(name, ((edges[1:] + edges[:-1]) / 2).tolist(), density.tolist())
 
 
-#: The figures drawn from runs, by the name that `papers.published.figures` has.
+#: Functions for figures from runs, by the names of `papers.published.figures`.
 FIGURES: dict[str, Callable[[Runs], Chart]] = {
     "lbp_wht/figure_3": accuracy_by_order,
     "lbp_wht/figure_4": marginal_accuracy,
@@ -357,12 +327,7 @@ FIGURES: dict[str, Callable[[Runs], Chart]] = {
 
 
 def paper_figure(name: str, found: Collection) -> Chart:
-    """The chart of a paper's figure from the runs `found`.
-
-    Raises:
-        SettingError: no such figure.
-        UserError: the runs lack what the figure shows.
-    """
+    """Return the chart of a paper's figure. Raise a `UserError` if the figure does not exist or the runs lack data."""
     if name not in FIGURES:
         raise SettingError("figure", name, FIGURES)
     return FIGURES[name](Runs(found))

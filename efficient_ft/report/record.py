@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import numpy as np
 from efficient_ft.config import Config
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.format import format_percent
+from efficient_ft.data.inspection import spread
 from efficient_ft.record.config_file import NAME as CONFIG
 from efficient_ft.record.config_file import read_config
 from efficient_ft.record.formats import PASS_A_RUN, USE_ITS_VERSION
@@ -22,25 +23,16 @@ from efficient_ft.record.results import read_results
 from efficient_ft.record.rows import Rows
 from efficient_ft.record.step_stats import NAME
 
-#: Maximum number of steps in figures that draw each step; more steps are thinned evenly.
+#: Maximum number of steps in figures. Longer records are thinned evenly.
 MAX_STEPS = 600
 
 
 @dataclass(frozen=True)
 class Record:
-    """The rows of step_stats.jsonl: T recorded steps of B blocks.
+    """The rows of step_stats.jsonl, with T recorded steps of B blocks; see `efficient_ft.record.step_stats`.
 
-    `efficient_ft.record.step_stats` documents the numbers.
-
-    Attributes:
-        steps: (T,), numbers of steps from 1.
-        blocks: full names.
-        labels: short names, made of the numbers in the full names.
-        trained: (T, B), booleans.
-        budgets: (T, B); None without budgets.
-        tokens: (T, B), NaN where not recorded.
-        magnitudes: (T, B), NaN where not recorded.
-        compared: (T, B), NaN where not recorded.
+    `steps` (T,) are optimizer steps from 1. `blocks` are full names, and `labels` short names made of the numbers in
+    them. The other arrays are (T, B). They are NaN where nothing was recorded, and `budgets` is None without budgets.
     """
 
     steps: np.ndarray
@@ -54,46 +46,41 @@ class Record:
 
     @property
     def ends(self) -> tuple[slice, slice, str]:
-        """The first and the last tenth of the record, and a name for their length."""
+        """Return the first and the last tenth of the record, and a name for this part."""
         share = max(1, len(self.steps) // 10)
         called = "record" if share == 1 else f"{share} records"
         return slice(0, share), slice(-share, None), called
 
     @property
     def thinned(self) -> np.ndarray:
-        """Indices of at most `MAX_STEPS` evenly spaced steps."""
-        count = len(self.steps)
-        return np.unique(np.linspace(0, count - 1, min(count, MAX_STEPS)).round().astype(int))
+        """Return indices of at most `MAX_STEPS` evenly spaced steps."""
+        return spread(len(self.steps), MAX_STEPS)
 
 
 def read(run: Path) -> Record:
-    """Read the record of `run`.
-
-    Raises:
-        UserError: the folder does not exist, has no record, or has one that cannot be read.
-    """
+    """Read the record of `run`. Raise a `UserError` if the record does not exist or cannot be read."""
     if not run.is_dir():
-        raise UserError(f"{run}: no such folder. {PASS_A_RUN}")
+        raise UserError(f"{run}: the folder does not exist. {PASS_A_RUN}")
     rows = Rows(run / NAME).read()
     if not rows:
         if (run / CONFIG).is_file():
             read_config(run, PASS_A_RUN, USE_ITS_VERSION)
         raise UserError(
-            f"{run} contains no record ({NAME}). Train with step_stats.interval=1 (n: every n-th optimizer step);"
-            " resume=never repeats a finished run."
+            f"{run} contains no record ({NAME}). Train with step_stats.interval=1 (n: every n-th optimizer step). To"
+            " repeat a finished run, use resume=never."
         )
     if not all({"step", "blocks", "trained"} <= row.keys() for row in rows):
         raise UserError(f"{run / NAME} cannot be read: a row lacks step, blocks or trained. {USE_ITS_VERSION}")
     try:
         return _record(rows)
-    except (TypeError, ValueError, IndexError) as error:  # values of other types, or rows of different lengths
+    except (TypeError, ValueError, IndexError) as error:  # wrong types, or rows of different lengths
         raise UserError(f"{run / NAME} is damaged ({error}). Train again, with resume=never.") from error
 
 
 def _record(rows: Sequence[dict[str, Any]]) -> Record:
     blocks = list(rows[0]["blocks"])
     if not blocks:
-        raise ValueError("a row names no block")
+        raise ValueError("a row contains no block")
 
     def numbers(name: str) -> np.ndarray:
         empty = [None] * len(blocks)
@@ -113,20 +100,13 @@ def _record(rows: Sequence[dict[str, Any]]) -> Record:
 
 
 def block_labels(blocks: Sequence[str]) -> list[str]:
-    """Return short names of blocks: the numbers in their names if these are distinct."""
+    """Return short block names, made of the numbers in the full names if they are unique."""
     short = [".".join(re.findall(r"\d+", name)) for name in blocks]
     return short if all(short) and len(set(short)) == len(short) else list(blocks)
 
 
 def describe(run: Path, record: Record) -> tuple[dict[str, str], Config]:
-    """Describe a run.
-
-    Returns:
-        Facts by title, in the order of the page, and the run's configuration.
-
-    Raises:
-        UserError: config.yaml or results.json is damaged or of another version.
-    """
+    """Return facts about a run by title, and its configuration. Raise a `UserError` if a file is damaged."""
     config = read_config(run, PASS_A_RUN, USE_ITS_VERSION)
     data: str = config.data.name
     if data == "folder":
@@ -134,8 +114,12 @@ def describe(run: Path, record: Record) -> tuple[dict[str, str], Config]:
     if config.tasks:
         data = ", ".join(config.tasks) + " in turn"
     started = "" if config.model.pretrained or config.model.weights else " (from random weights)"
+    methods = []
+    for name, settings in config.method.items():
+        given = ", ".join(f"{key}={value}" for key, value in settings.items())
+        methods.append(f"{name} ({given})" if given else name)
     facts = {
-        "Method": " + ".join(f"{name}{_settings(settings)}" for name, settings in config.method.items()),
+        "Method": " + ".join(methods),
         "Model": config.model.name + started,
         "Data": data,
     }
@@ -153,7 +137,3 @@ def describe(run: Path, record: Record) -> tuple[dict[str, str], Config]:
     steps = record.steps
     facts["Recorded"] = f"{len(steps)} optimizer steps, from {steps[0]} to {steps[-1]}; batch {config.data.batch_size}"
     return facts, config
-
-
-def _settings(settings: Mapping[str, Any]) -> str:
-    return f" ({', '.join(f'{k}={v}' for k, v in settings.items())})" if settings else ""

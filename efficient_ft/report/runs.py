@@ -1,4 +1,4 @@
-"""One HTML page for several runs: a sortable table, accuracy against costs, and training curves."""
+"""One HTML page for several runs: a sortable table, plots of accuracy against costs, and training curves."""
 
 from __future__ import annotations
 
@@ -16,53 +16,33 @@ from typing import Any
 import numpy as np
 
 from efficient_ft.core.errors import UserError
-from efficient_ft.core.sheet import Cell
-from efficient_ft.record.collection import (
-    Collection,
-    Run,
-    collect,
-    collect_runs,
-    joined,
-    notes,
-    run_rows,
-    varying,
-    without_copies,
-)
+from efficient_ft.data.inspection import spread
+from efficient_ft.record import collection
+from efficient_ft.record.collection import Collection, Run, notes, run_rows, varying
 from efficient_ft.record.config_file import NAME as CONFIG
 from efficient_ft.record.files import write_text_atomically
-from efficient_ft.record.results import final_accuracy, flatten
+from efficient_ft.record.results import final_accuracy
 from efficient_ft.record.rows import MetricsFile
 from efficient_ft.report.record import read
 from efficient_ft.task import TASKS
 from efficient_ft.training.output.predict_masks import EXAMPLES
 
-#: Maximum number of points of a curve, so that a page with 200 runs opens without delay.
+#: Maximum number of points per curve, so that a page with 200 runs opens without delay.
 MAX_POINTS = 120
 
-#: Maximum number of runs whose predictions are shown.
+#: Maximum number of runs with visible predictions.
 MAX_PICTURES = 20
 
 #: Keys of the task's metric in metrics.jsonl.
 METRICS = frozenset(f"{split}_{task.metric}" for split in ("val", "test") for task in TASKS.values())
 
-#: Costs on the x axes of the accuracy figures: columns of `record.collection.run_rows`.
-COSTS = (
-    "TFLOPs of the run",
-    "backward MFLOPs/sample",
-    "saved MiB/sample",
-    "peak MiB",
-    "seconds",
-    "joules",
-    "trainable M",
-)
+#: Columns of `record.collection.run_rows` that are x axes of accuracy plots.
+COSTS = ("TFLOPs of the run", "backward MFLOPs/sample", "saved MiB/sample", "peak MiB", "seconds", "joules",
+         "trainable M")  # fmt: skip
 
 
 def write_runs_page(paths: Sequence[Path], out: Path) -> Path:
-    """Write one page for all runs in and below `paths` to the folder `out`.
-
-    Raises:
-        UserError: a path is not a folder, or contains no finished run.
-    """
+    """Write a page for all runs in and below `paths` to `out`. Raise a `UserError` if a path contains no run."""
     found = collect_paths(paths)
     title = f"{len(found.runs)} runs" if len(found.runs) > 1 else names_of(found.runs)[0]
     roots = ", ".join(path.name or str(path) for path in paths)
@@ -70,8 +50,8 @@ def write_runs_page(paths: Sequence[Path], out: Path) -> Path:
     held = json.dumps(page_data(found), ensure_ascii=False, allow_nan=False)
     text = page.substitute(
         title=escape(f"{title}: {roots}"),
-        about=escape(f"Accuracy is that of the best epoch's weights, on {_splits(found)}. Costs are executed counts."),
-        data=held.replace("<", "\\u003c"),  # neither </script> nor <!--
+        about=escape(f"Accuracy is measured with the best weights, on {_splits(found)}. Costs are executed counts."),
+        data=held.replace("<", "\\u003c"),  # prevents </script> and <!--
         pictures=_pictures(found.runs),
     )
     write_text_atomically(out / "report.html", text)
@@ -79,11 +59,10 @@ def write_runs_page(paths: Sequence[Path], out: Path) -> Path:
 
 
 def _pictures(runs: Sequence[Run]) -> str:
-    """Return the predictions of segmentation runs on some test images as HTML, for at most `MAX_PICTURES` runs."""
     have = [
         (run, name)
         for run, name in zip(runs, names_of(runs), strict=True)
-        if (run.path / EXAMPLES).is_file() and not (run.path / EXAMPLES).is_symlink()  # another file of this user
+        if (run.path / EXAMPLES).is_file() and not (run.path / EXAMPLES).is_symlink()  # may be a private file
     ]
     if not have:
         return ""
@@ -101,19 +80,15 @@ def _pictures(runs: Sequence[Run]) -> str:
 
 
 def collect_paths(paths: Sequence[Path]) -> Collection:
-    """Return the finished runs in and below `paths`.
-
-    Raises:
-        UserError: a path is not a folder, or there is no finished run.
-    """
+    """Return the finished runs in and below `paths`. Raise a `UserError` if no run has finished."""
     runs: list[Run] = []
     ignored: dict[str, str] = {}
     copies: dict[str, str] = {}
     seen: set[Path] = set()
     for path in paths:
         one = (path / CONFIG).is_file()
-        found = collect_runs(path.parent, [path]) if one else collect(path)
-        # Two folders may contain the same name.
+        found = collection.collect_runs(path.parent, [path]) if one else collection.collect(path)
+        # Several folders may contain runs with the same name.
         base = path.parent if one else path
         several = len(paths) > 1
         new = [run for run in found.runs if run.path.resolve() not in seen]
@@ -124,9 +99,9 @@ def collect_paths(paths: Sequence[Path]) -> Collection:
                        for a, b in found.copies.items()})  # fmt: skip
     if not runs:
         first = next(iter(ignored.values()), "")
-        raise UserError(f"There is no finished run in {', '.join(map(str, paths))}. {first}".rstrip())
-    kept, further = without_copies(runs)
-    return Collection(joined(kept), ignored, copies | further)
+        raise UserError(f"No finished run was found in {', '.join(map(str, paths))}. {first}".rstrip())
+    kept, further = collection.without_copies(runs)
+    return Collection(collection.joined(kept), ignored, copies | further)
 
 
 def _splits(found: Collection) -> str:
@@ -158,8 +133,7 @@ def page_data(found: Collection) -> dict[str, Any]:
                 "budgets": budgets_of(run.path),
             }
         )
-    numeric = table_numbers(header, table)
-    shown = [header.index(cost) for cost in COSTS if any(value is not None for value in numeric[cost])]
+    shown = [i for i in map(header.index, COSTS) if any(row[i] is not None for row in table)]
     accuracy = "accuracy %"
     columns = [*header[:words], accuracy, *(header[i] for i in shown)]
     return {
@@ -177,15 +151,8 @@ def page_data(found: Collection) -> dict[str, Any]:
     }
 
 
-def table_numbers(header: Sequence[str], table: Sequence[Sequence[Cell]]) -> dict[str, list[Cell]]:
-    """Return the values of each column."""
-    return {name: [row[place] for row in table] for place, name in enumerate(header)}
-
-
 def names_of(runs: Sequence[Run]) -> list[str]:
-    """Return a name for each run: methods, settings that differ between runs with these methods; model and data if
-    several.
-    """
+    """Return a name for each run: methods, settings that differ, model and data set if there are several, and seed."""
     models, data = {run.config.model.name for run in runs}, {run.data for run in runs}
     names = []
     for run, own in zip(runs, method_names(runs), strict=True):
@@ -195,30 +162,28 @@ def names_of(runs: Sequence[Run]) -> list[str]:
 
 
 def method_names(runs: Sequence[Run], prefix: str = "") -> list[str]:
-    """Return the methods of each run, with the settings starting with `prefix` that differ between runs with these
-    methods.
-    """
+    """Return the methods of each run, with the settings starting with `prefix` that differ between these runs."""
     alike: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         alike[run.method].append(run)
     settings = {method: [name for name in varying(same) if name.startswith(prefix)] for method, same in alike.items()}
     names = []
     for run in runs:
-        flat = flatten(run.config.model_dump(mode="json"))
+        flat = run.settings
         own = [f"{name.rpartition('.')[2]}={flat[name]}" for name in settings[run.method] if name in flat]
         names.append(" ".join([run.method, *own]))
     return names
 
 
 def accuracy_of(run: Run) -> float:
-    """Return the accuracy in percent on the test images, or, without any, on the split that selected the epoch."""
+    """Return the accuracy in percent on the test images, or else on the split that selects epochs."""
     return round(100 * final_accuracy(run.results["accuracy"]), 4)
 
 
 def _curve_rows(folder: Path) -> list[dict[str, float]]:
-    """Return points of the curves: step, epoch, TFLOPs, seconds and images so far, loss or accuracy."""
+    """Return the points of the curves: step, epoch, TFLOPs, seconds and images so far, and loss or accuracy."""
     rows = MetricsFile(folder).read()
-    windows = any("train_loss" in row for row in rows)  # a short run has none
+    windows = any("train_loss" in row for row in rows)  # not in short runs
     points = []
     for every in rows:
         row = {key: value for key, value in every.items() if isinstance(value, int | float)}
@@ -232,7 +197,7 @@ def _curve_rows(folder: Path) -> list[dict[str, float]]:
             "accuracy %": next((100 * v for k, v in row.items() if k in METRICS), None),
         }
         points.append({key: float(f"{value:.5g}") for key, value in values.items() if value is not None})
-    # Curves have their own points, because there are many more rows of steps than of epochs.
+    # The curves are thinned separately, because there are many more rows of steps than of epochs.
     losses, accuracies = ([i for i, point in enumerate(points) if key in point] for key in ("loss", "accuracy %"))
     best = max(accuracies, key=lambda i: points[i]["accuracy %"], default=None)
     kept = {*_thinned(losses), *_thinned(accuracies), *(() if best is None else (best,))}
@@ -240,21 +205,18 @@ def _curve_rows(folder: Path) -> list[dict[str, float]]:
 
 
 def _thinned(places: Sequence[int]) -> list[int]:
-    """Return at most `MAX_POINTS` of `places`, evenly spaced, including the first and the last."""
-    if len(places) <= MAX_POINTS:
-        return list(places)
-    return [places[i] for i in np.unique(np.linspace(0, len(places) - 1, MAX_POINTS).round().astype(int))]
+    return [places[i] for i in spread(len(places), MAX_POINTS)]
 
 
 def budgets_of(folder: Path) -> dict[str, Any] | None:
-    """Return the recorded budgets of a run (steps, blocks, and values by step); None if it has none."""
+    """Return the recorded budgets of a run (steps, blocks, and values by step); None if it has no budgets."""
     try:
         record = read(folder)
-    except UserError:  # the run has recorded none
+    except UserError:  # not recorded
         return None
     if record.budgets is None:
         return None
-    kept = np.unique(np.linspace(0, len(record.steps) - 1, MAX_POINTS).round().astype(int))
+    kept = spread(len(record.steps), MAX_POINTS)
     return {
         "steps": record.steps[kept].tolist(),
         "blocks": record.labels,

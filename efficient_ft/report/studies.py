@@ -1,4 +1,4 @@
-"""The table of a study: the accuracy of each row over the seeds, and its cost."""
+"""The table of a study: accuracy of each row over the seeds, and its cost."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from efficient_ft.core.sheet import Cell
 from efficient_ft.core.text import spelled
 from efficient_ft.record.study import Records, shown, test_accuracy
 
-#: Marks a value at an end of the grid. A better value may be outside the grid.
+#: Mark of a value at an end of the grid. A better value may be outside the grid.
 AT_END = "*"
 
 
-#: Number formats in Markdown, by the beginning of the column name.
+#: Number formats in Markdown by prefix of the column name.
 _FORMATS = {"TFLOPs": ".2f", "times fewer FLOPs": ".2f", "saved KiB": ".0f", "times fewer bytes": ".1f",
             "peak MiB": ".0f", "process MiB": ".0f", "seconds": ".0f"}  # fmt: skip
 
 
 def study_cells(records: Records, rows: Sequence[str]) -> tuple[list[str], list[list[Cell]]]:
-    """Return the header and a line for each tuned row of `rows`. Ratios are relative to the row ``full``, or to the
-    first row.
+    """Return the header and a line for each tuned row of `rows`.
 
-    Accuracy (or the task's metric) is the mean over the seeds in percent, with minimum and maximum. Costs are those of
-    a run. If all records have the growth of the process, it follows the counted peak.
+    Ratios are relative to the row ``full``, or else to the first row. Accuracy (or the task's metric) is the mean over
+    the seeds in percent, with minimum and maximum. Costs are costs of one run. The column of process memory exists only
+    if all rows have it.
     """
     found = {row: runs for row in rows if (runs := records.finished(row))}
     base = next(iter(records.finished("full") if "full" in records.study.rows else ()), None)
@@ -70,27 +70,27 @@ def _line(
 
 
 def spread(values: Sequence[float]) -> str:
-    """Return the mean, with minimum and maximum if there are several values."""
+    """Format the mean, and the minimum and maximum if there are several values."""
     mean = f"{statistics.fmean(values):.2f}"
     return mean if len(values) == 1 else f"{mean} [{min(values):.2f}…{max(values):.2f}]"
 
 
 def notes(records: Records, rows: Sequence[str]) -> list[str]:
-    """Return sentences on the marks of the table, rows that are not tuned or diverged, and missing seeds."""
+    """Return sentences on marks in the table, rows that are not tuned or diverged, and missing seeds."""
     said = []
     if any(AT_END in str(line[1]) for line in study_cells(records, rows)[1]):
         said.append(f"{AT_END}: the best value is at an end of the grid.")
     if alike := records.of_the_search_alone():
         ignored = ", ".join(records.study.tune.ignore)
-        said.append(f"Runs of the search with a {ignored} different from the table: {alike}.")
+        said.append(f"Search runs whose {ignored} differs from the table: {alike}.")
     if other := records.of_other_settings():
-        said.append(f"Runs with earlier settings of the study, which are not used: {other}.")
+        said.append(f"Unused runs with earlier settings of the study: {other}.")
     waiting = [row for row in rows if records.tuning_runs([row])]
     if waiting:
         said.append(f"Not tuned yet: {', '.join(waiting)}.")
     diverged = [row for row in rows if row not in waiting and records.best_value(row) is None]
     if diverged:
-        said.append(f"Diverged with every value: {', '.join(diverged)}.")
+        said.append(f"Diverged at every value: {', '.join(diverged)}.")
     seeds = len(records.study.seeds)
     for row in rows:
         lost = [run.seed for run in records.seed_runs([row]) if "diverged" in (records.find(run) or {})]
@@ -98,5 +98,5 @@ def notes(records: Records, rows: Sequence[str]) -> list[str]:
             said.append(f"{row} diverged at its best value with seed {', '.join(map(str, lost))}.")
     fewer = [row for row in rows if row not in (*waiting, *diverged) and len(records.finished(row)) < seeds]
     if fewer:
-        said.append(f"With fewer than the {seeds} seeds of the study: {', '.join(fewer)}.")
+        said.append(f"Rows with fewer than {seeds} seeds: {', '.join(fewer)}.")
     return said

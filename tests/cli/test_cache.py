@@ -35,9 +35,9 @@ def test_a_run_computes_nothing_after_the_command(capsys: pytest.CaptureFixture[
 
     command.main(SETTINGS)
     printed = capsys.readouterr().out
-    assert "2731 computed, 0 were there, 0 missing" in printed
+    assert "2731 computed, 0 already stored, 0 missing" in printed
     command.main(SETTINGS)
-    assert "0 computed, 2731 were there, 0 missing" in capsys.readouterr().out
+    assert "0 computed, 2731 already stored, 0 missing" in capsys.readouterr().out
     words = [*SETTINGS, "trainer.cache_features=on", "trainer.epochs=1", "optim.lr=1e-3", "cost.baseline=none"]
     (config,) = configurations(CONF, "train", words, sweep=False)
     report = run(config, Path("run"))["features"]

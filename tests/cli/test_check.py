@@ -73,7 +73,7 @@ def test_the_task_and_a_model_are_those_of_the_data() -> None:
         "model=deeplabv3_mobilenetv2",
     ]
     assert with_task(["data=text_folder", "model=bert_base"])[0] == ["data=text_folder", "model=bert_base", "task=text"]
-    with pytest.raises(UserError, match=r"needs a model, whose tokenizer reads the texts. Add model=bert_base"):
+    with pytest.raises(UserError, match=r"requires a model with a tokenizer\. Add model=bert_base"):
         with_task(["data=rte"])
 
 

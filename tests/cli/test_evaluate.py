@@ -164,9 +164,9 @@ def test_arguments_given_now_change_the_stored_settings(stored: Path) -> None:
         ("data=cifar1000", "Did you mean 'cifar100'?"),
         ("recipe=none", "recipe=none: an evaluation uses the settings of the run"),
         ("+data@tasks.a=pets", "an evaluation uses the settings of the run"),
-        ("hydra.run.dir=x", "hydra.run.dir=x: an evaluation makes no folder"),
+        ("hydra.run.dir=x", "hydra.run.dir=x: an evaluation does not use Hydra or create a folder"),
         ("hydra/launcher=basic", "hydra/launcher=basic: an evaluation"),
-        ("+hydra.callbacks.a=1", "an evaluation makes no folder"),
+        ("+hydra.callbacks.a=1", "an evaluation does not use Hydra or create a folder"),
     ],
 )
 def test_mistaken_arguments_are_refused(stored: Path, argument: str, said: str) -> None:

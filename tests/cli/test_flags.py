@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hydra._internal.utils import get_args_parser
 
-from efficient_ft.cli.hydra.flags import check_flags
+from efficient_ft.cli.hydra.settings import check_flags
 from efficient_ft.core.errors import UserError
 from tests.cli.program import call
 
@@ -15,20 +15,20 @@ from tests.cli.program import call
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--cfg", "job", "--info"], r"^--cfg and --info exclude each other\. Use one of them\.$"),
-        (["--shell-completion", "--run"], r"^--run and --shell-completion exclude each other"),
-        (["-m", "--info", "plugins"], r"^--multirun and --info exclude each other"),
-        (["-m", "--cfg", "job"], r"^--cfg shows the configuration of one run"),
-        (["--cfg", "hydra", "--resolve"], r"^--cfg hydra cannot be shown with --resolve: .* --cfg all --resolve\.$"),
-        (["--resolve"], r"^--resolve belongs to --cfg job"),
-        (["--package", "model", "seed=1"], r"^--package belongs to --cfg job"),
+        (["--cfg", "job", "--info"], r"^--cfg and --info cannot be combined\. Use one of them\.$"),
+        (["--shell-completion", "--run"], r"^--run and --shell-completion cannot be combined"),
+        (["-m", "--info", "plugins"], r"^--multirun and --info cannot be combined"),
+        (["-m", "--cfg", "job"], r"^--cfg prints the configuration of one run"),
+        (["--cfg", "hydra", "--resolve"], r"^--cfg hydra cannot be resolved, .* --cfg all --resolve\.$"),
+        (["--resolve"], r"^--resolve requires --cfg job"),
+        (["--package", "model", "seed=1"], r"^--package requires --cfg job"),
         (["--experimental-rerun", "x"], r"^--experimental-rerun is not supported"),
-        (["--shell-completion"], r"^--shell-completion needs install=bash or install=fish or install=zsh: eval"),
-        (["--shell-completion", "install=csh"], r"^--shell-completion needs install=bash"),
-        (["--shell-completion", "install=bash", "seed=1"], r"^--shell-completion needs install=bash"),
+        (["--shell-completion"], r"^--shell-completion requires install=bash or install=fish or install=zsh: eval"),
+        (["--shell-completion", "install=csh"], r"^--shell-completion requires install=bash"),
+        (["--shell-completion", "install=bash", "seed=1"], r"^--shell-completion requires install=bash"),
         (
             ["--shell-completion", "query=zsh"],
-            r"query=zsh is called by the shell\. Use --shell-completion install=zsh$",
+            r"query=zsh is for the shell\. Use --shell-completion install=zsh$",
         ),
     ],
 )
@@ -40,7 +40,7 @@ def test_flags_that_hydra_refuses_with_a_traceback(words: list[str], said: str) 
 def test_flags_are_checked_before_anything_else(program: Path) -> None:
     done = call(program, "--cfg", "job", "--info", "all")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "--cfg and --info exclude each other. Use one of them.\n"
+    assert done.stderr == "--cfg and --info cannot be combined. Use one of them.\n"
 
 
 def test_help_is_shown_whatever_the_settings_are(program: Path) -> None:
@@ -52,7 +52,7 @@ def test_help_is_shown_whatever_the_settings_are(program: Path) -> None:
 def test_an_entry_that_the_configuration_lacks(program: Path) -> None:
     done = call(program, "--cfg", "job", "--package", "optmi")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("--package optmi: there is no such entry, or it is null. The groups are")
+    assert done.stderr.startswith("--package optmi: the entry does not exist or is null. The groups are")
 
 
 def test_help_equals_the_text_of_hydra(program: Path) -> None:

@@ -246,4 +246,4 @@ def test_the_rows_of_an_experiment_are_a_sweep(program: Path) -> None:
     assert len(re.findall(r"^ran None", preset.stdout, re.M)) == 8
     alone = call(program, "experiment=lbp_wht_ranks")
     assert alone.returncode == 2
-    assert alone.stderr.startswith("experiment=lbp_wht_ranks has several runs. Add -m to run each of them.")
+    assert alone.stderr.startswith("experiment=lbp_wht_ranks defines several runs. Add -m to run each of them.")

@@ -118,7 +118,7 @@ def test_a_run_has_the_folder_of_its_configuration_or_the_one_it_is_given(progra
     assert counted.endswith("\nran 4 lr 0.002 root ./data evaluate None\n")
     assert counted.startswith("note: lbp_wht is not the published method: padding=ortho")
     assert sorted(program.rglob("*")) == after_third != before
-    for folder_, said in [("nix", "no such folder"), ("outputs", "no model.safetensors")]:
+    for folder_, said in [("nix", "the folder does not exist"), ("outputs", "no model.safetensors")]:
         refused = call(program, f"evaluate={folder_}")
         assert refused.returncode == 2
         assert said in refused.stderr

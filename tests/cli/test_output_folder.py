@@ -20,8 +20,8 @@ from tests.cli.program import REPOSITORY, call, composed, runs_of, write_program
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ("", "got an empty text. Leave it out for the default folder."),
-        ("null", "got null. Leave it out for the default folder."),
+        ("", "got an empty string. Remove it to use the default folder."),
+        ("null", "got null. Remove it to use the default folder."),
         ("${nope}", "got ${nope}. It cannot be resolved: Interpolation key 'nope' not found."),
         ("a/${oc.env:NOT_THERE}", "got a/${oc.env:NOT_THERE}. It cannot be resolved: "),
         ("${nothing:1}", "got ${nothing:1}. It cannot be resolved: Unsupported interpolation type nothing."),
@@ -36,7 +36,7 @@ def test_a_folder_that_is_none_is_refused(key: str, value: str, said: str) -> No
 @pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir"])
 def test_a_reference_that_is_escaped_is_refused(key: str) -> None:
     """Hydra would make the folder ``r_${seed}``, and open the log in the folder ``r_233``."""
-    with pytest.raises(UserError, match=r"must be a folder without \\\$\{, got .* Leave out the backslash"):
+    with pytest.raises(UserError, match=r"must be a folder without \\\$\{, got .* Remove the backslash"):
         composed(rf"{key}=r_\${{seed}}")
 
 
@@ -80,8 +80,10 @@ def test_what_cannot_be_made_is_one_message(
     done = call(tmp_path, f"hydra.run.dir={place}")
     assert done.returncode == 2, done.stderr
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith(f"hydra.run.dir: the folder {place} cannot be created or written (")
-    assert last.endswith("Choose another folder, or fix it, and repeat the command. Its contents are kept.")
+    assert last.startswith(f"hydra.run.dir: the folder {place} cannot be created or written to (")
+    assert last.endswith(
+        "Choose another folder, or correct the error, and repeat the command. Existing files are kept."
+    )
     assert "Traceback" not in done.stderr
 
 
@@ -102,7 +104,7 @@ def test_a_log_that_cannot_be_opened_is_one_message(tmp_path: Path) -> None:
     assert done.returncode == 2, done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith(
-        f"hydra.run.dir: the folder {log} cannot be created or written (is a directory). Choose another"
+        f"hydra.run.dir: the folder {log} cannot be created or written to (is a directory). Choose another"
     )
     assert "Traceback" not in done.stderr
 
@@ -130,7 +132,7 @@ def test_bytes_that_are_not_text_are_named() -> None:
     with pytest.raises(UserError) as caught:
         composed("model.weights=/a/\udcff.pth")
     assert str(caught.value).startswith(
-        "model.weights=/a/\N{REPLACEMENT CHARACTER}.pth: it has bytes that are not UTF-8"
+        "model.weights=/a/\N{REPLACEMENT CHARACTER}.pth: the argument is not valid UTF-8"
     )
 
 

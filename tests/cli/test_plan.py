@@ -27,7 +27,7 @@ def one_candidate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (["memory=4GB", "time=2"], r"^time must be a number with a unit: .* got 2\. For example time=2h"),
         (["memory=4GB", "loss=little"], r"^loss must be a number of points >= 0, got little\."),
         (["memory=4GB", "split=maybe"], r"^split must be one of true, false, got maybe\."),
-        ([], r"^Pass the budget: memory=SIZE"),
+        ([], r"^Pass the budget as memory=SIZE"),
         (["memory=4GB", "deit_small"], r"^deit_small: settings have the form KEY=VALUE"),
         (["memory=4GB", "model=no_such"], r"no_such"),
         (["memory=4GB", "--planning-time", "5x"], r"^--planning-time must be a number with a unit: .* got 5x\."),

@@ -126,13 +126,13 @@ def test_without_them_nothing_is_added() -> None:
         (
             "lora",
             {"method/lora.yaml": "# @package method.lora\n"},
-            "its option method/lora exists already in efficient-ft",
+            "the option method/lora already exists in efficient-ft",
         ),
         ("every_nth", {"method/every_nth.yaml": "n: 3\n"}, "must begin with the line '# @package method.every_nth'"),
         (
             "every_nth",
             {"method/every_nth.yaml": YAML, "optim/adamw.yaml": "lr: 3\n"},
-            "its option optim/adamw exists already in efficient-ft",
+            "the option optim/adamw already exists in efficient-ft",
         ),
     ],
 )
@@ -147,7 +147,7 @@ def test_a_package_that_breaks_the_rules_is_refused_by_name(
 def test_two_packages_with_one_name(site: Path) -> None:
     package(site, "every-nth-method", "every_nth", {"method/every_nth.yaml": YAML})
     package(site, "second-method", "every_nth", {"method/every_nth.yaml": YAML})
-    with pytest.raises(UserError, match=r"^Package second-method: .* exists already in every-nth-method"):
+    with pytest.raises(UserError, match=r"^Package second-method: .* already exists in every-nth-method"):
         plugins.register(CONF)
 
 

@@ -54,8 +54,8 @@ def test_a_job_trains_and_submits_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("arguments", "environment", "said"),
     [
-        (["trainer=slurm"], {}, "trainer=slurm needs Slurm, and srun is not on this machine."),
-        (["-m", "seed=0,1"], {"WORLD_SIZE": "2"}, "-m starts a process for each job. Leave out torchrun or srun"),
+        (["trainer=slurm"], {}, "trainer=slurm needs Slurm, but srun was not found on this machine."),
+        (["-m", "seed=0,1"], {"WORLD_SIZE": "2"}, "-m starts a process for each job. Run it without torchrun or srun"),
     ],
 )
 def test_what_starts_no_job_is_refused(

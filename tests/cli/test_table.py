@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from efficient_ft.cli.commands import table, table_costs
-from efficient_ft.cli.commands import table_needs as needs
 from efficient_ft.cli.commands.table_costs import cost_cells
 from efficient_ft.core.errors import UserError
 from efficient_ft.papers.published import chosen_rows, published_table, table_names
@@ -86,25 +85,25 @@ def test_processes_count_the_same_as_one(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("weights", [True, False])
 def test_runs_need_data_and_weights(monkeypatch: pytest.MonkeyPatch, weights: bool) -> None:
-    monkeypatch.setattr(needs, "present", lambda data, root: (data, root) == ("cifar10", "elsewhere"))
-    monkeypatch.setattr(needs, "_weights", lambda model, of_task: weights)
-    state = needs.state_of(published_table("bsr/3"), "elsewhere")
+    monkeypatch.setattr(table, "present", lambda data, root: (data, root) == ("cifar10", "elsewhere"))
+    monkeypatch.setattr(table, "_weights", lambda model, of_task: weights)
+    state = table.state_of(published_table("bsr/3"), "elsewhere")
     assert state == (
         "costs; 3 of 6 runs: not in elsewhere: cifar100"
         if weights
-        else "costs; 0 of 6 runs: not in elsewhere: cifar100; weights not here: deit_small"
+        else "costs; 0 of 6 runs: not in elsewhere: cifar100; missing weights: deit_small"
     )
 
 
 def test_the_list_says_what_the_data_in_a_folder_allow(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(needs, "present", lambda data, root: (data, root) == ("cifar10", "DIR"))
-    monkeypatch.setattr(needs, "_weights", lambda model, of_task: True)
+    monkeypatch.setattr(table, "present", lambda data, root: (data, root) == ("cifar10", "DIR"))
+    monkeypatch.setattr(table, "_weights", lambda model, of_task: True)
     listed = {row["table"]: row["here"] for row in csv.DictReader(io.StringIO(
         printed(capsys, "data.root=DIR", "--form", "csv")))}  # fmt: skip
     assert listed["bsr/3"] == "costs; 3 of 6 runs: not in DIR: cifar100"
-    with pytest.raises(UserError, match="Name a table before its rows and settings"):
+    with pytest.raises(UserError, match="Name a table before rows and settings"):
         table.main(["data.root=DIR", "seed=1"])
 
 
@@ -140,21 +139,21 @@ def test_commands_are_those_of_the_cells(capsys: pytest.CaptureFixture[str]) -> 
     ("arguments", "said"),
     [
         (["lbp_wth/2"], "table must be one of lbp_wht/1"),
-        (["lbp_wht/figure_5"], "lbp_wht/figure_5 is a figure: efficient-ft figure lbp_wht/figure_5"),
+        (["lbp_wht/figure_5"], "lbp_wht/figure_5 is a figure. Draw it with efficient-ft figure lbp_wht/figure_5"),
         (["bsr/3", "--rows", "our"], "got our. Did you mean 'ours'?"),
-        (["bsr/1", "--run"], "bsr/1 has no accuracies that can be run. Sizes of tensors, no runs."),
+        (["bsr/1", "--run"], "bsr/1 has no accuracies that can be reproduced. Sizes of tensors, no runs."),
         (["bsr/3", "seeds"], "seeds: settings have the form KEY=VALUE"),
         (["--run"], "Name a table"),
-        (["bsr/3", "--cost", "optim.lr=1"], "--cost counts the settings of the table, and takes no others"),
-        (["bsr/3", "--commands", "--form", "json"], "--commands prints lines of a shell"),
-        (["bsr/3", "--run", "--form", "csv"], "--run prints what its runs print. Use --report afterwards."),
+        (["bsr/3", "--cost", "optim.lr=1"], "--cost uses only the settings of the table"),
+        (["bsr/3", "--commands", "--form", "json"], "--commands prints shell commands"),
+        (["bsr/3", "--run", "--form", "csv"], "--run prints the output of its runs. Use --report after the runs."),
         (
             ["bsr/3", "--run", "cost_only=true"],
-            "does not train with cost_only or evaluate. For costs, use efficient-ft table",
+            "does not train with cost_only or evaluate. For costs, use table NAME",
         ),
         (["bsr/3", "--report", "optim.lrr=1"], "optim.lrr=1: there is no such setting"),
         (["bsr/3", "--report", "data=digits", "recipe=none"], "equal to another run"),
-        (["lbp_wht/1", "--cost"], "lbp_wht/1 prints no costs that are counted. Formulas, no runs."),
+        (["lbp_wht/1", "--cost"], "lbp_wht/1 contains no costs that can be counted. Formulas, no runs."),
     ],
 )
 def test_mistakes_are_one_clear_line(arguments: list[str], said: str) -> None:
@@ -184,7 +183,7 @@ def test_a_report_has_published_and_obtained_side_by_side(
     assert re.search(r"deit_t.bsr +73.00", shown)
     assert "4 of 6 runs are missing: deit_t.bsr acc_flowers seed=0, " in shown
     assert "deit_t.alast acc_flowers seed=2." in shown
-    assert "not the table's" not in shown
+    assert "differ from the table" not in shown
     rows = json.loads(printed(capsys, "alast/7", "--report", "--rows", "deit_t.alast,deit_t.bsr", "--seeds", "0,1,2",
                               "--form", "json"))  # fmt: skip
     assert [tuple(row.values()) for row in rows] == [
@@ -193,9 +192,9 @@ def test_a_report_has_published_and_obtained_side_by_side(
     ]
     other = printed(capsys, "alast/7", "--report", "--rows", "deit_t.alast", "--seeds", "0,2", "optim.lr=0.5",
                     "trainer.limit_eval_batches=1", "data.root=DIR")  # fmt: skip
-    assert "settings that are not the table's: optim.lr=0.5 trainer.limit_eval_batches=1." in other
-    assert "Repeat the settings that were given to --run" in " ".join(other.split())
-    assert "Not on all images" not in other, "there is no such run"
+    assert "settings that differ from the table: optim.lr=0.5 trainer.limit_eval_batches=1." in other
+    assert "Repeat the settings passed to --run" in " ".join(other.split())
+    assert "Evaluated on a part" not in other, "there is no such run"
 
 
 @pytest.mark.slow

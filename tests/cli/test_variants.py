@@ -35,7 +35,7 @@ def test_a_default_that_is_not_the_paper_s_says_so() -> None:
     (config,) = composed("method=lbp_wht")
     assert not_as_published(config) == [
         "lbp_wht is not the published method: padding=ortho (published: reflect), as_published=false (published: true)."
-        " It is method=lbp_wht_published."
+        " Use method=lbp_wht_published for the published settings."
     ]
     assert not_as_published(composed("method=lbp_wht_published", "method.lbp_wht.order=2")[0]) == []
     assert not_as_published(composed("method=bsr", "model=deit_tiny")[0]) == []

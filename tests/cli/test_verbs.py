@@ -67,7 +67,7 @@ def test_the_program_runs_the_commands(program: Path) -> None:
         assert said in done.stdout
     refused = call(program, "evaluate", "nowhere")
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr == "nowhere: there is no such folder. Pass the run folder printed when training ended.\n"
+    assert refused.stderr == "nowhere: the folder does not exist. Pass the run folder printed when training ended.\n"
     assert call(program, "evaluate").stdout.startswith("Usage: efficient-ft evaluate RUN")
 
 

@@ -111,7 +111,7 @@ def test_without_a_checkout_the_message_names_the_place_of_the_trials(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(selftest, "_ROOT", tmp_path)
-    with pytest.raises(UserError, match=r"They are in tests/promises of the repository: .* `efficient-ft selftest`"):
+    with pytest.raises(UserError, match=r"are in tests/promises of the repository, .* `efficient-ft selftest`"):
         selftest.main(["1"])
 
 

@@ -74,7 +74,7 @@ def test_runs_on_other_images_of_the_same_data_set_are_not_averaged(runs: Path) 
     found = collect(runs)
     assert {tuple(run.folder for run in group) for group in groups(found.runs)} == {
         ("full/0",), ("full/1", "full/2"), ("other/0",), ("lora/0",)}  # fmt: skip
-    assert any("full/1 and full/0 have the same settings and different images" in note for note in notes(found, True))
+    assert any("full/1 and full/0 have the same settings but different images" in note for note in notes(found, True))
 
 
 def test_a_run_from_before_the_digest_belongs_to_the_runs_of_its_settings(runs: Path) -> None:
@@ -122,7 +122,7 @@ def test_of_a_repeated_seed_the_later_run_counts_and_the_other_is_named(runs: Pa
     full = next(group for group in groups(found.runs) if len(group) == 3)
     assert [run.folder for run in full] == ["full/0", "full/1", "full/2"]
     (said,) = repeated(found)
-    assert said == "Left out, earlier than a run with the same settings and seed: full/again (than full/2)."
+    assert said == "Not included (a later run has the same settings and seed): full/again (replaced by full/2)."
 
 
 def test_a_copy_of_a_run_counts_once_and_is_named(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,13 +131,13 @@ def test_a_copy_of_a_run_counts_once_and_is_named(runs: Path, capsys: pytest.Cap
     command.main([str(runs), "--runs", "--form", "csv"])
     shown = capsys.readouterr()
     assert len(list(csv.reader(shown.out.splitlines()))) == 1 + before
-    assert "Left out, copies of other runs: zcopy (of full/1)." in shown.err
+    assert "Not included (copies of other runs): zcopy (of full/1)." in shown.err
 
 
 def test_accuracies_on_a_part_of_the_images_are_named(runs: Path) -> None:
     assert "limit_eval_batches" not in " ".join(notes(collect(runs), means=True))
     write(runs / "part/0", 0.5, trainer__limit_eval_batches=2)
-    said = "Accuracy on a part of the images (trainer.limit_eval_batches): part/0."
+    said = "Evaluated on a part of the images (trainer.limit_eval_batches): part/0."
     assert said in notes(collect(runs), means=True)
     *_, markdown = write_tables(collect(runs), runs / "table")
     assert said in markdown.read_text()
@@ -164,11 +164,11 @@ def test_what_cannot_be_read_is_left_out_and_named(runs: Path, capsys: pytest.Ca
     (runs / "full/2/results.json").unlink()
     command.main([str(runs)])
     shown = capsys.readouterr()
-    assert "Left out: full/0: results.json is damaged" in shown.err, "without an absolute path"
+    assert "Not included: full/0: results.json is damaged" in shown.err, "without an absolute path"
     assert "not valid JSON" in shown.err
-    assert "Left out: full/1: " in shown.err
+    assert "Not included: full/1: " in shown.err
     assert "it has format 2; this version reads format 1" in shown.err
-    assert "Left out, not finished (running, interrupted or failed): full/2." in shown.err
+    assert "Not included (running, interrupted or failed): full/2." in shown.err
     assert "full  " in shown.out
     for form in ("csv", "json", "markdown", "latex"):
         command.main([str(runs), "--form", form, "--runs"])

@@ -50,7 +50,7 @@ def test_results_of_another_version_are_refused(tmp_path: Path, change: Any, sai
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (None, "holds no results.json: the run has not finished. DO"),
+        (None, "contains no results.json: the run has not finished. DO"),
         ('{"format": 1, "acc', "not valid JSON. DO"),
         ("[1]", "not an object. DO"),
         ("[" * 100_000, "not valid JSON. DO"),
@@ -104,7 +104,7 @@ def test_a_damaged_configuration_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_no_configuration_at_all(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"holds no config\.yaml"):
+    with pytest.raises(UserError, match=r"contains no config\.yaml"):
         read_config(tmp_path)
     with pytest.raises(UserError, match="is not a folder"):
         read_config(tmp_path / "nowhere")

@@ -92,7 +92,7 @@ def test_training_memory_follows_the_rule(images: Path) -> None:
 def test_missing_images_or_weights_are_said(images: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none"):
         model_figure("alast/figure_2", config(tmp_path / "none"))
-    with pytest.raises(UserError, match="has no class token over a grid"):
+    with pytest.raises(UserError, match="has no class token with a grid"):
         model_figure("alast/figure_4", config(images, name="resnet18", kwargs={}))
 
 

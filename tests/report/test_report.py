@@ -236,7 +236,7 @@ def other(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda folder: None, "no such folder"),
+        (lambda folder: None, "the folder does not exist"),
         (
             lambda folder: folder.mkdir(),
             "run contains no record (step_stats.jsonl). Train with step_stats.interval=1",
@@ -261,7 +261,7 @@ def test_mistakes_end_with_one_message_and_status_2(tmp_path, capsys, make, text
         ("results.json", "{}", "results.json was written by another version"),
         ("step_stats.jsonl", '{"step": 1}\n', "step_stats.jsonl cannot be read: a row lacks step, blocks or trained."),
         ("step_stats.jsonl", '{"step": 1, "blocks": 3, "trained": []}\n', "step_stats.jsonl is damaged"),
-        ("step_stats.jsonl", '{"step": 1, "blocks": [], "trained": []}\n', "damaged (a row names no block)"),
+        ("step_stats.jsonl", '{"step": 1, "blocks": [], "trained": []}\n', "damaged (a row contains no block)"),
         ("step_stats.jsonl", '{"step": 1, "blocks": ["b"], "trained": null}\n', "step_stats.jsonl is damaged"),
         (
             "step_stats.jsonl",

@@ -78,7 +78,7 @@ def test_the_page_has_every_run_with_its_curves(tmp_path: Path) -> None:
     assert found["runs"][2]["budgets"] == {"steps": [1, 2, 3], "blocks": ["0", "1"],
                                            "values": [[0.9, 0.9], [0.9, 0.8], [0.9, 0.7]]}  # fmt: skip
     assert "joules" not in found["costs"], "no machine measured it"
-    assert any("Left out, not finished (running, interrupted or failed): " in note for note in found["notes"])
+    assert any("Not included (running, interrupted or failed): " in note for note in found["notes"])
     page = write_runs_page([root], tmp_path / "out").read_text(encoding="utf-8")
     assert page.count("</script>") == 2, "a name cannot end the script"
     assert not re.search(r"https?://(?!www\.w3\.org)", page), "needs no network"
@@ -180,4 +180,4 @@ def test_a_page_that_cannot_be_written_names_the_option(tmp_path: Path, capsys: 
         assert left.value.code == 2
         said = unwrapped(capsys.readouterr().err).strip()
         assert said.startswith(str(out))
-        assert said.endswith("Choose another folder: --out FOLDER.")
+        assert said.endswith("Choose another --out FOLDER.")

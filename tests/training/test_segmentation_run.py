@@ -21,7 +21,7 @@ from efficient_ft.config import Config, check
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.record.results import read_results
 from efficient_ft.record.rows import MetricsFile
-from efficient_ft.report import write_runs_page
+from efficient_ft.report.runs import write_runs_page
 from efficient_ft.task import Segmentation
 from efficient_ft.training.evaluate import evaluate
 from efficient_ft.training.output import export

@@ -1,4 +1,4 @@
-"""The commands ``efficient-ft bench``, ``report``, ``predict``, ..., each in its own module."""
+"""The commands ``bench``, ``report``, ``predict``, ..., each in a separate module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from efficient_ft.cli.exits import clean_exits
 from efficient_ft.cli.terminal import quiet_libraries
 from efficient_ft.core.errors import replace_unprintable, single_values
 
-#: The commands and their modules, which define ``main(arguments)`` and are imported only when they are used.
+#: Commands and their modules, which define ``main(arguments)`` and are imported on first use.
 COMMANDS = {
     "check": "efficient_ft.cli.commands.check",
     "plan": "efficient_ft.cli.commands.plan",
@@ -29,7 +29,7 @@ COMMANDS = {
 
 
 def run_command(name: str, arguments: Sequence[str] | None = None) -> None:
-    """Run a command of `COMMANDS`; its status becomes that of the process, and a mistake of the user gives status 2."""
+    """Run a command of `COMMANDS`, and exit with its status. A user mistake gives status 2."""
     replace_unprintable()
     quiet_libraries()
     with clean_exits("Interrupted."), single_values():

@@ -1,4 +1,4 @@
-"""``efficient-ft bench``: measure recipes against each other."""
+"""``efficient-ft bench``: compare recipes by measurements."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from efficient_ft.cli.hydra.conf import CONF
 from efficient_ft.cli.terminal import Help, add_columns_option, count, count_or_zero, seed
 from efficient_ft.core.allocator import CHOICES, restart_with, use_allocator
 from efficient_ft.core.errors import SettingError, UserError
@@ -24,26 +25,19 @@ if TYPE_CHECKING:
     from efficient_ft.bench.recipes import Network, Recipe
     from efficient_ft.config import Config
 
-# Heavy modules are imported after the arguments are parsed, so that help answers at once.
+# Heavy modules are imported after the arguments are parsed, so that help responds immediately.
 
 PROG = "efficient-ft bench"
 
-#: --threads may be this many times the number of processors.
+#: Maximum of --threads per processor.
 _THREADS_PER_PROCESSOR = 16
 
-#: Entries of a record of `bench memory` that a report of `bench step` holds.
-PROCESS_KEYS = (
-    "interpreter_bytes",
-    "with_model_bytes",
-    "optimizer",
-    "optimizer_bytes",
-    "counted_bytes",
-    "memory",
-)
+#: Entries of a `bench memory` record that a `bench step` report includes.
+PROCESS_KEYS = ("interpreter_bytes", "with_model_bytes", "optimizer", "optimizer_bytes", "counted_bytes", "memory")
 
 DESCRIPTION = """\
-Compare recipes. All recipes are measured in turn in one process, after a warm-up; their process memory is measured in
-separate processes.
+Compare recipes. One process measures all recipes in turn after a warm-up. The process memory of each recipe is measured
+in a separate process.
 
     efficient-ft bench step --model efficientformer_l1 --batch 32 last_stage lbp_wht lbp_wht:order=2
     efficient-ft bench memory --model deit_small --batch 16 full back_razor checkpointing
@@ -52,16 +46,16 @@ separate processes.
     efficient-ft bench gradient --model vit_micro --weights FILE --images DIR back_razor mesa
     efficient-ft bench optimizer
 
-A recipe is METHOD[:KEY=VALUE,...][+METHOD...] with the names and settings of the command line. NAME=RECIPE renames it.
-A key with a dot is the full name of any setting (full:trainer.precision=bf16). The first recipe is the baseline.
+A recipe is METHOD[:KEY=VALUE,...][+METHOD...] with the names and settings of the command line. NAME=RECIPE sets its
+name. A key with a dot is the full name of a setting (full:trainer.precision=bf16). The first recipe is the baseline.
 
-step measures training steps by their parts. On a CPU, all recipes except the baseline use the channels-last memory
-format for convolutional maps, like runs. memory compares the growth of a process with the counted peak. loop measures
-the time that the framework adds to a bare PyTorch loop. gradient compares gradients with the exact ones, and counts the
+step measures the parts of training steps. On a CPU, all recipes except the baseline use the channels-last memory format
+for convolutional maps, as in training. memory compares the growth of a process with the counted peak. loop measures the
+overhead of the framework over a bare PyTorch loop. gradient compares gradients with the exact gradients, and counts the
 bytes saved for the backward pass. optimizer includes torchao and bitsandbytes if they are installed.
 
-Times are medians with quartiles. A ratio is recipe / baseline, the median over the rounds. FLOPs and bytes are counted
-from executed operations; on CUDA, peaks are measured by the allocator.
+Times are medians with quartiles. Ratios are recipe / baseline, with the median over all rounds. FLOPs and bytes are
+counted from executed operations. On CUDA, the allocator measures peaks.
 """
 
 
@@ -71,7 +65,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = _parser()
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        _refuse(unknown[0], options)
+        word, bench = unknown[0], f"{PROG} {options.kind}" if hasattr(options, "kind") else PROG
+        if word.startswith("-"):
+            raise UserError(f"{word}: there is no such option; see {bench} --help.")
+        if not getattr(options, "recipes", None):
+            raise UserError(f"{word}: {bench} does not accept recipes; see {bench} --help.")
+        together = shlex.join([*options.recipes, word])
+        raise UserError(f"{word}: recipes must not be separated by options: {bench} {together} ...")
     if not hasattr(options, "run"):
         parser.print_help()
     elif getattr(options, "alone", False):
@@ -80,124 +80,91 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _measure(options, arguments)
 
 
-def _refuse(word: str, options: argparse.Namespace) -> NoReturn:
-    """Refuse a word of the command line that no option or list of recipes accepts."""
-    bench = f"{PROG} {options.kind}" if hasattr(options, "kind") else PROG
-    if word.startswith("-"):
-        raise UserError(f"{word}: there is no such option; see {bench} --help.")
-    if not getattr(options, "recipes", None):
-        raise UserError(f"{word}: {bench} takes no recipes; see {bench} --help.")
-    together = shlex.join([*options.recipes, word])
-    raise UserError(f"{word}: all recipes must be given together, with no option between them: {bench} {together} ...")
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=PROG, description=DESCRIPTION, formatter_class=Help)
     kinds = parser.add_subparsers(metavar="step|memory|layer|loop|gradient|optimizer", dest="kind")
-    _add_step(kinds)
-    _add_memory(kinds)
-    _add_layer(kinds)
-    _add_loop(kinds)
-    _add_gradient(kinds)
-    _add_kind(kinds, "optimizer", _optimizer, 10, "steps of AdamW with moments in 8 and 4 bits, compared with 32 bits")
+    step = _add_kind(kinds, "step", _step, 10, "parts of a model's training steps")
+    _add_model(step, "efficientformer_l1", 32, "*")
+    step.add_argument("--unfused", action="store_true", help="do not use fused attention")
+    steps = "number of steps for measuring the process memory of each recipe (default 3; 0: do not measure)"
+    step.add_argument("--memory-steps", type=count_or_zero, default=3, metavar="N", help=steps)
+
+    text = "counted memory and process memory of training steps; each recipe runs in a separate process"
+    memory = _add_kind(kinds, "memory", _memory, None, text)
+    _add_model(memory, "deit_small", 16, "+")
+    memory.add_argument("--unfused", action="store_true", help="do not use fused attention")
+    memory.add_argument("--optim", default="adamw", help="optimizer in conf/optim (default adamw)")
+    memory.add_argument("--steps", type=count, default=3, help="number of measured steps (default 3)")
+    memory.add_argument("--warmup", type=count_or_zero, default=2, help="number of steps before them (default 2)")
+    # options of the process that measures a single recipe
+    memory.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
+    memory.add_argument("--default-layout", action="store_true", help=argparse.SUPPRESS)
+
+    layer = _add_kind(kinds, "layer", _layer, 30, "the exact and low-rank backward pass of a linear layer")
+    shapes = "layer shape, may be repeated (default: the four layers in Table 5 of the LBP-WHT paper)"
+    layer.add_argument("--shape", action="append", metavar="C_IN,C_OUT,HxW", help=shapes)
+    layer.add_argument("--batch", type=count, default=32, help="batch size (default 32)")
+    layer.add_argument("--orders", default="2,4,6,8,15", help="orders of the projector (default 2,4,6,8,15)")
+    layer.add_argument("--projector", choices=("wht", "dct"), default="wht")
+    padding = "padding of the WHT projector (default ortho)"
+    layer.add_argument("--padding", choices=("ortho", "zero", "reflect"), default="ortho", help=padding)
+    layer.add_argument("--profile", action="store_true", help="also print the time of each part of the backward pass")
+    layer.add_argument("--layout", choices=("tokens", "map"), default="tokens", help="linear, or 1×1 convolution")
+
+    loop = _add_kind(kinds, "loop", _loop, 60, "steps of the framework and of a bare PyTorch loop")
+    jobs = "default (the default job) or a model in conf/model; may be repeated (default: default and deit_small)"
+    loop.add_argument("--job", action="append", metavar="NAME", help=jobs)
+    loop.add_argument("--batch", type=count, help="batch size (default: 8, or the default job's size)")
+    loop.add_argument("--images", type=Path, metavar="DIR", help="image folder (default: the digits)")
+    loop.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="setting for all jobs")
+
+    text = "gradients of recipes compared with exact gradients, on one network"
+    gradient = _add_kind(kinds, "gradient", _gradient, None, text)
+    _add_model(gradient, "deit_tiny", 16, "+")
+    gradient.add_argument("--weights", metavar="FILE", help="weights with timm's names (default: random weights)")
+    gradient.add_argument("--images", type=Path, metavar="DIR", help="images DIR/CLASS/* (default: noise)")
+    gradient.add_argument("--batches", type=count, default=8, help="number of disjoint batches to measure (default 8)")
+    gradient.add_argument("--seed", type=seed, default=0, help="seed for images, random weights and rounding")
+
+    _add_kind(kinds, "optimizer", _optimizer, 10, "AdamW steps with 8-bit and 4-bit moments, compared with 32 bits")
     return parser
 
 
 def _add_kind(kinds: Any, name: str, run: Callable[..., Any], rounds: int | None, text: str) -> argparse.ArgumentParser:
-    """Add a benchmark with the options that all of them share; `rounds` is the default of ``--rounds``."""
+    """Add a benchmark with the shared options; `rounds` is the default of ``--rounds``."""
     sub: argparse.ArgumentParser = kinds.add_parser(name, help=text, description=text, formatter_class=Help)
     sub.set_defaults(run=run)
     if rounds is not None:
-        sub.add_argument("--rounds", type=count, default=rounds, help=f"timed rounds (default {rounds})")
-        sub.add_argument("--warmup", type=count, default=2, help="untimed rounds before them (default 2)")
-    sub.add_argument("--threads", type=count, help="CPU threads (default: those of torch)")
+        sub.add_argument("--rounds", type=count, default=rounds, help=f"number of timed rounds (default {rounds})")
+        sub.add_argument("--warmup", type=count, default=2, help="number of untimed rounds before them (default 2)")
+    sub.add_argument("--threads", type=count, help="number of CPU threads (default: torch's default)")
     sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1")
-    sub.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="fp32, or autocast to it")
-    sub.add_argument(
-        "--allocator", choices=CHOICES, default="auto", help="memory allocator, see conf/train.yaml (auto)"
-    )
+    sub.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="fp32, or the type for autocast")
+    sub.add_argument("--allocator", choices=CHOICES, default="auto", help="default auto; see conf/train.yaml")
     sub.add_argument("--json", type=Path, metavar="FILE", help="also write the report to FILE")
     add_columns_option(sub)
     return sub
 
 
 def _add_model(sub: argparse.ArgumentParser, model: str, batch: int, recipes: str) -> None:
-    """Add the recipes (`nargs`), and the options of the network that they are measured on."""
+    """Add the recipes (`recipes` is their nargs) and the options of the measured network."""
     default = " (default: last_stage lbp_wht)" if recipes == "*" else ""
-    sub.add_argument("recipes", nargs=recipes, metavar="RECIPE", help=f"a method with its settings{default}")
-    sub.add_argument("--model", default=model, help=f"a model of conf/model or of timm (default {model})")
+    sub.add_argument("recipes", nargs=recipes, metavar="RECIPE", help=f"method with settings{default}")
+    sub.add_argument("--model", default=model, help=f"model in conf/model or timm (default {model})")
     sub.add_argument("--batch", type=count, default=batch, help=f"batch size (default {batch})")
-    sub.add_argument("--size", type=count, help="image size in pixels (default: that of the model)")
+    sub.add_argument("--size", type=count, help="image size in pixels (default: the model's size)")
     sub.add_argument("--classes", type=count, default=100, help="number of classes (default 100)")
 
 
-def _add_step(kinds: Any) -> None:
-    step = _add_kind(kinds, "step", _step, 10, "training steps of a model, by their parts")
-    _add_model(step, "efficientformer_l1", 32, "*")
-    step.add_argument("--unfused", action="store_true", help="do not use fused attention")
-    step.add_argument(
-        "--memory-steps",
-        type=count_or_zero,
-        default=3,
-        metavar="N",
-        help="steps over which the process memory of each recipe is measured (default 3; 0: not measured)",
-    )
-
-
-def _add_memory(kinds: Any) -> None:
-    text = "counted memory and process memory of training steps; each recipe runs in a separate process"
-    memory = _add_kind(kinds, "memory", _memory, None, text)
-    _add_model(memory, "deit_small", 16, "+")
-    memory.add_argument("--unfused", action="store_true", help="do not use fused attention")
-    memory.add_argument("--optim", default="adamw", help="an optimizer of conf/optim (default adamw)")
-    memory.add_argument("--steps", type=count, default=3, help="measured steps (default 3)")
-    memory.add_argument("--warmup", type=count_or_zero, default=2, help="steps before them (default 2)")
-    # For the process that measures a single recipe.
-    memory.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
-    memory.add_argument("--default-layout", action="store_true", help=argparse.SUPPRESS)
-
-
-def _add_layer(kinds: Any) -> None:
-    layer = _add_kind(kinds, "layer", _layer, 30, "the backward pass of one linear layer, exact and low-rank")
-    shapes = "may be repeated (default: the four layers in Table 5 of the LBP-WHT paper)"
-    layer.add_argument("--shape", action="append", metavar="C_IN,C_OUT,HxW", help=shapes)
-    layer.add_argument("--batch", type=count, default=32, help="batch size (default 32)")
-    layer.add_argument("--orders", default="2,4,6,8,15", help="default 2,4,6,8,15")
-    layer.add_argument("--projector", choices=("wht", "dct"), default="wht")
-    paddings = ("ortho", "zero", "reflect")
-    layer.add_argument("--padding", choices=paddings, default="ortho", help="padding of the WHT projector (ortho)")
-    layer.add_argument("--profile", action="store_true", help="also print the time of each part of a backward pass")
-    layer.add_argument("--layout", choices=("tokens", "map"), default="tokens", help="linear, or 1×1 convolution")
-
-
-def _add_loop(kinds: Any) -> None:
-    loop = _add_kind(kinds, "loop", _loop, 60, "a step of the framework and of a bare PyTorch loop")
-    jobs = "default (the default job), or a model of conf/model; may be repeated (default: default and deit_small)"
-    loop.add_argument("--job", action="append", metavar="NAME", help=jobs)
-    loop.add_argument("--batch", type=count, help="batch size (default: 8 for a model; the default job keeps its own)")
-    loop.add_argument("--images", type=Path, metavar="DIR", help="images in folders (default: the digits)")
-    loop.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of all jobs")
-
-
-def _add_gradient(kinds: Any) -> None:
-    text = "gradients of recipes compared with the exact ones, on one network"
-    gradient = _add_kind(kinds, "gradient", _gradient, None, text)
-    _add_model(gradient, "deit_tiny", 16, "+")
-    gradient.add_argument("--weights", metavar="FILE", help="weights in timm's names (default: random weights)")
-    gradient.add_argument("--images", type=Path, metavar="DIR", help="DIR/CLASS/* (default: noise)")
-    gradient.add_argument("--batches", type=count, default=8, help="disjoint batches measured (default 8)")
-    gradient.add_argument("--seed", type=seed, default=0, help="seed for images, random weights and rounding")
-
-
 def _set_up(options: argparse.Namespace) -> str:
-    """Set up the allocator, the threads and the device of this process; return the name of the allocator."""
+    """Set up the allocator, the threads and the device of this process. Return the name of the allocator."""
     restart_with(options.allocator, "--allocator")
     allocator = use_allocator(options.allocator, "--allocator")  # before the first tensor
     import torch
 
     if options.threads:
         most = _THREADS_PER_PROCESSOR * (os.cpu_count() or 1)
-        if options.threads > most:  # the libraries of torch end the process if they cannot start them all
+        if options.threads > most:  # torch's libraries end the process if they cannot start all threads
             raise SettingError("--threads", options.threads, f"an integer from 1 to {most} on this machine")
         torch.set_num_threads(options.threads)
     _require_device(options.device)
@@ -205,7 +172,6 @@ def _set_up(options: argparse.Namespace) -> str:
 
 
 def _measure(options: argparse.Namespace, arguments: Sequence[str]) -> None:
-    """Run the benchmark; print and write its report."""
     allocator = _set_up(options)
     from efficient_ft.bench.tables import report_text
     from efficient_ft.record.environment import busy_note, environment
@@ -225,7 +191,7 @@ def _measure(options: argparse.Namespace, arguments: Sequence[str]) -> None:
 
 
 def _command(arguments: Sequence[str], file: Path | None) -> str:
-    """Return the command for the report, with the path of the file relative to the working folder."""
+    """Return the command for the report. The path of the file is relative to the working directory."""
     words = [*PROG.split(), *arguments]
     if file is not None and file.is_absolute():
         here = Path.cwd()
@@ -235,7 +201,6 @@ def _command(arguments: Sequence[str], file: Path | None) -> str:
 
 
 def _require_device(name: str) -> None:
-    """Refuse a device that torch does not know or this machine does not have."""
     import torch
 
     try:
@@ -244,15 +209,14 @@ def _require_device(name: str) -> None:
         raise SettingError("--device", name, "cpu, cuda or cuda:N") from None
     accelerator = torch.accelerator.current_accelerator()
     if device.type not in ("cpu", "cuda") and (accelerator is None or device.type != accelerator.type):
-        raise SettingError("--device", name, "cpu, cuda or cuda:N")  # meta: a device without values
+        raise SettingError("--device", name, "cpu, cuda or cuda:N")  # the meta device has no values
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SettingError("--device", name, "cpu on this machine", "There is no CUDA device.")
 
 
 def _configure(model: str | None, overrides: Sequence[str]) -> Config:
-    """Return the checked configuration of a run on random weights, see `efficient_ft.bench.recipes.Configure`."""
+    """Return the checked configuration of a run on random weights; see `efficient_ft.bench.recipes.Configure`."""
     from efficient_ft.cli.hydra.compose import configured
-    from efficient_ft.cli.hydra.conf import CONF
     from efficient_ft.cli.hydra.rows import merged
 
     chosen = []
@@ -264,7 +228,7 @@ def _configure(model: str | None, overrides: Sequence[str]) -> Config:
     return configured(merged(*chosen, *overrides))
 
 
-#: Settings for networks that are not image classifiers; no data are read.
+#: Settings for networks other than image classifiers, by task. No data is read.
 _TASKS = {
     "segmentation": ["task=segmentation", "data=mask_folder", "data.root=none"],
     "text": ["task=text", "data=text_folder", "data.root=none"],
@@ -272,16 +236,15 @@ _TASKS = {
 
 
 def _task_of(option: Path, overrides: Sequence[str]) -> list[str]:
-    """Return the settings of the task that a model's option is for, unless `overrides` name a task."""
+    """Return the task settings for a model in conf/model, unless `overrides` contain a task."""
     from efficient_ft.config import ModelConfig
 
-    # Not checked: the option may leave the name to the user.
+    # The option is not checked, since it may require a name from the user.
     task = ModelConfig.model_construct(**yaml.safe_load(option.read_text(encoding="utf-8"))).family
     return [] if any(word.startswith("task=") for word in overrides) else _TASKS.get(task, [])
 
 
 def _network(options: argparse.Namespace) -> Network:
-    """Return the network, batch and device of a benchmark."""
     from efficient_ft.bench.recipes import Network
 
     unfused = getattr(options, "unfused", False)
@@ -291,11 +254,10 @@ def _network(options: argparse.Namespace) -> Network:
 def _step(options: argparse.Namespace) -> dict[str, Any]:
     from efficient_ft.bench.recipes import parse_recipes
     from efficient_ft.bench.step import measure_steps
-    from efficient_ft.cli.hydra.conf import CONF
 
     texts = options.recipes or ["last_stage", "lbp_wht"]
     recipes = parse_recipes(texts, CONF)
-    # Measured first, while this process is small: timing keeps all recipes in memory.
+    # Memory is measured first, while this process is small. Timing keeps all recipes in memory.
     records = {}
     if options.memory_steps:
         settings = {**vars(options), "optim": "adamw", "steps": options.memory_steps, "warmup": 2}
@@ -305,7 +267,7 @@ def _step(options: argparse.Namespace) -> dict[str, Any]:
     report = measure_steps(recipes, _configure, _network(options), rounds=options.rounds, warmup=options.warmup)
     for name, record in records.items():
         if "failure" in record:
-            report["notes"].append(f"{name}: memory of the process not measured: {record['failure']}")
+            report["notes"].append(f"{name}: the process memory was not measured: {record['failure']}")
         else:
             report["recipes"][name]["process"] = {key: record[key] for key in PROCESS_KEYS}
     return report
@@ -314,7 +276,6 @@ def _step(options: argparse.Namespace) -> dict[str, Any]:
 def _memory(options: argparse.Namespace) -> dict[str, Any]:
     from efficient_ft.bench.memory import memory_report
     from efficient_ft.bench.recipes import parse_recipes
-    from efficient_ft.cli.hydra.conf import CONF
 
     recipes = parse_recipes(options.recipes, CONF)
     _check(recipes, vars(options))
@@ -326,7 +287,6 @@ def _memory(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check(recipes: Sequence[Recipe], options: Mapping[str, Any]) -> None:
-    """Refuse recipes with wrong settings before any of them is measured."""
     from efficient_ft.methods.build import build_methods
 
     size = [] if options["size"] is None else [f"model.image_size={options['size']}"]
@@ -335,7 +295,7 @@ def _check(recipes: Sequence[Recipe], options: Mapping[str, Any]) -> None:
 
 
 def _in_own_process(text: str, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Measure the memory of a recipe in a separate process; return its record, or its ``failure``."""
+    """Measure the memory of a recipe in a separate process. Return its record, or its ``failure``."""
     from efficient_ft.cli.hydra import processes
 
     print(paragraph(f"# measuring the memory of {name}", "#   "), flush=True)
@@ -349,7 +309,7 @@ def _in_own_process(text: str, name: str, options: Mapping[str, Any]) -> dict[st
     ended = processes.run([sys.executable, "-m", "efficient_ft", "bench", "memory", *arguments], environment={})
     if ended.results is None:
         print(ended.printed, end="", file=sys.stderr)
-        return {"failure": ended.failure or "it reported nothing"}
+        return {"failure": ended.failure or "the process returned no result"}
     if "mistake" in ended.results:
         raise UserError(ended.results["mistake"])
     return ended.results
@@ -363,7 +323,6 @@ def _measure_alone(options: argparse.Namespace) -> None:
         _set_up(options)
         from efficient_ft.bench.memory import measure_memory
         from efficient_ft.bench.recipes import parse_recipe
-        from efficient_ft.cli.hydra.conf import CONF
 
         (text,) = options.recipes
         record = measure_memory(
@@ -384,11 +343,10 @@ def _layer(options: argparse.Namespace) -> dict[str, Any]:
     from efficient_ft.bench.layer import TABLE_5, LayerShape, measure_layers
 
     if not re.fullmatch(r"\d+(,\d+)*", options.orders):
-        raise SettingError("--orders", options.orders, "integers separated by commas", "For example 2,4,6.")
+        raise SettingError("--orders", options.orders, "integers separated by commas", "Example: 2,4,6.")
     orders = [int(order) for order in options.orders.split(",")]
-    for order in orders:
-        if not 1 <= order <= 15:
-            raise SettingError("--orders", order, "integers from 1 to 15")
+    if not all(1 <= order <= 15 for order in orders):
+        raise SettingError("--orders", options.orders, "integers from 1 to 15")
     return measure_layers(
         [LayerShape.parse(text) for text in options.shape or TABLE_5],
         orders,
@@ -425,7 +383,6 @@ def _loop(options: argparse.Namespace) -> dict[str, Any]:
 def _gradient(options: argparse.Namespace) -> dict[str, Any]:
     from efficient_ft.bench.gradient import measure_gradients
     from efficient_ft.bench.recipes import parse_recipes
-    from efficient_ft.cli.hydra.conf import CONF
 
     return measure_gradients(
         parse_recipes(options.recipes, CONF),

@@ -1,4 +1,4 @@
-"""``efficient-ft cache KEY=VALUE...``: compute and store the features of the frozen part of a run."""
+"""``efficient-ft cache KEY=VALUE...``: compute and store the outputs of the frozen part of a network."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from efficient_ft.cli.terminal import Help
 from efficient_ft.core.allocator import restart_with, use_allocator
 
 DESCRIPTION = """\
-Compute and store the features that the frozen part of a run's network computes from its images.
+Compute and store the features of a run's images at the end of the frozen part of the network.
 
     efficient-ft cache method=lbp_wht model=efficientformer_l1 data=cifar100 trainer.views=4
 
-The settings are those of the run. Every run with the same frozen part, images, augmentation, seed and number of views
-then reads the features instead of computing them: pass trainer.cache_features=on (or auto) to the run, or to a sweep
-over settings of the trained part. The same command continues after an interruption. Without this command the first run
-stores the features.
+Pass the settings of the run. Every run with the same frozen part, images, augmentation, seed and number of views can
+then read the features instead of computing them. To use them, pass trainer.cache_features=on (or auto) to a run, or to
+a sweep over settings of the trained part. After an interruption, the same command continues. Without this command, the
+first run stores the features.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Store the features of a run."""
+    """Compute and store the features of a run."""
     parser = argparse.ArgumentParser(prog="efficient-ft cache", description=DESCRIPTION, formatter_class=Help)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of the run")
     settings = parser.parse_intermixed_args(arguments).settings
@@ -40,6 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report, store = features.report(), features.store
     missing = store.missing()
     show(
-        f"{report['computed']} computed, {store.rows - missing - report['computed']} were there, {missing} missing:"
+        f"{report['computed']} computed, {store.rows - missing - report['computed']} already stored, {missing} missing:"
         f" {format_bytes(report['bytes'])} in {shown_path(store.folder)}"
     )

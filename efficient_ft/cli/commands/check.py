@@ -23,24 +23,31 @@ Check the data of a run without training.
     efficient-ft check data=mask_folder data.root=DIR --html
     efficient-ft check data=text_folder data.root=FILE.csv model=text model.name=bert model.weights=DIR
 
-The command prints the report of a run in more depth: it decodes every file, lists unreadable files, and searches for
-duplicates within and across the splits. A contact sheet shows training samples as the network sees them: augmented
-images with their labels, masks over their images, truncated texts. The settings are those of the run; without model=,
-images are shown at 224x224. The exit status is 1 if training would reject the data.
+The command prints a more detailed report than a run. It decodes every file, lists unreadable files, and searches for
+duplicates within and across the splits. A contact sheet shows training samples as the network receives them: augmented
+images with their labels, masks over their images, truncated texts. Pass the settings of the run. Without model=, images
+are shown at 224x224. The exit status is 1 if training would reject the data.
 """
 
-#: Maximum number of reasons in the output, and of unusable samples for each.
+#: Maximum number of reasons in the output, and of unusable samples per reason.
 _SHOWN, _EXAMPLES = 10, 3
-#: The default model by task, whose input is used if none is given.
+#: Default model by task. Its input is used if no model is given.
 _MODELS = {"classification": "deit_tiny", "segmentation": "deeplabv3_mobilenetv2"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check the data of a run; return 1 if training would reject the data, else 0."""
-    options = _parser().parse_intermixed_args(arguments)
+    """Check the data of a run. Return 1 if training would reject the data, else 0."""
+    parser = argparse.ArgumentParser(prog="efficient-ft check", description=DESCRIPTION, formatter_class=Help)
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of the run")
+    parser.add_argument("--html", action="store_true", help="also write the contact sheet as an HTML page")
+    number = integer(1, 1000)
+    parser.add_argument("--samples", type=number, default=24, metavar="N", help="samples on the sheet (default 24)")
+    folder = Path("outputs/check")
+    parser.add_argument("--out", type=Path, default=folder, metavar="DIR", help="output folder (default outputs/check)")
+    options = parser.parse_intermixed_args(arguments)
     for word in options.settings:
         if word.startswith("evaluate="):
-            raise SettingError("evaluate", word[9:], "unset with check", "The command checks data, not a run.")
+            raise SettingError("evaluate", word[9:], "unset with check", "The command checks data, not runs.")
     words, note = with_task(options.settings)
     from efficient_ft.cli.hydra.compose import configured
 
@@ -74,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def with_task(words: Sequence[str]) -> tuple[list[str], str]:
-    """Return the settings of a run with the task of its data and a model, and a note if the model is not given."""
+    """Return the settings of a run including task and model, and a note if no model is given."""
     from efficient_ft.data.published import MASK_SETS, TEXT_SETS
 
     given = dict(word.split("=", 1) for word in words if "=" in word)
@@ -85,15 +92,13 @@ def with_task(words: Sequence[str]) -> tuple[list[str], str]:
     if "model" in given or data == "digits" or "tasks" in given:
         return [*words, *more], ""
     if task not in _MODELS:
-        raise UserError(
-            f"data={data} needs a model, whose tokenizer reads the texts. Add model=bert_base, or model=text"
-            " model.name=bert model.weights=DIR."
-        )
+        example = "model=bert_base, or model=text model.name=bert model.weights=DIR"
+        raise UserError(f"data={data} requires a model with a tokenizer. Add {example}.")
     return [*words, *more, f"model={_MODELS[task]}"], f"No model is given: samples are prepared for {_MODELS[task]}."
 
 
 def _print_problems(config: Config, found: dict[str, Summary]) -> bool:
-    """Print the samples that cannot be used; return True if training would stop at them."""
+    """Print the unusable samples. Return True if training would stop at them."""
     from efficient_ft.core.text import printable
     from efficient_ft.data.counts import counted
     from efficient_ft.training.output.console import say
@@ -126,7 +131,6 @@ def _print_problems(config: Config, found: dict[str, Summary]) -> bool:
 
 
 def _write(data: RunData, spec: Any, options: argparse.Namespace, text: str, found: dict[str, Summary]) -> None:
-    """Write the contact sheets and the report."""
     from efficient_ft.record.files import json_text, write_text_atomically
     from efficient_ft.report.contact_sheet import contact_sheet
     from efficient_ft.training.output.console import say
@@ -155,16 +159,3 @@ def _write(data: RunData, spec: Any, options: argparse.Namespace, text: str, fou
     files.append(out / "check.json")
     write_text_atomically(files[-1], json_text(record, indent=1) + "\n")
     say(f"Written: {', '.join(map(str, files))}")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="efficient-ft check", description=DESCRIPTION, formatter_class=Help)
-    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of the run")
-    parser.add_argument("--html", action="store_true", help="also write the contact sheet as an HTML page")
-    parser.add_argument(
-        "--samples", type=integer(1, 1000), default=24, metavar="N", help="samples on the sheet (default 24)"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("outputs/check"), metavar="DIR", help="folder of the files (outputs/check)"
-    )
-    return parser

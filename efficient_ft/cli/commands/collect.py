@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from efficient_ft.record.collection import Run
 
 DESCRIPTION = """\
-Print one table of all runs below DIR: accuracy, cost, the settings in which the runs differ, and totals of the whole
-run. Runs that differ only in their seed are averaged in one row; --runs prints a row for each run. Runs with different
-settings are never averaged. The command names each run that it cannot read.
+Print one table of all runs below DIR: accuracy, cost, the settings in which the runs differ, and totals of each run.
+Runs that differ only in their seed are averaged in one row. --runs prints a row for each run instead. The command
+names each run that it cannot read.
 
-The terminal shows the columns that fit; --columns chooses others. CSV and JSON contain all columns.
+The terminal shows only the columns that fit. --columns selects other columns. CSV and JSON contain all columns.
 
-    efficient-ft collect outputs                               means over the seeds
-    efficient-ft collect outputs --columns method,peak,time    these columns
+    efficient-ft collect outputs                               average over the seeds
+    efficient-ft collect outputs --columns method,peak,time    print these columns
     efficient-ft collect outputs --runs --form csv > runs.csv
 """
 
@@ -35,14 +35,11 @@ def _percent(points: float) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table of the runs in a folder."""
     parser = argparse.ArgumentParser(prog="efficient-ft collect", description=DESCRIPTION, formatter_class=Help)
-    parser.add_argument(
-        "folder", type=Path, nargs="?", metavar="DIR", help="contains run folders, at any depth; default: list them"
-    )
-    parser.add_argument("--runs", action="store_true", help="a row for every run, not for every setting")
+    parser.add_argument("folder", type=Path, nargs="?", metavar="DIR", help="folder of runs (default: list them)")
+    parser.add_argument("--runs", action="store_true", help="print a row for every run, without averaging")
     add_form_option(parser)
     add_columns_option(parser)
     options = parser.parse_args(arguments)
-
     from efficient_ft.record.collection import collect, group_rows, notes, run_rows
 
     if options.folder is None:
@@ -52,13 +49,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     status("")
     header, rows = run_rows(found) if options.runs else group_rows(found)
     if options.form == "text":
-        print(f"{_title(found.runs)}\n")
+        # Models and data sets that all runs share are not columns.
+        models = ", ".join(dict.fromkeys(run.config.model.name for run in found.runs))
+        data = ", ".join(dict.fromkeys(run.data for run in found.runs))
+        print(paragraph(f"{len(found.runs)} run{'s' * (len(found.runs) > 1)} of {models} on {data}") + "\n")
     print(render(header, rows, options.form, columns=_columns(found.runs, header), chosen=options.columns))
     for sentence in notes(found, means=not options.runs):
         note(sentence)
 
 
-#: Columns of numbers, in readable units.
+#: Columns of numbers with readable units.
 _NUMBERS = {
     "best accuracy %": Column(1, _percent, "best accuracy"),
     "peak MiB": Column(1, lambda value: format_bytes(value * 2**20), "peak"),
@@ -78,7 +78,7 @@ _FURTHER = {
 
 
 def _columns(runs: Sequence[Run], header: Sequence[str]) -> dict[str, Column]:
-    """Return the columns of a table of `runs` in order: names, accuracy and cost, differing settings, the rest."""
+    """Return the columns in order: names, accuracy and cost, settings that differ, further columns."""
     several = len({run.config.model.name for run in runs}) > 1, len({run.data for run in runs}) > 1
     first = {
         "run": Column(words=True),
@@ -97,10 +97,3 @@ def _columns(runs: Sequence[Run], header: Sequence[str]) -> dict[str, Column]:
     rest = {"seed": Column(1), "seeds": Column(3, words=True), "split": Column(7, words=True), **_FURTHER}
     every = first | accuracy | _NUMBERS | best | settings | rest
     return {name: column for name, column in every.items() if name in header}
-
-
-def _title(runs: Sequence[Run]) -> str:
-    """Return the title of a table: the models and data sets of `runs`, which are not columns if there is only one."""
-    models = ", ".join(dict.fromkeys(run.config.model.name for run in runs))
-    data = ", ".join(dict.fromkeys(run.data for run in runs))
-    return paragraph(f"{len(runs)} run{'s' * (len(runs) > 1)} of {models} on {data}")

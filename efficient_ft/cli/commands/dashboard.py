@@ -1,4 +1,4 @@
-"""``efficient-ft dashboard RUN|DIR...``: finished runs, and a report with the papers' panels, on Weights & Biases."""
+"""``efficient-ft dashboard RUN|DIR...``: upload finished runs to Weights & Biases, with a report."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from efficient_ft.core.terminal import show, shown_path
 from efficient_ft.core.text import plain_line
 
 DESCRIPTION = """\
-Upload finished runs to Weights & Biases, and create a report with accuracy against FLOPs, memory and
-time, and curves over training. --offline writes the runs for `wandb sync` and the panels as JSON instead of uploading
-them. `efficient-ft report DIR` draws the same figures without an account.
+Upload finished runs to Weights & Biases, and create a report with training curves and plots of accuracy against FLOPs,
+memory and time. --offline stores the runs for `wandb sync`, and the panels as JSON, instead of uploading them.
+`efficient-ft report DIR` draws the same figures without an account.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Upload runs, and print their addresses or the files written."""
+    """Upload runs, and print their addresses or the paths of the files."""
     parser = argparse.ArgumentParser(prog="efficient-ft dashboard", description=DESCRIPTION, formatter_class=Help)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN|DIR", help="run folders, or folders of runs")
-    parser.add_argument("--project", default="efficient-ft", help="default: efficient-ft")
-    parser.add_argument("--entity", help="user or team (default: the one logged in)")
+    parser.add_argument("--project", default="efficient-ft", help="project name (default: efficient-ft)")
+    parser.add_argument("--entity", help="user or team (default: the logged-in user)")
     parser.add_argument("--title", default="efficient-ft", help="title of the report")
-    parser.add_argument("--offline", action="store_true", help="write what would be sent; also with WANDB_MODE=offline")
-    parser.add_argument("--out", type=Path, default=Path("outputs/dashboard"), help="default: outputs/dashboard")
+    store = "store the runs instead of uploading them, as with WANDB_MODE=offline"
+    parser.add_argument("--offline", action="store_true", help=store)
+    out = "output folder (default: outputs/dashboard)"
+    parser.add_argument("--out", type=Path, default=Path("outputs/dashboard"), help=out)
     options = parser.parse_args(arguments)
-
     from efficient_ft.record.collection import notes
     from efficient_ft.report.dashboard import create_report, upload, write_panels
     from efficient_ft.report.runs import collect_paths

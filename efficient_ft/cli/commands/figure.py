@@ -1,4 +1,4 @@
-"""``efficient-ft figure PAPER/figure_N RUN|DIR...|KEY=VALUE...``: a figure of a paper, from runs or from a model."""
+"""``efficient-ft figure PAPER/figure_N RUN|DIR...|KEY=VALUE...``: draw a figure of a paper from runs or a model."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from efficient_ft.core.sheet import render
 from efficient_ft.core.text import plain_line
 
 DESCRIPTION = """\
-Draw a figure of a paper as PNG, with its data as CSV, from finished runs or from a model and images. Without arguments
-the command lists the figures.
+Draw a figure of a paper as PNG, and write its data as CSV. The figure is drawn from finished runs, or from a model and
+images. Without arguments, the command lists the figures.
 
     efficient-ft -m experiment=alast_layers model=deit_tiny data=flowers102 step_stats.interval=1
     efficient-ft figure alast/figure_8 outputs/flowers102
@@ -23,28 +23,24 @@ the command lists the figures.
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Draw a figure, and print the files written."""
+    """Draw a figure, and print the paths of the files."""
     parser = argparse.ArgumentParser(prog="efficient-ft figure", description=DESCRIPTION, formatter_class=Help)
     parser.add_argument("figure", nargs="?", metavar="FIGURE", help="PAPER/figure_N, for example alast/figure_8")
-    parser.add_argument(
-        "of", nargs="*", metavar="RUN|DIR|KEY=VALUE", help="run folders, folders of runs; or the model and images"
-    )
-    parser.add_argument("--out", type=Path, default=Path("figures"), metavar="FOLDER", help="default: figures")
+    of = "run folders or folders of runs, or settings of the model and images"
+    parser.add_argument("of", nargs="*", metavar="RUN|DIR|KEY=VALUE", help=of)
+    folder = Path("figures")
+    parser.add_argument("--out", type=Path, default=folder, metavar="FOLDER", help="output folder (default: figures)")
     options = parser.parse_intermixed_args(arguments)
-
     from efficient_ft.papers.published import figures
 
     if options.figure is None:
         rows = []
         for one in figures():
-            words = (
-                None if one.command is None else one.command.split()[3:]
-            )  # after the program, the command, the figure
-            rows.append([one.name, one.title, f"no: {one.reason}" if words is None else " ".join(words) or "–"])
+            words = f"no: {one.reason}" if one.command is None else " ".join(one.command.split()[3:])
+            rows.append([one.name, one.title, words or "–"])
         print("Usage: efficient-ft figure FIGURE FROM\n")
         print(render(["figure", "about", "from"], rows, "text", left=3))
         return
-
     from efficient_ft.record.collection import notes
     from efficient_ft.report import model_figures, paper_figures
     from efficient_ft.report.charts import write_chart
@@ -56,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         chart = model_figures.model_figure(options.figure, configured(options.of))
     elif options.figure in paper_figures.FIGURES:
         if not options.of:
-            raise UserError(f"{options.figure} is drawn from runs: pass run folders, or a folder of runs.")
+            raise UserError(f"{options.figure} is drawn from runs. Pass run folders, or a folder of runs.")
         found = collect_paths([Path(one) for one in options.of])
         for sentence in notes(found, means=True):
             say_note(sentence)

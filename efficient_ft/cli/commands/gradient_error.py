@@ -1,4 +1,4 @@
-"""``efficient-ft gradient-error``: the error of gradients from low-rank backward passes."""
+"""``efficient-ft gradient-error``: measure the gradient error of low-rank backward passes."""
 
 from __future__ import annotations
 
@@ -15,46 +15,59 @@ from efficient_ft.core.sheet import Cell, Column, render
 from efficient_ft.core.text import paragraph
 
 DESCRIPTION = """\
-Measure how close low-rank backward passes come to the exact gradient, on a trained network and real images.
+Measure the gradient error of low-rank backward passes, on a trained network and real images.
 
     efficient-ft gradient-error --weights vit_micro.safetensors --images tinyimagenet100/val \\
         --finetune cifar10 --headroom --json benchmarks/gradient_error.json
 
-With --finetune and --headroom, 28, 32 and 56 pixels take about 15 minutes on two idle cores. --json keeps the rows of
-other image sizes that the file already contains, so that sizes can be measured one by one.
+With --finetune and --headroom, image sizes of 28, 32 and 56 pixels take about 15 minutes on two idle cores. --json
+keeps existing rows of other image sizes, so that sizes can be measured separately.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the study, print its tables, and write JSON if `--json` is given."""
-    settings = vars(_parser().parse_args(arguments))
-    _study(settings.pop("sizes"), settings.pop("json"), settings.pop("columns"), settings)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="efficient-ft gradient-error", description=DESCRIPTION, formatter_class=Help, allow_abbrev=False
-    )
+    program = "efficient-ft gradient-error"
+    parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION, formatter_class=Help, allow_abbrev=False)
     parser.add_argument("--weights", type=Path, required=True, help="trained weights in timm's names")
-    parser.add_argument("--images", type=Path, required=True, help="held-out images, FOLDER/CLASS/*; classes sorted")
-    parser.add_argument("--model", default="vit_micro", help="timm name of the network (vit_micro)")
     parser.add_argument(
-        "--sizes", type=integer(1, LARGEST_SIDE), nargs="+", default=[28, 32, 56], help="image sizes in pixels"
+        "--images", type=Path, required=True, help="held-out images, FOLDER/CLASS/*, in sorted class order"
     )
+    parser.add_argument("--model", default="vit_micro", help="timm name of the network (vit_micro)")
+    side = integer(1, LARGEST_SIDE)
+    parser.add_argument("--sizes", type=side, nargs="+", default=[28, 32, 56], help="image sizes in pixels")
     parser.add_argument("--orders", type=count, nargs="+", default=[4, 6], help="orders of LP_L1 that set the cost")
-    parser.add_argument("--batch", type=count, default=64, help="images in a batch")
-    parser.add_argument("--batches", type=count, default=4, help="disjoint batches measured")
+    parser.add_argument("--batch", type=count, default=64, help="batch size")
+    parser.add_argument("--batches", type=count, default=4, help="number of disjoint batches to measure")
     parser.add_argument("--profile-batches", type=count, default=4, help="further batches for the profile of LHE")
-    parser.add_argument("--headroom", action="store_true", help="also bases calibrated on each layer's own gradients")
-    parser.add_argument("--finetune", type=Path, help="also while fine-tuning on FOLDER/train, FOLDER/test")
+    parser.add_argument("--headroom", action="store_true", help="also use bases calibrated on each layer's gradients")
+    parser.add_argument("--finetune", type=Path, help="also measure while fine-tuning on FOLDER/train, FOLDER/test")
     parser.add_argument("--finetune-steps", type=count, default=200)
     parser.add_argument("--finetune-batch", type=count, default=16)
     parser.add_argument("--finetune-lr", type=_rate, default=3e-4)
-    parser.add_argument("--finetune-batches", type=count, default=2, help="disjoint batches measured in each state")
+    parser.add_argument(
+        "--finetune-batches", type=count, default=2, help="number of disjoint batches to measure in each state"
+    )
     parser.add_argument("--seed", type=seed, default=0)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers to FILE")
     add_columns_option(parser)
-    return parser
+    settings = vars(parser.parse_args(arguments))
+    sizes, file, columns = (settings.pop(key) for key in ("sizes", "json", "columns"))
+    from efficient_ft.bench.gradient_error import Study, group_rows, network_rows, read_records, run_study, save
+
+    study = Study(**settings)
+    results: list[dict[str, Any]] = []
+    if file is not None:
+        read_records(file)  # refuses a damaged file before the measurement
+    for size in sizes:
+        results += run_study(study, size, lambda text: print(paragraph(text), file=sys.stderr, flush=True))
+        if file is not None:
+            save(file, study, results)
+    for state in dict.fromkeys(r["state"] for r in results):
+        print(f"\nWhole network, {state}: relative error (cosine); *: smallest error of the row\n")
+        print(_table(*network_rows(results, state), columns))
+        print(f"\nRelative error by group of gradients, {state}\n")
+        print(_table(*group_rows(results, state), columns))
 
 
 def _rate(given: str) -> float:
@@ -63,33 +76,10 @@ def _rate(given: str) -> float:
     except ValueError:
         rate = 0.0
     if not 0 < rate < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number above 0, got {given}")
+        raise argparse.ArgumentTypeError(f"must be a number > 0, got {given}")
     return rate
-
-
-def _study(sizes: Sequence[int], file: Path | None, columns: Sequence[str], settings: dict[str, Any]) -> None:
-    """Measure all sizes; write after each, print at the end."""
-    from efficient_ft.bench.gradient_error import Study, group_rows, network_rows, read_records, run_study, save
-
-    study = Study(**settings)
-    results: list[dict[str, Any]] = []
-    if file is not None:
-        read_records(file)  # measuring takes minutes
-    for size in sizes:
-        results += run_study(study, size, _say)
-        if file is not None:
-            save(file, study, results)
-    for state in dict.fromkeys(r["state"] for r in results):
-        print(f"\nWhole network, {state}: relative error (cosine); *: the smallest error of the row\n")
-        print(_table(*network_rows(results, state), columns))
-        print(f"\nRelative error by group of gradients, {state}\n")
-        print(_table(*group_rows(results, state), columns))
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[Cell]], chosen: Sequence[str]) -> str:
     columns = {name: Column(rank, words=name in ("grid, cost of", "method")) for rank, name in enumerate(header)}
     return render(header, rows, "text", columns=columns, chosen=chosen)
-
-
-def _say(text: str) -> None:
-    print(paragraph(text), file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""``efficient-ft plan KEY=VALUE... memory=SIZE``: find the recipes of a run that fit a memory budget."""
+"""``efficient-ft plan KEY=VALUE... memory=SIZE``: find recipes that fit a memory budget."""
 
 from __future__ import annotations
 
@@ -24,58 +24,79 @@ if TYPE_CHECKING:
     from efficient_ft.planning import Examined, Plan, Trial
 
 DESCRIPTION = """\
-Find the recipes of a run that fit a memory budget, and recommend one.
+Find recipes for a run that fit a memory budget, and recommend one.
 
     efficient-ft plan model=vit_base data=folder data.root=DIR memory=4GB
     efficient-ft plan model=deit_small data=cifar100 memory=3GiB time=2h loss=1 split=true
-    efficient-ft plan method=lora model=vit_base memory=2GB     every recipe keeps this method
+    efficient-ft plan method=lora model=vit_base memory=2GB     use this method in every recipe
     efficient-ft plan --calibration outputs                     compare predictions with measurements
 
-memory is the budget of the training process, or of the reserved memory of a GPU. Data loader workers use additional
-memory. time is the budget of the whole training. loss is the number of points of test accuracy that may be lost against
-full fine-tuning (default 1). split=true allows micro-batches. All other settings are those of the run.
+memory is the budget of the training process or, on a GPU, of its reserved memory. Data loader workers use additional
+memory. time is the budget of the whole training. loss is the acceptable loss of test accuracy relative to full
+fine-tuning, in points (default 1). split=true allows micro-batches. All other settings are settings of the run.
 
-The plan counts recipes without weights until --planning-time is over, and times some of them on random images. It tries
-the recommended recipe for a few steps in a separate process. If the weights and images of the run are available, it
-compares the gradients of recipes with the exact gradients, unless all their methods are declared exact.
+The plan counts the costs of recipes without weights until --planning-time is over, and times some of them on random
+images. It tries the recommended recipe for a few steps in a separate process. If the weights and images of the run are
+available, it compares the gradients of inexact recipes with the exact gradients.
 
 The plan recommends the fastest recipe of the best class within all limits. The classes are exact, near exact,
 approximate, and training a part. A run with the setting memory= stops before it exceeds the budget.
 """
 
-#: Settings of a plan itself.
+#: Settings of a plan that are not settings of a run.
 OF_A_PLAN = ("memory", "time", "loss", "split")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Plan a run and print the plan; the exit status is 1 if no recipe is within the limits."""
-    options = _parser().parse_intermixed_args(arguments)
+    """Plan a run and print the plan. The exit status is 1 if no recipe is within the limits."""
+    parser = argparse.ArgumentParser(prog="efficient-ft plan", description=DESCRIPTION, formatter_class=Help)
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="memory=SIZE and settings of the run")
+    parser.add_argument("--all", action="store_true", help="print all recipes that fit, not only the Pareto front")
+    limit = "time after which no further recipe is examined, e.g. 5m (default 60s)"
+    parser.add_argument("--planning-time", default="60s", metavar="TIME", help=limit)
+    add_columns_option(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to FILE")
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="also plot peak and time to FILE.png, FILE.csv")
+    parser.add_argument("--trial", nargs=2, type=float, help=argparse.SUPPRESS)
+    calibration = "compare predictions with the measurements of runs with memory="
+    parser.add_argument("--calibration", type=Path, nargs="+", metavar="DIR", help=calibration)
+    options = parser.parse_intermixed_args(arguments)
     if options.calibration is not None:
         from efficient_ft.planning.calibration import calibration_text
 
         print(calibration_text(options.calibration))
         return
     if options.trial is not None:
-        _try_alone(options.settings, *options.trial)
+        # Try a recipe in this process, and pass the outcome to the parent process.
+        _set_allocator(options.settings)
+        from efficient_ft.cli.exits import report_outcome
+        from efficient_ft.cli.hydra.compose import configured
+        from efficient_ft.planning.timing import try_recipe
+
+        num_classes, max_seconds = options.trial
+        report_outcome(results=asdict(try_recipe(configured(options.settings), int(num_classes), max_seconds)))
         return
     check_settings(options.settings)
     own = dict(word.split("=", 1) for word in options.settings if word.partition("=")[0] in OF_A_PLAN)
     settings = [word for word in options.settings if word.partition("=")[0] not in OF_A_PLAN]
     if "memory" not in own:
-        raise UserError("Pass the budget: memory=SIZE, for example memory=4GB.")
-    parse_bytes("memory", own["memory"])  # a mistake is found before anything is loaded
+        raise UserError("Pass the budget as memory=SIZE, for example memory=4GB.")
+    parse_bytes("memory", own["memory"])  # refuses mistakes before libraries are loaded
     if "time" in own:
         parse_seconds("time", own["time"])
-    loss, split = _number("loss", own.get("loss", "1")), _flag("split", own.get("split", "false"))
-
+    loss, split = own.get("loss", "1"), own.get("split", "false").lower()
+    if not re.fullmatch(r"\d+(\.\d+)?|\.\d+", loss):
+        raise SettingError("loss", loss, "a number of points >= 0", "Example: loss=1.")
+    if split not in ("true", "false"):
+        raise SettingError("split", own["split"], ("true", "false"))
     parse_seconds("--planning-time", options.planning_time)
     _set_allocator(settings)
     found = plan(
         *settings,
         memory=own["memory"],
         time=own.get("time"),
-        loss=loss,
-        split=split,
+        loss=float(loss),
+        split=split == "true",
         planning_time=options.planning_time,
         say=status,
         ready=_print_examined,
@@ -99,10 +120,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _print_examined(one: Examined) -> None:
-    """Print a recipe as soon as it is examined."""
     status("")
     if one.number == 1:
-        print("Recipes examined, and the budget that each needs:", flush=True)
+        print("Examined recipes, and the budget that each requires:", flush=True)
     needs = "" if one.needed_bytes is None else format_bytes(one.needed_bytes)
     verdict = "fits" if one.fits else "above the budget" if one.needed_bytes is not None else "not possible"
     start = f"{one.number:>{len(str(one.of))}}/{one.of}  {needs:>8}  {verdict:<16}  "
@@ -110,7 +130,6 @@ def _print_examined(one: Examined) -> None:
 
 
 def _set_allocator(settings: Sequence[str]) -> None:
-    """Use the allocator that a run with these settings uses, before the first tensor is created."""
     allocator = next((word.partition("=")[2] for word in settings if word.startswith("allocator=")), "auto")
     restart_with(allocator)
     use_allocator(allocator)
@@ -126,25 +145,25 @@ def plan(
     say: Callable[[str], None] = lambda text: None,
     ready: Callable[[Examined], None] = lambda examined: None,
 ) -> Plan:
-    """Find the recipes of a run that fit a memory budget; ``efficient_ft.plan`` and the command are this function.
+    """Find recipes for a run that fit a memory budget. This function is also available as ``efficient_ft.plan``.
 
     Args:
-        settings: of the run, as on the command line (``"model=deit_small", "data=cifar100"``). With ``method=...``
-            every recipe keeps these methods.
-        memory: the budget with its unit, e.g. ``"4GB"``: of the process, interpreter and libraries included; on a GPU
-            what is reserved on it.
-        time: the budget of training time with its unit, e.g. ``"2h"``; None: none.
-        loss: points of test accuracy that may be lost against full fine-tuning.
-        split: the batch may be split into micro-batches whose gradients are added up.
-        planning_time: the planning time with its unit; the smallest recipes are always examined.
-        say: reports the current step.
-        ready: called with each recipe when it is examined.
+        settings: settings of the run as on the command line (``"model=deit_small", "data=cifar100"``). With
+            ``method=...``, every recipe uses these methods.
+        memory: memory budget with its unit, e.g. ``"4GB"``, for the process including interpreter and libraries. On a
+            GPU, the budget applies to the reserved memory.
+        time: budget of training time with its unit, e.g. ``"2h"``; None for no limit.
+        loss: acceptable loss of test accuracy relative to full fine-tuning, in points.
+        split: True to allow micro-batches, whose gradients are accumulated.
+        planning_time: planning time with its unit. The smallest recipes are always examined.
+        say: function that reports the current step.
+        ready: function that is called with each examined recipe.
 
     Returns:
-        The options, what is excluded and why, and the recommended option, see `efficient_ft.planning.Plan`.
+        A `efficient_ft.planning.Plan` with the options, the excluded recipes with reasons, and the recommended option.
 
     Raises:
-        UserError: a setting that cannot be used.
+        UserError: If a setting cannot be used.
     """
     memory_bytes = parse_bytes("memory", memory)
     seconds = None if time is None else parse_seconds("time", time)
@@ -164,60 +183,17 @@ def plan(
 
 
 def _attempt(arguments: Sequence[str], num_classes: int, max_seconds: float) -> Trial:
-    """Try a recipe in a separate process, see `efficient_ft.planning.planner.Attempt`."""
+    """Try a recipe in a separate process; see `efficient_ft.planning.planner.Attempt`."""
     from efficient_ft.cli.hydra import processes
     from efficient_ft.planning import Trial
 
     words = ["plan", *arguments, "--trial", str(num_classes), str(max_seconds)]
     ended = processes.run([sys.executable, "-m", "efficient_ft", *words], environment={})
     if ended.results is None:
-        raise UserError(ended.failure or "it reported nothing")
+        raise UserError(ended.failure or "the process returned no result")
     return Trial(**ended.results)
 
 
-def _try_alone(settings: Sequence[str], num_classes: float, max_seconds: float) -> None:
-    """Try a recipe in this process, and pass the outcome to the parent process."""
-    _set_allocator(settings)
-    from efficient_ft.cli.exits import report_outcome
-    from efficient_ft.cli.hydra.compose import configured
-    from efficient_ft.planning.timing import try_recipe
-
-    report_outcome(results=asdict(try_recipe(configured(settings), int(num_classes), max_seconds)))
-
-
 def _methods(settings: Sequence[str]) -> list[str]:
-    """Return the options of the group ``method`` that the settings choose."""
     values = [word.partition("=")[2] for word in settings if word.startswith("method=")]
     return [name.strip() for name in values[-1].strip("[]").split(",") if name.strip()] if values else []
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="efficient-ft plan", description=DESCRIPTION, formatter_class=Help)
-    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="memory=SIZE, and settings of the run")
-    parser.add_argument("--all", action="store_true", help="print every recipe that fits, not only the front")
-    parser.add_argument(
-        "--planning-time",
-        default="60s",
-        metavar="TIME",
-        help="time after which no further recipe is examined, e.g. 5m (default 60s)",
-    )
-    add_columns_option(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to FILE")
-    parser.add_argument("--figure", type=Path, metavar="FILE", help="also draw peak and step time: FILE.png, FILE.csv")
-    parser.add_argument("--trial", nargs=2, type=float, help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--calibration", type=Path, nargs="+", metavar="DIR", help="summarize what runs with memory= measured"
-    )
-    return parser
-
-
-def _number(setting: str, text: str) -> float:
-    if not re.fullmatch(r"\d+(\.\d+)?|\.\d+", text):
-        raise SettingError(setting, text, "a number of points >= 0", "For example loss=1.")
-    return float(text)
-
-
-def _flag(setting: str, text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise SettingError(setting, text, ("true", "false"))
-    return text.lower() == "true"

@@ -1,4 +1,4 @@
-"""``efficient-ft predict RUN FILE...``: classes of images or texts, or masks of images, by a trained run."""
+"""``efficient-ft predict RUN FILE...``: predict classes of images or texts, or masks of images, with a trained run."""
 
 from __future__ import annotations
 
@@ -17,37 +17,42 @@ from efficient_ft.record.files import json_text
 if TYPE_CHECKING:
     from efficient_ft.training.kinds.base import Predictions
 
-#: Terminal columns up to which names of classes are aligned.
+#: Maximum width of class names in terminal columns.
 _WIDEST = 60
 
 DESCRIPTION = """\
-Predict the classes of images or texts with a trained run, or write masks of images.
+Predict classes of images or texts, or masks of images, with a trained run.
 
     efficient-ft predict RUN photo.jpg folder/of/photos
     efficient-ft predict RUN test --top 1 --csv > classes.csv
     efficient-ft predict RUN lines.txt --json
 
-If the images are in folders named after classes, the command also prints the accuracy and the most frequent
-confusions. --csv and --json write every prediction to standard output, and the accuracy to standard error.
+If the images are in folders named after classes, the command also prints the accuracy and the most frequent confusions.
+--csv and --json write all predictions to standard output, and the accuracy to standard error.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the most probable classes of each image or line of text. For segmentation, write the predicted masks.
-
-    Args:
-        arguments: the command line; default: that of this process.
-
-    Raises:
-        UserError: the run, file or device does not exist, or a file cannot be read.
-    """
-    options = _parser().parse_args(arguments)
+    """Print the most probable classes of each image or line of text, or write the predicted masks for segmentation."""
+    parser = argparse.ArgumentParser(prog="efficient-ft predict", description=DESCRIPTION, formatter_class=Help)
+    parser.add_argument("run", type=Path, nargs="?", help="run folder, or its model.safetensors")
+    files = "image files or folders of images; with task=text, files of lines (- is standard input)"
+    parser.add_argument("files", type=Path, nargs="*", metavar="FILE", help=files)
+    parser.add_argument("--task", help="data set whose classes are predicted, if the run used several")
+    parser.add_argument("--top", type=count, default=5, metavar="K", help="classes printed per item (default 5)")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--csv", dest="form", action="store_const", const="csv", help="print CSV with a row per item")
+    form.add_argument("--json", dest="form", action="store_const", const="json", help="print a JSON list of objects")
+    parser.add_argument("--batch-size", type=count, default=32, metavar="N", help="batch size (default 32)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for masks (default: RUN/masks)")
+    parser.add_argument("--overlay", action="store_true", help="also write the images overlaid with class colors")
+    parser.add_argument("--device", help="cpu, cuda or mps (default: cuda if available)")
+    options = parser.parse_args(arguments)
     if options.run is None:
         print(run_folders("predict", "RUN FILE..."))
         return
     if not options.files:
         raise UserError("Pass image files or folders of images, or text files for a run with task=text.")
-
     import torch
 
     from efficient_ft.training.kinds.base import PredictOptions
@@ -57,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     trained = export.load(options.run, options.task)
     if trained.tasks and options.task is None:
-        raise UserError(f"{options.run} was trained on several data sets: pass --task {' or '.join(trained.tasks)}.")
+        raise UserError(f"{options.run} was trained on several data sets. Pass --task {' or '.join(trained.tasks)}.")
     try:
         trained.model.to(device)
     except (RuntimeError, AssertionError) as error:
@@ -68,7 +73,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _print(predictions: Predictions, names: Sequence[str], form: str | None) -> None:
-    """Print each prediction for a person, or all of them as CSV or JSON; then the summary."""
     width = min(_WIDEST, terminal_width() - 11, max(display_width(plain_line(name)) for name in names))
     kept = []
     for number, one in enumerate(predictions, start=1):
@@ -86,29 +90,3 @@ def _print(predictions: Predictions, names: Sequence[str], form: str | None) -> 
         print(render(predictions.header, [one.row for one in kept], "csv"))
     for line in predictions.summary():
         print(line, file=sys.stdout if form is None else sys.stderr)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="efficient-ft predict", description=DESCRIPTION, formatter_class=Help)
-    parser.add_argument("run", type=Path, nargs="?", help="a run folder, or its model.safetensors")
-    parser.add_argument(
-        "files",
-        type=Path,
-        nargs="*",
-        metavar="FILE",
-        help="image files, or folders of them; for a run with task=text files of lines (- is the standard input)",
-    )
-    parser.add_argument("--task", help="for a run on several data sets: the one whose classes are predicted")
-    parser.add_argument("--top", type=count, default=5, metavar="K", help="classes printed for each item (default 5)")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument(
-        "--csv", dest="form", action="store_const", const="csv", help="print CSV with a row for each item"
-    )
-    form.add_argument("--json", dest="form", action="store_const", const="json", help="print a JSON list of objects")
-    parser.add_argument(
-        "--batch-size", type=count, default=32, metavar="N", help="images or texts in a batch (default 32)"
-    )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the masks (default: RUN/masks)")
-    parser.add_argument("--overlay", action="store_true", help="also write the images with the classes' colors on them")
-    parser.add_argument("--device", default=None, help="cpu, cuda or mps (default: cuda if available)")
-    return parser

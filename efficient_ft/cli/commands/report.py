@@ -17,54 +17,47 @@ from efficient_ft.core.text import plain_line
 DESCRIPTION = """\
 Write report.html, a page that works without internet access.
 
-For several runs, or a folder of runs, the page contains a sortable table, plots of accuracy against FLOPs, memory, time
-and energy with the front of the best runs, and the curves over training.
+For several runs, or a folder of runs, the page contains a sortable table, training curves, and plots of accuracy
+against FLOPs, memory, time and energy. The plots mark the Pareto front.
 
-For one run, the page and PNG files show the recorded statistics of its steps (step_stats.interval=1): budgets over
-time, how often each block was trained, tokens after each block, relative magnitudes, and the kept tokens on images of
-the run's evaluation split.
+For one run, the page and PNG files show the statistics recorded with step_stats.interval=1: budgets over time, how
+often each block trained, tokens after each block, relative magnitudes, and the kept tokens on images of the run's
+evaluation split.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Draw the figures of one run, or write the page of several runs, and print the files written."""
-    options = _parser().parse_args(arguments)
+    """Draw the figures of one run, or write the page of several runs, and print the paths of the files."""
+    parser = argparse.ArgumentParser(prog="efficient-ft report", description=DESCRIPTION, formatter_class=Help)
+    parser.add_argument("runs", type=Path, nargs="*", metavar="RUN|DIR", help="run folders, or folders of runs")
+    images = "number of images with kept tokens (default 6)"
+    parser.add_argument("--images", type=count_or_zero, default=6, metavar="N", help=images)
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="output folder (default: report in the first one)")
+    options = parser.parse_args(arguments)
     if not options.runs:
         print(run_folders("report", "RUN|DIR..."))
         return
-
     from efficient_ft.record import config_file, results, step_stats
-    from efficient_ft.report import write_report, write_runs_page
+    from efficient_ft.report.page import write_report
+    from efficient_ft.report.runs import write_runs_page
 
     first = options.runs[0]
-    # The statistics of one run are drawn, unless it has finished without a record.
+    # A finished run without recorded statistics is written as a page of several runs.
     below = first.is_dir() and not (first / config_file.NAME).is_file() and any(first.rglob(config_file.NAME))
     finished = (first / results.NAME).is_file() and not (first / step_stats.NAME).is_file()
     out = options.out or first / "report"
     if options.out is None:
-        refuse_link(out)  # a run folder may come from somebody else
+        refuse_link(out)  # A run folder may come from another person.
     try:
         if len(options.runs) > 1 or below or finished:
             print(plain_line(str(write_runs_page(options.runs, out))))
             return
-        written = write_report(first, out, options.images)
+        written, notes = write_report(first, out, options.images)
     except OSError as error:
         if error.filename is None or not Path(os.fsdecode(error.filename)).is_relative_to(out):
             raise
         reason = (error.strerror or str(error)).lower()
-        raise UserError(
-            f"{error.filename} cannot be written ({reason}). Choose another folder: --out FOLDER."
-        ) from error
-    for note in written.notes:
+        raise UserError(f"{error.filename} cannot be written ({reason}). Choose another --out FOLDER.") from error
+    for note in notes:
         say_note(note, file=sys.stdout)
-    print("\n".join(plain_line(str(file)) for file in written.files))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="efficient-ft report", description=DESCRIPTION, formatter_class=Help)
-    parser.add_argument("runs", type=Path, nargs="*", metavar="RUN|DIR", help="run folders, or folders of runs")
-    parser.add_argument(
-        "--images", type=count_or_zero, default=6, metavar="N", help="images with kept tokens (default 6)"
-    )
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="output folder (default: report in the first one)")
-    return parser
+    print("\n".join(plain_line(str(file)) for file in written))

@@ -19,46 +19,58 @@ if TYPE_CHECKING:
     from efficient_ft.record.study import Records, StudyRun
 
 DESCRIPTION = """\
-Run a study. FOLDER/study.yaml names the rows (methods), the setting that is tuned for each of them, and the seeds.
+Run a study. FOLDER/study.yaml defines the rows (methods), the setting that is tuned for each row, and the seeds.
 
-    efficient-ft study                                list the studies below this folder
+    efficient-ft study                                list the studies below the current folder
     efficient-ft study results/deit_tiny_caltech101 data.root=DIR model.weights=FILE jobs=2
     efficient-ft study results/deit_tiny_caltech101 --report
 
-The command starts the unfinished runs; the same command continues an interrupted study. --report starts no run and
-prints the table of the finished runs. KEY=VALUE settings apply to this machine only (the folder of the images, the
-number of jobs at a time) and are not recorded. FOLDER/records.json contains a record of every finished run.
+The command starts the unfinished runs. The same command continues an interrupted study. --report prints the table of
+the finished runs without starting a run. KEY=VALUE settings apply only to this machine, for example the image folder or
+the number of parallel jobs, and are not recorded. FOLDER/records.json contains a record of every finished run.
 """
 
-#: Settings that do not change the results of a study, or the start of their names.
+#: Settings, or prefixes of settings, that do not change the results of a study.
 OF_THIS_MACHINE = ("data.root", "data.download", "data.num_workers", "model.weights", "jobs", "job_timeout",
                    "trainer.accelerator", "trainer.progress", "logger")  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run or report a study; the exit status is 1 if a run has failed."""
+    """Run or report a study. The exit status is 1 if a run has failed."""
     from efficient_ft.cli.hydra.rows import check_settings
 
-    options = _parser().parse_intermixed_args(arguments)
+    parser = argparse.ArgumentParser(prog="efficient-ft study", description=DESCRIPTION, formatter_class=Help)
+    parser.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help="folder that contains study.yaml")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings for this machine")
+    parser.add_argument("--rows", type=words, default=[], metavar="ROW,...", help="only these rows (default: all)")
+    parser.add_argument("--tune-only", action="store_true", help="run only the tuning, not the other seeds")
+    parser.add_argument("--report", action="store_true", help="print the table without starting a run")
+    add_columns_option(parser)
+    options = parser.parse_intermixed_args(arguments)
     if options.folder is None:
-        print(_studies())
+        found = sorted(file.parent for depth in ("*", "*/*") for file in Path().glob(f"{depth}/study.yaml"))
+        lines = ["Studies here:", *(f"  {plain_line(str(folder))}" for folder in found)]
+        none = ["No study.yaml was found in subfolders up to two levels deep."]
+        print("\n".join(["Usage: efficient-ft study FOLDER", *(lines if found else none)]))
         return
     check_settings(options.settings)
     for key in (word.partition("=")[0] for word in options.settings):
         if not key.startswith(OF_THIS_MACHINE) and not re.fullmatch(r"tasks\.\w+\.(root|download|num_workers)", key):
             raise UserError(
-                f"{key} changes the runs of the study, so it belongs into {options.folder / 'study.yaml'}. On the"
-                f" command line only {', '.join(OF_THIS_MACHINE)} may be set, which are not recorded."
+                f"{key} changes the runs of the study. Set it in {options.folder / 'study.yaml'}. The command line"
+                f" accepts only {', '.join(OF_THIS_MACHINE)}, which are not recorded."
             )
-
+    from efficient_ft.config import setting_names
     from efficient_ft.record.study import Records, chosen_rows
 
     records = Records(options.folder)
     rows = chosen_rows(records.study, options.rows)
-    _refuse_unknown_ignored(records.study.tune.ignore)
+    for name in records.study.tune.ignore:
+        if name not in setting_names() and not name.startswith("method."):
+            raise UserError(f"tune.ignore names {name}: there is no such setting.{did_you_mean(name, setting_names())}")
     failed = False
     if not options.report:
-        tried: set[StudyRun] = set()  # failed runs are not repeated
+        tried: set[StudyRun] = set()  # Failed runs are not repeated.
         while runs := [run for run in records.tuning_runs(rows) if run not in tried]:
             tried.update(runs)
             failed = _run(records, runs, options.settings) or failed
@@ -69,31 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(1)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="efficient-ft study", description=DESCRIPTION, formatter_class=Help)
-    parser.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help="contains study.yaml")
-    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of this machine")
-    parser.add_argument("--rows", type=words, default=[], metavar="ROW,...", help="only these rows (default: all)")
-    parser.add_argument("--tune-only", action="store_true", help="run the tuning, not the further seeds")
-    parser.add_argument("--report", action="store_true", help="start no run; print the table")
-    add_columns_option(parser)
-    return parser
-
-
-def _studies() -> str:
-    """Return the text of the command without a folder: the studies below the current folder."""
-    from efficient_ft.record.study import DEFINITION
-
-    found = sorted(file.parent for depth in ("*", "*/*") for file in Path().glob(f"{depth}/{DEFINITION}"))
-    if not found:
-        return "Usage: efficient-ft study FOLDER\nNo study.yaml was found here, up to two levels of subfolders deep."
-    return "\n".join(
-        ["Usage: efficient-ft study FOLDER", "Studies here:", *(f"  {plain_line(str(folder))}" for folder in found)]
-    )
-
-
 def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) -> bool:
-    """Start the runs without a record, and record them; return True if one has failed."""
+    """Start the runs that have no record, and record their results. Return True if a run has failed."""
     from efficient_ft.cli.hydra.compose import configured
     from efficient_ft.cli.hydra.jobs import Job, command, run_jobs
     from efficient_ft.cli.hydra.rows import merged
@@ -110,9 +99,9 @@ def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) ->
         title = f"{run.row} {records.study.tune.setting}={shown(run.value)} seed={run.seed}"
         job = Job(arguments, title, folder_of(config), config)
         if not job.trains:
-            raise UserError(f"{title} does not train (cost_only or evaluate). Remove it from the study.")
+            raise UserError(f"{title} does not train, since it sets cost_only or evaluate. Remove this setting.")
         if same := next((other for other in jobs if other.folder == job.folder), None):
-            raise UserError(f"{title} and {same.title} are the same run. Leave one of the rows out.")
+            raise UserError(f"{title} and {same.title} are the same run. Remove one of the rows.")
         jobs.append(job)
         run_of[id(job)] = run
     if not jobs:
@@ -129,25 +118,14 @@ def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) ->
     try:
         run_jobs(jobs, lambda job: command(None, None, None, job.arguments), jobs[0].config.jobs, record)
     except SystemExit as end:
-        # The table lists failed jobs. Divergence is a result of the study; a signal ends the study.
+        # Status 1 means that a job has failed, and the table lists it. Any other status ends the study.
         if end.code != 1:
             raise
     return any(job.failure is not None and not job.diverged for job in jobs)
 
 
-def _refuse_unknown_ignored(ignored: Sequence[str]) -> None:
-    """Refuse `ignore` of a setting that does not exist."""
-    if not ignored:
-        return
-    from efficient_ft.config import setting_names
-
-    for name in ignored:
-        if name not in setting_names() and not name.startswith("method."):
-            raise UserError(f"tune.ignore names {name}: there is no such setting.{did_you_mean(name, setting_names())}")
-
-
 def _refuse_other_images(records: Records, configs: Mapping[StudyRun, Config]) -> None:
-    """Refuse images that differ from those of the records, before any run starts."""
+    """Refuse images that differ from the images of the records, before any run starts."""
     if not any(record.get("images") for record in records.runs):
         return
     from efficient_ft.config import data_configs
@@ -155,10 +133,9 @@ def _refuse_other_images(records: Records, configs: Mapping[StudyRun, Config]) -
 
     digests: dict[str, str] = {}
     for run, config in configs.items():
-        every = data_configs(config)
-        key = str([(one.name, one.root) for one in every])
+        key = str([(one.name, one.root) for one in data_configs(config)])
         if key not in digests:
-            digests[key] = "+".join(read_data(one).digest() for one in every)
+            digests[key] = "+".join(read_data(one).digest() for one in data_configs(config))
         records.refuse_other_images(run, digests[key])
 
 

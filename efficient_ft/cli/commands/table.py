@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,33 +22,32 @@ if TYPE_CHECKING:
     from efficient_ft.cli.hydra.jobs import Job
     from efficient_ft.papers.published import Row, Table
 
-# Heavy modules are imported after the arguments are parsed, so that help answers at once.
+# Heavy modules are imported after the arguments are parsed, so that help responds immediately.
 
 DESCRIPTION = """\
-The published tables and figures of the four papers.
+Print the published tables of the four papers, and reproduce them.
 
-    efficient-ft table [data.root=DIR]        list them, and what can be run on this machine now
-    efficient-ft table lbp_wht/2              the published numbers, and how our runs differ
-    efficient-ft table lbp_wht/2 --commands   the command of every accuracy
-    efficient-ft table lbp_wht/2 --cost       the cost of every row, by the paper's rule and as executed
+    efficient-ft table [data.root=DIR]        list tables and figures, and the runs possible on this machine
+    efficient-ft table lbp_wht/2              print the published numbers, and deviations of our runs
+    efficient-ft table lbp_wht/2 --commands   print the command for every accuracy
+    efficient-ft table lbp_wht/2 --cost       count the cost of every row by the paper's rule and as executed
     efficient-ft table alast/7 --run --rows deit_t.alast --seeds 0,1,2 data.root=DIR
     efficient-ft table alast/7 --report --seeds 0,1,2 data.root=DIR
 
---run skips finished runs, so the same command continues. --report prints published and obtained accuracies next to each
-other. KEY=VALUE settings apply to every run and are added to its command; a report finds the runs with the same
-settings.
+--run skips finished runs, so the same command continues after an interruption. --report prints published and obtained
+accuracies side by side. KEY=VALUE settings are added to the command of every run. A report includes only runs with the
+same settings.
 """
 
-
-#: Prefixes of the columns of accuracies, as words.
+#: Words for the prefixes of accuracy columns.
 _KINDS = {"acc": "accuracy", "miou": "mean IoU"}
-#: Maximum number of missing runs that a report names.
+#: Maximum number of missing runs that a report lists.
 _NAMED = 8
 
 
 @dataclass(frozen=True)
 class CellRun:
-    """A run of the grid: a row, a column of accuracies (None: all columns), and a seed."""
+    """A run of a table: a row, an accuracy column (None: all columns), and a seed."""
 
     row: Row
     column: str | None
@@ -56,9 +56,20 @@ class CellRun:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """List, show, count, run or report published tables; the exit status is 1 if a run has failed."""
-    options = _parser().parse_intermixed_args(arguments)
-
+    """List, print, count, run or report published tables. The exit status is 1 if a run has failed."""
+    parser = argparse.ArgumentParser(prog="efficient-ft table", description=DESCRIPTION, formatter_class=Help)
+    parser.add_argument("table", nargs="?", metavar="TABLE", help="PAPER/NUMBER, for example lbp_wht/2")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings for every run")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--commands", action="store_true", help="print the command of every run")
+    what.add_argument("--cost", action="store_true", help="count the cost of every row, without data or weights")
+    what.add_argument("--run", action="store_true", help="start the unfinished runs, and print a report")
+    what.add_argument("--report", action="store_true", help="print published and obtained accuracies")
+    parser.add_argument("--rows", type=words, default=[], metavar="ROW,...", help="only these rows (default: all)")
+    parser.add_argument("--seeds", type=_seeds, default=[233], metavar="N,...", help="seeds of the runs (default: 233)")
+    add_form_option(parser)
+    add_columns_option(parser)
+    options = parser.parse_intermixed_args(arguments)
     from efficient_ft.cli.hydra.rows import check_settings
     from efficient_ft.papers.published import chosen_rows, published_table
 
@@ -67,20 +78,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         roots = [word.partition("=")[2] for word in settings if word.startswith("data.root=")]
         others = len(settings) > len(roots)
         if options.run or options.report or options.commands or options.cost or options.rows or others:
-            raise UserError(
-                "Name a table before its rows and settings; `efficient-ft table [data.root=DIR]` lists them."
-            )
+            raise UserError("Name a table before rows and settings. `efficient-ft table [data.root=DIR]` lists them.")
         _list(roots[-1] if roots else "./data", options)
         return
     check_settings(options.settings)
     table = published_table(options.table)
     rows = chosen_rows(table, options.rows)
     if options.cost and options.settings:
-        raise UserError(f"{options.settings[0]}: --cost counts the settings of the table, and takes no others.")
+        raise UserError(f"{options.settings[0]}: --cost uses only the settings of the table. Remove this setting.")
     if options.commands and options.form != "text":
-        raise UserError(f"--form {options.form}: --commands prints lines of a shell.")
+        raise UserError(f"--form {options.form}: --commands prints shell commands. Remove --form.")
     if options.run and options.form not in ("text", "markdown"):
-        raise UserError(f"--form {options.form}: --run prints what its runs print. Use --report afterwards.")
+        raise UserError(f"--form {options.form}: --run prints the output of its runs. Use --report after the runs.")
     if options.cost:
         from efficient_ft.cli.commands.table_costs import print_costs
 
@@ -100,26 +109,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if options.run:
             run_jobs(jobs, lambda job: command(None, None, None, job.arguments), jobs[0].config.jobs)
-    finally:  # results are reported even after a failure
+    finally:  # The results are reported even after a failure.
         if options.run:
             write_sweep_table(Path("outputs"), [job.folder for job in jobs])
         print(_report(table, rows, runs, jobs, settings, options))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="efficient-ft table", description=DESCRIPTION, formatter_class=Help)
-    parser.add_argument("table", nargs="?", metavar="TABLE", help="PAPER/NUMBER, for example lbp_wht/2")
-    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of every run")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--commands", action="store_true", help="print the command of every run")
-    what.add_argument("--cost", action="store_true", help="count every row's cost; needs no data and no weights")
-    what.add_argument("--run", action="store_true", help="do the runs that are not finished, then report")
-    what.add_argument("--report", action="store_true", help="print published and obtained accuracies")
-    parser.add_argument("--rows", type=words, default=[], metavar="ROW,...", help="only these rows (default: all)")
-    parser.add_argument("--seeds", type=_seeds, default=[233], metavar="N,...", help="a run for each (default: 233)")
-    add_form_option(parser)
-    add_columns_option(parser)
-    return parser
 
 
 def _seeds(given: str) -> list[int]:
@@ -129,8 +122,6 @@ def _seeds(given: str) -> list[int]:
 
 
 def _list(root: str, options: argparse.Namespace) -> None:
-    """Print all tables and figures, their requirements, and the parts that can be run on this machine."""
-    from efficient_ft.cli.commands.table_needs import state_of
     from efficient_ft.papers.published import figures, published_table, table_names
 
     header = ["table", "rows", "accuracies", "about", "here"]
@@ -146,34 +137,72 @@ def _list(root: str, options: argparse.Namespace) -> None:
     print(render(header, lines, options.form, columns=columns, chosen=options.columns))
 
 
+def state_of(table: Table, root: str = "./data") -> str:
+    """Return the costs and runs of `table` that are possible on this machine, with data sets in `root`."""
+    cells = [cell for row in table.rows for cell in row.cells.values()]
+    runs = [cell for cell in cells if cell.arguments]
+    if not runs:
+        counted = table.counted or any(row.arguments for row in table.rows)
+        return "costs" if counted else f"no: {table.reason}"
+    needed = sorted({str(cell.data) for cell in runs})
+    here = [data for data in needed if present(data, root)]
+    missing = [data for data in needed if data not in here]
+    absent = [f"not in {root}: {', '.join(missing)}"] if missing else []
+    ready = [cell for cell in runs if cell.data in here]
+    # The networks require the task, which is the same for all runs of a table.
+    task = next((word for cell in ready for word in cell.arguments if word.startswith("task=")), None)
+    models = sorted({cell.arguments[0] for cell in ready})
+    without = [model for model in models if not _weights(model, task and (task, f"data={ready[0].data}"))]
+    if without:
+        absent.append(f"missing weights: {', '.join(model.partition('=')[2] for model in without)}")
+    able = sum(cell.arguments[0] not in without for cell in ready)
+    if not absent:
+        return f"costs; runs ({able})"
+    return f"costs; {able} of {len(runs)} runs: {'; '.join(absent)}"
+
+
+@cache
+def _weights(model: str, of_task: tuple[str, ...] | None = None) -> bool:
+    """Return True if the weights of ``model=NAME`` are cached or can be downloaded."""
+    from efficient_ft.cli.hydra.compose import configured
+    from efficient_ft.models.factory import missing_weights
+
+    return missing_weights(configured([model, "recipe=none", *(of_task or ())]).model) is None
+
+
+def present(data: str, root: str = "./data") -> bool:
+    """Return True if the files of a published data set are in `root`."""
+    from efficient_ft.data.published import MASK_SETS, PUBLISHED, TEXT_SETS
+
+    if data in MASK_SETS:
+        return MASK_SETS[data].missing(data, Path(root)) is None
+    source = TEXT_SETS[data] if data in TEXT_SETS else PUBLISHED[data]
+    folder = source.root(root)
+    return all(archive.state(folder) not in ("absent", "partial", "broken") for archive in source.archives)
+
+
 def _shown(table: Table, rows: Sequence[Row], options: argparse.Namespace) -> str:
-    """Return the published numbers; text and Markdown also contain the deviations of our runs and notes."""
+    """Return the published numbers. Text and Markdown also contain notes and the deviations of our runs."""
     from efficient_ft.papers.published import COSTS, PAPERS
 
     figures = [key for key in COSTS if any(key in row.costs for row in rows)]
     columns = list(dict.fromkeys(key for row in rows for key in row.cells))
-    # A table without numbers (formulas, architectures) is its words.
+    # A table without numbers (formulas, architectures) consists of its words.
     stated = [] if figures or columns else [key for key in rows[0].columns if key != "label"]
     header = ["row", "label", *stated, *(COSTS[key] for key in figures), *columns]
     lines: list[list[Cell]] = []
     for row in rows:
         printed = [row.cells[key].printed if key in row.cells else None for key in columns]
-        lines.append(
-            [row.name, row.label, *(row.columns[key] for key in stated), *map(row.costs.get, figures), *printed]
-        )
-    shown = render(
-        header,
-        lines,
-        options.form,
-        columns={
-            "row": Column(words=True),
-            **{key: Column(2, title=_title(key)) for key in columns},
-            **{COSTS[key]: Column(3 if number else 1) for number, key in enumerate(figures)},
-            **{key: Column(words=True) for key in stated},
-            "label": Column(4, words=True),
-        },
-        chosen=options.columns,
-    )
+        own = [row.columns[key] for key in stated]
+        lines.append([row.name, row.label, *own, *map(row.costs.get, figures), *printed])
+    formats = {
+        "row": Column(words=True),
+        **{key: Column(2, title=_title(key)) for key in columns},
+        **{COSTS[key]: Column(3 if number else 1) for number, key in enumerate(figures)},
+        **{key: Column(words=True) for key in stated},
+        "label": Column(4, words=True),
+    }
+    shown = render(header, lines, options.form, columns=formats, chosen=options.columns)
     if options.form not in ("text", "markdown"):
         return shown
     parts = [f"{PAPERS[table.paper]}, Table {table.number}: {table.title}\n{table.conditions}", shown]
@@ -186,13 +215,13 @@ def _shown(table: Table, rows: Sequence[Row], options: argparse.Namespace) -> st
 
 
 def _title(column: str) -> str:
-    """Return the header of a column of accuracies: ``acc_cifar10`` → ``accuracy cifar10``."""
+    """Return the header of an accuracy column: ``acc_cifar10`` → ``accuracy cifar10``."""
     kind, _, data = column.partition("_")
     return f"{_KINDS.get(kind, kind)} {data}"
 
 
 def _filled(part: str, form: str) -> str:
-    """Return a text with lines that fit the terminal, if the format is text."""
+    """Return a text with lines that fit the terminal if the format is text."""
     if form != "text":
         return part
     return "\n".join(paragraph(line, "  " if line.startswith("- ") else "") for line in part.split("\n"))
@@ -203,11 +232,10 @@ def _listed(title: str, notes: Sequence[str]) -> list[str]:
 
 
 def _runs(table: Table, rows: Sequence[Row], seeds: Sequence[int], settings: Sequence[str]) -> Iterator[CellRun]:
-    """Yield every run of the grid."""
     from efficient_ft.cli.hydra.rows import merged, of_tasks
 
     if not any(row.runs for row in rows):
-        raise UserError(f"{table.name} has no accuracies that can be run. {table.reason or ''}".rstrip())
+        raise UserError(f"{table.name} has no accuracies that can be reproduced. {table.reason or ''}".rstrip())
     for row in rows:
         own = of_tasks(settings, row.tasks)
         for seed in seeds:
@@ -226,16 +254,14 @@ def _jobs(runs: Sequence[CellRun]) -> list[Job]:
         config = configured(one.arguments)
         title = " ".join([one.row.name, *([one.column] if one.column else []), f"seed={one.seed}"])
         if config.cost_only or config.evaluate is not None:
-            raise UserError(
-                f"{title} does not train with cost_only or evaluate. For costs, use efficient-ft table NAME --cost."
-            )
+            raise UserError(f"{title} does not train with cost_only or evaluate. For costs, use table NAME --cost.")
         if any(argument.startswith("hydra.run.dir=") for argument in one.arguments):
-            raise UserError("hydra.run.dir: every run of a table has its own folder below outputs. Leave it out.")
+            raise UserError("hydra.run.dir: every run of a table requires a separate folder in outputs. Remove it.")
         jobs.append(Job(one.arguments, title, folder_of(config), config))
     folders = [job.folder for job in jobs]
     if len(set(folders)) < len(folders):
         same = next(job.title for job in jobs if folders.count(job.folder) > 1)
-        raise SettingError("settings", f"some that make {same} equal to another run", "such that all runs differ")
+        raise SettingError("settings", f"settings that make {same} equal to another run", "such that all runs differ")
     return jobs
 
 
@@ -247,9 +273,6 @@ def _report(
     settings: Sequence[str],
     options: argparse.Namespace,
 ) -> str:
-    """Return the published and obtained accuracies in percent, and notes on missing runs."""
-    from efficient_ft.cli.hydra.jobs import not_read
-
     found = _obtained(runs, jobs)
     seeds = len({one.seed for one in runs})
     columns = list(dict.fromkeys(key for row in rows for key in row.cells))
@@ -269,25 +292,16 @@ def _report(
             else:
                 line += [None if printed is None else f"{printed:.2f}", spread(values, seeds)]
         lines.append(line)
-    titles = {
-        f"{key} {part}": Column(1 + (part == "published"), title=f"{_title(key)} {part}")
-        for key in columns
-        for part in parts
-    }
-    named = {"row": Column(words=True), **titles}
+    named = {"row": Column(words=True)}
+    for key in columns:
+        named |= {f"{key} {p}": Column(1 + (p == "published"), title=f"{_title(key)} {p}") for p in parts}
     shown = render(header, lines, options.form, columns=named, chosen=options.columns)
-    done = [job.results is not None for job in jobs]
-    missing = [job for job, is_there in zip(jobs, done, strict=True) if not is_there]
-    limited = [
-        job.title for job in jobs if job.results is not None and job.config.trainer.limit_eval_batches is not None
-    ]
-    unread = [f"{job.title}: {reason}" for job in missing if (reason := not_read(job.folder))]
-    notes = _report_notes(settings, [job.title for job in missing], len(runs), unread, limited)
+    notes = _report_notes(settings, jobs)
     if options.form not in ("text", "markdown"):
         for one in notes:
             show(one, sys.stderr)
         return shown
-    title = f"{table.name}: {table.title}; %, mean [min…max] over seeds"
+    title = f"{table.name}: {table.title} (%, mean [min…max] over seeds)"
     return "\n\n".join([_filled(title, options.form), shown, *(_filled(one, options.form) for one in notes)])
 
 
@@ -314,33 +328,33 @@ def _obtained(runs: Sequence[CellRun], jobs: Sequence[Job]) -> dict[tuple[str, s
     return found
 
 
-def _report_notes(
-    settings: Sequence[str], missing: Sequence[str], runs: int, unread: Sequence[str], limited: Sequence[str]
-) -> list[str]:
-    """Return notes on missing runs of a report, and on how its runs differ from the table."""
+def _report_notes(settings: Sequence[str], jobs: Sequence[Job]) -> list[str]:
     from efficient_ft.cli.commands.study import OF_THIS_MACHINE
+    from efficient_ft.cli.hydra.jobs import not_read
 
+    missing = [job for job in jobs if job.results is None]
+    limited = [job.title for job in jobs if job.results and job.config.trainer.limit_eval_batches is not None]
     notes = []
     if other := [one for one in settings if not one.startswith(OF_THIS_MACHINE)]:
-        notes.append(f"The runs have settings that are not the table's: {' '.join(other)}.")
+        notes.append(f"The runs have settings that differ from the table: {' '.join(other)}.")
     if missing:
         more = f" and {len(missing) - _NAMED} more (--commands lists all)" if len(missing) > _NAMED else ""
-        notes.append(f"{len(missing)} of {runs} runs are missing: {', '.join(missing[:_NAMED])}{more}.")
-    if len(missing) == runs:
-        notes.append("A report finds only runs with the same settings. Repeat the settings that were given to --run.")
-    notes += [f"Not read: {reason}" for reason in unread]
+        named = ", ".join(job.title for job in missing[:_NAMED])
+        notes.append(f"{len(missing)} of {len(jobs)} runs are missing: {named}{more}.")
+    if len(missing) == len(jobs):
+        notes.append("A report includes only runs with the same settings. Repeat the settings passed to --run.")
+    notes += [f"Not read: {job.title}: {reason}" for job in missing if (reason := not_read(job.folder))]
     if limited:
-        notes.append(f"Not on all images (trainer.limit_eval_batches): {', '.join(limited)}.")
+        notes.append(f"Evaluated on a part of the images (trainer.limit_eval_batches): {', '.join(limited)}.")
     return notes
 
 
 def spread(values: Sequence[float], seeds: int) -> str | None:
-    """Return fractions as percent, ``97.12 [97.01…97.30], 3 seeds``; None without values. `seeds` are expected."""
+    """Format fractions as percent, e.g. ``97.12 [97.01…97.30], 3 seeds``; None without values. `seeds` are expected."""
     if not values:
         return None
     from efficient_ft.report import studies
 
     shown = studies.spread([100 * value for value in values])
-    if len(values) < seeds:
-        return f"{shown}, {len(values)} of {seeds} seeds"
-    return f"{shown}, {seeds} seeds" if seeds > 1 else shown
+    of = f"{len(values)} of " if len(values) < seeds else ""
+    return f"{shown}, {of}{seeds} seeds" if seeds > 1 else shown

@@ -1,8 +1,8 @@
-"""The cost columns of a published table: the published costs, and ours by the paper's rule and as executed."""
+"""The cost columns of a published table: the published costs, and our counts by the paper's rule and as executed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -23,22 +23,22 @@ from efficient_ft.papers.published import COSTS, MODELS, Row, Table, baseline_of
 from efficient_ft.papers.rules import batch_and_unit, count_cost, count_settings
 from efficient_ft.training.kinds.registry import kind_of
 
-#: Relative difference from the published number above which a reason is given.
+#: Relative difference from the published number above which a reason is printed.
 TOLERANCE = 0.02
 
-#: Figures that only a rule of the paper gives.
+#: Columns that only the paper's rule can count.
 _BY_RULE = ("train_memory_mb", "activation_memory_mb", "train_memory_reduction")
 
-#: Number of training images of the data sets in ALaST's tables, without validation images for Flowers-102
+#: Number of training images of the data sets in ALaST's tables. Flowers-102 excludes validation images
 #: (``data.train_on_val=false`` in its recipes).
 IMAGES = {"flowers102": 1020, "cifar100": 50_000, "food101": 75_750}
 
 
 @dataclass(frozen=True)
 class CostCell:
-    """A published cost of a column, and our numbers by the paper's rule and by executing the step.
+    """A published cost, and our counts by the paper's rule and by executing the step.
 
-    `reason` explains why our number differs by more than `TOLERANCE` and half a printed digit, or why there is none.
+    `reason` explains why our count differs by more than `TOLERANCE` and half a printed digit, or why there is no count.
     """
 
     column: str
@@ -50,12 +50,12 @@ class CostCell:
 
     @property
     def deviation(self) -> float | None:
-        """Relative difference of our number (by the rule, else executed FLOPs) from the published one."""
+        """Relative difference of our count (by the rule, else executed) from the published number."""
         return None if self._ours is None else self._ours / self.printed - 1
 
     @property
     def agrees(self) -> bool:
-        """True if our number is within `TOLERANCE` of the published one, or rounds to it."""
+        """True if our count is within `TOLERANCE` of the published number, or rounds to it."""
         if self._ours is None:
             return False
         distance = abs(self._ours - self.printed)
@@ -72,14 +72,13 @@ Counts = tuple[float | None, float | None]
 
 
 def cost_cells(table: Table, row: Row, step: Step | None = None) -> list[CostCell]:
-    """Return the published costs of a row with our counts; `step` counts a step (None: count each step once here)."""
+    """Return the published costs of a row with our counts. `step` counts a step (None: count each step once here)."""
     found = []
     for column, printed in row.costs.items():
         if column not in _COUNTED:
             continue
-        cell = CostCell(
-            column, float(printed), *_COUNTED[column](table, row, step or _executed), len(printed.partition(".")[2])
-        )
+        rule, as_executed = _COUNTED[column](table, row, step or _executed)
+        cell = CostCell(column, float(printed), rule, as_executed, len(printed.partition(".")[2]))
         if not cell.agrees:
             reason = reason_of(table.name, row, column)
             if reason is None and cell.deviation is None:
@@ -91,16 +90,16 @@ def cost_cells(table: Table, row: Row, step: Step | None = None) -> list[CostCel
 
 
 def print_costs(table: Table, rows: Sequence[Row], form: str, chosen: Sequence[str] = (), processes: int = 1) -> None:
-    """Print the cost columns of `rows` in one of the forms of `core.sheet`; in a text, each row once it is counted."""
+    """Print the cost columns of `rows` in a form of `core.sheet`. As text, each row is printed when it is counted."""
     columns = [column for column in COSTS if column in _COUNTED and any(column in row.costs for row in rows)]
     if not columns:
-        raise UserError(f"{table.name} prints no costs that are counted. {table.reason or ''}".rstrip())
+        raise UserError(f"{table.name} contains no costs that can be counted. {table.reason or ''}".rstrip())
     data = form in DATA
-    numbers: dict[str, int] = {}  # of the reasons, from 1
+    numbers: dict[str, int] = {}  # the number of each reason, starting at 1
     counted = count_rows(table, rows, processes, lambda done, of: status(f"counted {done} of {of} steps"))
     lines = (_line(row, columns, cost_cells(table, row), data, numbers) for row in counted)
-    header = _header(columns)
-    shown = _columns(header)
+    shown = _columns(columns)
+    header = list(shown)
     if form == "text" and not chosen:
         samples = [_line(row, columns, cost_cells(table, row, _typical), data, None) for row in rows]
         sheet = Lines(header, samples, columns=shown)
@@ -111,7 +110,7 @@ def print_costs(table: Table, rows: Sequence[Row], form: str, chosen: Sequence[s
         text = "\n".join(sheet.foot())
     else:
         found = list(lines)
-        # Columns without values are left out.
+        # Columns without values are omitted.
         used = [i for i in range(len(header)) if i == 0 or any(line[i] is not None for line in found)]
         kept = [[line[i] for i in used] for line in found]
         names = [header[i] for i in used]
@@ -119,39 +118,36 @@ def print_costs(table: Table, rows: Sequence[Row], form: str, chosen: Sequence[s
     status("")
     if text:
         print(text)
-    below = [] if data else [*(f"{number}: {why}." for why, number in numbers.items()), *_rule_notes(table, rows)]
+    noted: dict[str, list[str]] = {}
+    for row in rows:
+        settings = count_settings(table, row)
+        if settings is not None and settings.note:
+            noted.setdefault(settings.note, []).append(row.name)
+    rules = [f"The rule of {', '.join(names)}: {text}." for text, names in noted.items()]
+    below = [] if data else [*(f"{number}: {why}." for why, number in numbers.items()), *rules]
     if form == "latex" and below:
         print("\n".join(f"% {line}" for line in below))
     elif below:
         print("\n" + "\n".join(paragraph(f"- {line}", "  ") if form == "text" else f"- {line}" for line in below))
 
 
-def _header(columns: Sequence[str]) -> list[str]:
-    """Return the names of the columns."""
-    header = ["row"]
-    for column in columns:
-        own = ("by its rule", "kept, executed" if column in _BY_RULE else "executed", "deviation")
-        header += [COSTS[column], *(f"{COSTS[column]}, {part}" for part in own)]
-    return [*header, "reason"]
-
-
-def _columns(header: Sequence[str]) -> dict[str, Column]:
-    """Return the format of the columns: the published number and our deviation come first."""
-    printed = header[1:-1:4]
+def _columns(columns: Sequence[str]) -> dict[str, Column]:
+    """Return the columns of the table with their formats: the published number and our deviation come first."""
     found = {"row": Column(words=True)}
-    for name in printed:
+    for column in columns:
+        name, kept = COSTS[column], column in _BY_RULE
+        executed = "executed (kept)" if kept else "executed"
         found[name] = Column()
-        for part in ("by its rule", "kept, executed", "executed", "deviation"):
-            if (whole := f"{name}, {part}") in header:
-                title = "executed (kept)" if part.startswith("kept") else part
-                found[whole] = Column(1 if part == "deviation" else 2, format_digits, title)
+        found[f"{name}, by its rule"] = Column(2, format_digits, "by its rule")
+        found[f"{name}, {'kept, ' * kept}executed"] = Column(2, format_digits, executed)
+        found[f"{name}, deviation"] = Column(1, format_digits, "deviation")
     return {**found, "reason": Column(words=True)}
 
 
 def _line(
     row: Row, columns: Sequence[str], cells: Sequence[CostCell], data: bool, numbers: dict[str, int] | None
 ) -> list[Cell]:
-    """Return the cells of a row, and add new reasons to `numbers`; if `numbers` is None, a sample of maximum width."""
+    """Return the cells of a row, and add its reasons to `numbers` (None: return a sample of maximum width)."""
     of = {cell.column: cell for cell in cells}
     line: list[Cell] = [row.name]
     for column in columns:
@@ -165,29 +161,14 @@ def _line(
         line += [cell.printed if data else row.costs[column], cell.rule, cell.executed, deviation]
     if numbers is None:
         return [*line, "1, 2, 3"]
-    reasons = _reasons(of)
+    columns_of: dict[str, list[str]] = {}
+    for column, cell in of.items():
+        if cell.reason:
+            columns_of.setdefault(cell.reason, []).append(COSTS[column])
+    reasons = [f"{', '.join(names)}: {reason}" for reason, names in columns_of.items()]
     if not data:
         reasons = [str(numbers.setdefault(reason, len(numbers) + 1)) for reason in reasons]
     return [*line, ("; " if data else ", ").join(reasons) or None]
-
-
-def _rule_notes(table: Table, rows: Sequence[Row]) -> list[str]:
-    """Return notes on how the paper's rule counts some of the rows."""
-    found: dict[str, list[str]] = {}
-    for row in rows:
-        settings = count_settings(table, row)
-        if settings is not None and settings.note:
-            found.setdefault(settings.note, []).append(row.name)
-    return [f"The rule of {', '.join(names)}: {note}." for note, names in found.items()]
-
-
-def _reasons(cells: Mapping[str, CostCell]) -> list[str]:
-    """Return the reasons of a row, each with its columns."""
-    columns: dict[str, list[str]] = {}
-    for column, cell in cells.items():
-        if cell.reason:
-            columns.setdefault(cell.reason, []).append(COSTS[column])
-    return [f"{', '.join(names)}: {reason}" for reason, names in columns.items()]
 
 
 # ---------------------------------------------------------------------------------------------- how costs are counted
@@ -196,11 +177,10 @@ def _backward(table: Table, row: Row, step: Step) -> Counts:
 
 
 def _to_count(table: Table, row: Row) -> tuple[str, ...]:
-    """Return the arguments for counting the costs of a row; empty if the row cannot be run."""
     return row.arguments and (*row.arguments, *table.count_at)
 
 
-#: BSR's Table 1: MiB of activations in fp32 for 196 patches and the class token, 384 channels, 6 heads, expansion 4.
+#: BSR, Table 1: MiB of fp32 activations for 196 patches and the class token, 384 channels, 6 heads, expansion 4.
 _ACTIVATIONS = {
     "self_attention": 4 * 3 * 197 * 384 / 2**20,
     "softmax": 4 * 6 * 197**2 / 2**20,
@@ -215,16 +195,16 @@ def _memory(table: Table, row: Row, step: Step) -> Counts:
     rule = None if found is None else count_cost(found).memory
     if not row.arguments:
         return rule, None
-    # Kept activations, without parameters.
+    # saved activations, without parameters
     batch, unit = batch_and_unit(table, row)
     return rule, step(_to_count(table, row)).saved_bytes * batch / unit
 
 
 def _reduction(of: Callable[[Table, Row, Step], Counts], table: Table, row: Row, step: Step) -> Counts:
-    """How many times less than the baseline's the number of the row is."""
-    whole, own = of(*baseline_of(table, row), step), of(table, row, step)
-    by_rule, executed_too = (None if a is None or b is None else a / b for a, b in zip(whole, own, strict=True))
-    return by_rule, executed_too
+    """Return the cost of the baseline divided by the cost of the row."""
+    baseline, own = of(*baseline_of(table, row), step), of(table, row, step)
+    by_rule, as_executed = (None if a is None or b is None else a / b for a, b in zip(baseline, own, strict=True))
+    return by_rule, as_executed
 
 
 def _gmacs(table: Table, row: Row, step: Step) -> Counts:
@@ -236,7 +216,7 @@ def _gmacs(table: Table, row: Row, step: Step) -> Counts:
 
 
 def _compute(table: Table, row: Row, step: Step) -> Counts:
-    """PFLOPs of a run: executed FLOPs of an image times images times epochs."""
+    """Return the PFLOPs of a run: executed FLOPs per image × images × epochs."""
     if not row.arguments:
         return None, None
     config = _configured(row.arguments)
@@ -267,18 +247,14 @@ _COUNTED: dict[str, Callable[[Table, Row, Step], Counts]] = {
     "fwd_gmacs_reduction": partial(_reduction, _gmacs),
     "compute_pflops": _compute,
     "params_m": _parameters,
-    "on_device_memory_mb": _measured,
-    "on_device_memory_reduction": _measured,
-    "latency_cpu_us": _measured,
-    "latency_gpu_us": _measured,
-    "speedup_cpu": _measured,
-    "speedup_gpu": _measured,
-    "peak_memory_mb": _measured,
-    "time_min": _measured,
 }
+_COUNTED |= dict.fromkeys(
+    ("on_device_memory_mb", "on_device_memory_reduction", "latency_cpu_us", "latency_gpu_us", "speedup_cpu",
+     "speedup_gpu", "peak_memory_mb", "time_min"), _measured
+)  # fmt: skip
 
 
-#: The configuration of a run, by its arguments.
+#: Configuration of a run by its arguments.
 _configured = cache(configured)
 
 #: Counted steps by the arguments of their run.
@@ -288,11 +264,11 @@ _known: dict[tuple[str, ...], Executed] = {}
 def count_rows(
     table: Table, rows: Sequence[Row], processes: int, counted: Callable[[int, int], None] = lambda done, of: None
 ) -> Iterator[Row]:
-    """Count the steps that the costs of `rows` need, in several processes; yield each row when it is counted."""
+    """Count the steps that the costs of `rows` require, in several processes. Yield each row when it is counted."""
     needed = {row.name: _needed(table, row) for row in rows}
     todo = [step for step in dict.fromkeys(one for steps in needed.values() for one in steps) if step not in _known]
     parallel = min(processes, len(todo))
-    # A new interpreter each: torch's threads do not survive a fork.
+    # Each process starts a new interpreter, since torch's threads do not survive a fork.
     pool = ProcessPoolExecutor(parallel, get_context("spawn"), quiet_libraries) if parallel > 1 else None
     futures = {step: pool.submit(_counted, step) for step in todo} if pool else {}
     done = 0
@@ -312,11 +288,11 @@ def count_rows(
 
 
 def _needed(table: Table, row: Row) -> list[tuple[str, ...]]:
-    """Return the arguments of the steps that the costs of a row need."""
+    """Return the arguments of the steps that the costs of a row require."""
     found = []
     if any(_COUNTED.get(column) not in (None, _measured, _parameters) for column in row.costs):
         found.append(_to_count(table, row))
-        if any(isinstance(_COUNTED.get(column), partial) for column in row.costs):  # a ratio to the baseline
+        if any(isinstance(_COUNTED.get(column), partial) for column in row.costs):  # ratios to the baseline
             found.append(_to_count(*baseline_of(table, row)))
     return [arguments for arguments in found if arguments]
 
@@ -333,7 +309,7 @@ def _executed(arguments: tuple[str, ...]) -> Executed:
 
 
 def _counted(arguments: tuple[str, ...]) -> Executed:
-    # A profile repeats one step: neither weights nor images change before the step that is counted.
+    # One step is enough for a profile, since neither weights nor images change before the counted step.
     config = _configured(arguments)
     profiles = [f"method.{name}.profile_steps=1" for name, own in config.method.items() if "profile_steps" in own]
     config = _configured(merged(*arguments, *profiles))
@@ -342,14 +318,8 @@ def _counted(arguments: tuple[str, ...]) -> Executed:
     assert classes is not None
     model = factory.random_model(config.model, classes)
     spec = factory.input_of(config.model)
-    # FLOPs and kept bytes of an image do not depend on the batch.
+    # FLOPs and saved bytes per image do not depend on the batch size.
     return executed(
-        model,
-        2,
-        spec.size,
-        methods=build_methods(config),
-        precision=config.trainer.precision,
-        label_smoothing=config.optim.label_smoothing,
-        frozen_bn=config.model.frozen_bn,
-        task=kind.task,
-    )
+        model, 2, spec.size, methods=build_methods(config), precision=config.trainer.precision,
+        label_smoothing=config.optim.label_smoothing, frozen_bn=config.model.frozen_bn, task=kind.task,
+    )  # fmt: skip

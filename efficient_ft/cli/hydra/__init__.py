@@ -1,1 +1,1 @@
-"""Hydra: composition, sweeps and launchers."""
+"""Composition, sweeps and launchers with Hydra."""

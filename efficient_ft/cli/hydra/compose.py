@@ -1,4 +1,4 @@
-"""Compose the checked configurations of a command line: one, or those of a sweep. Does not import torch."""
+"""Compose the checked configurations of a command line, for one run or a sweep. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from efficient_ft.core.text import printable
 
 @dataclass(frozen=True)
 class ComposedJob:
-    """A job of a command line: arguments, configuration, and the files and folders that Hydra writes for it."""
+    """A job of a command line: its arguments, its configuration, and the paths that Hydra writes for it."""
 
     arguments: tuple[str, ...]
     config: Config
@@ -49,14 +49,12 @@ class ComposedJob:
 def composed_jobs(
     conf: Path, name: str, overrides: Sequence[str], *, sweep: bool, search: str | None = None
 ) -> list[ComposedJob]:
-    """Return the checked configuration of each job of a command line: one, or those of a sweep.
+    """Return the checked configuration of each job of a command line, which is one run or a sweep.
 
     Args:
-        conf: the folder of the configuration groups.
-        name: the primary configuration in it.
-        overrides: the arguments, as typed.
-        sweep: True to sweep over comma-separated values.
-        search: another folder of configurations, which is searched first.
+        conf: folder of the configuration groups, with the primary configuration `name`.
+        overrides: command-line arguments. If `sweep` is True, comma-separated values are swept.
+        search: additional folder of configurations, which is searched first.
     """
     version.setbase("1.3")
     path = create_config_search_path(str(conf.resolve()))
@@ -65,7 +63,7 @@ def composed_jobs(
             raise UserError(f"--config-dir {search}: no such folder.")
         first = SearchPathQuery(provider="schema")
         path.prepend("command-line", f"file://{Path(search).resolve()}", first)
-    # As hydra.main does; the public initialize_config_dir knows no second folder.
+    # hydra.main uses this function, too. The public initialize_config_dir does not support a second folder.
     loader = Hydra.create_main_hydra2(name, path).config_loader
     own = [folder for folder in (search, None if conf.resolve() == CONF.resolve() else str(conf)) if folder is not None]
     try:
@@ -104,7 +102,7 @@ def chosen_options(hydra: Any, arguments: Sequence[str]) -> dict[str, Any] | Non
 
 
 def _jobs(loader: ConfigLoader, overrides: Sequence[str], sweep: bool) -> list[tuple[str, ...]]:
-    """Return the arguments of each job; a sweep is the product of its comma-separated values."""
+    """Return the arguments of each job. A sweep is the product of its comma-separated values."""
     check_form(overrides)
     refuse_doubled(overrides)
     parser = OverridesParser.create(config_loader=loader)
@@ -120,50 +118,49 @@ def _jobs(loader: ConfigLoader, overrides: Sequence[str], sweep: bool) -> list[t
         values = text.partition("=")[2]
         if not sweep:
             raise UserError(
-                f"{text}: several values. To run each of them add -m; to give a list write"
-                f" '{override.key_or_group}=[{values}]'; to give a text with commas quote it:"
-                f" \"{override.key_or_group}='{values}'\"."
+                f"{text}: several values. Add -m to run each of them. Write '{override.key_or_group}=[{values}]' for a"
+                f" list, or \"{override.key_or_group}='{values}'\" for a string that contains commas."
             )
         if not override.is_discrete_sweep():
-            raise UserError(f"{text}: an interval has no list of values. List them, or use range(START,STOP,STEP).")
+            raise UserError(f"{text}: an interval cannot be swept. List the values, or use range(START,STOP,STEP).")
         key = override.get_key_element()
         choices[text] = [f"{key}={value}" for value in override.sweep_string_iterator()]
         if not choices[text]:
-            raise UserError(f"{text}: the pattern matches no value.")
+            raise UserError(f"{text}: the pattern does not match any value.")
         if key_of(text) == "experiment":
-            raise UserError(f"{text}: a sweep has only one experiment. Repeat the command for each.")
+            raise UserError(f"{text}: a sweep can run only one experiment. Repeat the command for each experiment.")
     return list(itertools.product(*choices.values()))
 
 
 def _with_rows(loader: ConfigLoader, name: str, jobs: list[tuple[str, ...]], sweep: bool) -> list[tuple[str, ...]]:
-    """Multiply `jobs` by the rows of an experiment, as the sweeper does."""
+    """Multiply `jobs` by the rows of an experiment, like the sweeper."""
     naming = [one for one in jobs[0] if key_of(one) == "experiment"] if jobs else []
-    if not naming or any(key_of(one) == "rows" for one in jobs[0]):  # rows=null: a job of such a sweep
+    if not naming or any(key_of(one) == "rows" for one in jobs[0]):  # rows=null marks a job of such a sweep
         return jobs
-    for override in OverridesParser.create(config_loader=loader).parse_overrides(naming):
+    parsed = OverridesParser.create(config_loader=loader).parse_overrides(naming)
+    for override in parsed:
         check_option(loader, override)
     try:
         composed = compose(name, naming)
     except (HydraException, OmegaConfBaseException) as error:
-        parsed = OverridesParser.create(config_loader=loader).parse_overrides(naming)
         raise explained(loader, name, parsed, error) from None
     rows = composed.get("rows")
     if rows is not None and not OmegaConf.is_list(rows):
-        raise SettingError("rows", rows, "a list of texts, each with the settings of a run")
+        raise SettingError("rows", rows, "a list of strings, each with the settings of a run")
     if not sweep and rows:
-        raise UserError(f"{naming[0]} has several runs. Add -m to run each of them.")
+        raise UserError(f"{naming[0]} defines several runs. Add -m to run each of them.")
     return [tuple(job) for job in jobs_of_rows(jobs, rows)]
 
 
 def check_form(overrides: Sequence[str]) -> None:
-    """Refuse arguments that are not KEY=VALUE or ~KEY, are not UTF-8, or have a form that was removed."""
+    """Refuse arguments that are not KEY=VALUE or ~KEY, are not valid UTF-8, or have a form that was removed."""
     for text in overrides:
         refuse_removed(text)
         shown = printable(text)
         if shown != text:
             raise UserError(
-                f"{shown}: it has bytes that are not UTF-8, which a run cannot record. Rename the file or folder, or"
-                " give a link to it with another name."
+                f"{shown}: the argument is not valid UTF-8, so a run cannot record it. Rename the file or folder, or"
+                " pass a link with another name."
             )
         if (not text.startswith("~") and not text.partition("=")[1]) or text.startswith("="):
             raise _not_a_setting(text)
@@ -177,21 +174,20 @@ def _unreadable(text: str) -> UserError:
     key, equals, value = text.partition("=")
     if not equals or not value:
         return _not_a_setting(text)
-    whole = text.strip("'\"")  # quotes around the whole argument that the shell has kept
+    whole = text.strip("'\"")  # The shell has kept quotes around the argument.
     if whole != text and text[0] in "'\"":
-        do = f"the quotes around it are part of the argument; leave them out: {shlex.quote(whole)}"
+        do = f"the quotes are part of the argument. Remove them: {shlex.quote(whole)}"
         if _is_readable(whole):
             return UserError(f"{text}: {do}")
     key = key.lstrip("'\"")
     inner = value.strip("'\"")
     forms = [f'{key}="{inner}"', f"{key}='{inner}'", f"{key}={json.dumps(inner)}"]
     readable = next((form for form in forms if _is_readable(form)), None)
-    do = "" if readable is None else f"; quote it: {shlex.quote(readable)}"
-    return UserError(f"{text}: the value has special characters{do}")
+    do = "" if readable is None else f". Quote it: {shlex.quote(readable)}"
+    return UserError(f"{text}: the value contains special characters{do}")
 
 
 def _is_readable(text: str) -> bool:
-    """Return True if Hydra can parse an argument."""
     try:
         OverridesParser.create().parse_overrides([text])
     except OverrideParseException:
@@ -200,7 +196,6 @@ def _is_readable(text: str) -> bool:
 
 
 def _composed(loader: ConfigLoader, name: str, job: tuple[str, ...], sweep: bool) -> ComposedJob:
-    """Return a job with its checked configuration."""
     parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(job))
     check_output_folder(name, parsed)
     check_hydra(loader, name, parsed)
@@ -211,10 +206,10 @@ def _composed(loader: ConfigLoader, name: str, job: tuple[str, ...], sweep: bool
         check_option(loader, override)
         of_group = bool(loader.get_group_options(override.key_or_group))
         if of_group and override.is_delete() and not isinstance(override.value(), str | None):
-            raise UserError(f"{override.input_line}: ~GROUP takes the name of an option, or no value.")
+            raise UserError(f"{override.input_line}: ~GROUP accepts only the name of an option, or no value.")
     try:
         composed = compose(name, list(job), return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException, TypeError) as error:  # TypeError: a key within a list
+    except (HydraException, OmegaConfBaseException, TypeError) as error:  # a key inside a list is a TypeError
         raise explained(loader, name, parsed, error) from None
     check_targets(composed.hydra)
     written = hydra_files(composed, sweep)

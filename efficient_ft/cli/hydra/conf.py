@@ -1,14 +1,6 @@
-"""The folder of the configuration groups."""
-
-from __future__ import annotations
+"""The folder of the configuration groups: inside the installed package, or at the top level of a checkout."""
 
 from pathlib import Path
 
-
-def configuration_groups() -> Path:
-    """Return the folder of the configuration groups: inside the installed package, or at the top of a checkout."""
-    package = Path(__file__).resolve().parents[2]
-    return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
-
-
-CONF = configuration_groups()
+_PACKAGE = Path(__file__).resolve().parents[2]
+CONF = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / "conf"

@@ -1,8 +1,8 @@
-"""``evaluate=RUN``: the configuration of RUN, changed by the arguments.
+"""``evaluate=RUN``: the configuration of RUN with the changes on the command line.
 
 A run folder may come from another person, so Hydra never composes it. Its config.yaml is read as plain settings and
-checked by the schema: keys of Hydra are refused, and interpolations and targets are plain text. Hydra parses only the
-arguments, and composes the options of groups in them (``data=folder``).
+checked by the schema: Hydra keys are refused, and interpolations and targets remain plain text. Hydra parses only the
+arguments and composes the groups in them (``data=folder``).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from efficient_ft.record.formats import PASS_A_RUN, USE_ITS_VERSION
 
 
 def evaluation(loader: ConfigLoader, name: str, parsed: Sequence[Override]) -> Config | None:
-    """Return the configuration of a job with ``evaluate=RUN``: that of RUN with changes; None for other jobs."""
+    """Return the configuration of RUN with changes for a job with ``evaluate=RUN``; None for other jobs."""
     runs = [override.value() for override in parsed if override.key_or_group == "evaluate"]
     if not runs or runs[-1] is None:
         return None
     run = Path(str(runs[-1]))
     if not (run / "model.safetensors").is_file():
-        what = (
-            "contains no model.safetensors: no epoch was finished there" if run.is_dir() else "there is no such folder"
+        reason = (
+            "it has no model.safetensors, since no epoch was finished" if run.is_dir() else "the folder does not exist"
         )
-        raise UserError(f"{run}: {what}. {PASS_A_RUN}")
+        raise UserError(f"{run}: {reason}. {PASS_A_RUN}")
     settings = read_config(run, PASS_A_RUN, USE_ITS_VERSION).model_dump(mode="json")
     groups = [override for override in parsed if loader.get_group_options(override.key_or_group)]
     for override in groups:
@@ -42,8 +42,8 @@ def evaluation(loader: ConfigLoader, name: str, parsed: Sequence[Override]) -> C
         group = override.key_or_group
         if group not in Config.model_fields or override.package not in (None, group) or override.is_delete():
             raise UserError(
-                f"{override.input_line}: an evaluation uses the settings of the run. Only a section (data=NAME) or"
-                " single settings (data.root=DIR) can be changed."
+                f"{override.input_line}: an evaluation uses the settings of the run. You can change only a section"
+                " (data=NAME) or single settings (data.root=DIR)."
             )
     if groups:
         composed = plain(compose(name, [str(override.input_line) for override in groups]))
@@ -61,10 +61,10 @@ def evaluation(loader: ConfigLoader, name: str, parsed: Sequence[Override]) -> C
 
 
 def _apply(loader: ConfigLoader, settings: dict[str, Any], override: Override) -> None:
-    """Apply one ``KEY=VALUE``, ``+KEY=VALUE`` or ``~KEY`` to plain `settings`; only its own value is interpolated."""
+    """Apply one ``KEY=VALUE``, ``+KEY=VALUE`` or ``~KEY`` to plain `settings`. Only the new value is interpolated."""
     full = override.key_or_group
     if full.startswith(("hydra.", "hydra/")):
-        raise UserError(f"{override.input_line}: an evaluation makes no folder and does not use Hydra. Leave it out.")
+        raise UserError(f"{override.input_line}: an evaluation does not use Hydra or create a folder. Remove it.")
     value = plain(OmegaConf.create({"value": override.value()}))["value"]
     addable = override.is_add() or override.is_force_add() or full in setting_names()
     *groups, key = parts = full.split(".")

@@ -1,4 +1,4 @@
-"""Register the resolvers and plugins of this package, and the methods of other packages, with Hydra."""
+"""Register resolvers, plugins and the methods of other packages with Hydra."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PLUGINS = {
 
 
 def register() -> None:
-    """Register resolvers, plugins and the methods of other packages with Hydra; call this before composing."""
+    """Register resolvers, plugins and the methods of other packages with Hydra. Call this function before composing."""
     OmegaConf.register_new_resolver("run_folder", _run_folder, replace=True)
     for group, (name, node) in _PLUGINS.items():
         ConfigStore.instance().store(group=group, name=name, node=node, provider="efficient_ft")
@@ -34,10 +34,7 @@ def register() -> None:
 
 
 def help_text() -> str:
-    """Return the text of ``--help``, which lists all groups and options.
-
-    It equals the text of Hydra, which composes the configuration and takes three times as long.
-    """
+    """Return the text of ``--help``, which lists all groups and options. Hydra takes three times as long for it."""
     options: dict[str, set[str]] = {}
     for folder in (CONF, *(one for found in plugins.folders().values() for one in found)):
         for file in folder.rglob("*.yaml"):
@@ -50,6 +47,5 @@ def help_text() -> str:
 
 
 def _run_folder(inside: str = "", *, _root_: DictConfig) -> str:
-    """Return the run folder of the whole configuration, as a path relative to `inside`."""
     folder = folder_of(check(plain(_root_))).as_posix()
     return folder.removeprefix(f"{inside}/") if inside else folder

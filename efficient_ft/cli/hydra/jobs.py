@@ -1,4 +1,4 @@
-"""Run several jobs, each in a separate process: skip finished ones, continue after failures, and print one table."""
+"""Run several jobs in separate processes, skip finished jobs, continue after failures, and print one table."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.types import HydraContext
+from omegaconf import DictConfig, OmegaConf, open_dict
+
 from efficient_ft.cli.hydra import processes
 from efficient_ft.config import Config, check, fingerprint, image_folders
+from efficient_ft.config.plain import plain
 from efficient_ft.core import text
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.format import format_number, format_percent
@@ -21,13 +26,16 @@ from efficient_ft.record.collection import collect_runs, write_tables
 from efficient_ft.record.formats import USE_ITS_VERSION
 from efficient_ft.record.results import NAME, read_results
 
+#: Settings that control a sweep and do not apply to a single run.
+_STEERING = ("hydra.mode", "hydra.sweep", "hydra.launcher", "hydra/launcher", "hydra/sweeper", "hydra.run.dir")
+
 
 @dataclass
 class Job:
-    """One job of a sweep: its arguments, those in which it differs from others, its run folder and configuration.
+    """One job of a sweep.
 
-    `results` is None before the job has run and after a failure; `failure` is the reason in one line, and `diverged`
-    is True if the loss was not finite.
+    `title` contains the arguments in which the job differs from others. `results` is None before the run and after a
+    failure; `failure` is the reason in one line. `diverged` is True if the loss was not finite.
     """
 
     arguments: tuple[str, ...]
@@ -40,12 +48,12 @@ class Job:
 
     @property
     def trains(self) -> bool:
-        """False for an evaluation or a cost report, which have no separate run folder."""
+        """Return False for an evaluation or a cost report, which have no separate run folder."""
         return not self.config.cost_only and self.config.evaluate is None
 
 
 def titles(jobs: Sequence[Sequence[str]]) -> list[str]:
-    """Return, for each command line, the arguments that not all of `jobs` share."""
+    """Return, for each command line, the arguments that are not shared by all `jobs`."""
     shared = set.intersection(*map(set, jobs)) if len(jobs) > 1 else set()
     return [" ".join(argument for argument in arguments if argument not in shared) for arguments in jobs]
 
@@ -55,13 +63,13 @@ def finished(folder: Path, config: Config) -> dict[str, Any] | None:
     try:
         results = read_results(folder)
         same = fingerprint(check(results["config"])) == fingerprint(config)
-    except UserError:  # none, damaged, or of another version: the job itself says which
+    except UserError:  # missing, damaged, or of another version; the job reports the reason
         return None
     return dict(results) if same else None
 
 
 def not_read(folder: Path) -> str | None:
-    """Return the reason why results.json in `folder` cannot be used; None if it can, or if there is no such file."""
+    """Return the reason why results.json in `folder` cannot be read; None if it can be read or does not exist."""
     try:
         if (folder / NAME).is_file():
             read_results(folder, USE_ITS_VERSION)
@@ -75,14 +83,14 @@ def this_program() -> list[str]:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is not None and spec.name == "efficient_ft.__main__":
         return [sys.executable, "-m", "efficient_ft"]
-    # On Windows the installed command is an .exe, which Python cannot run.
+    # On Windows, the installed command is an .exe file, which Python cannot run.
     return [sys.executable, sys.argv[0]] if Path(sys.argv[0]).is_file() else [sys.executable, "-m", "efficient_ft"]
 
 
 def command(
     config_path: str | None, config_name: str | None, config_dir: str | None, arguments: Sequence[str]
 ) -> list[str]:
-    """Return the command line that runs one job alone, without the settings of sweeps."""
+    """Return the command line that runs one job alone, without settings that apply only to sweeps."""
     flags = {"--config-path": config_path, "--config-name": config_name, "--config-dir": config_dir}
     given = [part for flag, value in flags.items() if value is not None for part in (flag, value)]
     return [*this_program(), *given, *(one for one in arguments if not one.startswith(("jobs=", "job_timeout=")))]
@@ -94,11 +102,11 @@ def run_jobs(
     parallel: int = 1,
     ended: Callable[[Job], None] = lambda job: None,
 ) -> None:
-    """Run the `command` of each job, fill in its outcome, and print a table at the end.
+    """Run the `command` of each job, store its outcome in the job, and print a table at the end.
 
-    Finished jobs are skipped. After a failure or a ``job_timeout`` the next job starts; the exit status is 1 then. With
-    `parallel` jobs at a time, each gets a share of the threads and GPUs, and prints into a file next to its run folder.
-    `ended` is called with each job when its outcome is known.
+    Finished jobs are skipped. After a failure or a ``job_timeout``, the next job starts, and the exit status is 1. With
+    `parallel` > 1, each job gets a share of the threads and GPUs, and writes its output to a file next to its run
+    folder. `ended` is called with each job when its outcome is known.
     """
     todo: list[tuple[str, Job]] = []
     for number, job in enumerate(jobs, start=1):
@@ -106,7 +114,7 @@ def run_jobs(
         if job.trains and job.config.resume == "auto":
             job.results = finished(job.folder, job.config)
             if job.results and image_folders(check(job.results["config"])) != image_folders(job.config):
-                job.results = None  # the job itself finds out whether the images are the same
+                job.results = None  # The job checks if the images are the same.
         if job.results is not None:
             show(f"{title}: finished before, in {shown_path(job.folder)}")
             ended(job)
@@ -135,7 +143,7 @@ def _run_in_parallel(
     def start(title: str, job: Job) -> processes.Ended:
         with slots.taken() as environment:
             output = job.folder.with_name(f"{job.folder.name}.log") if job.trains else None
-            show(f"{title}: started" + (f"; it prints into {shown_path(output)}" if output else ""))
+            show(f"{title}: started" + (f"; its output is in {shown_path(output)}" if output else ""))
             process = processes.run(command(job), environment, output, _timeout(job))
             if output is None:
                 print(process.printed, flush=True)
@@ -157,7 +165,6 @@ def _run_in_parallel(
 
 
 def _timeout(job: Job) -> float | None:
-    """Return the seconds after which a job is stopped; None: never."""
     value = job.config.job_timeout
     return None if value is None else parse_seconds("job_timeout", value, plain=True)
 
@@ -169,7 +176,7 @@ def _fill_in(title: str, job: Job, process: processes.Ended) -> None:
 
 
 def write_sweep_table(outputs: Path, folders: Sequence[Path]) -> None:
-    """Write the table of the finished runs below `outputs` into OUTPUTS/sweeps, under a hash of their folders."""
+    """Write the table of the finished runs below `outputs` to OUTPUTS/sweeps. Its name is a hash of the folders."""
     inside = sorted(folder for folder in folders if folder.is_relative_to(outputs))
     found = collect_runs(outputs, inside)
     if len(found.runs) < 2:
@@ -180,25 +187,73 @@ def write_sweep_table(outputs: Path, folders: Sequence[Path]) -> None:
 
 
 def summary(jobs: Sequence[Job]) -> str:
-    """Return one line per job with its best accuracy and executed backward FLOPs per image, then the failures."""
+    """Return one line per job with its best accuracy and executed backward FLOPs per image, and then the failures."""
     rows = [("job", "best accuracy", "backward FLOPs", "folder")]
     for job in jobs:
         results = job.results or {}
         best = results.get("accuracy", {}).get("best")
-        # The results of a cost report are the cost itself.
+        # A cost report has no results other than the cost.
         flops = results.get("cost", results).get("executed", {}).get("backward_flops")
-        rows.append(
-            (
-                job.title,
-                "failed" if job.failure is not None else "–" if best is None else format_percent(best),
-                "–" if flops is None else format_number(flops),
-                str(job.folder) if job.trains else "–",
-            )
-        )
+        accuracy = "failed" if job.failure is not None else "–" if best is None else format_percent(best)
+        counted = "–" if flops is None else format_number(flops)
+        rows.append((job.title, accuracy, counted, str(job.folder) if job.trains else "–"))
     lines = [text.table(rows, left=(0, 3), whole=(3,), rule="")]
     failures = [f"  {job.title}: {job.failure}" for job in jobs if job.failure is not None]
     if failures:
-        again = "repeating the command runs only what is not finished"
+        again = "repeat the command to run the unfinished jobs"
         lines += ["", f"{len(failures)} of {len(jobs)} failed ({again}):", *failures]
         lines[1:] = [wrapped(line, text.terminal_width()) for line in lines[1:]]
     return "\n".join(lines)
+
+
+class Sweep:
+    """The jobs of a sweep. Each job runs in a separate process, with the command and in the folder of a single run.
+
+    Hydra's own launcher runs all jobs in one process. There, a process killed for lack of memory ends the sweep, jobs
+    share memory and threads, and a repeated sweep starts from the beginning. Other launchers, such as submitit, can be
+    selected with ``hydra/launcher=...``.
+    """
+
+    def __init__(self, context: HydraContext, config: DictConfig) -> None:
+        self.context, self.config = context, config
+
+    def launch(self, job_overrides: Sequence[Sequence[str]]) -> Sequence[JobReturn]:
+        """Run all jobs, even after a failure. Exit with status 1 if a job has failed."""
+        named = zip(job_overrides, titles(job_overrides), strict=True)
+        jobs = [self._job(number, *one) for number, one in enumerate(named)]
+        folders = [job.folder for job in jobs if job.trains]
+        for folder in folders:
+            if folders.count(folder) > 1:
+                raise UserError(
+                    f"{folders.count(folder)} jobs of this sweep would share the folder {folder}. They have the same"
+                    " settings, or hydra.sweep.subdir does not depend on the job."
+                )
+        try:
+            run_jobs(jobs, self._command, max((job.config.jobs for job in jobs), default=1))
+        finally:
+            write_sweep_table(Path(self.config.hydra.sweep.dir), folders)
+        return [_returned(job) for job in jobs]
+
+    def _job(self, number: int, overrides: Sequence[str], title: str) -> Job:
+        composed = self.context.config_loader.load_sweep_config(self.config, list(overrides))
+        with open_dict(composed):  # folder names may refer to the number
+            composed.hydra.job.num, composed.hydra.job.id = number, str(number)
+        folder = Path(composed.hydra.sweep.dir) / composed.hydra.sweep.subdir
+        return Job(tuple(overrides), title, folder, check(plain(composed)))
+
+    def _command(self, job: Job) -> list[str]:
+        given: Any = OmegaConf.to_container(self.config.hydra.overrides.hydra)  # as typed, with references
+        kept = [o for o in given if not o.lstrip("+~").startswith(_STEERING)]
+        if job.trains:
+            folder = job.folder.as_posix().replace("\\", "\\\\").replace("'", "\\'")
+            kept.append(f"hydra.run.dir='{folder}'")
+        source = {s.provider: s.path for s in self.config.hydra.runtime.config_sources}
+        name = self.config.hydra.job.config_name
+        return command(source["main"], name, source.get("command-line"), [*job.arguments, *kept])
+
+
+def _returned(job: Job) -> JobReturn:
+    value = JobReturn(overrides=list(job.arguments), cfg=OmegaConf.create(job.config.model_dump(mode="json")))
+    value.status = JobStatus.COMPLETED
+    value.return_value = (job.results or {}).get("accuracy", {}).get("best")
+    return value

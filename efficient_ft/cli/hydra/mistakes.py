@@ -1,4 +1,4 @@
-"""Messages for mistakes on the command line: those that Hydra refuses, and those that it would accept silently."""
+"""Messages for command-line mistakes that Hydra refuses, or would accept silently."""
 
 from __future__ import annotations
 
@@ -20,23 +20,27 @@ from efficient_ft.config.explain import show
 from efficient_ft.config.plain import plain, sentence
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean
 
-# The options by loader and group: listing a group takes 20 ms or more, since a loader copies all of its sources.
+# Options by loader and group. Listing a group takes 20 ms or more, since a loader copies all of its sources.
 _OPTIONS: WeakKeyDictionary[ConfigLoader, dict[str, list[str]]] = WeakKeyDictionary()
 
 
 def check_option(loader: ConfigLoader, override: Override) -> None:
-    """Refuse an option that its group does not have; Hydra ignores a missing option of an optional group."""
+    """Refuse an option that its group does not have. Hydra ignores a missing option of an optional group."""
     group, value = override.key_or_group, override.value()
     refuse_keys(group, value)
-    if override.is_delete():
-        _check_deletion(override)
-    setting = "." in group  # no group has a dot; to list one takes 20 ms
-    options = [] if setting or group.startswith("hydra") else group_options(loader, group)
+    field = Config.model_fields.get(group)
+    if override.is_delete() and field is not None:  # Hydra would report a missing value or setting.
+        if field.default is None:
+            raise UserError(f"{override.input_line}: {group} is null by default. Remove this argument.")
+        given = value not in (None, "", field.default)
+        if given and isinstance(field.default, bool | int | str):
+            raise UserError(f"{override.input_line}: to delete a setting, write ~{group} alone.")
+    options = [] if "." in group or group.startswith("hydra") else group_options(loader, group)
     if not options or isinstance(value, dict):
         return
     if override.is_delete():
         if group in Config.model_fields:
-            raise UserError(f"~{group}: a run needs one. Choose another option: {', '.join(options)}.")
+            raise UserError(f"~{group}: a run requires this group. Choose an option: {', '.join(options)}.")
         return
     several = value if isinstance(value, list) and value and group == "method" else [value]
     for option in several:
@@ -46,7 +50,7 @@ def check_option(loader: ConfigLoader, override: Override) -> None:
 
 
 def refuse_keys(setting: str, value: Any) -> None:
-    """Refuse a mapping with keys that are not names, which Hydra accepts; pixel values of masks may be keys."""
+    """Refuse a mapping with keys that are not names, which Hydra accepts. Masks may have pixel values as keys."""
     if not isinstance(value, dict) or setting.endswith("masks.values"):
         return
     for key, inner in value.items():
@@ -56,36 +60,26 @@ def refuse_keys(setting: str, value: Any) -> None:
         refuse_keys(f"{setting}.{key}", inner)
 
 
-def _check_deletion(override: Override) -> None:
-    """Refuse the deletion of a setting without a value, which Hydra reports as missing."""
-    key, field = override.key_or_group, Config.model_fields.get(override.key_or_group)
-    if field is not None and field.default is None:
-        raise UserError(f"{override.input_line}: {key} has no value (null) unless it is set. Leave this argument out.")
-    given = override.value() not in (None, "", getattr(field, "default", None))
-    if field is not None and given and isinstance(field.default, bool | int | str):
-        raise UserError(f"{override.input_line}: to delete a setting, write ~{key} alone.")
-
-
 def _of_timm(name: str) -> str:
-    """Return advice for a model that is not an option: it may be the name of a timm model, or near one."""
+    """Return advice for a model that is not an option, but may be a timm model or have a similar name."""
     import timm
 
     if timm.is_model(name.partition(".")[0]):
-        return f"Any model of timm: model=timm model.name={name}."
-    return f"timm has no {name} either.{did_you_mean(name, timm.list_models())}"
+        return f"For a timm model, use model=timm model.name={name}."
+    return f"timm has no model with this name.{did_you_mean(name, timm.list_models())}"
 
 
 def _new_argument(name: str, line: str, forms: str | None = None) -> UserError:
-    """Return the error for an argument of the network that the option lacks; `forms` is the form that works."""
+    """Return the error for an argument of the network that the chosen option lacks; `forms` is the correct form."""
     from efficient_ft.models.timm_config import SET_ELSEWHERE
 
     if name in SET_ELSEWHERE:
         return UserError(f"{line}: timm's {name} is not set here. {SET_ELSEWHERE[name]}")
-    return UserError(f"{line}: add a new argument of the network with a plus: {forms or f'+{line}'}")
+    return UserError(f"{line}: a new argument of the network requires a plus: {forms or f'+{line}'}")
 
 
 def _given_whole(loader: ConfigLoader, known: DictConfig, override: Override) -> UserError | None:
-    """Return the error for a mapping with a key that is not in the configuration `known`; None if all keys are."""
+    """Return the error for a mapping with a key that the configuration `known` lacks; None if it has all keys."""
     line = str(override.input_line)
     found = _first_wrong(override.key_or_group, override.value(), OmegaConf.select(known, override.key_or_group))
     if found is None:
@@ -101,14 +95,14 @@ def _given_whole(loader: ConfigLoader, known: DictConfig, override: Override) ->
     if key == "method":
         inner = value[name] if isinstance(value[name], dict) else {}
         settings = "".join(f" method.{name}.{n}={show(one)}" for n, one in inner.items())
-        return UserError(f"{line}: choose a method by name: method={name}{settings}")
+        return UserError(f"{line}: select a method by name: method={name}{settings}")
     if key == "tasks":
-        return UserError(f"{line}: add a data set with +data@tasks.{name}=OPTION.")
+        return UserError(f"{line}: to add a data set, use +data@tasks.{name}=OPTION.")
     return unknown(loader, f"{key}.{name}", value[name], [str(k) for k in node])
 
 
 def _first_wrong(key: str, value: Any, node: Any) -> tuple[str, str | None, Any, Any] | None:
-    """Return key, unknown name (None: wrong type), value and node of the first part of a mapping that `node` lacks."""
+    """Return key, name (None: wrong type), value and node for the first part of a mapping that does not fit `node`."""
     if not isinstance(value, dict):
         wrong = isinstance(value, list) and OmegaConf.is_dict(node)
         return (key, None, value, node) if wrong else None
@@ -126,7 +120,7 @@ def _first_wrong(key: str, value: Any, node: Any) -> tuple[str, str | None, Any,
 
 
 def group_options(loader: ConfigLoader, group: str) -> list[str]:
-    """Return the options of a group, including those in its subfolders, for example ``lbp_wht/cars``."""
+    """Return the options of a group, including its subfolders, e.g. ``lbp_wht/cars``."""
     known = _OPTIONS.setdefault(loader, {})
     if group not in known:
         inner = loader.get_group_options(group, ObjectType.GROUP)
@@ -136,21 +130,21 @@ def group_options(loader: ConfigLoader, group: str) -> list[str]:
 
 
 def check_packages(name: str, parsed: Sequence[Override], composed: DictConfig) -> None:
-    """Refuse two options of ``method`` with the same package, since Hydra would merge them."""
+    """Refuse two options of ``method`` with the same package, which Hydra would merge."""
     chosen: list[str] = []
     for override in parsed:
         value = override.value()
         if override.key_or_group == "method" and isinstance(value, list):
             chosen = [str(option) for option in value]
     methods = composed.get("method")
-    if not OmegaConf.is_dict(methods) or len(chosen) <= len(methods):  # another type is an error of `check`
+    if not OmegaConf.is_dict(methods) or len(chosen) <= len(methods):  # `check` refuses other types.
         return
     owner: dict[str, str] = {}
     for option in chosen:
         package = str(next(iter(compose(name, [f"method=[{option}]"]).method)))
         if package in owner:
             same = "" if owner[package] == option else f" and {option} are variants of {package}"
-            raise UserError(f"method=[{','.join(chosen)}]: {owner[package]}{same or ' is named twice'}; name one.")
+            raise UserError(f"method=[{','.join(chosen)}]: {owner[package]}{same or ' occurs twice'}. Use one of them.")
         owner[package] = option
 
 
@@ -162,15 +156,14 @@ def refuse_data(parsed: Sequence[Override], config: Config) -> None:
         single = override.key_or_group == "data" and override.package in (None, "data")
         if single or override.key_or_group.startswith("data."):
             names = ", ".join(config.tasks)
-            first = next(iter(config.tasks))
             raise UserError(
-                f"{override.input_line}: the data sets of this run are those of tasks ({names}). Set"
-                f" tasks.{first}.batch_size=VALUE and the like, or train on one with tasks=none."
+                f"{override.input_line}: this run takes its data sets from `tasks` ({names}). Use settings such as"
+                f" tasks.{next(iter(config.tasks))}.batch_size=VALUE, or train on one data set with tasks=none."
             )
 
 
 def explained(loader: ConfigLoader, name: str, parsed: Sequence[Override], error: Exception) -> UserError:
-    """Return the message for an error of Hydra: compose without the settings to find the key that does not exist."""
+    """Return the message for an error of Hydra. Composing without settings reveals the key that does not exist."""
     choices = [
         o
         for o in parsed
@@ -189,7 +182,7 @@ def explained(loader: ConfigLoader, name: str, parsed: Sequence[Override], error
         present, missing = walk(known, key)
         if missing is None:
             if override.is_add() and not isinstance(override.value(), dict | list):
-                return UserError(f"{line}: {key} exists already; leave out the +.")
+                return UserError(f"{line}: {key} already exists. Remove the +.")
             whole = _given_whole(loader, known, override)
             if whole is not None:
                 return whole
@@ -202,14 +195,12 @@ def explained(loader: ConfigLoader, name: str, parsed: Sequence[Override], error
         if present == "method" and missing in methods:
             package = str(next(iter(compose(name, [f"method={missing}"]).method)))
             if package != missing and package in siblings:
-                return UserError(
-                    f"{line}: the settings of the option {missing} are those of method.{package}: write"
-                    f" {line.replace(f'method.{missing}', f'method.{package}', 1)}."
-                )
+                right = line.replace(f"method.{missing}", f"method.{package}", 1)
+                return UserError(f"{line}: the option {missing} has its settings in method.{package}. Use {right}.")
             return UserError(
-                f"{line}: method {missing} is not chosen (chosen: {', '.join(siblings)}). Choose it,"
-                f" method={missing}, or both, 'method=[{','.join([*siblings, missing])}]'."
-                f" For a sweep in which only some runs have {missing}, write an experiment with rows."
+                f"{line}: method {missing} is not selected (selected: {', '.join(siblings)}). Select it with"
+                f" method={missing}, or both with 'method=[{','.join([*siblings, missing])}]'."
+                f" If only some runs of a sweep use {missing}, write an experiment with rows."
             )
         if present == "method":
             return SettingError("method", missing, methods, f"(in {line})")
@@ -217,39 +208,39 @@ def explained(loader: ConfigLoader, name: str, parsed: Sequence[Override], error
             return _new_argument(missing, line)
         if key in setting_names():
             if override.is_delete():
-                return UserError(f"{line}: the chosen options do not have it; leave this argument out.")
-            # The schema has the setting, but the chosen option lacks it. The check explains why it cannot be set here.
+                return UserError(f"{line}: the chosen options do not have this setting. Remove this argument.")
+            # The schema has the setting, but the chosen option does not. `check` explains why it cannot be set here.
             fitting = [o for o in parsed if o not in choices and walk(known, o.key_or_group)[1] is None]
             others = [str(o.input_line).lstrip("+") for o in fitting]
             try:
-                # Another argument may be wrong as well. It is reported once this one is right.
+                # Further wrong arguments are reported after this one is corrected.
                 with suppress(HydraException, OmegaConfBaseException, TypeError):
                     check(plain(compose(name, [*lines, *others, f"+{line}"])))
             except UserError as reason:
                 return reason
-            return UserError(f"{line}: the chosen options do not have it; add it with a plus: +{line}")
+            return UserError(f"{line}: the chosen options do not have this setting. Add it with a plus: +{line}")
         return unknown(loader, f"{present}.{missing}".lstrip("."), override.value(), siblings)
     return UserError(sentence(error))
 
 
 def known_here(loader: ConfigLoader, error: UnknownSetting) -> UnknownSetting:
-    """Return `error` with the groups of the command line as further known names."""
+    """Return `error` with the groups of the command line as additional known names."""
     return unknown(loader, error.setting, error.value, error.known)
 
 
 def unknown(loader: ConfigLoader, setting: str, value: object, siblings: Iterable[str]) -> UnknownSetting:
     """Return the error for a key that does not exist; `siblings` are the names at its level."""
-    # At the top, a misspelt group is as likely as a misspelt setting.
+    # At the top level, the key may be a misspelled group.
     groups = [] if "." in setting else [group for group in loader.list_groups("") if group != "hydra"]
     return UnknownSetting(setting, value, {*siblings, *groups}, setting_names())
 
 
 def walk(config: DictConfig, key: str) -> tuple[str, str | None]:
-    """Split the dotted `key` into its longest part that exists and the first name after it that does not, or None."""
+    """Split a dotted key into its longest existing part and the first missing name after it, or None."""
     node: Any = config
     present: list[str] = []
     for part in key.split("."):
-        # Its keys: `in` does not see a setting whose value is missing (???).
+        # `in` without keys() does not find a setting with a missing value (???).
         if not OmegaConf.is_dict(node) or part not in node.keys():  # noqa: SIM118
             return ".".join(present), part
         present.append(part)

@@ -1,4 +1,4 @@
-"""The folder of a run or a sweep, which Hydra creates: its settings, and messages if it cannot be created."""
+"""The folder that Hydra creates for a run or a sweep: its settings, and error messages if it cannot be created."""
 
 from __future__ import annotations
 
@@ -16,49 +16,44 @@ from hydra import compose
 from hydra.conf import HydraConf
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from omegaconf.errors import (
-    InterpolationKeyError,
-    InterpolationResolutionError,
-    OmegaConfBaseException,
-    UnsupportedInterpolationType,
-)
+from omegaconf.errors import OmegaConfBaseException
 
 from efficient_ft.cli.streams import discard_output
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.record.files import write_text_atomically
 
 _SETTINGS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
-#: The default folder of runs and sweeps.
+#: Default folder of runs and sweeps.
 _DEFAULT = "outputs"
-#: Maximum number of log records that are kept until a run begins.
+#: Maximum number of log records that are held until a run begins.
 _RECORDS = 10_000
 
 
 def check_output_folder(name: str, parsed: Sequence[Override]) -> None:
-    """Refuse an empty folder, and a folder whose name contains a reference that cannot be resolved."""
+    """Refuse an empty folder name, and a folder name with a reference that cannot be resolved."""
     for override in parsed:
         if override.key_or_group not in _SETTINGS:
             continue
         text = str(override.value() or "").strip()
         if not text:
-            given = "null" if override.value() is None else "an empty text"
-            raise SettingError(override.key_or_group, given, "a folder", "Leave it out for the default folder.")
+            given = "null" if override.value() is None else "an empty string"
+            raise SettingError(override.key_or_group, given, "a folder", "Remove it to use the default folder.")
         if "${" not in text:
             continue
         composed = compose(name, [override.input_line or ""], return_hydra_config=True)
         try:
             if "${" in str(OmegaConf.select(composed, override.key_or_group)):
-                do = "Leave out the backslash: ${NAME} is replaced by the value of a setting."
+                do = "Remove the backslash. ${NAME} is replaced by the value of a setting."
                 raise SettingError(override.key_or_group, text, "a folder without \\${", do)
-        except (InterpolationKeyError, InterpolationResolutionError, UnsupportedInterpolationType) as error:
+        except OmegaConfBaseException as error:
             reason = str(error).splitlines()[0].rstrip(".")
-            if "MissingMandatoryValue" in reason:  # what Hydra sets for each job
+            if "MissingMandatoryValue" in reason:  # Hydra sets the value for each job.
                 continue
             raise SettingError(override.key_or_group, text, "a folder", f"It cannot be resolved: {reason}.") from None
 
 
 def hydra_files(composed: DictConfig, sweep: bool) -> tuple[Path, ...]:
-    """Return the files and folders that record the command of a run, or of a sweep."""
+    """Return the files and folders that record the command of a run or a sweep."""
     hydra = composed.hydra
     try:
         if sweep:
@@ -68,42 +63,39 @@ def hydra_files(composed: DictConfig, sweep: bool) -> tuple[Path, ...]:
             hydra.runtime.output_dir = str(folder)
         handlers = (hydra.job_logging or {}).get("handlers") or {}
         files = [Path(handler.filename) for handler in handlers.values() if "filename" in (handler or ())]
-        inner = folder / (hydra.output_subdir or ".hydra")  # without a name the run writes the record of its command
+        inner = folder / (hydra.output_subdir or ".hydra")  # without a name, `CommandRecord` writes .hydra
         return (*files, inner, *(inner / name for name in ("config.yaml", "hydra.yaml", "overrides.yaml")))
     except (OmegaConfBaseException, TypeError, AttributeError):  # other checks name the setting
         return ()
 
 
-#: Entries that a command writes into its folder before the first step: by Hydra, and by the run.
+#: Entries that Hydra, or Hydra and the run, write to the run folder before the first step.
 _OF_HYDRA = {".hydra", "train.log"}
 _BEFORE_TRAINING = {*_OF_HYDRA, ".lock", "config.yaml", "images", "contents.json", "run_id"}
 
 
 class _Held(MemoryHandler):
-    """Keeps log records until `hand_over`: Hydra flushes all handlers at the end of a command."""
+    """Holds log records until `hand_over` is called. Hydra flushes all handlers at the end of a command."""
 
     def flush(self) -> None:
         pass
 
     def hand_over(self) -> None:
-        """Hand the records to the target."""
+        """Pass the records to the target."""
         super().flush()
 
 
 class CommandRecord:
-    """The record of a command in its run folder, ``.hydra`` and the log file, written when the run begins.
-
-    Hydra would write both before the run is accepted.
-    """
+    """The record of a command (``.hydra`` and the log file), which is written only after the run is accepted."""
 
     def __init__(self, folder: Path, hydra: HydraConf, composed: DictConfig) -> None:
         self._folder, self._hydra, self._composed = folder, hydra, composed
-        #: The handlers of the root logger, with the handlers that replace them until the run begins.
+        #: Handlers of the root logger, and the handlers that replace them until the run begins.
         self._held: dict[logging.FileHandler, _Held] = {}
         root = logging.getLogger()
         for handler in root.handlers:
             if isinstance(handler, logging.FileHandler) and Path(handler.baseFilename).parent == folder.absolute():
-                handler.close()  # the next record opens it again
+                handler.close()  # The next record reopens the file.
                 log = Path(handler.baseFilename)
                 if log.is_file() and not log.stat().st_size:
                     log.unlink()
@@ -112,7 +104,7 @@ class CommandRecord:
         root.handlers[:] = [self._held.get(one, one) for one in root.handlers]  # type: ignore[call-overload]
 
     def write(self) -> None:
-        """Write the record; log into the file from now on."""
+        """Write the record, and log to the file from now on."""
         if self._hydra.output_subdir is None:
             parts: dict[str, Any] = {
                 "config": self._composed,
@@ -139,29 +131,29 @@ def leaving_nothing(folder: Path) -> Iterator[None]:
         yield
     except UserError:
         if new and set(os.listdir(folder)) <= _BEFORE_TRAINING:
-            with suppress(OSError):  # the message of the mistake is more important
+            with suppress(OSError):  # The original error is more important.
                 shutil.rmtree(folder)
                 for above in folder.parents:
                     if above == Path.cwd() or _DEFAULT not in above.parts:
                         break
-                    above.rmdir()  # fails at the first folder that is not empty, which ends the loop
+                    above.rmdir()  # An error at the first non-empty folder ends the loop.
         raise
 
 
 @contextmanager
 def output_folder_faults(overrides: Sequence[str]) -> Iterator[None]:
-    """Turn a failure of the system to create or write the output folder into a message that names the setting."""
+    """Turn a system error at the output folder into a message that names the setting."""
     try:
         yield
     except UserError:
         raise
     except (OSError, ValueError) as raised:
-        # A log file that cannot be opened is a ValueError of Python's logging.
+        # logging raises a ValueError if it cannot open a log file.
         error = raised if isinstance(raised, OSError) else raised.__cause__
         if not isinstance(error, OSError):
             raise
         if (lost := discard_output()) is not None:
-            raise lost from None  # the error concerns the standard output, not the folder
+            raise lost from None  # Standard output caused the error.
         given = dict(text.split("=", 1) for text in overrides if text.startswith(tuple(f"{key}=" for key in _SETTINGS)))
         key = next((key for key in ("hydra.run.dir", "hydra.sweep.dir") if key in given), None)
         folder = Path(given[key].strip("'\"") if key else _DEFAULT).absolute()
@@ -170,7 +162,7 @@ def output_folder_faults(overrides: Sequence[str]) -> Iterator[None]:
             raise
         place = Path(os.fsdecode(error.filename or folder)).absolute()
         above = place == folder or place in folder.parents
-        if not above and (folder not in place.parents or error.errno == errno.ENOENT):  # a file of another kind
+        if not above and (folder not in place.parents or error.errno == errno.ENOENT):  # not a file of the run
             raise
         reason = (error.strerror or str(error)).lower()
         if full:
@@ -179,6 +171,6 @@ def output_folder_faults(overrides: Sequence[str]) -> Iterator[None]:
             reason += free_space(folder)
         do = "Choose another folder" if key else "Choose another folder: hydra.run.dir=DIR"
         raise UserError(
-            f"{key or 'hydra.run.dir'}: the folder {place} cannot be created or written ({reason}). {do}, or fix it,"
-            " and repeat the command. Its contents are kept."
+            f"{key or 'hydra.run.dir'}: the folder {place} cannot be created or written to ({reason}). {do}, or correct"
+            " the error, and repeat the command. Existing files are kept."
         ) from raised

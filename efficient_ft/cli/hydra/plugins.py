@@ -1,7 +1,7 @@
-"""Methods of other packages on the command line: their configuration files join Hydra's search path.
+"""Command-line options for methods of other packages, whose configuration folders join Hydra's search path.
 
-`efficient_ft.core.packages` finds the files. Whether a YAML fits the constructor is checked when a run chooses its
-method (`efficient_ft.methods.build`): here, no package is imported.
+`efficient_ft.core.packages` finds the folders. No package is imported here: `efficient_ft.methods.build` compares a
+YAML file with its constructor when a run chooses the method.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pathlib import Path
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.packages import configuration_folders
 
-#: The configuration folders in Hydra's search path by distribution; empty until `register`.
+#: Configuration folders in Hydra's search path by distribution; empty until `register` is called.
 _folders: dict[str, list[Path]] = {}
 
 
 def register(own: Path) -> None:
-    """Find the methods of other packages, and refuse options whose names exist already in `own` or another package."""
+    """Find the methods of other packages, and refuse options that already exist in `own` or in another package."""
     found = configuration_folders()
     owner = {file.relative_to(own): "efficient-ft" for file in own.rglob("*.yaml")}
     for package, folders in found.items():
@@ -25,7 +25,7 @@ def register(own: Path) -> None:
             for file in sorted(file.relative_to(folder) for file in folder.rglob("*.yaml")):
                 if file in owner:
                     raise UserError(
-                        f"Package {package}: its option {file.with_suffix('').as_posix()} exists already in"
+                        f"Package {package}: the option {file.with_suffix('').as_posix()} already exists in"
                         f" {owner[file]}. Rename it, or uninstall one of the packages."
                     )
                 owner[file] = package
@@ -34,5 +34,5 @@ def register(own: Path) -> None:
 
 
 def folders() -> dict[str, Sequence[Path]]:
-    """Return the configuration folders found by `register`, by the name of the distribution."""
+    """Return the configuration folders that `register` has found, by distribution."""
     return dict(_folders)

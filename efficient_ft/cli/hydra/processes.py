@@ -1,4 +1,4 @@
-"""Start the processes of jobs with a share of the machine, stop them with the sweep, and read their outcome."""
+"""Run jobs in processes with a share of the machine, stop them with the sweep, and read their outcome."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from efficient_ft.core.files import open_file
 from efficient_ft.core.format import format_seconds
 from efficient_ft.core.parsing import parse_json
 
-#: Seconds that a process which is asked to end has for it, e.g. to write a checkpoint; then it is killed.
+#: Seconds between SIGTERM and SIGKILL, in which a process may write a checkpoint.
 GRACE = 60.0
 
-#: Settings of the numeric libraries' threads; the user's own are kept.
+#: Variables that set the number of threads of numeric libraries. Values set by the user are kept.
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A process that has ended: its results, the reason of its failure in one line, and its output if nobody saw it.
+    """The outcome of a process: its results, or the reason for its failure in one line.
 
-    `diverged` is True if it failed because its loss was not finite.
+    `printed` is the output if it was not shown. `diverged` is True if the process failed because its loss was not
+    finite.
     """
 
     results: dict[str, Any] | None
@@ -47,10 +48,10 @@ def run(
     output: Path | None = None,
     timeout: float | None = None,
 ) -> Ended:
-    """Run `command` and wait for it.
+    """Run `command` and wait until it ends. The process is stopped after `timeout` seconds.
 
-    If `environment` is given, the output is written to the file `output` or returned. Otherwise it is printed to this
-    terminal. The process is stopped after `timeout` seconds.
+    If `environment` is given, the output is written to the file `output` or returned. Otherwise, it is printed to this
+    terminal.
     """
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -59,7 +60,7 @@ def run(
         nullcontext() if environment is None else open_file(output or Path(folder) / "printed", "ab") as printed,
     ):
         file = Path(folder) / "outcome.json"
-        # Ctrl-C reaches the process as well, being in the same group: it may finish writing.
+        # Ctrl-C also reaches the process, which is in the same group. It may finish writing.
         process = subprocess.Popen(
             command,
             env={**os.environ, **(environment or {}), OUTCOME_FILE: str(file)},
@@ -75,7 +76,7 @@ def run(
                 assert timeout is not None
                 late = f"stopped after {format_seconds(timeout)} (job_timeout)"
                 if not stop(process):
-                    late += f"; killed, since it did not end within {format_seconds(GRACE)} of SIGTERM"
+                    late += f"; killed because it did not end within {format_seconds(GRACE)} of SIGTERM"
                 status = process.wait()
         except KeyboardInterrupt:
             process.wait()
@@ -101,7 +102,7 @@ def run(
 
 
 def stop(process: subprocess.Popen[bytes]) -> bool:
-    """Send SIGTERM to a process and its descendants, and kill them after `GRACE` seconds; False if killed."""
+    """Send SIGTERM to a process and its descendants. Kill them after `GRACE` seconds, and return False in this case."""
     deadline = time.monotonic() + GRACE
     started = _descendants(process.pid)
     process.terminate()
@@ -110,10 +111,10 @@ def stop(process: subprocess.Popen[bytes]) -> bool:
         asked = True
     except subprocess.TimeoutExpired:
         asked = False
-        started |= _descendants(process.pid)  # before their parent is gone
+        started |= _descendants(process.pid)  # unavailable after the parent has ended
         process.kill()
         process.wait()
-    # Other processes of DDP, which end after the first one, and workers.
+    # These are workers, and other DDP processes, which end after the first one.
     while left := [one for one in started if _lives(one)]:
         if time.monotonic() > deadline:
             for one in left:
@@ -125,21 +126,20 @@ def stop(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _lives(process: psutil.Process) -> bool:
-    """Return False if a process has ended, even if its parent has not read its status yet."""
+    """Return False if a process has ended, even if its parent has not read its status."""
     with suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
 
 
 def _descendants(process: int) -> set[psutil.Process]:
-    """Return the processes that a process has started, directly or indirectly."""
     with suppress(psutil.Error):
         return set(psutil.Process(process).children(recursive=True))
     return set()
 
 
 def _outcome(file: Path) -> dict[str, Any]:
-    """Return the outcome that a job wrote; {} if it ended before or during writing."""
+    """Return the outcome that a job wrote; {} if it ended before or while writing it."""
     try:
         found = parse_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -147,12 +147,12 @@ def _outcome(file: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-#: Processes that `run` waits for.
+#: Running processes that `run` has started.
 _running: set[subprocess.Popen[bytes]] = set()
 
 
 class Slots:
-    """Shares of the machine for `count` jobs that run at the same time: threads, and GPUs in turn."""
+    """Shares of the machine for `count` parallel jobs: threads, and GPUs in turn."""
 
     def __init__(self, count: int) -> None:
         threads = str(max(1, (os.cpu_count() or 1) // count))
@@ -167,7 +167,7 @@ class Slots:
 
     @contextmanager
     def taken(self) -> Iterator[dict[str, str]]:
-        """Take a share, as environment variables, until the end of the block."""
+        """Reserve a share until the end of the block, and return its environment variables."""
         share = self._free.get()
         try:
             if self._stopped:
@@ -177,18 +177,17 @@ class Slots:
             self._free.put(share)
 
     def stop(self, end: bool) -> None:
-        """Start no further job; with `end`, also end running jobs (Ctrl-C has already reached them)."""
+        """Start no further job. With `end`, also terminate running jobs (unless Ctrl-C has already reached them)."""
         self._stopped = True
         for process in list(_running) if end else ():
             process.terminate()
 
 
 def _gpus() -> list[str]:
-    """Return the GPUs that this process may use, as named in CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.split(",") if name]
-    try:  # torch, which would also know, takes seconds to import
+    try:  # Importing torch would take seconds.
         listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return []

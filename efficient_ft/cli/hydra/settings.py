@@ -1,7 +1,8 @@
-"""Settings of Hydra itself on the command line: ``hydra.KEY=VALUE`` and ``hydra/GROUP=OPTION``."""
+"""Hydra's flags and settings on the command line: ``hydra.KEY=VALUE`` and ``hydra/GROUP=OPTION``."""
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,37 +21,77 @@ from efficient_ft.config import UnknownSetting
 from efficient_ft.config.explain import show
 from efficient_ft.core.errors import SettingError, UserError, first_line
 
-#: Classes that a configuration of Hydra may name: plugins, which Hydra finds itself, and handlers of logs.
+#: Classes that a Hydra configuration may name: plugins, which Hydra discovers, and log handlers.
 _PLUGINS = ("hydra_plugins.", "hydra._internal.core_plugins.")
 _LOG_CLASSES = (
     "efficient_ft.core.terminal.ConsoleHandler", "logging.StreamHandler", "logging.FileHandler", "logging.NullHandler",
     "logging.Formatter", "colorlog.ColoredFormatter",
 )  # fmt: skip
 _LOG_STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
-_NO_CODE = "A configuration must not name other code to run; leave it out."
+_NO_CODE = "A configuration must not name other code to run. Remove it."
 
 _FOLDERS = ("hydra.run.dir=", "hydra.sweep.dir=", "hydra.sweep.subdir=")
 
+_SHELLS = ("bash", "fish", "zsh")
+_DOES = ("install", "uninstall", "query")
+
+
+def check_flags(arguments: Any) -> None:
+    """Refuse flags for which Hydra would print a traceback, and the flag that executes a file."""
+    if arguments.experimental_rerun is not None:
+        raise UserError(
+            "--experimental-rerun is not supported, since it executes code from a file. Repeat the command of the run,"
+            " which resumes an interrupted run."
+        )
+    if arguments.multirun and arguments.cfg:
+        raise UserError("--cfg prints the configuration of one run. Remove -m and the comma-separated values.")
+    flags = ("run", "multirun", "cfg", "info", "shell_completion")
+    given = [f"--{flag.replace('_', '-')}" for flag in flags if getattr(arguments, flag)]
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(given)} cannot be combined. Use one of them.")
+    for flag, value in (("--resolve", arguments.resolve), ("--package", arguments.package)):
+        if value and not (arguments.cfg or arguments.help):
+            raise UserError(f"{flag} requires --cfg job. Add --cfg job, or remove {flag}.")
+    if arguments.cfg == "hydra" and arguments.resolve:
+        raise UserError("--cfg hydra cannot be resolved, as it refers to settings of a run. Use --cfg all --resolve.")
+    if not arguments.shell_completion:
+        return
+    words = arguments.overrides
+    does, _, shell = words[0].partition("=") if len(words) == 1 else ("", "", "")
+    if does not in _DOES or shell not in _SHELLS:
+        forms = " or ".join(f"install={shell}" for shell in _SHELLS)
+        raise UserError(f'--shell-completion requires {forms}: eval "$(efficient-ft --shell-completion install=bash)"')
+    if does == "query" and "COMP_LINE" not in os.environ:
+        raise UserError(f"--shell-completion {words[0]} is for the shell. Use --shell-completion install={shell}")
+
 
 def check_hydra(loader: ConfigLoader, name: str, parsed: Sequence[Override]) -> None:
-    """Refuse settings of Hydra that it would refuse in its own words, or ignore."""
+    """Refuse Hydra settings that Hydra would ignore, or refuse with a less helpful message."""
     own = [one for one in parsed if one.key_or_group.partition(".")[0].partition("/")[0] == "hydra"]
     groups = [one for one in own if "/" in one.key_or_group]
+    known_groups = [f"hydra/{one}" for one in loader.list_groups("hydra")] if groups else []
     for one in groups:
-        _check_group(loader, one)
+        group = one.key_or_group
+        if group not in known_groups:
+            raise SettingError("A Hydra group", group, known_groups)
+        options = sorted(loader.get_group_options(group, ObjectType.CONFIG)) or group_options(loader, group)
+        if one.is_delete() or one.is_add() or one.package is not None:
+            raise UserError(f"{one.input_line}: Hydra groups have the form {group}=OPTION ({', '.join(options)}).")
+        if one.value() not in options:
+            raise SettingError(group, show(one.value()), options)
     settings = [one for one in own if one not in groups]
     if all(one.key_or_group == "hydra.run.dir" and isinstance(one.value(), str) for one in settings):
-        return  # a sweep passes it to each job
+        return  # A sweep passes this setting to each job.
     known = compose(name, [str(one.input_line) for one in groups], return_hydra_config=True)
     for one in settings:
         if one.package is not None or one.is_delete():
-            raise UserError(f"{one.input_line}: settings of Hydra have the form hydra.KEY=VALUE. Leave it out.")
+            raise UserError(f"{one.input_line}: Hydra settings have the form hydra.KEY=VALUE. Remove it.")
         _check_setting(known, one.key_or_group, one.value(), new=one.is_add() or one.is_force_add())
 
 
 @contextmanager
 def hydra_faults(overrides: Sequence[str], job: str) -> Iterator[None]:
-    """Turn an error of Hydra outside the function `job` into a message that names the settings of Hydra."""
+    """Turn an error of Hydra outside the function `job` into a message that names the Hydra settings."""
     own = [one for one in overrides if one.lstrip("+~").startswith("hydra") and not one.startswith(_FOLDERS)]
     try:
         yield
@@ -59,13 +100,13 @@ def hydra_faults(overrides: Sequence[str], job: str) -> Iterator[None]:
     except Exception as error:
         if not own or any(frame.name == job for frame in traceback.extract_tb(error.__traceback__)):
             raise
-        raise UserError(f"{' '.join(own)}: Hydra cannot use it: {first_line(error)}. Leave it out.") from error
+        raise UserError(f"{' '.join(own)}: Hydra cannot use it: {first_line(error)}. Remove it.") from error
 
 
 def check_targets(hydra: DictConfig) -> None:
-    """Refuse a configuration of Hydra that names code other than its plugins and handlers of logs."""
+    """Refuse a Hydra configuration that names code other than Hydra plugins and log handlers."""
     if hydra.get("callbacks"):
-        raise UserError(f"hydra.callbacks: callbacks are not supported here, since they run code. {_NO_CODE}")
+        raise UserError(f"hydra.callbacks: callbacks are not supported, because they run code. {_NO_CODE}")
     for key, value in _leaves(OmegaConf.to_container(hydra, resolve=False), "hydra"):
         last = key.rpartition(".")[2]
         if last == "_target_" and not str(value).startswith(_PLUGINS):
@@ -79,7 +120,6 @@ def check_targets(hydra: DictConfig) -> None:
 
 
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield the settings in nested mappings and lists by their full names."""
     if isinstance(value, dict | list):
         for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _leaves(inner, f"{key}.{name}")
@@ -87,21 +127,8 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _check_group(loader: ConfigLoader, override: Override) -> None:
-    """Refuse a group or an option that Hydra does not have."""
-    group, value = override.key_or_group, override.value()
-    known = [f"hydra/{one}" for one in loader.list_groups("hydra")]
-    if group not in known:
-        raise SettingError("A group of Hydra", group, known)
-    options = sorted(loader.get_group_options(group, ObjectType.CONFIG)) or group_options(loader, group)
-    if override.is_delete() or override.is_add() or override.package is not None:
-        raise UserError(f"{override.input_line}: groups of Hydra have the form {group}=OPTION ({', '.join(options)}).")
-    if value not in options:
-        raise SettingError(group, show(value), options)
-
-
 def _check_setting(known: DictConfig, key: str, value: Any, new: bool) -> None:
-    """Refuse a setting that Hydra does not have, or a value of another type; of a mapping, the first one in it."""
+    """Refuse a setting that Hydra does not have, and a value of the wrong type. Mappings are checked recursively."""
     present, missing = walk(known, key)
     node: Any = known
     for part in present.split("."):
@@ -110,7 +137,7 @@ def _check_setting(known: DictConfig, key: str, value: Any, new: bool) -> None:
         if new:
             return
         if OmegaConf.is_dict(node) and OmegaConf.get_type(node) is dict and not node.keys():
-            raise UserError(f"{key}={show(value)}: add a new name with a plus: +{key}={show(value)}")
+            raise UserError(f"{key}={show(value)}: a new name requires a plus: +{key}={show(value)}")
         names = [str(one) for one in node] if OmegaConf.is_dict(node) else []
         raise UnknownSetting(f"{present}.{missing}", value, names)
     if isinstance(node, DictConfig) and isinstance(value, dict) and value:
@@ -127,7 +154,7 @@ def _check_setting(known: DictConfig, key: str, value: Any, new: bool) -> None:
         wrong = True
     if wrong:
         given = "an empty string" if value == "" else show(value)
-        raise SettingError(key, given, _constraint(node), "Or leave it out.")
+        raise SettingError(key, given, _constraint(node), "Correct or remove it.")
     for folder in value if key == "hydra.searchpath" else ():
         path = str(folder).removeprefix("file://")
         if "://" not in path and not Path(path).is_dir():
@@ -135,7 +162,7 @@ def _check_setting(known: DictConfig, key: str, value: Any, new: bool) -> None:
 
 
 def _constraint(node: Any) -> str:
-    """Return the type of a setting of Hydra in words that follow "must be"."""
+    """Return the type of a Hydra setting in words that follow "must be"."""
     match node:
         case DictConfig():
             return "a mapping, {NAME: VALUE}"

@@ -1,4 +1,4 @@
-"""``trainer=slurm``: submit a run, or the runs of a sweep, to Slurm. Within a Slurm job, the same command trains."""
+"""``trainer=slurm`` submits a run or a sweep to Slurm. Inside a Slurm job, the same command trains."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def submits(overrides: Sequence[str]) -> bool:
 
 
 def with_launcher(arguments: Sequence[str]) -> list[str]:
-    """Return the command line of a submission with its launcher, so that settings of ``hydra.launcher`` are known."""
+    """Return the arguments of a submission with its launcher, so that settings of ``hydra.launcher`` exist."""
     if not submits(arguments):
         return list(arguments)
     if find_spec("hydra_plugins.hydra_submitit_launcher") is None:
-        raise UserError('trainer=slurm needs a package that is not installed: pip install "efficient-ft[slurm]"')
+        raise UserError('trainer=slurm requires the extra "slurm". Install it: pip install "efficient-ft[slurm]"')
     if LAUNCHER in arguments:
         return list(arguments)
     place = list(arguments).index("trainer=slurm") + 1
@@ -31,7 +31,7 @@ def with_launcher(arguments: Sequence[str]) -> list[str]:
 
 
 def submission(arguments: Sequence[str], configs: Sequence[Config]) -> list[str]:
-    """Return the command line that submits the runs `configs`; settings of ``hydra.launcher`` in `arguments` win."""
+    """Return the command line that submits the runs `configs`. The user's launcher settings take precedence."""
     shapes = {(c.trainer.num_nodes, c.trainer.devices, c.trainer.accelerator) for c in configs}
     if len(shapes) > 1:
         raise SettingError(
@@ -41,16 +41,16 @@ def submission(arguments: Sequence[str], configs: Sequence[Config]) -> list[str]
         )
     ((nodes, devices, accelerator),) = shapes
     if devices == "auto":
-        raise SettingError("trainer.devices", "auto", "an integer >= 1 with trainer=slurm", "Slurm reserves as many.")
+        raise SettingError("trainer.devices", "auto", "an integer >= 1 with trainer=slurm", "Slurm reserves them.")
     asked = [f"hydra.launcher.nodes={nodes}", f"hydra.launcher.tasks_per_node={devices}"]
     if accelerator != "cpu":
         asked.append(f"hydra.launcher.gpus_per_node={devices}")
-    # A cluster may have it off; without requeueing a job that is preempted is lost.
+    # Clusters may disable requeueing by default. Without it, a preempted job is lost.
     asked.append("+hydra.launcher.additional_parameters={requeue:true}")
-    # A task that fails ends the others, which would wait for it.
+    # A failed task ends the other tasks, which would wait for it.
     os.environ.setdefault("SLURM_KILL_BAD_EXIT", "1")
-    show("Submitting to Slurm. The jobs print into outputs/.submitit. They continue if this command is stopped.")
+    show("Submitting to Slurm. The jobs write to outputs/.submitit, and continue if you stop this command.")
     flags = [] if {"-m", "--multirun"} & set(arguments) else ["--multirun"]
-    # All settings must be given together, between flags; those of the user come after these.
+    # argparse accepts settings only in one place. The user's settings come last and take precedence.
     first = next(i for i, one in enumerate(arguments) if "=" in one and not one.startswith("-"))
     return [*flags, *arguments[:first], *asked, *arguments[first:]]

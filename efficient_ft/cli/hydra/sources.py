@@ -1,4 +1,4 @@
-"""Check the configuration files of the user, and name a file that cannot be read, before Hydra reads it."""
+"""Check the user's configuration files before Hydra reads them, and name a file that cannot be read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from efficient_ft.core.errors import UserError, first_line
 from efficient_ft.core.format import format_bytes
 from efficient_ft.core.parsing import parse_yaml
 
-#: A larger file is not a configuration.
+#: Maximum size of a configuration file in bytes.
 _LARGEST = 10**6
 _load = ConfigRepository.load_config
 _LIBRARIES = tuple(Path(str(library.__file__)).parent for library in (hydra, omegaconf))
@@ -26,12 +26,12 @@ _OURS = Path(__file__).parents[2]
 
 
 def register() -> None:
-    """Let Hydra refuse unreadable files with a message; its readers raise errors of many kinds."""
+    """Let Hydra refuse unreadable files with a message. Its own readers raise many types of errors."""
     ConfigRepository.load_config = _checked  # type: ignore[method-assign, assignment]
 
 
 def _checked(repository: ConfigRepository, config_path: str) -> ConfigResult | None:
-    """Load a file as Hydra does, and refuse one that cannot be read or is not YAML."""
+    """Load a file like Hydra, but refuse a file that cannot be read or is not YAML."""
     source = repository._find_object_source(config_path=config_path, object_type=ObjectType.CONFIG)
     if source is None or source.scheme() != "file":
         return _load(repository, config_path)
@@ -40,7 +40,7 @@ def _checked(repository: ConfigRepository, config_path: str) -> ConfigResult | N
         return _load(repository, config_path)
     try:
         if (size := file.stat().st_size) > _LARGEST:
-            raise ValueError(f"it has {format_bytes(size)}, and a configuration at most {format_bytes(_LARGEST)}")
+            raise ValueError(f"its size is {format_bytes(size)}, above the maximum of {format_bytes(_LARGEST)}")
         parse_yaml(file.read_text(encoding="utf-8"))
         return _load(repository, config_path)
     except ConfigLoadError:
@@ -52,7 +52,7 @@ def _checked(repository: ConfigRepository, config_path: str) -> ConfigResult | N
 
 @contextmanager
 def faults_of_files(folders: Sequence[str]) -> Iterator[None]:
-    """Turn an error that Hydra raises for the user's configuration `folders` into a message that names them."""
+    """Turn an error that Hydra raises for the user's configuration `folders` into a message that names the folders."""
     try:
         yield
     except UserError:

@@ -1,6 +1,7 @@
-"""Variants of methods: find the option of the group ``method`` that a run uses, and how it differs from the paper.
+"""Variants of methods: the option of the group ``method`` that a run uses, and its differences from the paper.
 
-The options of a method share its package. ``lbp_wht_published`` has the settings of the paper if ``lbp_wht`` has not.
+All options of a method share one package. If the settings of ``lbp_wht`` differ from the paper, the option
+``lbp_wht_published`` contains the settings of the paper.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from efficient_ft.config import Config, run_folder
 from efficient_ft.config.explain import show
 from efficient_ft.core.packages import configuration_folders, method_files, option_settings
 
-#: Suffix of options with the settings of the paper.
+#: Suffix of options with the published settings.
 PUBLISHED = "_published"
 
-#: Suffix of the folders of other runs, if there is such an option.
+#: Suffix of run folders with other settings, if a published option exists.
 OURS = "-ours"
 
 
 def folder_of(config: Config) -> Path:
-    """Return the run folder of `config`, named after the variants of its methods: ``lbp_wht-ours``."""
+    """Return the run folder of `config`, named after the variants of its methods, e.g. ``lbp_wht-ours``."""
     names = []
     for name, settings in config.method.items():
         chosen = variant(name, settings)
@@ -32,7 +33,7 @@ def folder_of(config: Config) -> Path:
 
 
 def variant(method: str, settings: Mapping[str, Any]) -> str:
-    """Return the option whose settings are nearest to those of `method`; of several, the one of the same name."""
+    """Return the option with the fewest differences from `settings`. Ties prefer the option named like the method."""
     options = _options().get(method, {})
     if not options:
         return method
@@ -45,29 +46,28 @@ def variant(method: str, settings: Mapping[str, Any]) -> str:
 
 
 def not_as_published(config: Config) -> list[str]:
-    """Return a sentence for every method of `config` that differs from its published variant."""
+    """Return a sentence for each method of `config` that differs from its published variant."""
     found = []
     for name, settings in config.method.items():
         chosen = variant(name, settings)
-        if departures := _departures(name, chosen, settings):
-            differs = [f"{key}={show(settings.get(key))} (published: {show(value)})" for key, value in departures]
-            found.append(
-                f"{chosen} is not the published method: {', '.join(differs)}. It is method={chosen}{PUBLISHED}."
-            )
+        if changed := _departures(name, chosen, settings):
+            differs = [f"{key}={show(settings.get(key))} (published: {show(value)})" for key, value in changed]
+            do = f"Use method={chosen}{PUBLISHED} for the published settings."
+            found.append(f"{chosen} is not the published method: {', '.join(differs)}. {do}")
     return found
 
 
 def _departures(method: str, chosen: str, settings: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the published settings that `settings` of the option `chosen` lack; [] without a published variant."""
+    """Return the published settings that differ from both `settings` and the option `chosen`."""
     published = _options().get(method, {}).get(chosen + PUBLISHED, {})
     usual = _options().get(method, {}).get(chosen, {})
-    # Only settings in which the variants differ: another rank or sparsity is still the same variant.
+    # Other settings, such as a rank or sparsity, do not define a variant.
     return [(key, value) for key, value in published.items() if value not in (usual.get(key), settings.get(key))]
 
 
 @cache
 def _options() -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the settings of each option by method, without those that refer to other settings."""
+    """Return the settings of each option by method, without references to other settings."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for _, method, file in method_files({"": [CONF], **configuration_folders()}):
         settings = option_settings(file).items()

@@ -1,4 +1,4 @@
-"""``efficient-ft train|evaluate|cost``: the commands that take the settings of a run, as arguments for Hydra."""
+"""The commands ``train``, ``evaluate`` and ``cost``, which accept the settings of a run, as arguments for Hydra."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from efficient_ft.cli.terminal import Help, run_folders
 from efficient_ft.core.errors import UserError
 
 TRAIN, EVALUATE, COST = "train", "evaluate", "cost"
-#: The commands and their help texts. ``train --help`` is the help of the program.
+#: The commands and their help. ``train --help`` prints the help of the program.
 VERBS = {
     TRAIN: "",
     EVALUATE: """\
-Evaluate the weights of a run on its validation and test images. The settings of the run are kept; KEY=VALUE changes
-them, for example data.root=DIR or trainer.accelerator=cpu.
+Evaluate the weights of a run on its validation and test images. The command uses the settings of the run. KEY=VALUE
+changes a setting, for example data.root=DIR or trainer.accelerator=cpu.
 
     efficient-ft evaluate outputs/digits/vit_digits/full/0123abcd
     efficient-ft evaluate -m RUN,RUN data.root=DIR      evaluate several runs
 """,
     COST: """\
-Count the memory and FLOPs of a training step and measure its time, without training. No data and no weights are needed.
-The settings are those of a run (see efficient-ft --help), and -m sweeps over comma-separated values.
+Count the memory and FLOPs of a training step and measure its time, without training. The command requires neither data
+nor weights. It accepts the settings of a run (see efficient-ft --help). -m sweeps over comma-separated values.
 
     efficient-ft cost method=lbp_dct model=deit_small
     efficient-ft cost -m method=full,lora,bsr model=deit_small
 """,
 }
-#: Settings that the commands expand to.
+#: Settings that correspond to the commands.
 _SETTINGS = {EVALUATE: "evaluate", COST: "cost_only"}
 
 
 def as_settings(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of a command in `VERBS` as arguments for Hydra; others are returned unchanged.
+    """Convert the arguments of a command in `VERBS` to arguments for Hydra. Other arguments are returned unchanged.
 
     ``cost KEY=VALUE`` becomes ``cost_only=true KEY=VALUE``, and ``evaluate RUN`` becomes ``evaluate='RUN'``.
     """
@@ -53,7 +53,7 @@ def as_settings(arguments: Sequence[str]) -> list[str]:
         raise SystemExit(0)
     for word in rest:
         if word.lstrip("+~").partition("=")[0] in _SETTINGS.values():
-            raise UserError(f"{word}: efficient-ft {verb} sets it. Leave it out.")
+            raise UserError(f"{word}: efficient-ft {verb} sets it. Remove it.")
     if verb == COST:
         return _with_setting(rest, "cost_only=true")
     run = next((word for word in rest if word in parsed.overrides[:1]), None)
@@ -68,7 +68,7 @@ def as_settings(arguments: Sequence[str]) -> list[str]:
 
 
 def _with_setting(arguments: list[str], setting: str) -> list[str]:
-    """Insert a setting before the others: Hydra's parser reads settings only in one place, between its flags."""
+    """Insert a setting before the others. Hydra's parser accepts settings only in one place between its flags."""
     settings = get_args_parser().parse_known_args(arguments)[0].overrides
     place = arguments.index(settings[0]) if settings else 0
     return [*arguments[:place], setting, *arguments[place:]]
