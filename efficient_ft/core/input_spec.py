@@ -1,4 +1,4 @@
-"""The input of a network, and the label of unlabeled pixels."""
+"""Input specification of a network, and the label of unlabeled pixels."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ IGNORED = 255
 
 @dataclass(frozen=True)
 class InputSpec:
-    """The input of a network: size and normalization of images, or length and tokenizer of texts.
+    """Input of a network: size and normalization of images, or length and tokenizer of texts.
 
     Args:
-        size: (height, width) in pixels, or (tokens,) with the maximum number of tokens of texts.
+        size: (height, width) in pixels, or (tokens,) with the maximum number of tokens in a text.
         mean: mean per channel (red, green, blue, or gray) for values in [0, 1]; empty for texts.
         std: standard deviation per channel for values in [0, 1]; empty for texts.
-        interpolation: a name of torchvision's `InterpolationMode`, e.g. ``bicubic``.
-        tokenizer: tokenizer of texts; None: the tokenizer of the model.
+        interpolation: name in torchvision's `InterpolationMode`, e.g. ``bicubic``.
+        tokenizer: tokenizer for texts; None: tokenizer of the model.
     """
 
     size: tuple[int, ...]
