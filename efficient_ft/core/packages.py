@@ -57,7 +57,7 @@ def method_files(folders: Mapping[str, list[Path]]) -> Iterator[tuple[str, str, 
 
 
 def option_settings(file: Path) -> dict[str, Any]:
-    """Return the settings in an option's YAML file, merged with the options in the same folder that its defaults name."""
+    """Return the settings of an option's YAML file, merged with the base options that its defaults name."""
     own = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     bases = [file.with_name(f"{base}.yaml") for base in own.pop("defaults", ())]
     return {key: value for base in bases if base.is_file() for key, value in option_settings(base).items()} | own

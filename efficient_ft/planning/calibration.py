@@ -6,6 +6,7 @@ import json
 import os
 import statistics
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,12 @@ _READ: dict[str, tuple[type, ...]] = {
     "run": (str,), "name": (str,), "memory_bytes": (int, float), "process_bytes": (int, float),
     "counted_bytes": (int, float), "step_seconds": (int, float, type(None)), "timed": (bool,),
 }  # fmt: skip
-#: The file in the folder of runs. Every plan appends a line for each option.
+#: File in the folder of runs, to which every plan appends a line for each option.
 FILE = "plans.jsonl"
 
 
 def record(plan: Plan, folder: Path) -> None:
-    """Append the predictions of a plan's options to the file in `folder`, the folder of runs.
-
-    If the folder is not writable, nothing is recorded.
-    """
+    """Append the predictions of a plan's options to the file in `folder`, the folder of runs, if it is writable."""
     lines = [
         json.dumps(
             {
@@ -51,19 +49,17 @@ def record(plan: Plan, folder: Path) -> None:
         )
         for option in plan.options
     ]
-    try:
+    with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         with open_file(folder / FILE, "a") as file:
             file.write("".join(line + "\n" for line in lines))
-    except OSError:
-        pass
 
 
 def calibration(folders: Sequence[Path]) -> list[dict[str, Any]]:
     """Return the latest prediction and the measurement of each finished run that was planned.
 
     Args:
-        folders: folders with `FILE` and run folders.
+        folders: folders that contain `FILE` and run folders.
 
     Raises:
         UserError: a folder has no plans.

@@ -39,13 +39,14 @@ class Closeness:
         self._plain = factory.create_model(config.model, images.num_classes).to(device)
         for name in view(self._plain).head:
             weight = getattr(self._plain.get_submodule(name), "weight", None)
-            if weight is not None and not weight.any():  # a zero head would block all gradients
+            if weight is not None and not weight.any():  # a head of zeros would block all gradients
                 torch.nn.init.trunc_normal_(weight, std=0.02)
         self._exact = step_gradients(self._plain, self._batch, seed=config.seed, task=self._task).gradients
         self._seed = config.seed
 
     def cosine(self, config: Config) -> float | None:
-        """Return the cosine between the recipe's gradient and the exact one, over trained parameters of the network.
+        """Return the cosine between the recipe's gradient and the exact gradient, over the network's trained
+        parameters.
 
         Returns None if no parameter of the network trains, or if the recipe cannot take a step.
         """

@@ -26,7 +26,7 @@ from efficient_ft.training.trainer import on_device, use_channels_last
 
 #: Maximum number of timed steps, for a plan and in a trial.
 STEPS, TRIAL_STEPS = 8, 60
-#: A trial ends after these seconds and at least this many steps, because a process grows in its first steps.
+#: A trial ends early after this many seconds and steps. Several steps are needed, because a process grows at first.
 _ENOUGH, _FEW = 3.0, 6
 
 
@@ -37,10 +37,10 @@ def step_seconds(config: Config, counter: Counter, device: torch.device, images:
 
     Args:
         config: configuration of the run.
-        counter: provides the network.
+        counter: counter that provides the network.
         device: device of the step.
         images: number of images in a timed step, at most the batch size.
-        max_seconds: no further step begins after this time.
+        max_seconds: time after which no further step begins, in seconds.
 
     Raises:
         UserError: the methods cannot be built or applied to the network.
@@ -52,7 +52,7 @@ def step_seconds(config: Config, counter: Counter, device: torch.device, images:
             step()
         passes, updates = [], []
         start = time.perf_counter()
-        for number in range(STEPS + 1):  # the first is slower: memory is allocated, kernels are compiled
+        for number in range(STEPS + 1):  # the first step is slower: memory is allocated, and kernels are compiled
             if number > 1 and time.perf_counter() - start > max_seconds:
                 break
             wait()
@@ -73,7 +73,7 @@ def step_seconds(config: Config, counter: Counter, device: torch.device, images:
 
 @dataclass(frozen=True)
 class Trial:
-    """Memory and time of optimizer steps of a recipe, measured in a separate process.
+    """Memory and time of a recipe's optimizer steps, measured in a separate process.
 
     Attributes:
         peak_bytes: peak of the process minus its size before the model; on a GPU, bytes reserved on the device.
@@ -94,16 +94,15 @@ def try_recipe(config: Config, num_classes: int, max_seconds: float) -> Trial:
     Args:
         config: configuration of the run.
         num_classes: number of classes of the network.
-        max_seconds: no further step begins after this time, once one is measured.
+        max_seconds: time after which no further step begins once a step is measured, in seconds.
 
     Raises:
         UserError: the methods cannot be built or applied to the network.
     """
     device = on_device(config)
     interpreter = settled_bytes()
-    step = _training_step(
-        config, factory.random_model(config.model, num_classes), device, images=config.data.batch_size
-    )
+    network = factory.random_model(config.model, num_classes)
+    step = _training_step(config, network, device, images=config.data.batch_size)
     for library in libraries(config.optim.state_bits, step.methods):
         load(library)
     memory, wait = StepMemory(device), waiter(device)
@@ -130,7 +129,7 @@ def try_recipe(config: Config, num_classes: int, max_seconds: float) -> Trial:
 
 
 def _training_step(config: Config, network: nn.Module, device: torch.device, images: int) -> TrainingStep:
-    """Return the training step of a run, with its methods applied to `network`, with at most `images` images."""
+    """Return a run's training step with at most `images` images, and apply its methods to `network`."""
     methods, spec = build_methods(config), step_spec(config)
     apply_methods(network, methods)
     if use_channels_last(config, device):
