@@ -26,7 +26,7 @@ PROCESS_MEMORY = (
 )
 RATIOS = "ms: median [quartiles]; ×: recipe / baseline, so 0.50× the time is half of it"
 
-#: A column: its name, its rank (see `core.sheet.Column`), and its cells.
+#: Columns: the name, rank (see `core.sheet.Column`) and cells of each.
 _Columns = list[tuple[str, int, list[Cell]]]
 
 
@@ -34,20 +34,14 @@ def report_text(report: Mapping[str, Any], columns: Sequence[str] = ()) -> str:
     """Return the tables and notes of a report.
 
     Args:
-        report: a report of a benchmark, or a file in ``benchmarks``.
-        columns: columns of the tables, see `core.sheet.render`; empty: those that fit the terminal.
+        report: report of a benchmark, or a file in ``benchmarks``.
+        columns: columns of the tables, see `core.sheet.render`; empty: columns that fit the terminal.
 
     Raises:
         SettingError: a column does not exist.
     """
-    kinds: dict[str, Callable[[Mapping[str, Any], Sequence[str]], str]] = {
-        "step": _step,
-        "memory": _memory,
-        "layer": _layer,
-        "loop": _loop,
-        "gradient": _gradient,
-        "optimizer": _optimizer,
-    }
+    kinds = {"step": _step, "memory": _memory, "layer": _layer, "loop": _loop, "gradient": _gradient,
+             "optimizer": _optimizer}  # fmt: skip
     timed = report["kind"] != "gradient"
     busy = busy_note(report.get("environment", {})) if timed else None
     notes = [*report.get("notes", ()), *([busy] if busy else [])]
@@ -55,7 +49,7 @@ def report_text(report: Mapping[str, Any], columns: Sequence[str] = ()) -> str:
 
 
 def _table(columns: _Columns, chosen: Sequence[str]) -> str:
-    """Format a table with these columns, the most important ones first. The first column names the rows."""
+    """Format a table with these columns, ordered by importance. The first column names the rows."""
     header = [name for name, _, _ in columns]
     shown = {name: Column(rank, words=number == 0) for number, (name, rank, _) in enumerate(columns)}
     rows = [list(row) for row in zip(*(cells for *_, cells in columns), strict=True)]
@@ -141,11 +135,8 @@ def _memory(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
     ]
     about = [report["dtype"], *sorted({record["optimizer"] for record in measured.values()})]
     about += ["unfused attention"] if report["attention"] == "unfused" else []
-    where = (
-        "highest number of bytes that PyTorch reserves on the device, without model and batch"
-        if device
-        else PROCESS_MEMORY
-    )
+    reserved = "highest number of bytes that PyTorch reserves on the device, without model and batch"
+    where = reserved if device else PROCESS_MEMORY
     explained = (
         f"{report['model']}, batch {report['batch']}, {', '.join(about)}",
         f"used by the steps: {where}",

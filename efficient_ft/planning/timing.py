@@ -10,18 +10,15 @@ import torch
 from torch import nn
 
 from efficient_ft.bench.memory import settled_bytes
+from efficient_ft.bench.step import build_step
 from efficient_ft.bench.timing import waiter
 from efficient_ft.config import Config
 from efficient_ft.cost import StepMemory, TrainingStep
 from efficient_ft.cost.probe import undisturbed
 from efficient_ft.cost.step import forward_and_loss
-from efficient_ft.methods.base import apply_methods
-from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
 from efficient_ft.planning.counting import Counter
 from efficient_ft.training.memory.libraries import libraries, load
-from efficient_ft.training.optimizer import build_optimizer
-from efficient_ft.training.run_task import step_spec
 from efficient_ft.training.trainer import on_device, use_channels_last
 
 #: Maximum number of timed steps, for a plan and in a trial.
@@ -130,14 +127,5 @@ def try_recipe(config: Config, num_classes: int, max_seconds: float) -> Trial:
 
 def _training_step(config: Config, network: nn.Module, device: torch.device, images: int) -> TrainingStep:
     """Return a run's training step with at most `images` images, and apply its methods to `network`."""
-    methods, spec = build_methods(config), step_spec(config)
-    apply_methods(network, methods)
-    if use_channels_last(config, device):
-        network.to(memory_format=torch.channels_last)
-    return TrainingStep(
-        network,
-        methods,
-        type(spec)(**{**vars(spec), "batch_size": min(images, spec.batch_size)}),
-        device=device,
-        build_optimizer=lambda model: build_optimizer(model, config.optim, config.trainer.precision),
-    )
+    batch_size = min(images, config.data.batch_size)
+    return build_step(config, network, device, batch_size, use_channels_last(config, device))
