@@ -31,7 +31,7 @@ from efficient_ft.cost.step import StepMethods
 from efficient_ft.methods.base import apply_methods
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
-from efficient_ft.models.view import ModelView, view
+from efficient_ft.models.view import view
 from efficient_ft.task import moved
 
 
@@ -64,14 +64,8 @@ def measure_gradients(
 ) -> dict[str, Any]:
     """Compare the gradients of recipes with the exact gradients.
 
-    Args:
-        recipes: recipes to compare.
-        configure: function that builds configurations.
-        network: network, batch and device. `num_classes` is used for noise.
-        weights: file of weights with timm's names; None: random weights.
-        images: folder with one folder of images per class; None: noise.
-        batches: number of disjoint batches.
-        seed: seed of the images, random weights and rounding.
+    The network has weights from the file `weights` with timm's names, or random weights. The batches contain images
+    from the class folders in `images`, or noise.
 
     Returns:
         The report, for JSON and `tables.report_text`.
@@ -85,8 +79,9 @@ def measure_gradients(
     size = factory.input_of(config).image_size
     measured, classes = _batches(network, images, config, batches, seed)
     plain = _plain_network(config, classes, weights is None, seed, network.device)
-    inside = _inside_blocks(view(plain))
-
+    of_plain = view(plain)
+    between = (name for extras in of_plain.stage_extras for name in extras)
+    inside = tuple(f"{name}." for name in (*of_plain.blocks, *between))  # in the blocks and between the stages
     candidates: dict[str, _Candidate] = {}
     result: dict[str, dict[str, Any]] = {}
     for name, of_recipe in configs.items():
@@ -162,11 +157,6 @@ def _plain_network(
         if weight is not None:
             nn.init.trunc_normal_(weight, std=0.02)
     return plain
-
-
-def _inside_blocks(of_plain: ModelView) -> tuple[str, ...]:
-    """Return prefixes of the parameters in the blocks and between the stages."""
-    return tuple(f"{name}." for name in (*of_plain.blocks, *(n for extras in of_plain.stage_extras for n in extras)))
 
 
 def _record(

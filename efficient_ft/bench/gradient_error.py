@@ -184,12 +184,7 @@ def train(model: nn.Module, batches: Iterable[Batch], done: int, steps: int, opt
 
 
 def run_study(study: Study, size: int, say: Callable[[str], None] = lambda text: None) -> list[dict[str, Any]]:
-    """Measure one image size: the trained network, and the start, middle and end of fine-tuning.
-
-    Args:
-        study: settings of the study.
-        size: side length of the images in pixels.
-        say: function that receives a line of progress before each state.
+    """Measure one image size (in pixels): the trained network, and the start, middle and end of fine-tuning.
 
     Raises:
         UserError: weights or images are missing, or there are too few images.

@@ -80,17 +80,8 @@ def measure_layers(
 ) -> dict[str, Any]:
     """Time and count the backward pass of layers, exact and low-rank. The 11 parameters are the options of the command.
 
-    Args:
-        shapes: shapes of the layers.
-        orders: orders of the LP_L1 selection of bases.
-        batch_size: number of images in the batch.
-        projector: ``wht`` or ``dct``.
-        padding: padding of the WHT to the next power of 2.
-        layout: ``tokens`` (B, N, C) for a linear layer, or ``map`` (B, C, H, W) for a 1×1 convolution.
-        precision: ``fp32``, ``bf16`` or ``fp16``.
-        device: device of the layers.
-        rounds, warmup: number of timed rounds, and of rounds before them.
-        profile: if True, also profile a backward pass.
+    `orders` are orders of the LP_L1 selection of bases. `padding` pads the WHT to the next power of 2. `layout` is
+    ``tokens`` (B, N, C) for a linear layer, or ``map`` (B, C, H, W) for a 1×1 convolution.
 
     Returns:
         The report, for JSON and `tables.report_text`.

@@ -46,14 +46,7 @@ class PacedLoader:
 
     The plain loop and the framework alternate in one process, on the same batches. The framework's time starts when a
     batch is returned and ends when the next batch is requested. It covers hooks, callbacks, progress and the step, but
-    not loading.
-
-    Args:
-        loader: loader of the run, without worker processes.
-        bare: step of the plain loop; None: the plain loop is not timed.
-        wait: function that waits for the device.
-        steps: number of steps after which the run ends.
-        times: object that receives the times.
+    not loading. The `loader` must not use worker processes. The run ends after `steps` steps.
     """
 
     def __init__(
@@ -109,22 +102,9 @@ def measure_loops(
 ) -> dict[str, Any]:
     """Time a step of the framework, a step of a plain loop, and the loading of its batch, for each job.
 
-    A job that runs its frozen part in another form (`trainer.cache_features`, `trainer.prefix`) has no plain loop. The
-    parameters are the options of the command.
-
-    Args:
-        jobs: `DEFAULT_JOB`, or models in conf/model, all of whose parameters train.
-        configure: function that builds configurations.
-        batch_size: batch size; None: batch size of the default job, or 8 for a model.
-        precision: ``fp32``, ``bf16`` or ``fp16``.
-        device: cpu or cuda.
-        rounds: number of timed rounds.
-        warmup: number of rounds before the timed ones.
-        images: folder with one folder of images per class; None: the digits.
-        settings: KEY=VALUE settings of all jobs.
-
-    Returns:
-        The report, for JSON and `tables.report_text`.
+    A job is `DEFAULT_JOB`, or a model in conf/model, all of whose parameters train. A job that runs its frozen part in
+    another form (`trainer.cache_features`, `trainer.prefix`) has no plain loop. The parameters are the options of the
+    command. The result is a report for JSON and `tables.report_text`.
 
     Raises:
         UserError: a job is unknown, or images or settings cannot be used.

@@ -35,16 +35,9 @@ def measure_memory(
     """Take training steps on random weights and images, and measure the memory of this process.
 
     The process must not have run other steps, because memory kept by the allocator would hide the growth. The compiler
-    of the packing kernels (numba) is loaded first, because its size does not depend on the batch.
-
-    Args:
-        recipe: recipe to measure.
-        configure: function that builds configurations.
-        network: network, batch and device.
-        optim: option in conf/optim.
-        channels_last: if True, use channels-last memory for convolutional maps on a CPU, as runs do.
-        steps: number of measured steps.
-        warmup: number of steps before the measured steps, in addition to the steps that methods profile.
+    of the packing kernels (numba) is loaded first, because its size does not depend on the batch. `optim` is an option
+    in conf/optim. On a CPU, `channels_last` selects channels-last memory, as in runs. The `warmup` steps follow those
+    that methods profile.
 
     Returns:
         The record of the recipe, for `memory_report`.
@@ -99,12 +92,7 @@ def memory_report(
 ) -> dict[str, Any]:
     """Return the report of recipes measured by `measure_memory`, for JSON and `tables.report_text`.
 
-    Args:
-        model: model of the recipes.
-        batch_size: number of images in the batch.
-        precision: precision of recipes that do not set it.
-        unfused: True if attention ran without timm's fused kernel.
-        recipes: records by name; ``{"failure": REASON}`` for a recipe whose process failed.
+    The record of a recipe whose process failed is ``{"failure": REASON}``. A recipe can set a different precision.
     """
     sources = {record["memory"]["source"] for record in recipes.values() if "memory" in record}
     failed = [f"{name}: {record['failure']}" for name, record in recipes.items() if "failure" in record]

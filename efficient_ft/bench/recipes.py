@@ -68,9 +68,7 @@ class Recipe:
 def parse_recipe(text: str, conf: Path) -> Recipe:
     """Parse ``[NAME=]METHOD[:KEY=VALUE,...][+METHOD...]``.
 
-    Args:
-        text: recipe.
-        conf: folder with this package's configuration groups; folders of other packages are found automatically.
+    `conf` has this package's configuration groups. Folders of other packages are found automatically.
 
     Raises:
         UserError: `text` does not have this form, or another package's method does not have configuration files.

@@ -31,11 +31,7 @@ _Columns = list[tuple[str, int, list[Cell]]]
 
 
 def report_text(report: Mapping[str, Any], columns: Sequence[str] = ()) -> str:
-    """Return the tables and notes of a report.
-
-    Args:
-        report: report of a benchmark, or a file in ``benchmarks``.
-        columns: columns of the tables, see `core.sheet.render`; empty: columns that fit the terminal.
+    """Return the tables and notes of a report, or of a file in ``benchmarks``. `columns`: see `core.sheet.render`.
 
     Raises:
         SettingError: a column does not exist.

@@ -15,10 +15,7 @@ Rounds = dict[str, dict[str, list[float]]]
 def alternate(calls: Mapping[str, Callable[[], dict[str, float]]], rounds: int, warmup: int) -> Rounds:
     """Run all functions once per round, so that machine drift affects all of them equally.
 
-    Args:
-        calls: functions by name; each function returns the seconds of its parts.
-        rounds: number of timed rounds.
-        warmup: number of rounds before the timed ones.
+    Each function returns the seconds of its parts. `warmup` rounds precede the `rounds` timed ones.
     """
     seconds: Rounds = {name: {} for name in calls}
     for number in range(warmup + rounds):

@@ -25,15 +25,11 @@ _STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a temporary file, sync it to disk, and rename it to `path`.
+    """Let `write` create a temporary file, sync the file to disk, and rename it to `path`.
 
-    The temporary file is created in a new folder next to `path`, which only this user can enter. The file has the
-    permissions of any new file. A link at `path` is replaced, and its target is not changed. Devices and pipes, such as
-    ``/dev/stdout``, are written directly.
-
-    Args:
-        path: file to write; its folder is created.
-        write: function that writes to the path of the temporary file, which has the same name as `path`.
+    The temporary file has the same name as `path`. It is created in a new folder next to `path`, which only this user
+    can enter, and has the permissions of any new file. A link at `path` is replaced, and its target is not changed.
+    Devices and pipes, such as ``/dev/stdout``, are written directly.
     """
     if _is_stream(path):
         write(path)

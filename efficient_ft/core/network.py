@@ -19,12 +19,8 @@ _ERRORS = (OSError, http.client.HTTPException, ValueError)
 def open_url(url: str, timeout: float) -> Any:
     """Open `url` (http, https, ftp or file) through the proxies of the current environment.
 
-    Args:
-        url: URL to open.
-        timeout: number of seconds without data after which the connection is closed.
-
-    Returns:
-        The response: a context manager with `headers` and `read`.
+    The response is a context manager with `headers` and `read`. The connection is closed after `timeout` seconds
+    without data.
 
     Raises:
         OSError, http.client.HTTPException, ValueError: `url` cannot be opened.
@@ -48,12 +44,8 @@ def unreachable(url: str, size: int | None = None, accept_404: bool = False) -> 
         None if the host answers within `PROBE_SECONDS`, otherwise the reason with the host and the proxy.
     """
     answer: list[str | None] = []
-
-    def ask() -> None:
-        answer.append(_ask(url, size, accept_404))
-
     # The request runs in a thread, because name resolution ignores socket timeouts.
-    thread = threading.Thread(target=ask, daemon=True, name="reachability")
+    thread = threading.Thread(target=lambda: answer.append(_ask(url, size, accept_404)), daemon=True)
     thread.start()
     thread.join(PROBE_SECONDS)
     host = urllib.parse.urlsplit(url).netloc

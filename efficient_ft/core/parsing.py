@@ -32,11 +32,7 @@ def parse_json(
 
 
 def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
-    """Parse a YAML text that has one document and no tags that name code.
-
-    Args:
-        text: YAML text.
-        loader: safe loader.
+    """Parse a YAML text that has one document and no tags that name code, with a safe loader.
 
     Raises:
         ValueError: the text is not valid YAML, has an invalid value, is nested too deeply, is self-referential, or has
@@ -62,10 +58,7 @@ def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> An
 
 
 def _values(node: yaml.Node, known: dict[int, int]) -> int:
-    """Count the values of a node after aliases are expanded.
-
-    Args:
-        known: counts by the identity of a node; 0 while the node is being counted.
+    """Count the values of a node after aliases are expanded. `known` has the counts by node id, and 0 during the count.
 
     Raises:
         ValueError: the node contains itself.

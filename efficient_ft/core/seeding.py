@@ -34,5 +34,5 @@ def seed_step(seed: int, device: torch.device) -> None:
 
 
 def generator_of(*counters: int) -> torch.Generator:
-    """Create a CPU generator that is seeded with `seed_of` the counters."""
+    """Create a CPU generator with the seed `seed_of(*counters)`."""
     return torch.Generator().manual_seed(seed_of(*counters))

@@ -52,13 +52,9 @@ def wrapped(text: str, width: int) -> str:
 
 
 def show(text: str, stream: TextIO | None = None) -> None:
-    """Print wrapped text above the progress bars. A leading ``warning:`` is yellow on a terminal.
+    """Print wrapped text above the progress bars, by default to the standard output.
 
-    Control characters are printed as escapes.
-
-    Args:
-        text: text to print.
-        stream: output stream; None: the standard output.
+    A leading ``warning:`` is yellow on a terminal. Control characters are printed as escapes.
 
     Raises:
         UserError: the stream cannot be written.
@@ -106,11 +102,9 @@ class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def start_console(verbose: bool, first: bool = True) -> None:
-    """Set up the console output of one of the package's programs.
+    """Set up the console output of one of the package's programs. If `verbose`, details are printed.
 
-    Args:
-        verbose: True to print details (the setting ``verbose``).
-        first: False for an additional process of the same run, which prints only errors.
+    If not `first` (an additional process of the same run), only errors are printed.
     """
     level = (logging.DEBUG if verbose else logging.INFO) if first else logging.ERROR
     for handler in logging.getLogger().handlers:

@@ -63,9 +63,7 @@ def printable(path: str | os.PathLike[str]) -> str:
 def terminal_width(stream: TextIO | None = None, least: int = 80) -> int:
     """Return the width of lines: ``COLUMNS``, the width of the terminal, or 100 without a terminal.
 
-    Args:
-        stream: output stream; None: the standard output.
-        least: minimum width, because tables cannot be narrower.
+    The width is at least `least`, because tables cannot be narrower. `stream` is the standard output by default.
     """
     given = os.environ.get("COLUMNS", "")
     if given.isdigit() and int(given):
@@ -100,12 +98,9 @@ def shortened(text: str, width: int) -> str:
 
 
 def wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    """Break `text` into lines of at most `width` terminal columns: between words, or at separators inside long words.
+    """Break each line of `text` at `width` terminal columns: between words, or at separators inside long words.
 
-    Args:
-        text: one or more lines, which are wrapped separately.
-        width: maximum width of a line.
-        indent: prefix of all lines except the first.
+    All lines except the first one begin with `indent`.
     """
     lines = []
     for line in text.split("\n"):
@@ -126,12 +121,9 @@ def wrapped(text: str, width: int, indent: str = "") -> list[str]:
 
 
 def filled(text: str, width: int, indent: str = "") -> list[str]:
-    """Wrap a line of text to `width` terminal columns. Words, such as paths, are never broken.
+    """Wrap a line to `width` terminal columns, and preserve its leading spaces. Words, such as paths, are never broken.
 
-    Args:
-        text: single line; its leading spaces are preserved.
-        width: maximum width of a line.
-        indent: prefix of all lines except the first.
+    All lines except the first one begin with `indent`.
     """
     text = plain_text(text)
     body = text.lstrip(" ")

@@ -112,12 +112,8 @@ class Tokenizer:
 def checked_tokenizer(source: Path, make: Callable[[], Tokenizer]) -> Tokenizer:
     """Create a tokenizer with `make`, and check that it can encode an unknown character.
 
-    Args:
-        source: file or folder of the tokenizer, for error messages.
-        make: function that creates the tokenizer.
-
     Raises:
-        UserError: the files are damaged.
+        UserError: the files are damaged. The message names `source`, the file or folder.
     """
     try:
         tokenizer = make()

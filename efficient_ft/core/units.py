@@ -21,12 +21,8 @@ _NUMBER = r"(\d+(?:\.\d+)?|\.\d+)"
 def parse_bytes(setting: str, value: object) -> int:
     """Convert a size such as ``4GB`` (4·10⁹) or ``4GiB`` (4·2³⁰) to bytes. The case of the unit is ignored.
 
-    Args:
-        setting: name of the setting, for the error message.
-        value: value of the setting.
-
     Raises:
-        SettingError: the value is not a positive number with a unit.
+        SettingError: the value is not a positive number with a unit. The message names `setting`.
     """
     units = {name.lower(): size for name, size in BYTES.items()}
     found = re.fullmatch(rf"{_NUMBER}\s*({'|'.join(units)})", str(value).strip().lower())
@@ -40,15 +36,11 @@ def parse_bytes(setting: str, value: object) -> int:
 
 
 def parse_seconds(setting: str, value: object, plain: bool = False) -> float:
-    """Convert a time such as ``2h``, ``90min`` or ``1h30min`` to seconds.
-
-    Args:
-        setting: name of the setting, for the error message.
-        value: value of the setting.
-        plain: if True, accept a number without a unit as seconds.
+    """Convert a time such as ``2h``, ``90min`` or ``1h30min`` to seconds. If `plain`, a number without a unit means
+    seconds.
 
     Raises:
-        SettingError: the value is not one or more positive numbers with units.
+        SettingError: the value is not one or more positive numbers with units. The message names `setting`.
     """
     if plain and isinstance(value, int | float) and not isinstance(value, bool):
         value = f"{value:.6f}s"

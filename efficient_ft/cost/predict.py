@@ -100,17 +100,17 @@ class Demand:
     Attributes:
         weights_bytes: parameters and buffers of the network, without additions by methods.
         model_bytes: parameters and buffers of the network with its methods.
-        batch_bytes: a training batch.
+        batch_bytes: size of a training batch.
         step_bytes: peak of a training step without model and batch, but with optimizer state and accumulated gradients.
-        largest_bytes: the largest tensor that an operation of the step creates.
-        optimizer_bytes: the optimizer's state, included in `step_bytes`.
-        gradient_bytes: gradients that live between micro-batches.
+        largest_bytes: size of the largest tensor that an operation of the step creates.
+        optimizer_bytes: size of the optimizer's state, which is included in `step_bytes`.
+        gradient_bytes: size of the gradients that live between micro-batches.
         evaluation: counts of an evaluation batch.
-        load_bytes: reading and decoding a training batch in this process.
-        evaluation_load_bytes: reading and decoding an evaluation batch.
+        load_bytes: memory for reading and decoding a training batch in this process.
+        evaluation_load_bytes: memory for reading and decoding an evaluation batch.
         examples: counts of predicting one example in its original size after training.
-        examples_load_bytes: reading all examples.
-        inspection_bytes: decoding samples before training.
+        examples_load_bytes: memory for reading all examples.
+        inspection_bytes: memory for decoding samples before training.
         pretrained: True if the weights are read from a file.
         copies: number of network copies that the frozen prefix or the cost report creates.
         resumed: True if the run continues from a checkpoint.

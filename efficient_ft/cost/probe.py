@@ -71,11 +71,7 @@ class Probe:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        methods: Iterable[Any],
-        spec: StepSpec,
-        build_optimizer: BuildOptimizer | None = None,
+        self, model: nn.Module, methods: Iterable[Any], spec: StepSpec, build_optimizer: BuildOptimizer | None = None
     ) -> None:
         self.model, self.methods, self.spec = model, StepMethods(methods), spec
         self.build_optimizer = build_optimizer
@@ -109,21 +105,12 @@ class Probe:
             self.model.zero_grad(set_to_none=True)
 
     def watch(
-        self,
-        images: int,
-        fake: bool,
-        which: Sequence[tuple[int, bool]],
-        layers: bool = False,
-        backward: bool = True,
+        self, images: int, fake: bool, which: Sequence[tuple[int, bool]], layers: bool = False, backward: bool = True
     ) -> list[WatchedStep]:
-        """Run several steps of one copy under the meter.
+        """Run several steps of one copy with `images` samples under the meter, on `fake` or real tensors.
 
-        Args:
-            images: batch size.
-            fake: if True, use fake tensors.
-            which: (step number, True for unfused attention) of each step.
-            layers: if True, also attribute FLOPs to modules.
-            backward: if False, end each step after the loss.
+        `which` has the number of each step, and True for unfused attention. If `layers`, FLOPs are also attributed to
+        modules. Without `backward`, each step ends after the loss.
         """
         with FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext() as mode:
             model, methods = self.copy(mode)
@@ -250,8 +237,7 @@ class FakeCopyOnCPU(FakeCopyMode):
 def undisturbed(cuda: Sequence[torch.device] = ()) -> Iterator[None]:
     """Enable gradients, disable autocast and collectives, and restore every global random state at the end.
 
-    Args:
-        cuda: CUDA devices whose random states are also restored.
+    The random states of the CUDA devices in `cuda` are also restored.
     """
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:

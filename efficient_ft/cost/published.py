@@ -21,7 +21,7 @@ pooling, resizing, dropout and the choice of tokens count nothing.
 BSR ("Block Selective Reprogramming", CVPR Workshops 2024) counts one matrix as one layer, and no residual. In a block
 of N tokens with d values and H heads, full training stores 4 · (16 N d + H N²) bytes. A frozen block through which a
 gradient passes stores 4 · (7 N d + H N²) bytes. A block that drops tokens has fewer tokens from its second
-normalization on. BSR's "FLOPs" are the multiply-adds of all products in the forward pass, whether or not they train.
+normalization on. BSR's "FLOPs" are the multiply-adds of all products in the forward pass, including frozen layers.
 
 These costs are not those of an executed step (`executed`). They are for comparison with a paper's own column.
 """

@@ -72,7 +72,8 @@ class StepSpec:
         if self.task.input_dimensions == len(self.input_size) == 1:
             require_positive("input_size", self.input_size[0])
         else:
-            require_image_size(self.input_size)
+            if len(self.input_size) != 2 or any(not isinstance(side, int) or side < 1 for side in self.input_size):
+                raise SettingError("input_size", tuple(self.input_size), "a pair (height, width) of integers >= 1")
             require_positive("in_chans", self.in_chans)
         require_positive("batch_size", self.batch_size)
 
@@ -92,12 +93,6 @@ def require_positive(setting: str, value: int) -> None:
     """Raise a SettingError unless `value` is an integer >= 1."""
     if not isinstance(value, int) or value < 1:
         raise SettingError(setting, value, "an integer >= 1")
-
-
-def require_image_size(size: Sequence[int]) -> None:
-    """Raise a SettingError unless `size` is a pair of integers >= 1."""
-    if len(size) != 2 or any(not isinstance(side, int) or side < 1 for side in size):
-        raise SettingError("input_size", tuple(size), "a pair (height, width) of integers >= 1")
 
 
 class StepMethods:

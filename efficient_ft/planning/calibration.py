@@ -58,11 +58,8 @@ def record(plan: Plan, folder: Path) -> None:
 def calibration(folders: Sequence[Path]) -> list[dict[str, Any]]:
     """Return the latest prediction and the measurement of each finished run that was planned.
 
-    Args:
-        folders: folders that contain `FILE` and run folders.
-
     Raises:
-        UserError: a folder has no plans.
+        UserError: one of `folders`, the folders of runs, has no plans.
     """
     found = []
     for folder in folders:
@@ -132,11 +129,7 @@ def calibration_text(folders: Sequence[Path]) -> str:
     lines = [table(rows, left=(0, 1)), ""]
     over = [pair for pair in pairs if not pair["within_budget"]]
     lines.append(f"{len(pairs)} planned runs have finished, {len(over)} of them above their budget.")
-    for key, title in (
-        ("memory", "peak of the process"),
-        ("counted", "counted peak of a step"),
-        ("step", "step time"),
-    ):
+    for key, title in (("memory", "peak of the process"), ("counted", "counted peak of a step"), ("step", "step time")):
         off = [abs(_off(pair[key])) for pair in pairs if pair[key] is not None]
         if off:
             median, largest = map(format_percent, (statistics.median(off), max(off)))

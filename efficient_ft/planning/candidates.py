@@ -112,13 +112,10 @@ _OF_BITS = {32: Exactness.EXACT, 8: Exactness.NEAR, 4: Exactness.APPROXIMATE}
 
 
 def candidates(config: Config, blocks: int, chosen: Sequence[str] = (), memory: bool = True) -> list[Candidate]:
-    """Return the recipes to examine for a run: first the smallest recipes, then the most useful ones.
+    """Return the recipes to examine for a run with `blocks` blocks: first the smallest recipes, then the most useful
+    ones.
 
-    Args:
-        config: configuration of the run.
-        blocks: number of blocks of the network.
-        chosen: options of the group ``method`` that the user named. All recipes contain them.
-        memory: True to combine recipes with methods of the memory axis.
+    All recipes contain the methods that the user has `chosen`. If `memory`, they are combined with memory methods.
     """
     stacks = [_named(config, chosen)] if chosen else list(_stacks(blocks))
     found: list[tuple[float, Candidate]] = []
@@ -233,10 +230,9 @@ def _stacks(blocks: int) -> Iterator[Candidate]:
 
 
 def _with_optimizers(candidate: Candidate, config: Config, backward: bool) -> Iterator[Candidate]:
-    """Yield the recipe with each possible optimizer. An optimizer that the user chose is not changed.
+    """Yield the recipe with each possible optimizer, inside the backward pass only if `backward`.
 
-    Args:
-        backward: True to include optimizers that step inside the backward pass.
+    An optimizer that the user chose is not changed.
     """
     optim, trainer = config.optim, config.trainer
     own = Candidate(()).state_bits != optim.state_bits or optim.in_backward

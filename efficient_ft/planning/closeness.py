@@ -22,12 +22,7 @@ IMAGES = 4
 
 
 class Closeness:
-    """Compare gradients of recipes with the exact gradient of a run's network and weights.
-
-    Args:
-        config: configuration of the run.
-        device: device of the computation.
-    """
+    """Compare gradients of recipes with the exact gradient of a run's network and weights."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         data = config.data.model_copy(update={"batch_size": IMAGES, "num_workers": 0})

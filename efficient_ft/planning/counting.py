@@ -51,12 +51,7 @@ class Counted:
 
 
 class Counter:
-    """Count recipes of one network.
-
-    Args:
-        config: configuration of the run, which names the model.
-        num_classes: number of classes of the network.
-    """
+    """Count recipes of the network that `config` names, with `num_classes` classes."""
 
     def __init__(self, config: Config, num_classes: int) -> None:
         self._config, self.classes = config, num_classes
@@ -141,10 +136,7 @@ class Counter:
 class RunPhases:
     """Demands of a plan's recipes: the counts of each recipe, and the evaluation and reading that all recipes share.
 
-    Evaluation is counted once for each batch size, on the network without methods.
-
-    Args:
-        base: configuration of the run without a recipe.
+    Evaluation is counted once for each batch size, on the network without methods. `base` is the run without a recipe.
     """
 
     def __init__(self, base: Config) -> None:

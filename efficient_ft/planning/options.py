@@ -114,12 +114,9 @@ def points_lost(row: str | None) -> dict[str, float]:
 
 
 def with_cosine(option: Option, cosine: float | None, whole: bool = True) -> Option:
-    """Return the option with a measured cosine and the resulting exactness class.
+    """Return the inexact option with its measured cosine, if there is one, and the resulting exactness class.
 
-    Args:
-        option: option that is not exact.
-        cosine: cosine between its gradient and the exact gradient; None if not measured.
-        whole: True if all parameters of the network train.
+    `whole` is True if all parameters of the network train.
     """
     if cosine is None:
         return option
@@ -154,10 +151,8 @@ def recommend(options: Sequence[Option], loss: float, step_limit: float | None) 
     """Return the fastest option of the best class within the limits. Among equally fast options, the smallest one is
     returned.
 
-    Args:
-        options: options of a plan.
-        loss: maximum loss of test accuracy relative to full fine-tuning, in percentage points.
-        step_limit: maximum time of a step in seconds; None: no limit.
+    `loss` is the maximum loss of test accuracy relative to full fine-tuning, in percentage points. `step_limit` is the
+    maximum time of a step in seconds.
     """
 
     def allowed(o: Option) -> bool:

@@ -31,15 +31,7 @@ from efficient_ft.models import factory
 from efficient_ft.planning.candidates import SMALLEST, Candidate, candidates, split
 from efficient_ft.planning.closeness import Closeness
 from efficient_ft.planning.counting import Counter, RunPhases
-from efficient_ft.planning.options import (
-    Excluded,
-    Option,
-    points_lost,
-    preference,
-    recommend,
-    with_cosine,
-    with_front,
-)
+from efficient_ft.planning.options import Excluded, Option, points_lost, preference, recommend, with_cosine, with_front
 from efficient_ft.planning.timing import Trial, step_seconds
 from efficient_ft.training.datamodule import missing_images, open_images, run_length
 from efficient_ft.training.memory.libraries import LibrarySizes, libraries
@@ -182,7 +174,9 @@ def make_plan(
     device = on_device(base)
     if device.type == "cpu":
         memory_bytes = min(memory_bytes, memory_limit_bytes())
-    steps = _run_steps(base)
+    steps = None
+    if not missing_images(base):
+        steps = run_length(base, open_images(base, factory.input_of(base.model)), 1)[1]
     if limits.seconds is not None and steps is None:
         given = format_seconds(limits.seconds)
         raise SettingError("time", given, "left out without images", "They determine the number of steps.")
@@ -232,7 +226,7 @@ def make_plan(
 
 @dataclass
 class _Planner:
-    """State that the candidates of a plan share."""
+    """Shared state of a plan's candidates."""
 
     settings: list[str]
     configure: Configure
@@ -481,13 +475,6 @@ class _Planner:
             (c, with_cosine(o, measured.get(o.name), o.counted.trainable >= self.counter.parameters))
             for c, o in fitting
         ]
-
-
-def _run_steps(config: Config) -> int | None:
-    """Return the number of optimizer steps of the run; None without its images."""
-    if missing_images(config):
-        return None
-    return run_length(config, open_images(config, factory.input_of(config.model)), 1)[1]
 
 
 def _rough(candidate: Candidate, option: Option) -> tuple[int, float]:

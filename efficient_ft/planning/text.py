@@ -26,10 +26,8 @@ CLASSES = {
 def plan_text(plan: Plan, *, every: bool = False, columns: Sequence[str] = ()) -> str:
     """Return the table of the options, the recommendation, and the excluded recipes with reasons.
 
-    Args:
-        plan: plan to format.
-        every: if True, show all options instead of those on the Pareto front of peak, step time and exactness.
-        columns: columns of the table, see `core.sheet.render`; empty: columns that fit the terminal.
+    If `every`, all options are shown instead of the Pareto front of peak, step time and exactness. `columns`: see
+    `core.sheet.render`.
     """
     where = "the GPU" if plan.device.startswith("cuda") else "the process"
     lines = [

@@ -30,14 +30,8 @@ _ENOUGH, _FEW = 3.0, 6
 def step_seconds(config: Config, counter: Counter, device: torch.device, images: int, max_seconds: float) -> float:
     """Return the seconds of one optimizer step, including all micro-batches.
 
-    If a timed step has fewer images than the batch, the time of its forward and backward passes is scaled.
-
-    Args:
-        config: configuration of the run.
-        counter: counter that provides the network.
-        device: device of the step.
-        images: number of images in a timed step, at most the batch size.
-        max_seconds: time after which no further step begins, in seconds.
+    If a timed step has fewer images than the batch, the time of its forward and backward passes is scaled. `counter`
+    provides the network. No further step begins after `max_seconds`.
 
     Raises:
         UserError: the methods cannot be built or applied to the network.
@@ -86,12 +80,8 @@ class Trial:
 def try_recipe(config: Config, num_classes: int, max_seconds: float) -> Trial:
     """Take optimizer steps with full batches, and measure their time and the memory of this process.
 
-    The process must not have run other steps, because memory kept by the allocator would hide the growth.
-
-    Args:
-        config: configuration of the run.
-        num_classes: number of classes of the network.
-        max_seconds: time after which no further step begins once a step is measured, in seconds.
+    The process must not have run other steps, because memory kept by the allocator would hide the growth. After one
+    measured step, no further step begins after `max_seconds`.
 
     Raises:
         UserError: the methods cannot be built or applied to the network.
