@@ -24,7 +24,7 @@ from efficient_ft.models import factory
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.run import run
 
-#: The unmodified job of conf/train.yaml.
+#: Name of the unmodified job in conf/train.yaml.
 DEFAULT_JOB = "default"
 
 

@@ -105,7 +105,7 @@ def parse_recipes(texts: Sequence[str], conf: Path) -> list[Recipe]:
     recipes = [parse_recipe(text, conf) for text in texts]
     names = [recipe.name for recipe in recipes]
     if len(set(names)) < len(names):
-        raise UserError(f"Two recipes have the same name ({', '.join(names)}). Name one: NAME=RECIPE.")
+        raise UserError(f"Two recipes have the same name ({', '.join(names)}). Assign another name: NAME=RECIPE.")
     return recipes
 
 

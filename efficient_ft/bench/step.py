@@ -144,7 +144,7 @@ def measure_steps(
         result = summary(alternate(calls, rounds, warmup), names[0])
     for name, step in steps.items():
         counts[name]["peak_bytes"] = counts[name]["executed"]["peak_bytes"] if on_cpu else step.cuda_peak()
-    notes = ["The peak is that of the device."]
+    notes = ["Peaks are measured on the device."]
     if on_cpu:
         notes = ["The baseline is timm's unmodified model. The others use channels-last memory for convolutional maps."]
     if any("trainer.cache_features=on" in recipe.overrides for recipe in recipes):

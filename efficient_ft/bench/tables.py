@@ -26,7 +26,7 @@ PROCESS_MEMORY = (
 )
 RATIOS = "ms: median [quartiles]; ×: recipe / baseline, so 0.50× the time is half of it"
 
-#: Columns: the name, rank (see `core.sheet.Column`) and cells of each.
+#: Name, rank (see `core.sheet.Column`) and cells of each column.
 _Columns = list[tuple[str, int, list[Cell]]]
 
 
@@ -71,7 +71,11 @@ def _step(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
         ("× the backward time", 1, [_time_ratio(of["backward"]) for of in parts]),
         ("× the backward FLOPs", 1, [_ratio(of["backward_flops"], base["backward_flops"]) for of in counts]),
         ("saved", 1, [format_bytes(of["saved_bytes"] * batch) for of in counts]),
-        ("peak", 2, [format_bytes(of["peak_bytes"]) if "peak_bytes" in of else "–" for of in every]),  # old records
+        (
+            "peak",
+            2,
+            [format_bytes(of["peak_bytes"]) if "peak_bytes" in of else "–" for of in every],
+        ),  # missing in old records
     ]
     if measured_process:
         process = [_used(record.get("process")) for record in every]

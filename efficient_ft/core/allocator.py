@@ -221,7 +221,7 @@ def _missing(name: str, setting: str) -> SettingError:
     elif found is None:
         do = f"{name} is not installed: {_PRELOADED[name][1]}."
     elif _may_restart():
-        do = f"{found} does not load. Install another: {_PRELOADED[name][1]}."
+        do = f"{found} does not load. Install a different library: {_PRELOADED[name][1]}."
     else:
         do = f"This process cannot start again. Set LD_PRELOAD={found} in its environment."
     return SettingError(setting, name, "an allocator that is available in this process", do)

@@ -10,7 +10,7 @@ from efficient_ft.core.errors import UserError
 if TYPE_CHECKING:
     from efficient_ft.core.tokenizer import Tokenizer
 
-#: The label of unlabeled pixels in segmentation targets.
+#: Label of unlabeled pixels in segmentation targets.
 IGNORED = 255
 
 
@@ -40,7 +40,7 @@ class InputSpec:
             UserError: the network takes texts.
         """
         if len(self.size) == 1:
-            raise UserError("This function requires a network for images, got one for texts.")
+            raise UserError("This function requires an image network, got a text network.")
         height, width = self.size
         return height, width
 

@@ -75,7 +75,7 @@ def time_steps(
         SettingError: `steps` is below 1.
     """
     require_positive("steps", steps)
-    wait: Callable[[], object] = bool  # does nothing on a CPU
+    wait: Callable[[], object] = lambda: None  # noqa: E731
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         wait = torch.cuda.synchronize
     elif torch.backends.mps.is_available():
@@ -158,7 +158,7 @@ def compare(
             late = max_seconds is not None and time.perf_counter() - started > max_seconds
             note = _lack_of_memory(counted, held, free, room if device.type == "cpu" else None)
             if note is None and late and training:
-                note = f"timing it would exceed {format_seconds(max_seconds or 0)} in all"
+                note = f"timing would exceed {format_seconds(max_seconds or 0)} in total"
             step = _started(probe, device) if note is None else note
             if isinstance(step, str):
                 notes[name] = f"not timed: {step}"

@@ -111,7 +111,7 @@ def calibration_text(folders: Sequence[Path]) -> str:
     """Return a table of planned runs with the errors of the predictions."""
     pairs = calibration(folders)
     if not pairs:
-        raise UserError("None of the planned runs has finished. Run the command of a plan, then repeat this.")
+        raise UserError("None of the planned runs has finished. Run the command of a plan, then repeat this command.")
     rows = [["run", "recipe", "predicted", "measured", "off", "counted off", "step off"]]
     for pair in pairs:
         (predicted, measured), step = pair["memory"], pair["step"]

@@ -74,7 +74,7 @@ class Candidate:
 EVIDENCE = {
     "full": "full: plain fine-tuning",
     "compact": "compact: gradients agree to 1e-10 in float64 (selftest 10)",
-    "checkpointing": "checkpointing: the same bits (selftest 10)",
+    "checkpointing": "checkpointing: bitwise equal gradients (selftest 10)",
 }
 #: Settings with which a method is exact.
 _EXACT_IF: dict[str, dict[str, Any]] = {"full": {"train_norms": True}, "compact": {"activation_dtype": "same"},
@@ -93,7 +93,7 @@ _MEMORY: tuple[tuple[tuple[str, ...], tuple[str, ...], Exactness, float], ...] =
     (("low_bit",), ("method.low_bit.bits=2",), Exactness.APPROXIMATE, 1.12),
     (("checkpointing",), ("method.checkpointing.input_dtype=int4",), Exactness.APPROXIMATE, 1.02),
 )
-#: Smallest recipes. A plan always examines them first, to find out whether any recipe can fit.
+#: The smallest recipes. A plan always examines them first, to find out whether any recipe can fit.
 SMALLEST = (("head",), ("last_stage",))
 #: Index of the memory method for stacks that train a part or compute less: the near exact method with the least memory.
 _OF_STACKS = (3,)

@@ -179,7 +179,7 @@ def make_plan(
         steps = run_length(base, open_images(base, factory.input_of(base.model)), 1)[1]
     if limits.seconds is not None and steps is None:
         given = format_seconds(limits.seconds)
-        raise SettingError("time", given, "left out without images", "They determine the number of steps.")
+        raise SettingError("time", given, "left out without images", "Images determine the number of steps.")
     counts = [class_count(data) for data in data_configs(base)]
     base_bytes = 0 if device.type == "cuda" else resident_bytes()
     counter = Counter(base, counts[0] or _UNKNOWN_CLASSES)
