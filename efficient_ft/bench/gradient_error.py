@@ -56,23 +56,10 @@ STATES = ("trained", "start", "middle", "end")
 
 @dataclass(frozen=True)
 class Study:
-    """Settings of a study.
+    """Settings of a study, which the options of the command document.
 
-    Args:
-        weights: trained weights with timm's names.
-        images: held-out images, FOLDER/CLASS/*; classes are sorted.
-        model: timm name of the network.
-        orders: orders of LP_L1, which determine the cost.
-        batch: number of images in a batch.
-        batches: number of disjoint batches.
-        profile_batches: number of other batches on which LHE chooses bases.
-        headroom: if True, also use bases calibrated on the gradients of each layer.
-        finetune: also measure during fine-tuning on FOLDER/train and FOLDER/test; None: only the trained network.
-        finetune_steps: number of fine-tuning steps.
-        finetune_batch: number of images in a fine-tuning batch.
-        finetune_lr: learning rate of fine-tuning.
-        finetune_batches: number of disjoint batches in each state of fine-tuning.
-        seed: seed of the shuffles and of the new head.
+    Images are in FOLDER/CLASS/*, and classes are sorted. With `finetune`, gradients are also measured during
+    fine-tuning on FOLDER/train and FOLDER/test.
     """
 
     weights: Path

@@ -30,16 +30,10 @@ _PLUS = r"\+(?![^\[]*\])"
 
 @dataclass(frozen=True)
 class Network:
-    """Network, batch and device of a benchmark.
+    """Network (an option in conf/model, or a timm model), batch and device of a benchmark.
 
-    Attributes:
-        model: option in conf/model, or name of a timm model.
-        batch_size: number of images in a batch.
-        image_size: side length in pixels; None: default of the model.
-        num_classes: number of classes.
-        precision: ``fp32``, ``bf16`` or ``fp16``, unless a recipe sets it.
-        device: device of the steps.
-        unfused: if True, attention runs without timm's fused kernel.
+    `image_size` is the side length in pixels; None: default of the model. A recipe can set a different precision. If
+    `unfused`, attention runs without timm's fused kernel.
     """
 
     model: str

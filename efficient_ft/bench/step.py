@@ -32,12 +32,8 @@ from efficient_ft.training.run_task import step_spec
 class PartsTimer:
     """Time training steps by parts, and time plain inference of their frozen prefix.
 
-    The prefix ends at the first executed module that has a trainable parameter. Plain inference runs the model without
-    methods, in evaluation mode and without a graph, up to this module.
-
-    Args:
-        step: training step.
-        plain: copy of the model without methods.
+    The prefix ends at the first executed module that has a trainable parameter. Inference runs `plain`, a copy of the
+    model without methods, in evaluation mode and without a graph, up to this module.
     """
 
     def __init__(self, step: TrainingStep, plain: nn.Module) -> None:

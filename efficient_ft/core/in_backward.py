@@ -25,12 +25,8 @@ def refuse_in_backward(
 ) -> None:
     """Raise an error for the first incompatible setting. None means that the training loop does not use the feature.
 
-    Args:
-        by: name of the feature that steps inside the backward pass, for the message.
-        clipping: clipping by the norm of all gradients.
-        accumulation: accumulation of gradients over several batches.
-        scaling: loss scaling, as with fp16.
-        processes: averaging of gradients over several processes.
+    The features are clipping by the norm of all gradients, accumulation of gradients over several batches, loss scaling
+    (as with fp16), and averaging of gradients over several processes. `by` names what steps inside the backward pass.
 
     Raises:
         SettingError: a setting is incompatible.

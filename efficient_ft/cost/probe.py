@@ -35,14 +35,10 @@ class WatchedStep:
     """Counts of one step for the batch.
 
     Attributes:
-        flops: FLOPs by phase.
         saved: bytes by storage of saved tensors that live after the forward pass, without parameters and buffers.
         created: tensors by storage that the forward pass created and that live after it, without logits and loss.
-        model_bytes: bytes of parameters and buffers.
-        batch_bytes: bytes of the images and labels.
         peak: peak of live tensor bytes, without the optimizer's state.
         largest: bytes of the largest tensor that an operation created.
-        optimizer_bytes: bytes of the optimizer's state; None without an optimizer.
         layers: FLOPs by module; empty unless requested.
     """
 
@@ -60,14 +56,8 @@ class WatchedStep:
 class Probe:
     """Copy a model and its methods, and run steps of the copy under the meter.
 
-    Methods that are not applied yet are applied to the copy; `model` and `methods` are not changed.
-
-    Args:
-        model: network, on any device.
-        methods: methods of the run, see `StepMethods`.
-        spec: settings of the step.
-        build_optimizer: function that builds an optimizer for a copy of the model. Its state is counted. Its step is
-            counted only if it happens inside the backward pass. None: no optimizer.
+    Methods that are not applied yet are applied to the copy; `model` and `methods` are not changed. The state of the
+    optimizer, if there is one, is counted. Its step is counted only if it happens inside the backward pass.
     """
 
     def __init__(

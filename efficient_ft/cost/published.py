@@ -79,8 +79,8 @@ def back_razor(sparsity: float, value_bytes: int = 2, norm_bytes: int | None = N
     Args:
         sparsity: fraction of dropped values, >= 0 and < 1.
         value_bytes: bytes per stored value: 2 in half precision (ViT), 4 in fp32 (Table 1), 1 with Mesa.
-        norm_bytes: bytes per value stored by a normalization; None: `value_bytes`. Back Razor@90% and @95% of ViT-B use
-            4.
+        norm_bytes: bytes per value stored by a normalization; None: `value_bytes`. It is 4 for Back Razor@90% and @95%
+            of ViT-B.
 
     Raises:
         SettingError: a value is out of range.

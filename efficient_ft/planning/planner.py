@@ -156,14 +156,9 @@ def make_plan(
 ) -> Plan:
     """Plan a run, as described at the top of this module.
 
-    Args:
-        settings: settings of the run as on the command line, without methods unless `chosen` names them.
-        configure: function that builds a configuration from settings.
-        limits: budgets of the run, and the planning time.
-        chosen: options of the group ``method`` in `settings`, which every recipe keeps.
-        attempt: function that tries the recommended recipe; None: it is not tried.
-        say: function that reports the current step.
-        ready: function that is called with each examined recipe.
+    The run has these `settings`, without methods unless `chosen` names the options of the group ``method`` that every
+    recipe keeps. The recommended recipe is tried with `attempt`, if given. `say` receives the current step, and `ready`
+    each examined recipe.
 
     Raises:
         UserError: a setting cannot be used, or the model cannot be built.

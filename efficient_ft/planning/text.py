@@ -50,16 +50,8 @@ def plan_text(plan: Plan, *, every: bool = False, columns: Sequence[str] = ()) -
 
 
 def _table(options: Sequence[Option], plan: Plan, chosen: Sequence[str]) -> str:
-    columns = {
-        "recipe": Column(words=True),
-        "peak": Column(),
-        "step": Column(1),
-        "run": Column(3),
-        "class": Column(1, words=True),
-        "cosine": Column(2),
-        "lost": Column(1),
-        "counted": Column(4),
-    }
+    columns = {"recipe": Column(words=True), "peak": Column(), "step": Column(1), "run": Column(3), "class":
+               Column(1, words=True), "cosine": Column(2), "lost": Column(1), "counted": Column(4)}  # fmt: skip
     rows = [_line(option, plan) for option in options]
     return render(list(columns), rows, "text", columns=columns, chosen=chosen)
 
