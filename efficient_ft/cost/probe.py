@@ -199,7 +199,7 @@ def _applied(plain: tuple[nn.Module, StepMethods], tensors: dict[int, Tensor]) -
 
 
 def _on_meta(model: nn.Module) -> dict[int, Tensor]:
-    """Copy parameters and buffers to the meta device, by the ids of the originals, for `copy.deepcopy`."""
+    """Return copies of parameters and buffers on the meta device, by the originals' ids, for `copy.deepcopy`."""
     copies: dict[int, Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if type(tensor) in (Tensor, nn.Parameter):

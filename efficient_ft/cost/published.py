@@ -9,11 +9,11 @@ M is in bytes, values are in fp32, and operations are in forward order:
 
 * parameters: 4 bytes for a trained parameter, 1 byte for a frozen one. Gradients, optimizer state and buffers are not
   included.
-* tmp: 4·(in + out) of a linear layer, 4·in + 4·out / groups of a convolution, 4·in of other operations.
-* saved: 4·in of a linear layer, convolution or normalization with a trained weight. Where a gradient passes, in / 8 of
-  ReLU and ReLU6, 4·in of other activations and of softmax, and both operands of a product of two activations (the
-  output of softmax only once).
-* residual: 4·the older operand of a later sum (a block's input) while the younger one is computed.
+* tmp: 4·(in + out) for a linear layer, 4·in + 4·out / groups for a convolution, and 4·in for other operations.
+* saved: 4·in for a linear layer, convolution or normalization with a trained weight. If a gradient passes, in / 8 for
+  ReLU and ReLU6, 4·in for other activations and softmax, and both operands for a product of two activations (the output
+  of softmax is saved only once).
+* residual: 4·(older operand of a later sum, which is a block's input) while the younger operand is computed.
 
 q, k and v count as three layers with separate inputs, even if they share one matrix. Elementwise sums and products,
 pooling, resizing, dropout and the choice of tokens count nothing.

@@ -81,7 +81,7 @@ class Plan:
     """Result of planning.
 
     Attributes:
-        memory_bytes: budget: the requested one, or the memory of the machine or container if that is smaller.
+        memory_bytes: budget, i.e. the smaller of the requested budget and the memory of the machine or container.
         asked_bytes: requested budget.
         base_bytes: memory of the process before the model is created (interpreter and libraries).
         allocator: allocator of the process.
@@ -426,7 +426,7 @@ class _Planner:
     def above_budget(self, option: Option) -> Excluded:
         """Return the option as an excluded recipe."""
         bound = self.bound(option)
-        how = "may take" if option.measured_bytes is None else "took, in a trial and with a margin,"
+        how = "may use" if option.measured_bytes is None else "used, in a trial and including a margin,"
         return Excluded(option.name, f"its process {how} {format_bytes(bound)}", bound, option.exactness)
 
     def _trial_seconds(self, option: Option, memory_bytes: int) -> float | None:

@@ -125,7 +125,7 @@ def test_a_recipe_that_does_not_keep_the_budget_in_its_trial_gives_way_to_the_ne
     assert len(tried) == 1
     assert found.recommended is None
     (reason,) = [one.reason for one in found.excluded if one.name == tried[0]]
-    assert reason.startswith("its process took, in a trial and with a margin, ")
+    assert reason.startswith("its process used, in a trial and including a margin, ")
     assert found.smallest_bytes > memory
 
     tried.clear()
