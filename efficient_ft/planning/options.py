@@ -148,8 +148,7 @@ def with_front(options: list[Option]) -> list[Option]:
 
 
 def recommend(options: Sequence[Option], loss: float, step_limit: float | None) -> Option | None:
-    """Return the fastest option of the best class within the limits. Among equally fast options, the smallest one is
-    returned.
+    """Return the fastest option of the best class within the limits, or the smallest one if several are equally fast.
 
     `loss` is the maximum loss of test accuracy relative to full fine-tuning, in percentage points. `step_limit` is the
     maximum time of a step in seconds.
