@@ -259,8 +259,8 @@ def save(file: Path, study: Study, results: list[dict[str, Any]]) -> None:
 
 
 def network_rows(results: Sequence[dict[str, Any]], state: str = "trained") -> tuple[list[str], list[list[Cell]]]:
-    """Return the relative error (cosine) of the whole network in a state, by grid and order (rows) and method
-    (columns).
+    """Return the relative error (cosine) of the whole network in a state, by grid and order in rows, and by method in
+    columns.
 
     A star marks the smallest error in a row.
     """

@@ -26,8 +26,7 @@ Make = Callable[[list[nn.Parameter]], Optimizer]
 
 
 def measure_optimizers(device: torch.device | str = "cpu", *, rounds: int = 10, warmup: int = 2) -> dict[str, Any]:
-    """Compare optimizers on gradients with a large spread within a block, on channels whose gradients pause, and over
-    many steps.
+    """Compare optimizers on gradients with a large spread, on channels whose gradients pause, and over many steps.
 
     torchao and bitsandbytes are included if they are installed; torchao runs without its compiler. `rounds` steps of a
     parameter of 768 × 3072 are timed, after `warmup` rounds.

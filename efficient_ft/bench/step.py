@@ -194,8 +194,8 @@ def build_step(
 def _replace(
     config: Config, network: nn.Module, methods: Sequence[Method], device: torch.device
 ) -> Callable[[Tensor], AbstractContextManager[Tensor]] | None:
-    """Return the function that replaces the images for `trainer.prefix` and `trainer.cache_features`; None: the images
-    remain.
+    """Return the function that replaces the images for `trainer.prefix` and `trainer.cache_features`; None: no
+    replacement.
 
     Stored features belong to the batch and are in memory. They are decoded in each step and not read from disk.
     """

@@ -11,9 +11,7 @@ from efficient_ft.core.context import context, set_context
 
 
 def local_only() -> AbstractContextManager[None]:
-    """Make `all_reduce_sum` local in a ``with`` block, for steps that only one process takes (counting the cost of a
-    step).
-    """
+    """Make `all_reduce_sum` local in a ``with`` block, for steps that only one process takes (such as a cost count)."""
     return set_context("local_only", True)
 
 

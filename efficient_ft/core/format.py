@@ -34,8 +34,7 @@ def format_seconds(value: float) -> str:
 
 
 def format_percent(fraction: float, sign: bool = False) -> str:
-    """Format a fraction as a percentage: 0.93139 → ``93.14 %``. The sign of a positive value is shown if `sign` is
-    True.
+    """Format a fraction as a percentage: 0.93139 → ``93.14 %``. If `sign`, positive values begin with a plus.
 
     Values below 1 are never ``100 %``, and values above 0 are never ``0 %``. Two decimals distinguish accuracies over
     10,000 samples.

@@ -64,9 +64,7 @@ def option_settings(file: Path) -> dict[str, Any]:
 
 
 def method_of(file: Path) -> str | None:
-    """Return the method that a YAML file names in its line ``# @package method.NAME``; variants of a method share the
-    name.
-    """
+    """Return the method in a YAML file's line ``# @package method.NAME``; variants of a method share the name."""
     found = re.search(r"^# @package method\.(\w+)\s*$", file.read_text(encoding="utf-8"), re.MULTILINE)
     return found[1] if found else None
 

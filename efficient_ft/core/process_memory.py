@@ -215,8 +215,7 @@ _PURGE_DELAY, _RARELY = 15, 60_000
 
 @contextmanager
 def return_freed_memory_on_request() -> Iterator[None]:
-    """Context manager that lets `release_freed_memory` return memory freed in the block, with every supported
-    allocator.
+    """Let `release_freed_memory` return memory that is freed in the block, with every supported allocator.
 
     This package configures mimalloc to keep freed memory permanently. In the block, mimalloc keeps it for one minute or
     until `release_freed_memory` is called.

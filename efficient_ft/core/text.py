@@ -75,9 +75,7 @@ def terminal_width(stream: TextIO | None = None, least: int = 80) -> int:
 
 
 def display_width(text: str) -> int:
-    """Return the number of terminal columns of `text`: two per wide character, none per combining or invisible
-    character.
-    """
+    """Return the number of terminal columns: two per wide character, none per combining or invisible character."""
     if text.isascii():
         return len(text)
     shown = (sign for sign in text if unicodedata.category(sign) not in ("Mn", "Me", "Cf"))

@@ -36,8 +36,8 @@ def parse_bytes(setting: str, value: object) -> int:
 
 
 def parse_seconds(setting: str, value: object, plain: bool = False) -> float:
-    """Convert a time such as ``2h``, ``90min`` or ``1h30min`` to seconds. If `plain`, a number without a unit means
-    seconds.
+    """Convert a time such as ``2h``, ``90min`` or ``1h30min`` to seconds. If `plain`, a number without a unit is
+    allowed.
 
     Raises:
         SettingError: the value is not one or more positive numbers with units. The message names `setting`.

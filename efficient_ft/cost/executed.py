@@ -189,9 +189,7 @@ def kept_after_forward(
 
 
 def count(probe: Probe) -> Executed:
-    """Count the step of `probe` on fake tensors. A model that cannot run on them is counted in real runs of a few
-    images.
-    """
+    """Count the step of `probe` on fake tensors, or in real runs of a few images if the model does not support them."""
     images = probe.spec.batch_size
     try:
         return count_batch(probe, images, fake=True)

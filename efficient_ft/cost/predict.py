@@ -86,9 +86,7 @@ class Forward:
 
 
 def _forward_bytes(forward: Forward, allocator: str) -> int:
-    """Return the bytes of evaluating a batch. Without gradients, fewer large tensors are alive, which needs less
-    scratch.
-    """
+    """Return the bytes of evaluating a batch. Without gradients, few large tensors are alive and scratch is smaller."""
     scratch = min(1.0, _FORWARD_SCRATCH / _GROWTH[allocator][1])
     return forward.batch_bytes + bounded_growth(forward.peak_bytes, round(scratch * forward.largest_bytes), allocator)
 

@@ -118,9 +118,7 @@ class Probe:
             return watched
 
     def optimizer_bytes(self) -> int:
-        """Return the size of the optimizer's state in bytes after all trainable parameters were updated, without
-        running a step.
-        """
+        """Return the size of the optimizer's state in bytes after an update of all trainable parameters."""
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             model, _ = self.copy(mode)
             optimizer = self._optimizer(model)

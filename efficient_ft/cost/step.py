@@ -27,9 +27,7 @@ BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class StepOptions(TypedDict, total=False):
-    """Settings of a `StepSpec` that have defaults, as keyword arguments for `executed`, `compare` and similar
-    functions.
-    """
+    """Settings of a `StepSpec` that have defaults, as keyword arguments for `executed` and similar functions."""
 
     precision: str
     label_smoothing: float
@@ -185,9 +183,7 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors inside a tensor subclass (quantized optimizer state), or the tensor itself if it is
-    plain.
-    """
+    """Yield the plain tensors in a tensor subclass (quantized optimizer state), or `tensor` if it is plain."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return

@@ -112,8 +112,7 @@ _OF_BITS = {32: Exactness.EXACT, 8: Exactness.NEAR, 4: Exactness.APPROXIMATE}
 
 
 def candidates(config: Config, blocks: int, chosen: Sequence[str] = (), memory: bool = True) -> list[Candidate]:
-    """Return the recipes to examine for a run with `blocks` blocks: first the smallest recipes, then the most useful
-    ones.
+    """Return the recipes to examine for a run with `blocks` blocks: the smallest recipes, then the most useful ones.
 
     All recipes contain the methods that the user has `chosen`. If `memory`, they are combined with memory methods.
     """

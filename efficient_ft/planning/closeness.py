@@ -40,7 +40,7 @@ class Closeness:
         self._seed = config.seed
 
     def cosine(self, config: Config) -> float | None:
-        """Return the cosine between the recipe's gradient and the exact gradient, over the network's trained
+        """Return the cosine between the gradients of the recipe and the exact gradients of the network's trained
         parameters.
 
         Returns None if no parameter of the network trains, or if the recipe cannot take a step.
