@@ -1,8 +1,8 @@
 """Compare recipes by measuring them alternately in one process, after warm-up.
 
 * `step`: time of each part of a training step, for each recipe.
-* `memory`: measured and counted memory of a recipe's steps, each recipe in its own process.
-* `layer`: the backward pass of one linear layer, exact and low-rank.
+* `memory`: measured and counted memory of a recipe's steps, in a separate process for each recipe.
+* `layer`: backward pass of one linear layer, exact and low-rank.
 * `loop`: overhead of the framework per step, compared with a plain PyTorch loop.
 * `gradient`: errors of each recipe's gradients, and saved bytes.
 * `optimizer`: steps of AdamW with low-bit moments, compared with 32 bits on the same gradients.

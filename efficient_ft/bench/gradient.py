@@ -15,8 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from efficient_ft.bench.gradients import Batch, Gradients, error_and_cosine, step_gradients
-from efficient_ft.bench.images import image_folder, shuffled_batches
+from efficient_ft.bench.gradients import (
+    Batch,
+    Gradients,
+    error_and_cosine,
+    image_folder,
+    shuffled_batches,
+    step_gradients,
+)
 from efficient_ft.bench.recipes import Configure, Network, Recipe
 from efficient_ft.config import Config, ModelConfig
 from efficient_ft.core.errors import UserError
@@ -25,18 +31,18 @@ from efficient_ft.cost.step import StepMethods
 from efficient_ft.methods.base import apply_methods
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
-from efficient_ft.models.view import ModelView, view
+from efficient_ft.models.view import view
 from efficient_ft.task import moved
 
 
 @dataclass
 class _Candidate:
-    """A network with the methods of a recipe applied."""
+    """Network with the methods of a recipe applied."""
 
     model: nn.Module
     methods: list[Any]
     precision: str
-    steps: int = 0  # steps already taken
+    steps: int = 0  # number of steps taken so far
 
     def step_gradients(self, batch: Batch, seed: int) -> Gradients:
         """Compute the gradients of the next step."""
@@ -56,16 +62,10 @@ def measure_gradients(
     batches: int = 8,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Compare the gradients of recipes with the exact ones.
+    """Compare the gradients of recipes with the exact gradients.
 
-    Args:
-        recipes: recipes to compare.
-        configure: builds configurations.
-        network: network, batch and device. `num_classes` is used for noise.
-        weights: a file with weights in timm's names; None: random weights.
-        images: a folder with one folder of images per class; None: noise.
-        batches: number of disjoint batches.
-        seed: seed of the images, random weights and rounding.
+    The network has weights from the file `weights` with timm's names, or random weights. The batches contain images
+    from the class folders in `images`, or noise.
 
     Returns:
         The report, for JSON and `tables.report_text`.
@@ -79,8 +79,9 @@ def measure_gradients(
     size = factory.input_of(config).image_size
     measured, classes = _batches(network, images, config, batches, seed)
     plain = _plain_network(config, classes, weights is None, seed, network.device)
-    inside = _inside_blocks(view(plain))
-
+    of_plain = view(plain)
+    between = (name for extras in of_plain.stage_extras for name in extras)
+    inside = tuple(f"{name}." for name in (*of_plain.blocks, *between))  # in the blocks and between the stages
     candidates: dict[str, _Candidate] = {}
     result: dict[str, dict[str, Any]] = {}
     for name, of_recipe in configs.items():
@@ -105,7 +106,7 @@ def measure_gradients(
                     scores[name].setdefault(kind, []).append(error_and_cosine(exact, found, members))
     for name, by_kind in scores.items():
         if "blocks" not in by_kind:
-            raise UserError(f"{name}: no parameter of the blocks has a gradient; nothing can be compared.")
+            raise UserError(f"{name}: gradients cannot be compared, because no parameter of the blocks has a gradient.")
         result[name].update(_statistics(by_kind))
     return {
         "kind": "gradient",
@@ -137,13 +138,10 @@ def _batches(
     else:
         generator = torch.Generator().manual_seed(seed)
         size = factory.input_of(config).image_size
-        batches = [
-            (
-                torch.randn(network.batch_size, 3, *size, generator=generator),
-                torch.randint(classes, (network.batch_size,), generator=generator),
-            )
-            for _ in range(count)
-        ]
+        batches = []
+        for _ in range(count):
+            noise = torch.randn(network.batch_size, 3, *size, generator=generator)
+            batches.append((noise, torch.randint(classes, (network.batch_size,), generator=generator)))
     return [(moved(x, network.device), y.to(network.device)) for x, y in batches], classes
 
 
@@ -161,15 +159,10 @@ def _plain_network(
     return plain
 
 
-def _inside_blocks(of_plain: ModelView) -> tuple[str, ...]:
-    """Return prefixes of the parameters in the blocks and between the stages."""
-    return tuple(f"{name}." for name in (*of_plain.blocks, *(n for extras in of_plain.stage_extras for n in extras)))
-
-
 def _record(
     candidate: _Candidate, config: Config, batch_size: int, size: tuple[int, int], weights: str | None
 ) -> dict[str, Any]:
-    """Return a recipe's configuration and counts."""
+    """Return the configuration and counts of a recipe."""
     settings = config.model_dump(mode="json", include={"model", "method", "trainer"})
     if weights is not None:
         settings["model"]["weights"] = Path(weights).name
@@ -183,7 +176,7 @@ def _record(
 
 
 def _statistics(by_kind: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, Any]:
-    """Return mean and range over the batches, by measure and kind of layer, with each batch for all blocks."""
+    """Return mean and range over the batches, by measure and kind of layer. "blocks" also lists all batches."""
     found: dict[str, Any] = {}
     for column, title in enumerate(("error", "cosine")):
         values = {kind: [round(pair[column], 6) for pair in pairs] for kind, pairs in by_kind.items()}

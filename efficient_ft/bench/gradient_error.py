@@ -2,8 +2,8 @@
 
 A method is applied to all linear layers of all blocks, as in training, so that errors accumulate from the last block to
 the first. Precision is fp32, the loss is cross-entropy, and BatchNorm is frozen. Gradients are compared with plain
-back-propagation on the same batch. The cost is the executed FLOPs of the backward pass of
-full fine-tuning, including projections.
+back-propagation on the same batch. The cost is the executed FLOPs of the backward pass of full fine-tuning, including
+projections.
 
 * *relative error* ‖g̃ − g‖ / ‖g‖ and *cosine* of the concatenated gradients of a group: mean and range over disjoint
   batches. Groups are ``network`` (weights of all projected layers), each layer type (``qkv``, ``proj``, ...), ``rest``
@@ -29,8 +29,14 @@ from timm.optim import create_optimizer_v2
 from torch import nn
 from torchvision.datasets import ImageFolder
 
-from efficient_ft.bench.gradients import Batch, Gradients, error_and_cosine, step_gradients
-from efficient_ft.bench.images import image_folder, shuffled_batches
+from efficient_ft.bench.gradients import (
+    Batch,
+    Gradients,
+    error_and_cosine,
+    image_folder,
+    shuffled_batches,
+    step_gradients,
+)
 from efficient_ft.bench.projections import METHODS, Candidate, candidates, headroom
 from efficient_ft.config import ModelConfig
 from efficient_ft.core.errors import UserError
@@ -44,29 +50,16 @@ from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
 from efficient_ft.models.view import view
 from efficient_ft.record.environment import environment
 
-#: States of the network: trained, and at three points of fine-tuning.
+#: States of the network: trained, and three points of fine-tuning.
 STATES = ("trained", "start", "middle", "end")
 
 
 @dataclass(frozen=True)
 class Study:
-    """Settings of a study.
+    """Settings of a study, which the options of the command document.
 
-    Args:
-        weights: trained weights in timm's names.
-        images: held-out images, FOLDER/CLASS/*; classes are sorted.
-        model: timm name of the network.
-        orders: orders of LP_L1, which determine the cost.
-        batch: number of images in a batch.
-        batches: number of disjoint batches.
-        profile_batches: number of other batches that LHE uses to choose bases.
-        headroom: also use bases calibrated on the gradients of each layer.
-        finetune: also measure during fine-tuning on FOLDER/train and FOLDER/test; None: only the trained network.
-        finetune_steps: number of fine-tuning steps.
-        finetune_batch: number of images in a batch of fine-tuning.
-        finetune_lr: learning rate of fine-tuning.
-        finetune_batches: number of disjoint batches in each state of fine-tuning.
-        seed: seed of the shuffles and of the new head.
+    Images are in FOLDER/CLASS/*, and classes are sorted. With `finetune`, gradients are also measured during
+    fine-tuning on FOLDER/train and FOLDER/test.
     """
 
     weights: Path
@@ -86,7 +79,7 @@ class Study:
 
 
 def groups(model: nn.Module) -> dict[str, list[str]]:
-    """Return keys of `step_gradients` by group, see the module's docstring."""
+    """Return the keys of `step_gradients` by group, see the module's docstring."""
     of_model = view(model)
     layers = [layer.name for layer in of_model.layers if layer.tokens is not None]
     weights = [f"{name}.weight" for name in layers]
@@ -99,7 +92,6 @@ def groups(model: nn.Module) -> dict[str, list[str]]:
     return {"network": weights, **kinds, "rest": rest, "activations": inputs, "first block": inputs[:1]}
 
 
-# ---------------------------------------------------------------------------------------------- measuring
 def measure(model: nn.Module, compared: Sequence[Candidate], batches: Iterable[Batch]) -> dict[str, Any]:
     """Compute the candidates' scores, batch by batch.
 
@@ -116,21 +108,19 @@ def measure(model: nn.Module, compared: Sequence[Candidate], batches: Iterable[B
         accuracies.append(accuracy)
         total = _sum(total, exact)
         for candidate in compared:
-            # the weights of a state are the plain network's: copies are made once, when the state is reached
             approximate = step_gradients(candidate.model, batch, inputs=blocks).gradients
             for group, keys in members.items():
                 candidate.scores.setdefault(group, []).append(error_and_cosine(exact, approximate, keys))
             candidate.total = _sum(candidate.total, approximate)
         if full_rank is None:
             all_bases = copy.deepcopy(model)
-            LBPWHT(order=15, as_published=True).apply(all_bases)  # projected although exact is cheaper
+            LBPWHT(order=15, as_published=True).apply(all_bases)  # projects even if the exact pass is cheaper
             approximate = step_gradients(all_bases, batch).gradients
             full_rank = error_and_cosine(exact, approximate, members["network"])[0]
     pooled = {g: k for g, k in members.items() if not k[0].startswith("input:")}
     for candidate in compared:
-        candidate.scores.update(
-            {f"pooled {g}": [error_and_cosine(total, candidate.total, k)] for g, k in pooled.items()}
-        )
+        for group, keys in pooled.items():
+            candidate.scores[f"pooled {group}"] = [error_and_cosine(total, candidate.total, keys)]
     return {"top1": float(np.mean(accuracies)), "full_rank": full_rank}
 
 
@@ -162,13 +152,10 @@ def _summary(values: Sequence[float]) -> dict[str, float]:
     return {"mean": round(float(np.mean(values)), 5), "min": round(min(values), 5), "max": round(max(values), 5)}
 
 
-# ---------------------------------------------------------------------------------------------- the study
 def train(model: nn.Module, batches: Iterable[Batch], done: int, steps: int, optimizer: torch.optim.Optimizer) -> None:
     """Fine-tune all parameters exactly on `batches`, with a cosine schedule after 10 % warm-up.
 
-    Args:
-        done: number of earlier steps.
-        steps: total number of steps.
+    `done` is the number of earlier steps, and `steps` the total number of steps.
     """
     model.train()
     freeze_batch_norm(model)
@@ -184,12 +171,7 @@ def train(model: nn.Module, batches: Iterable[Batch], done: int, steps: int, opt
 
 
 def run_study(study: Study, size: int, say: Callable[[str], None] = lambda text: None) -> list[dict[str, Any]]:
-    """Measure one image size: the trained network, and the start, middle and end of fine-tuning.
-
-    Args:
-        study: settings of the study.
-        size: side length of the images in pixels.
-        say: receives a line of progress before each state.
+    """Measure one image size (in pixels): the trained network, and the start, middle and end of fine-tuning.
 
     Raises:
         UserError: weights or images are missing, or there are too few images.
@@ -226,7 +208,7 @@ def run_study(study: Study, size: int, say: Callable[[str], None] = lambda text:
     training, held_out = (image_folder(study.finetune / part, config) for part in ("train", "test"))
     torch.manual_seed(study.seed)  # the new head
     model = create_model(config, len(training.classes))
-    for name in view(model).head:  # often zero in a new network: no gradient would pass it at the start
+    for name in view(model).head:  # a new head is often zero, which blocks all gradients at the start
         nn.init.trunc_normal_(model.get_parameter(f"{name}.weight"), std=0.02)
     optimizer = create_optimizer_v2(model, "adamw", lr=study.finetune_lr, weight_decay=1e-5)
     steps, half = study.finetune_steps, study.finetune_steps // 2
@@ -246,7 +228,7 @@ def read_records(file: Path) -> dict[str, Any]:
     """Read records written by `save`. A missing file has no records.
 
     Raises:
-        UserError: the file cannot be read, or its format is not valid.
+        UserError: the file cannot be read, or was not written by `save`.
     """
     if not file.exists():
         return {"runs": {}, "results": []}
@@ -256,13 +238,13 @@ def read_records(file: Path) -> dict[str, Any]:
         sorted((STATES.index(r["state"]), r["image_size"], r["order"]) for r in before["results"])
         dict(before["runs"])
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it holds other data"
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it contains other data"
         raise UserError(f"{file} cannot be extended: {reason}. Pass another file, or rename this one.") from error
     return before
 
 
 def save(file: Path, study: Study, results: list[dict[str, Any]]) -> None:
-    """Write the records of the measured sizes, one per line, and keep the file's records of other sizes."""
+    """Write the records of the measured sizes, one per line. The file's records of other sizes are kept."""
     sizes = {r["image_size"] for r in results}
     settings = {k: v.name if isinstance(v, Path) else v for k, v in asdict(study).items()}
     here = {**environment(packages=("torch", "timm", "numpy")), "precision": "fp32"}
@@ -276,11 +258,11 @@ def save(file: Path, study: Study, results: list[dict[str, Any]]) -> None:
     write_text_atomically(file, f'{{"runs": {about},\n"results": [\n{lines}\n]}}\n')
 
 
-# ---------------------------------------------------------------------------------------------- tables
 def network_rows(results: Sequence[dict[str, Any]], state: str = "trained") -> tuple[list[str], list[list[Cell]]]:
-    """Relative error (cosine) of the whole network in a state: one row per grid and order, one column per method.
+    """Return the relative error (cosine) of the whole network in a state, by grid and order in rows, and by method in
+    columns.
 
-    A star marks the smallest error of a row.
+    A star marks the smallest error in a row.
     """
     chosen = [r for r in results if r["state"] == state]
     names = list(dict.fromkeys(r["method"] for r in chosen))
@@ -288,14 +270,10 @@ def network_rows(results: Sequence[dict[str, Any]], state: str = "trained") -> t
     for grid, order in dict.fromkeys((tuple(r["grid"]), r["order"]) for r in chosen):
         line = {r["method"]: r for r in chosen if tuple(r["grid"]) == grid and r["order"] == order}
         best = min(r["batch"]["network"]["error"]["mean"] for r in line.values() if r["method"] in METHODS)
-        cells: list[Cell] = []
-        for name in names:
-            if name not in line:
-                cells.append("–")
-                continue
-            network = line[name]["batch"]["network"]
-            text = f"{network['error']['mean']:.3f} ({network['cosine']['mean']:.3f})"
-            cells.append(f"{text}*" if network["error"]["mean"] == best else text)
+        cells: list[Cell] = ["–"] * len(names)
+        for name, record in line.items():
+            error, cosine = (record["batch"]["network"][kind]["mean"] for kind in ("error", "cosine"))
+            cells[names.index(name)] = f"{error:.3f} ({cosine:.3f}){'*' if error == best else ''}"
         costs = sorted({round(r["backward_mflops"]) for r in line.values()})
         cost = f"{costs[0]}–{costs[-1]}" if costs[1:] else f"{costs[0]}"
         exact = round(next(iter(line.values()))["exact_mflops"])
@@ -304,15 +282,11 @@ def network_rows(results: Sequence[dict[str, Any]], state: str = "trained") -> t
 
 
 def group_rows(results: Sequence[dict[str, Any]], state: str = "trained") -> tuple[list[str], list[list[Cell]]]:
-    """Relative error by group of gradients in a state: one row per grid, order and method."""
+    """Return the relative error by group of gradients in a state, with one row per grid, order and method."""
     chosen = [r for r in results if r["state"] == state]
     names = list(chosen[0]["batch"])
-    rows: list[list[Cell]] = [
-        [
-            f"{r['grid'][0]}×{r['grid'][1]}, LP-{r['order']}",
-            r["method"],
-            *(f"{r['batch'][n]['error']['mean']:.3f}" for n in names),
-        ]
-        for r in chosen
-    ]
+    rows: list[list[Cell]] = []
+    for r in chosen:
+        errors = [f"{r['batch'][n]['error']['mean']:.3f}" for n in names]
+        rows.append([f"{r['grid'][0]}×{r['grid'][1]}, LP-{r['order']}", r["method"], *errors])
     return ["grid, cost of", "method", *names], rows

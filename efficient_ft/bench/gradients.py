@@ -1,16 +1,23 @@
-"""Gradients of one training step, and the distance between two gradients."""
+"""Gradients of one training step, the distance between two gradients, and batches of images for this comparison."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset
+from torchvision.datasets import ImageFolder
 
+from efficient_ft.config import ModelConfig
 from efficient_ft.core.errors import UserError
 from efficient_ft.cost.step import StepMethods, StepSpec, forward_and_loss
+from efficient_ft.data import Transform, read_image
+from efficient_ft.data.images import is_image
+from efficient_ft.models.factory import input_of
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
 from efficient_ft.task import Classification, Inputs, Task, tensors_of
 
@@ -41,17 +48,17 @@ def step_gradients(
     """Compute the gradients of a training step without updating parameters; BatchNorm statistics are frozen.
 
     Args:
-        model: a network of the task, which is set to training mode.
+        model: network for the task, which is set to training mode.
         batch: inputs and targets on the model's device.
         methods: methods that are applied to `model`. Their additional losses are not included.
         step: number of the step for the methods.
         inputs: names of modules whose input gradients are also returned.
         precision: ``fp32``, ``bf16`` or ``fp16``.
         seed: seed of torch's generators, set before the step; None: not set.
-        task: defines the logits and the loss.
+        task: task that defines the logits and the loss.
 
     Returns:
-        Gradients of all parameters that have one, by the names of the plain model, and gradients of `inputs` as
+        Gradients of all parameters that have one, by their names in the plain model, and gradients of `inputs` as
         ``input:NAME``.
     """
     found: Gradients = {}
@@ -93,7 +100,7 @@ def step_gradients(
 def error_and_cosine(
     exact: Mapping[str, Tensor], approximate: Mapping[str, Tensor], keys: Iterable[str]
 ) -> tuple[float, float]:
-    """Return relative error ‖g̃ − g‖ / ‖g‖ and cosine of the concatenated gradients `keys`.
+    """Return the relative error ‖g̃ − g‖ / ‖g‖ and the cosine of the concatenated gradients `keys`.
 
     Keys without an exact gradient are ignored.
 
@@ -102,7 +109,7 @@ def error_and_cosine(
     """
     dot = square = own = error = 0.0
     for key in keys:
-        if key not in exact:  # no gradient reaches it
+        if key not in exact:  # no gradient reaches the parameter
             continue
         g, a = exact[key].double(), approximate[key].double()
         dot += (g * a).sum().item()
@@ -110,5 +117,26 @@ def error_and_cosine(
         own += a.square().sum().item()
         error += (a - g).square().sum().item()
     if not square:
-        raise UserError("The exact gradient is zero: is the network's loss zero on these images?")
+        raise UserError("The exact gradient is zero. Check whether the network's loss is zero on these images.")
     return math.sqrt(error / square), dot / math.sqrt(square * own) if own else 0.0
+
+
+def image_folder(folder: Path, config: ModelConfig) -> ImageFolder:
+    """Open FOLDER/CLASS/* (classes are sorted) with the evaluation transform of the network.
+
+    Raises:
+        UserError: the folder does not exist, or has no class folders with images.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder.")
+    try:
+        return ImageFolder(str(folder), Transform(input_of(config)), loader=read_image, is_valid_file=is_image)
+    except FileNotFoundError as error:
+        raise UserError(f"{folder} must contain FOLDER/CLASS/*.jpg ({error}).") from error
+
+
+def shuffled_batches(images: ImageFolder, batch: int, count: int, skip: int, seed: int) -> Iterator[Batch]:
+    """Load at most `count` disjoint batches in the order of a seeded shuffle, after skipping `skip` batches."""
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed)).tolist()
+    chosen = order[skip * batch : (skip + count) * batch]
+    return iter(DataLoader(Subset(images, chosen), batch, drop_last=True))

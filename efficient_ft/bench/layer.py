@@ -28,20 +28,20 @@ from efficient_ft.ops.projection import (
 
 Padding = Literal["ortho", "zero", "reflect"]
 
-#: The layers in Table 5 of the LBP-WHT paper.
+#: Layers in Table 5 of the LBP-WHT paper.
 TABLE_5 = ("448,1792,7x7", "1792,448,7x7", "768,3072,7x7", "3072,768,7x7")
 
 #: Number of profiled backward passes.
 _PROFILED = 8
 #: Names of operators that compute matrix products.
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution_backward"}
-#: Rows and columns of the matrix product that measures the peak of the processor.
+#: Number of rows and columns in the matrix product that measures the processor's peak.
 _LARGE = 1024
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """A linear layer over a grid of tokens: input and output channels, and height and width of the grid."""
+    """Shape of a linear layer over a grid of tokens: input and output channels, and (height, width) of the grid."""
 
     c_in: int
     c_out: int
@@ -52,7 +52,7 @@ class LayerShape:
         """Parse ``C_IN,C_OUT,HxW``.
 
         Raises:
-            SettingError: `text` is not of that form.
+            SettingError: `text` does not have this form.
         """
         numbers = re.fullmatch(r"(\d+),(\d+),(\d+)x(\d+)", text)
         if numbers is None:
@@ -80,18 +80,8 @@ def measure_layers(
 ) -> dict[str, Any]:
     """Time and count the backward pass of layers, exact and low-rank. The 11 parameters are the options of the command.
 
-    Args:
-        shapes: shapes of the layers.
-        orders: orders of the LP_L1 selection of bases.
-        batch_size: number of images in the batch.
-        projector: ``wht`` or ``dct``.
-        padding: padding of the WHT to the next power of 2.
-        layout: ``tokens`` (B, N, C) for a linear layer, or ``map`` (B, C, H, W) for a 1×1 convolution.
-        precision: ``fp32``, ``bf16`` or ``fp16``.
-        device: device of the layers.
-        rounds: number of timed rounds.
-        warmup: number of rounds before the timed ones.
-        profile: also profile a backward pass.
+    `orders` are orders of the LP_L1 selection of bases. `padding` pads the WHT to the next power of 2. `layout` is
+    ``tokens`` (B, N, C) for a linear layer, or ``map`` (B, C, H, W) for a 1×1 convolution.
 
     Returns:
         The report, for JSON and `tables.report_text`.
@@ -104,7 +94,7 @@ def measure_layers(
     for shape in shapes:
         functions = _functions(shape, orders, projector, padding, layout)
         same = [name for name, function in functions.items() if function is functions["exact"] and name != "exact"]
-        notes += [f"{shape}: {name} stays exact, as in a run: its low-rank backward costs more." for name in same]
+        notes += [f"{shape}: {name} stays exact, as in a run, because low-rank backward costs more." for name in same]
         inputs, g = _tensors(shape, batch_size, layout, torch.device(device), dtype)
         flops = {}
         for name, function in functions.items():
@@ -135,7 +125,7 @@ def measure_layers(
 def _functions(
     shape: LayerShape, orders: Sequence[int], projector: str, padding: Padding, layout: str
 ) -> dict[str, Callable[..., Tensor]]:
-    """Return the exact layer, and for each order the low-rank layer, or the exact one if runs keep it exact."""
+    """Return the exact layer, and the low-rank layer of each order, or the exact one if runs keep the layer exact."""
     low_rank = low_rank_linear if layout == "tokens" else low_rank_conv1x1
     exact = torch.nn.functional.linear if layout == "tokens" else torch.nn.functional.conv2d
     functions: dict[str, Callable[..., Tensor]] = {"exact": exact}
@@ -153,7 +143,7 @@ def _functions(
 def _tensors(
     shape: LayerShape, batch_size: int, layout: str, device: torch.device, dtype: torch.dtype
 ) -> tuple[list[Tensor], Tensor]:
-    """Return a random input, weight and bias that require gradients, and the gradient of the output."""
+    """Return a random input, weight and bias that require gradients, and a gradient of the output."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*sizes: int) -> Tensor:
@@ -172,7 +162,7 @@ def _tensors(
 def _timed(
     function: Callable[..., Tensor], inputs: Sequence[Tensor], g: Tensor, dtype: torch.dtype
 ) -> Callable[[], dict[str, float]]:
-    """Return a function that runs forward and backward once and returns the seconds of each."""
+    """Return a function that runs forward and backward once and returns the seconds of each pass."""
     wait = waiter(g.device)
 
     def call() -> dict[str, float]:
@@ -196,7 +186,8 @@ def _profiled(
 
     Returns:
         Seconds of `products` (matrix products and convolutions), of other `passes` over data, and of the `rest`
-        (dispatch, Python, waiting); FLOPs per second of the products (`rate`); number of operator `calls`.
+        (dispatch,
+        Python, waiting); FLOPs per second of the products (`rate`); number of operator `calls`.
     """
     on_gpu, wait = g.device.type == "cuda", waiter(g.device)
     with torch.autocast(g.device.type, dtype=dtype, enabled=dtype != torch.float32):

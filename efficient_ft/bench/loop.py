@@ -14,47 +14,39 @@ from unittest import mock
 import torch
 
 from efficient_ft.bench.recipes import Configure
+from efficient_ft.bench.step import build_step
 from efficient_ft.bench.timing import quartiles, waiter
 from efficient_ft.config import Config
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.cost import StepSpec, TrainingStep
+from efficient_ft.cost import TrainingStep
 from efficient_ft.data import ImageData, class_count, missing_data
-from efficient_ft.methods.base import apply_methods
-from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
 from efficient_ft.training.kinds.registry import kind_of
-from efficient_ft.training.module import build_optimizer
 from efficient_ft.training.run import run
 
-#: The unmodified job of conf/train.yaml.
+#: Name of the unmodified job in conf/train.yaml.
 DEFAULT_JOB = "default"
 
 
 @dataclass
 class Times:
-    """Seconds of each step: of the plain loop, of the framework, and of loading its batch."""
+    """Seconds of each step in the plain loop and in the framework, and seconds of loading its batch."""
 
     bare: list[float] = field(default_factory=list)
     framework: list[float] = field(default_factory=list)
     data: list[float] = field(default_factory=list)
 
     def after(self, warmup: int) -> Times:
-        """Return the times without the first steps."""
+        """Return the times without the first `warmup` steps."""
         return Times(self.bare[warmup:], self.framework[warmup:], self.data[warmup:])
 
 
 class PacedLoader:
-    """A loader that runs one step of the plain loop before each batch, and times the framework between two batches.
+    """Loader that runs one step of the plain loop before each batch, and times the framework between two batches.
 
-    The two alternate in one process, on the same batches. The framework's time starts when a batch is returned and ends
-    when the next one is requested: hooks, callbacks, progress and the step. Loading is not included.
-
-    Args:
-        loader: loader of the run, without worker processes.
-        bare: step of the plain loop; None: no such step.
-        wait: waits for the device.
-        steps: number of steps after which the run ends.
-        times: receives the times.
+    The plain loop and the framework alternate in one process, on the same batches. The framework's time starts when a
+    batch is returned and ends when the next batch is requested. It covers hooks, callbacks, progress and the step, but
+    not loading. The `loader` must not use worker processes. The run ends after `steps` steps.
     """
 
     def __init__(
@@ -84,7 +76,7 @@ class PacedLoader:
             start = time.perf_counter()
             yield batch
             self._wait()
-            asked = time.perf_counter()  # not reached after the last batch of an epoch, which is not timed
+            asked = time.perf_counter()  # not reached after an epoch's last batch, which is therefore not timed
             self._times.data.append(data)
             self._times.bare.append(bare)
             self._times.framework.append(asked - start)
@@ -93,7 +85,7 @@ class PacedLoader:
 
 
 class _EnoughSteps(Exception):
-    """Stop the run after the measured steps."""
+    """Raised after the measured steps to stop the run."""
 
 
 def measure_loops(
@@ -110,22 +102,9 @@ def measure_loops(
 ) -> dict[str, Any]:
     """Time a step of the framework, a step of a plain loop, and the loading of its batch, for each job.
 
-    A job whose frozen part runs in another form (`trainer.cache_features`, `trainer.prefix`) has no plain loop. The
-    parameters are the options of the command.
-
-    Args:
-        jobs: `DEFAULT_JOB`, or models of conf/model, of which all parameters train.
-        configure: builds configurations.
-        batch_size: batch size; None: that of the default job, or 8 for a model.
-        precision: ``fp32``, ``bf16`` or ``fp16``.
-        device: cpu or cuda.
-        rounds: number of timed rounds.
-        warmup: number of rounds before the timed ones.
-        images: a folder of class folders; None: the digits.
-        settings: settings KEY=VALUE of all jobs.
-
-    Returns:
-        The report, for JSON and `tables.report_text`.
+    A job is `DEFAULT_JOB`, or a model in conf/model, all of whose parameters train. A job that runs its frozen part in
+    another form (`trainer.cache_features`, `trainer.prefix`) has no plain loop. The parameters are the options of the
+    command. The result is a report for JSON and `tables.report_text`.
 
     Raises:
         UserError: a job is unknown, or images or settings cannot be used.
@@ -144,7 +123,7 @@ def measure_loops(
         configs[job] = configure(None if default else job, overrides)
     for config in configs.values():
         if not kind_of(config).fixed_batches:
-            raise UserError(f"bench loop times classifiers of images, not task={config.task}: use bench step.")
+            raise UserError(f"bench loop times image classifiers, got task={config.task}. Use bench step instead.")
         if missing := missing_data(config.data):
             raise UserError(missing)
     measured = {job: _measure_job(config, device, rounds, warmup) for job, config in configs.items()}
@@ -157,7 +136,13 @@ def _measure_job(config: Config, device: torch.device | str, rounds: int, warmup
         raise SettingError("data.num_workers", config.data.num_workers, "0", "Loading is timed in one process.")
     size = factory.input_of(config.model).size
     as_it_is = config.trainer.cache_features == "off" and config.trainer.prefix == "fp32"
-    bare = _bare_step(config, device) if as_it_is else None
+    bare = None
+    if as_it_is:
+        classes = class_count(config.data)
+        assert classes is not None, "missing images were reported before"
+        network, on_cpu = factory.random_model(config.model, classes), torch.device(device).type == "cpu"
+        # Channels-last as in the framework, because the loops are compared and not the memory formats.
+        bare = build_step(config, network, device, config.data.batch_size, channels_last=on_cpu)
     times = Times()
     train_loader = ImageData.train_loader
 
@@ -188,28 +173,3 @@ def _measure_job(config: Config, device: torch.device | str, rounds: int, warmup
         "bare loop": {**quartiles(times.bare), "seconds": times.bare},
         "overhead_percent": quartiles([100 * (f / b - 1) for b, f in zip(times.bare, times.framework, strict=True)]),
     }
-
-
-def _bare_step(config: Config, device: torch.device | str) -> TrainingStep:
-    classes = class_count(config.data)
-    assert classes is not None, "the run refuses a folder that is not there"
-    model, methods = factory.random_model(config.model, classes), build_methods(config)
-    apply_methods(model, methods)
-    if torch.device(device).type == "cpu":  # as the framework does: the loop is compared, not the memory format
-        model.to(memory_format=torch.channels_last)
-    spec = StepSpec(
-        config.data.batch_size,
-        factory.input_of(config.model).size,
-        config.trainer.precision,
-        label_smoothing=config.optim.label_smoothing,
-        frozen_bn=config.model.frozen_bn,
-        grad_clip_norm=config.optim.grad_clip_norm,
-        task=kind_of(config).task,
-    )
-    return TrainingStep(
-        model,
-        methods,
-        spec,
-        device=device,
-        build_optimizer=lambda network: build_optimizer(network, config.optim, config.trainer.precision),
-    )

@@ -7,20 +7,17 @@ import statistics
 import time
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from efficient_ft.bench.recipes import Configure, Network, Recipe
-from efficient_ft.bench.step import unfused_attention
+from efficient_ft.bench.step import build_step, unfused_attention
 from efficient_ft.bench.timing import waiter
 from efficient_ft.core.process_memory import release_freed_memory, resident_bytes
-from efficient_ft.cost import StepMemory, StepSpec, TrainingStep, executed
-from efficient_ft.methods.base import Method, apply_methods
-from efficient_ft.methods.build import build_methods
+from efficient_ft.cost import StepMemory, TrainingStep, executed
 from efficient_ft.models import factory
-from efficient_ft.task import TASKS
 from efficient_ft.training.memory.libraries import libraries, load
 from efficient_ft.training.optimizer import build_optimizer
 
@@ -38,16 +35,9 @@ def measure_memory(
     """Take training steps on random weights and images, and measure the memory of this process.
 
     The process must not have run other steps, because memory kept by the allocator would hide the growth. The compiler
-    of the packing kernels (numba) is loaded first, because its size does not depend on the batch.
-
-    Args:
-        recipe: the recipe.
-        configure: builds configurations.
-        network: network, batch and device.
-        optim: an optimizer of conf/optim.
-        channels_last: on a CPU, use channels-last memory for convolutional maps, as runs do.
-        steps: number of measured steps.
-        warmup: number of steps before the measured ones, in addition to steps that methods profile.
+    of the packing kernels (numba) is loaded first, because its size does not depend on the batch. `optim` is an option
+    in conf/optim. On a CPU, `channels_last` selects channels-last memory, as in runs. The `warmup` steps follow those
+    that methods profile.
 
     Returns:
         The record of the recipe, for `memory_report`.
@@ -57,29 +47,14 @@ def measure_memory(
     """
     device = torch.device(network.device)
     config = configure(network.model, [f"optim={optim}", *network.overrides, *recipe.overrides])
-    spec = StepSpec(
-        network.batch_size,
-        factory.input_of(config.model).size,
-        config.trainer.precision,
-        label_smoothing=config.optim.label_smoothing,
-        frozen_bn=config.model.frozen_bn,
-        grad_clip_norm=config.optim.grad_clip_norm,
-        task=TASKS[config.task],
-    )
 
-    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        return build_optimizer(model, config.optim, config.trainer.precision)
-
-    def prepare() -> tuple[nn.Module, list[Method]]:
-        model, methods = factory.random_model(config.model, network.num_classes), build_methods(config)
-        apply_methods(model, methods)
-        if channels_last and device.type == "cpu":
-            model.to(memory_format=torch.channels_last)
-        return model, methods
+    def prepare(place: torch.device | str) -> TrainingStep:
+        model = factory.random_model(config.model, network.num_classes)
+        return build_step(config, model, place, network.batch_size, channels_last and device.type == "cpu")
 
     interpreter = settled_bytes()
     with unfused_attention() if network.unfused else nullcontext():
-        step = TrainingStep(*prepare(), spec, device=device, build_optimizer=optimizer)
+        step = prepare(device)
         with_model = settled_bytes()
         for library in libraries(config.optim.state_bits, step.methods):
             load(library)
@@ -94,22 +69,13 @@ def measure_memory(
                 seconds.append(time.perf_counter() - start)
         process, optimizer_bytes = memory.measured(warmup), step.optimizer_bytes
         assert process is not None
-        model, methods = prepare()
-        counted = executed(
-            model,
-            spec.batch_size,
-            spec.input_size,
-            methods=methods,
-            build_optimizer=optimizer,
-            precision=spec.precision,
-            label_smoothing=spec.label_smoothing,
-            frozen_bn=spec.frozen_bn,
-            task=spec.task,
-        )
+        new = prepare("cpu")
+        build = partial(build_optimizer, optim=config.optim, precision=config.trainer.precision)
+        counted = executed(new.model, methods=new.methods, build_optimizer=build, **vars(new.spec))
     return {
-        "methods": [repr(method) for method in methods],
+        "methods": [repr(method) for method in new.methods],
         "optimizer": config.optim.name,
-        "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "trainable_parameters": sum(p.numel() for p in new.model.parameters() if p.requires_grad),
         "executed": counted.as_dict(),
         "optimizer_bytes": optimizer_bytes,
         "counted_bytes": counted.step_peak_bytes + optimizer_bytes,
@@ -126,12 +92,7 @@ def memory_report(
 ) -> dict[str, Any]:
     """Return the report of recipes measured by `measure_memory`, for JSON and `tables.report_text`.
 
-    Args:
-        model: model of the recipes.
-        batch_size: number of images in the batch.
-        precision: precision unless a recipe sets it.
-        unfused: attention without timm's fused kernel.
-        recipes: records by name; ``{"failure": REASON}`` for a recipe whose process failed.
+    The record of a recipe whose process failed is ``{"failure": REASON}``. A recipe can set a different precision.
     """
     sources = {record["memory"]["source"] for record in recipes.values() if "memory" in record}
     failed = [f"{name}: {record['failure']}" for name, record in recipes.items() if "failure" in record]

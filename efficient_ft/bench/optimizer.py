@@ -16,7 +16,7 @@ from efficient_ft.bench.timing import alternate, summary, waiter
 from efficient_ft.optim import LowBitAdamW, state_tensors
 
 BASELINE = "torch AdamW, 32 bits"
-#: Values in a row: two blocks of the low-bit format, one block of torchao's 8-bit format.
+#: Number of values in a row: two blocks of the low-bit format, or one block of torchao's 8-bit format.
 _WIDTH = 256
 #: Number of steps of a case without a pause, with a pause, and of the longest case.
 _STEPS, _PAUSED, _LONG = 60, 240, 3000
@@ -26,19 +26,17 @@ Make = Callable[[list[nn.Parameter]], Optimizer]
 
 
 def measure_optimizers(device: torch.device | str = "cpu", *, rounds: int = 10, warmup: int = 2) -> dict[str, Any]:
-    """Compare optimizers on gradients with a large spread within a block, on channels that pause, and over many steps.
+    """Compare optimizers on gradients with a large spread, on channels whose gradients pause, and over many steps.
 
-    torchao and bitsandbytes are included if they are installed; torchao runs without its compiler.
-
-    Args:
-        device: device of the optimizers.
-        rounds: number of timed steps of a parameter of 768 × 3072.
-        warmup: number of rounds before the timed ones.
+    torchao and bitsandbytes are included if they are installed; torchao runs without its compiler. `rounds` steps of a
+    parameter of 768 × 3072 are timed, after `warmup` rounds.
 
     Returns:
         The report, for JSON and `tables.report_text`. For each optimizer and case, ``largest`` is the largest step
-        relative to AdamW's largest step, ``error`` the relative error of all steps, and ``size`` the norm of the last
-        tenth of the steps relative to AdamW's.
+        relative
+        to AdamW's largest step, ``error`` is the relative error of all steps, and ``size`` is the norm of the last
+        tenth of
+        the steps relative to AdamW's.
     """
     makers = optimizers()
     torch.compiler.set_stance("force_eager")  # torchao's compilation takes minutes and requires a C++ compiler on a CPU
@@ -49,19 +47,15 @@ def measure_optimizers(device: torch.device | str = "cpu", *, rounds: int = 10, 
     finally:
         torch.compiler.set_stance("default")
     times = summary(timed, BASELINE)
-    measured = {
-        name: {
-            "bytes_per_value": size[name],
-            "cases": {c: of[name] for c, of in cases.items()},
-            "measured": times[name],
-        }
-        for name in makers
-    }
+    measured = {}
+    for name in makers:
+        own = {case: of[name] for case, of in cases.items()}
+        measured[name] = {"bytes_per_value": size[name], "cases": own, "measured": times[name]}
     return {"kind": "optimizer", "baseline": BASELINE, "optimizers": measured}
 
 
 def optimizers() -> dict[str, Make]:
-    """Return the available optimizers by name; the first one is the baseline."""
+    """Return the available optimizers by name. The first optimizer is the baseline."""
     options: dict[str, Any] = {"lr": _LR, "weight_decay": 0.0}
     makers: dict[str, Make] = {BASELINE: lambda p: torch.optim.AdamW(p, **options)}
     for bits in (8, 4):
@@ -86,14 +80,14 @@ def _cases() -> dict[str, Callable[[], Iterator[Tensor]]]:
 
 
 def _spread(decades: float, steps: int) -> Iterator[Tensor]:
-    """Yield Gaussian gradients with a spread of this many decades within a row."""
+    """Yield Gaussian gradients whose magnitudes are spread over this many decades within a row."""
     for step in range(steps):
         chance = torch.Generator().manual_seed(step)
         yield torch.randn(64, _WIDTH, generator=chance) * torch.logspace(0, -decades, _WIDTH)
 
 
 def _late(one_sign: bool) -> Iterator[Tensor]:
-    """Yield gradients in which every seventh channel is 0 in three quarters of the steps."""
+    """Yield gradients in which every seventh channel is 0 during three quarters of the steps."""
     for step, gradient in enumerate(_spread(2, _PAUSED)):
         if one_sign:
             gradient[:, ::7] = torch.logspace(0, -2, _WIDTH)[::7]
@@ -104,7 +98,7 @@ def _late(one_sign: bool) -> Iterator[Tensor]:
 def _compare(
     makers: dict[str, Make], gradients: Callable[[], Iterator[Tensor]], device: torch.device
 ) -> dict[str, dict[str, float]]:
-    """Return the largest step, the error and the size of the last steps of each optimizer, relative to the baseline."""
+    """Return each optimizer's largest step, error and size of the last steps, relative to the baseline."""
     weights = {name: nn.Parameter(torch.zeros(64, _WIDTH, device=device)) for name in makers}
     built = {name: make([weights[name]]) for name, make in makers.items()}
     largest, errors, total = dict.fromkeys(makers, 0.0), dict.fromkeys(makers, 0.0), 0.0
@@ -144,7 +138,7 @@ def _with_state(make: Make, device: torch.device) -> tuple[nn.Parameter, Optimiz
 
 
 def _bytes_per_value(makers: dict[str, Make], device: torch.device) -> dict[str, float]:
-    """Return the bytes of both moments over twice the values, without the step and codebooks (256 values)."""
+    """Return the bytes of both moments over twice the number of values, without the step and codebooks (256 values)."""
     sizes = {}
     for name, make in makers.items():
         weight, optimizer = _with_state(make, device)

@@ -1,4 +1,6 @@
-"""Low-rank backward passes whose gradient errors are measured: the package's methods, and bases made for each layer."""
+"""Low-rank backward passes whose gradient errors are measured: this package's methods, and bases computed for each
+layer.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from efficient_ft.methods.backprop.low_rank import LowRankBackward, LowRankConv2
 from efficient_ft.models.view import view
 from efficient_ft.ops.projection import Grid, Projection, Tile, dct_rows
 
-#: Constructors of the compared methods, from the order and the number of batches that LHE profiles.
+#: Constructors of the compared methods, given the order and the number of batches that LHE profiles.
 METHODS: dict[str, Callable[[int, int], LowRankBackward]] = {
     "WHT reflect": lambda order, _: LBPWHT(order=order, padding="reflect"),
     "WHT zero": lambda order, _: LBPWHT(order=order, padding="zero"),
@@ -27,19 +29,19 @@ METHODS: dict[str, Callable[[int, int], LowRankBackward]] = {
     "DCT": lambda order, _: LBPDCT(order=order),
 }
 
-#: Bases computed from the gradients of each layer: the limit of a calibrated method.
+#: Bases computed from each layer's gradients, which are the limit of a calibrated method.
 HEADROOM = ("DCT by energy", "PCA of g_y", "PCA of x and g_y")
 
 
 @dataclass
 class Candidate:
-    """A network with an applied method, and its measurements.
+    """Network with an applied method, and its measurements.
 
     Attributes:
         name: name of the method.
         order: order of LP_L1, which determines the cost.
-        model: the network.
-        method: the method applied to it.
+        model: network.
+        method: method that is applied to the network.
         flops: executed FLOPs of the backward pass per image; None if not counted yet.
         scores: (relative error, cosine) of each batch, by group of gradients.
         total: sum of the gradients of all batches.
@@ -65,20 +67,17 @@ def _low_rank_layers(model: nn.Module) -> dict[str, LowRankLinear | LowRankConv2
 
 def _rank(layer: LowRankLinear | LowRankConv2d) -> int:
     how, (c_out, c_in) = layer.low_rank, layer.weight.shape[:2]
-    assert how.projector is not None  # the profiling steps are over
+    assert how.projector is not None  # set after the profiling steps
     return how.projector.projection(how.tokens.grid, how.tokens.prefix, (c_in, c_out)).rank
 
 
 def candidates(
     model: nn.Module, orders: Sequence[int], profiling: Sequence[Batch], earlier: Sequence[Candidate] = ()
 ) -> list[Candidate]:
-    """Copy `model` with each of `METHODS` at each order.
+    """Copy `model` with each method in `METHODS` at each order of LP_L1.
 
-    Args:
-        model: the plain network.
-        orders: orders of LP_L1.
-        profiling: batches that LHE uses to choose bases.
-        earlier: candidates of an earlier state of the network, whose bases are reused.
+    LHE chooses its bases on the `profiling` batches. If `earlier` has candidates of an earlier state of the network,
+    their bases are reused.
     """
     made = []
     for order in orders:
@@ -98,7 +97,7 @@ def candidates(
 
 @dataclass(frozen=True, eq=False)
 class OwnBasis:
-    """A projector with given orthonormal rows (R, L) over the grid."""
+    """Projector with given orthonormal rows (R, L) over the grid."""
 
     rows: np.ndarray
 
@@ -121,7 +120,7 @@ def headroom(model: nn.Module, orders: Sequence[int], profiling: Sequence[Batch]
             method.apply(changed)
             for name, layer in _low_rank_layers(changed).items():
                 if not np.trace(moments[name][1]):
-                    continue  # no gradient reaches the grid in the last block if the output is the class token
+                    continue  # if the output is the class token, no gradient reaches the grid in the last block
                 grid, rank = layer.low_rank.tokens.grid, _rank(layer) - layer.low_rank.tokens.prefix
                 of_x, of_g = (m / np.trace(m) for m in moments[name])
                 if kind == "DCT by energy":
@@ -135,7 +134,7 @@ def headroom(model: nn.Module, orders: Sequence[int], profiling: Sequence[Batch]
 
 
 def _moments(model: nn.Module, profiling: Sequence[Batch]) -> dict[str, list[np.ndarray]]:
-    """Second moments (L, L) over the grid of each linear layer's input and of its output's gradient."""
+    """Return the second moments (L, L) over the grid of each linear layer's input and of its output's gradient."""
     moments = {name: [0.0 * np.eye(1)] * 2 for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     layouts = {layer.name: layer.tokens for layer in view(model).layers if layer.tokens is not None}
     handles = []
@@ -153,7 +152,7 @@ def _moments(model: nn.Module, profiling: Sequence[Batch]) -> dict[str, list[np.
 
     for name, tokens in layouts.items():
         if tokens.form != "tokens" or name not in moments:
-            raise UserError(f"--headroom works on linear layers over (B, tokens, C), not on {name}.")
+            raise UserError(f"--headroom requires linear layers over (B, tokens, C), got {name}.")
         handles.append(watch(name))
     try:
         for batch in profiling:

@@ -1,7 +1,7 @@
 """Parse recipes of the benchmarks.
 
 A recipe is ``METHOD[:KEY=VALUE,...][+METHOD...]`` with the names and settings of the command line. ``NAME=RECIPE``
-names it. A key with a dot is the full name of any setting (``full:trainer.precision=bf16``).
+assigns a name. A key with a dot is the full name of any setting (``full:trainer.precision=bf16``).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from efficient_ft.core.packages import configuration_folders, method_of
 if TYPE_CHECKING:
     import torch
 
-#: Returns the checked configuration of a run with random weights, for a model (of conf/model or of timm; None: that of
-#: the default job) and overrides as on the command line.
+#: Function that returns the checked configuration of a run with random weights, given a model (from conf/model or timm;
+#: None: model of the default job) and overrides as on the command line.
 Configure = Callable[[str | None, Sequence[str]], Config]
 
 _COMMA = r",(?![^\[]*\])"  # not within brackets
@@ -30,16 +30,10 @@ _PLUS = r"\+(?![^\[]*\])"
 
 @dataclass(frozen=True)
 class Network:
-    """The network, batch and device of a benchmark.
+    """Network (an option in conf/model, or a timm model), batch and device of a benchmark.
 
-    Attributes:
-        model: a model of conf/model or of timm.
-        batch_size: number of images in a batch.
-        image_size: side length in pixels; None: the default of the model.
-        num_classes: number of classes.
-        precision: ``fp32``, ``bf16`` or ``fp16``, unless a recipe sets it.
-        device: device of the steps.
-        unfused: attention without timm's fused kernel.
+    `image_size` is the side length in pixels; None: default of the model. A recipe can set a different precision. If
+    `unfused`, attention runs without timm's fused kernel.
     """
 
     model: str
@@ -59,12 +53,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe to measure.
-
-    Attributes:
-        name: name in tables.
-        overrides: overrides of the configuration, as on the command line.
-    """
+    """Recipe to measure: its name in tables, and its overrides of the configuration, as on the command line."""
 
     name: str
     overrides: tuple[str, ...]
@@ -73,19 +62,17 @@ class Recipe:
 def parse_recipe(text: str, conf: Path) -> Recipe:
     """Parse ``[NAME=]METHOD[:KEY=VALUE,...][+METHOD...]``.
 
-    Args:
-        text: the recipe.
-        conf: folder of this package's configuration groups; those of other packages are found automatically.
+    `conf` has this package's configuration groups. Folders of other packages are found automatically.
 
     Raises:
-        UserError: `text` does not have this form, or another package's method has no configuration files.
+        UserError: `text` does not have this form, or another package's method does not have configuration files.
     """
     folders = [conf, *itertools.chain(*configuration_folders().values())]
     name, equals, rest = text.partition("=")
     if not equals or ":" in name:
         name, rest = text, text
     elif "." in name:
-        raise UserError(f"{text}: settings are named in the recipe they belong to: METHOD:KEY=VALUE.")
+        raise UserError(f"{text}: a setting must follow its method: METHOD:KEY=VALUE.")
     options, overrides = [], []
     for part in re.split(_PLUS, rest):
         option, colon, settings = part.partition(":")
@@ -107,16 +94,16 @@ def parse_recipes(texts: Sequence[str], conf: Path) -> list[Recipe]:
     """Parse several recipes, see `parse_recipe`.
 
     Raises:
-        UserError: a recipe is invalid, or two have the same name.
+        UserError: a recipe is invalid, or two recipes have the same name.
     """
     recipes = [parse_recipe(text, conf) for text in texts]
     names = [recipe.name for recipe in recipes]
     if len(set(names)) < len(names):
-        raise UserError(f"Two recipes have the same name ({', '.join(names)}). Name one: NAME=RECIPE.")
+        raise UserError(f"Two recipes have the same name ({', '.join(names)}). Assign another name: NAME=RECIPE.")
     return recipes
 
 
 def _package(option: str, folders: Iterable[Path]) -> str:
-    """Return the name under which a method's settings are stored, which variants of a method share."""
+    """Return the name under which a method's settings are stored; variants of a method share the name."""
     files = (folder / "method" / f"{option}.yaml" for folder in folders)
     return next((method_of(file) for file in files if file.is_file()), None) or option

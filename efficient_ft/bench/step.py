@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -25,33 +26,30 @@ from efficient_ft.task import TASKS
 from efficient_ft.training.features.prefix import PrefixInput, from_stored, measure_form, run_prefix
 from efficient_ft.training.features.row_form import RowForm
 from efficient_ft.training.optimizer import build_optimizer
+from efficient_ft.training.run_task import step_spec
 
 
 class PartsTimer:
-    """Take training steps timed by parts, and time plain inference of their frozen prefix.
+    """Time training steps by parts, and time plain inference of their frozen prefix.
 
-    The prefix ends at the first executed module that has a trainable parameter. Its plain inference runs the plain
-    model in evaluation mode without a graph up to this module.
-
-    Args:
-        step: the training step.
-        plain: a copy of the model without methods.
+    The prefix ends at the first executed module that has a trainable parameter. Inference runs `plain`, a copy of the
+    model without methods, in evaluation mode and without a graph, up to this module.
     """
 
     def __init__(self, step: TrainingStep, plain: nn.Module) -> None:
         self.step, self._plain, self._wait = step, plain.to(step.device).eval(), waiter(step.device)
         self._entered = 0.0
-        #: Name of the module that ends the frozen prefix; None: no prefix can be timed.
+        #: Name of the module that ends the frozen prefix; None if no prefix can be timed.
         self.prefix = self._find_prefix()
         if self.prefix is not None:
             step.model.get_submodule(self.prefix).register_forward_pre_hook(self._enter)
             plain.get_submodule(self.prefix).register_forward_pre_hook(self._stop)
 
     def _find_prefix(self) -> str | None:
-        """Find the module that ends the prefix.
+        """Return the module that ends the prefix.
 
-        Returns None if there is none, if the plain model does not contain it, or if trainable parameters change between
-        steps.
+        Returns None if no module does, if the plain model does not contain it, or if trainable parameters change
+        between steps.
         """
         if self.step.methods.cost_steps > 1:
             return None
@@ -63,7 +61,7 @@ class PartsTimer:
         ]
         self.step.forward()
         self.step.backward()
-        self.step.update()  # an optimizer in the backward pass requires it
+        self.step.update()  # required by an optimizer that steps inside the backward pass
         for handle in handles:
             handle.remove()
         first = next((k for k, (_, trains) in enumerate(order) if trains), None)
@@ -81,7 +79,7 @@ class PartsTimer:
         raise _PrefixEnds
 
     def __call__(self) -> dict[str, float]:
-        """Take one step and return its seconds by part."""
+        """Take one step and return the seconds of each part."""
         seconds = {}
         dtype = self.step.spec.dtype
         if self.prefix is not None:
@@ -107,7 +105,7 @@ class PartsTimer:
 
 
 class _PrefixEnds(Exception):
-    """Raised to end the plain model's forward pass at the end of the prefix."""
+    """Raised at the end of the prefix to end the plain model's forward pass."""
 
 
 def _trains(module: nn.Module) -> bool:
@@ -117,19 +115,10 @@ def _trains(module: nn.Module) -> bool:
 def measure_steps(
     recipes: Sequence[Recipe], configure: Configure, network: Network, *, rounds: int = 10, warmup: int = 2
 ) -> dict[str, Any]:
-    """Time and count training steps of a model on random weights and images with each recipe.
+    """Time and count training steps on random weights and images with each recipe; the first recipe is the baseline.
 
-    On a CPU, all recipes except the baseline use channels-last memory, as runs do.
-
-    Args:
-        recipes: the recipes, of which the first is the baseline.
-        configure: builds configurations.
-        network: network, batch and device.
-        rounds: number of timed rounds.
-        warmup: number of rounds before the timed ones.
-
-    Returns:
-        The report, for JSON and `tables.report_text`.
+    On a CPU, all recipes except the baseline use channels-last memory, as runs do. `rounds` timed rounds follow
+    `warmup` rounds. The result is a report for JSON and `tables.report_text`.
 
     Raises:
         UserError: a recipe or model cannot be used.
@@ -142,7 +131,6 @@ def measure_steps(
     with unfused_attention() if network.unfused else nullcontext():
         for recipe in recipes:
             config = configure(network.model, [*network.overrides, *recipe.overrides])
-            # As in runs on a CPU; the baseline is timm's unmodified model.
             channels_last = on_cpu and recipe is not recipes[0]
             step, counts[recipe.name] = _prepared(config, network, channels_last)
             for _ in range(step.methods.warmup_steps):
@@ -152,13 +140,13 @@ def measure_steps(
         result = summary(alternate(calls, rounds, warmup), names[0])
     for name, step in steps.items():
         counts[name]["peak_bytes"] = counts[name]["executed"]["peak_bytes"] if on_cpu else step.cuda_peak()
+    notes = ["Peaks are measured on the device."]
     if on_cpu:
-        note = "The baseline is timm's unmodified model. The others use channels-last memory for convolutional maps."
-    else:
-        note = "The peak is that of the device."
-    notes = [note]
+        notes = ["The baseline is timm's unmodified model. The others use channels-last memory for convolutional maps."]
     if any("trainer.cache_features=on" in recipe.overrides for recipe in recipes):
-        notes.append("With trainer.cache_features=on FLOPs and bytes are those of a step that computes its features.")
+        notes.append(
+            "With trainer.cache_features=on, FLOPs and bytes are counted for a step that computes its features."
+        )
     return {
         "kind": "step",
         "model": network.model,
@@ -172,7 +160,7 @@ def measure_steps(
 
 
 def _prepared(config: Config, network: Network, channels_last: bool) -> tuple[TrainingStep, dict[str, Any]]:
-    """Build the training step of a recipe, and count it."""
+    """Build and count the training step of a recipe."""
     model = factory.random_model(config.model, network.num_classes)
     methods = build_methods(config)
     apply_methods(model, methods)
@@ -181,23 +169,9 @@ def _prepared(config: Config, network: Network, channels_last: bool) -> tuple[Tr
     if channels_last:
         model.to(memory_format=torch.channels_last)
     build = partial(build_optimizer, optim=config.optim, precision=config.trainer.precision)
-    counted = executed(
-        model,
-        spec.batch_size,
-        spec.input_size,
-        methods=methods,
-        build_optimizer=build,
-        precision=spec.precision,
-        task=spec.task,
-    )
-    step = TrainingStep(
-        model,
-        methods,
-        spec,
-        device=network.device,
-        build_optimizer=build,
-        replace=_replace(config, model, methods, torch.device(network.device)),
-    )
+    counted = executed(model, methods=methods, build_optimizer=build, **vars(spec))
+    replaced = _replace(config, model, methods, torch.device(network.device))
+    step = TrainingStep(model, methods, spec, device=network.device, build_optimizer=build, replace=replaced)
     return step, {
         "methods": [repr(m) for m in methods],
         "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
@@ -205,17 +179,30 @@ def _prepared(config: Config, network: Network, channels_last: bool) -> tuple[Tr
     }
 
 
+def build_step(
+    config: Config, network: nn.Module, device: torch.device | str, batch_size: int, channels_last: bool
+) -> TrainingStep:
+    """Build the training step of the run `config` with this batch size, and apply its methods to `network`."""
+    methods, spec = build_methods(config), replace(step_spec(config), batch_size=batch_size)
+    apply_methods(network, methods)
+    if channels_last:
+        network.to(memory_format=torch.channels_last)
+    build = partial(build_optimizer, optim=config.optim, precision=config.trainer.precision)
+    return TrainingStep(network, methods, spec, device=device, build_optimizer=build)
+
+
 def _replace(
     config: Config, network: nn.Module, methods: Sequence[Method], device: torch.device
 ) -> Callable[[Tensor], AbstractContextManager[Tensor]] | None:
-    """Return the input of the network for `trainer.prefix` and `trainer.cache_features`; None: the images.
+    """Return the function that replaces the images for `trainer.prefix` and `trainer.cache_features`; None: no
+    replacement.
 
-    Stored features are those of the batch, in memory. They are decoded in each step and not read from disk.
+    Stored features belong to the batch and are in memory. They are decoded in each step and not read from disk.
     """
     options = config.trainer
     if options.prefix == "fp32" and options.cache_features != "on":
         return None
-    freeze_batch_norm(network)  # as `StepSpec` has it by default: live statistics would end the prefix
+    freeze_batch_norm(network)  # the default of `StepSpec`; live statistics would end the prefix
     prefix = run_prefix(config, network, methods)
     measure_form(config, prefix, device)
     if options.cache_features != "on":

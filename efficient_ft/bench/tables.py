@@ -27,7 +27,7 @@ PROCESS_MEMORY = (
 )
 RATIOS = "ms: median [quartiles]; ×: recipe / baseline, so 0.50× the time is half of it"
 
-#: A column: its name, its rank (see `core.sheet.Column`), and its cells.
+#: Name, rank (see `core.sheet.Column`) and cells of each column.
 _Columns = list[tuple[str, int, list[Cell]]]
 
 #: Formats columns as a table.
@@ -38,12 +38,12 @@ def report_text(report: Mapping[str, Any], columns: Sequence[str] = (), form: st
     """Return the tables and notes of a report.
 
     Args:
-        report: a report of a benchmark, or a file in ``benchmarks``.
-        columns: columns of the tables, see `core.sheet.render`; empty: those that fit the terminal.
-        form: one of `core.sheet.FORMS`.
+        report: Report of a benchmark, or contents of a file in ``benchmarks``.
+        columns: Columns of the tables (see `core.sheet.render`). If empty, the columns that fit the terminal.
+        form: Output format, one of `core.sheet.FORMS`.
 
     Raises:
-        SettingError: a column does not exist.
+        SettingError: If a column does not exist.
     """
     kinds: dict[str, Callable[[Mapping[str, Any], _Format], str]] = {
         "step": _step,
@@ -61,7 +61,7 @@ def report_text(report: Mapping[str, Any], columns: Sequence[str] = (), form: st
 
 
 def _table(columns: _Columns, chosen: Sequence[str], form: str) -> str:
-    """Format a table with these columns, the most important ones first. The first column names the rows."""
+    """Format a table with these columns, ordered by importance. The first column names the rows."""
     header = [name for name, _, _ in columns]
     shown = {name: Column(rank, words=number == 0) for number, (name, rank, _) in enumerate(columns)}
     rows = [list(row) for row in zip(*(cells for *_, cells in columns), strict=True)]
@@ -87,7 +87,11 @@ def _step(report: Mapping[str, Any], table_of: _Format) -> str:
         ("× the backward time", 1, [_time_ratio(of["backward"]) for of in parts]),
         ("× the backward FLOPs", 1, [_ratio(of["backward_flops"], base["backward_flops"]) for of in counts]),
         ("saved", 1, [format_bytes(of["saved_bytes"] * batch) for of in counts]),
-        ("peak", 2, [format_bytes(of["peak_bytes"]) if "peak_bytes" in of else "–" for of in every]),  # old records
+        (
+            "peak",
+            2,
+            [format_bytes(of["peak_bytes"]) if "peak_bytes" in of else "–" for of in every],
+        ),  # missing in old records
     ]
     if measured_process:
         process = [_used(record.get("process")) for record in every]
@@ -147,11 +151,8 @@ def _memory(report: Mapping[str, Any], table_of: _Format) -> str:
     ]
     about = [report["dtype"], *sorted({record["optimizer"] for record in measured.values()})]
     about += ["unfused attention"] if report["attention"] == "unfused" else []
-    where = (
-        "highest number of bytes that PyTorch reserves on the device, without model and batch"
-        if device
-        else PROCESS_MEMORY
-    )
+    reserved = "highest number of bytes that PyTorch reserves on the device, without model and batch"
+    where = reserved if device else PROCESS_MEMORY
     explained = (
         f"{report['model']}, batch {report['batch']}, {', '.join(about)}",
         f"used by the steps: {where}",

@@ -13,12 +13,9 @@ Rounds = dict[str, dict[str, list[float]]]
 
 
 def alternate(calls: Mapping[str, Callable[[], dict[str, float]]], rounds: int, warmup: int) -> Rounds:
-    """Run all functions once per round, so that machine drift affects all equally.
+    """Run all functions once per round, so that machine drift affects all of them equally.
 
-    Args:
-        calls: functions by name; each returns the seconds of its parts.
-        rounds: number of timed rounds.
-        warmup: number of rounds before the timed ones.
+    Each function returns the seconds of its parts. `warmup` rounds precede the `rounds` timed ones.
     """
     seconds: Rounds = {name: {} for name in calls}
     for number in range(warmup + rounds):
@@ -31,7 +28,7 @@ def alternate(calls: Mapping[str, Callable[[], dict[str, float]]], rounds: int, 
 
 
 def quartiles(values: Sequence[float]) -> dict[str, float]:
-    """Return median, quartiles and mean."""
+    """Return the median, quartiles and mean."""
     if len(values) == 1:
         return {"median": values[0], "q1": values[0], "q3": values[0], "mean": values[0]}
     q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
@@ -42,20 +39,19 @@ def summary(seconds: Rounds, baseline: str) -> dict[str, dict[str, Any]]:
     """Summarize times by name and part.
 
     Returns:
-        For each: median, quartiles, mean, all values (``seconds``), and ``times_faster``: the same statistics of
-        baseline / recipe, both from the same round.
+        Median, quartiles, mean, all values (``seconds``), and ``times_faster``: the same statistics of baseline /
+        recipe,
+        both from the same round.
     """
-    out: dict[str, dict[str, Any]] = {}
+    out: dict[str, dict[str, Any]] = {name: {} for name in seconds}
     for name, parts in seconds.items():
-        out[name] = {}
         for part, values in parts.items():
             out[name][part] = {**quartiles(values), "seconds": values}
-            base = seconds[baseline].get(part)
-            if base is not None:
+            if base := seconds[baseline].get(part):
                 out[name][part]["times_faster"] = quartiles([b / v for b, v in zip(base, values, strict=True)])
     return out
 
 
 def waiter(device: torch.device | str) -> Callable[[], None]:
-    """Return a function that waits for the work of `device`; on a CPU it does nothing."""
+    """Return a function that waits for the work of `device`; on a CPU, the function does nothing."""
     return torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None

@@ -1,1 +1,1 @@
-"""Basic modules without dependencies on the package: errors, seeding, processes, files, text."""
+"""Basic modules that import nothing else from the package: errors, seeds, processes, files and text."""

@@ -1,12 +1,12 @@
 """Select the memory allocator of the process.
 
-glibc unmaps large activations when they are freed, and the next step pays for page faults. With settings that keep
-freed memory it is faster, but small tensors that live until the backward pass fragment its heap, and a process takes up
-to four times its live bytes. tcmalloc and mimalloc keep and reuse freed memory. tcmalloc wastes least
-(`benchmarks/allocators_*.json`), but no Python package contains it. Both must be loaded before the first allocation, so
-the program re-executes once with the library in ``LD_PRELOAD``.
+glibc unmaps large activations when they are freed, and the next step pays for page faults. Settings that keep freed
+memory are faster. With these settings, however, small tensors that live until the backward pass fragment glibc's heap,
+and a process uses up to four times its live bytes. tcmalloc and mimalloc keep and reuse freed memory. tcmalloc wastes
+the least memory (`benchmarks/allocators_*.json`), but no Python package contains it. Both must be loaded before the
+first allocation, so the program re-executes once with the library in ``LD_PRELOAD``.
 
-Only programs call these functions, because they change the process. Importing the library does not.
+These functions change the process, so only programs call them. Importing the library has no effect on the allocator.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _M_MMAP_MAX = -4
 #: Values of the setting ``allocator``.
 CHOICES = ("auto", "mimalloc", "tcmalloc", "keep", "system")
 
-#: Name of glibc with `keep_freed_memory` in `allocator_in_use`.
+#: Name in `allocator_in_use` of glibc after `keep_freed_memory`.
 KEEPING = "keeping freed memory (glibc)"
 
-#: File names of allocators and how to install them, in the order of ``auto``.
+#: File names and installation hints of the allocators, in the order in which ``auto`` tries them.
 _PRELOADED = {
     "tcmalloc": (
         ("libtcmalloc_minimal.so.4*", "libtcmalloc.so.4*", "libtcmalloc_minimal.so", "libtcmalloc.so"),
@@ -45,34 +45,33 @@ _PRELOADED = {
     "mimalloc": (("libmimalloc.so", "libmimalloc.so.[23]*"), "pip install cmeel-mimalloc"),
 }
 
-#: Set in the re-executed process, so that it does not restart again.
+#: Environment variable that is set in the re-executed process, so that it does not restart again.
 _RESTARTED = "EFFICIENT_FT_RESTARTED"
 
-#: Settings of the allocators, unless the user's environment sets them. Huge pages (torch's THP_MEM_ALLOC_ENABLE) are
-#: not enabled: they do not speed up steps, and some recipes take more memory with mimalloc.
+#: Allocator settings, which the user's environment can override. Huge pages (torch's THP_MEM_ALLOC_ENABLE) are not
+#: enabled: they do not speed up steps, and with mimalloc they increase the memory of some recipes.
 _TUNING = {
     "MIMALLOC_PURGE_DELAY": "-1",  # keep freed memory, which avoids page faults
     "TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD": "0",
 }
 
-#: File names of the package's programs that may restart.
+#: File names of this package's programs that may restart.
 _PROGRAMS = ("efficient-ft", "train.py", "bench.py")
 
 _kept = False
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc keep freed memory. Call this before the first tensor is created.
+    """Make glibc keep freed memory. Call this function before the first tensor is created.
 
     Returns:
-        True if this took effect; False without glibc (macOS, Windows, musl).
+        True if the settings took effect; False without glibc (macOS, Windows, musl).
     """
     global _kept
     if not _glibc():
         return False
     mallopt = ctypes.CDLL(None).mallopt
     mallopt.argtypes, mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
-    # mallopt returns 1 on success.
     _kept = mallopt(_M_MMAP_MAX, 0) == 1 and mallopt(_M_TRIM_THRESHOLD, 2**31 - 1) == 1
     return _kept
 
@@ -80,13 +79,16 @@ def keep_freed_memory() -> bool:
 def restart_with(choice: str, setting: str = "allocator") -> None:
     """Re-execute this program with the allocator `choice` preloaded; return if this is not needed or not possible.
 
-    The process keeps its id and terminal; `use_allocator` then logs the restart. Nothing happens in a process that is
-    not a program of this package (a notebook, a test, another script), under a debugger or profiler, after torch was
-    loaded, or if an allocator is already preloaded. Child processes inherit the allocator.
+    The process keeps its id and terminal; `use_allocator` then logs the restart. Child processes inherit the allocator.
+    The program does not restart if:
+
+    * the process is not one of this package's programs (a notebook, a test, another script);
+    * it runs under a debugger or profiler;
+    * torch is already loaded, or an allocator is already preloaded.
 
     Args:
         choice: one of `CHOICES`; ``auto``: the first available allocator that loads, or none.
-        setting: name of the setting, for errors.
+        setting: name of the setting, for error messages.
 
     Raises:
         SettingError: the allocator `choice` is not installed or does not load.
@@ -109,7 +111,7 @@ def use_allocator(choice: str, setting: str = "allocator") -> str:
 
     Args:
         choice: one of `CHOICES`; ``auto`` keeps freed memory unless an allocator is preloaded.
-        setting: name of the setting, for errors.
+        setting: name of the setting, for error messages.
 
     Returns:
         The allocator in use, see `allocator_in_use`.
@@ -177,7 +179,7 @@ def _may_restart() -> bool:
 
 
 def _libraries(name: str) -> Iterator[Path]:
-    """Yield shared libraries of an allocator from Python packages, the environment and the system, in this order."""
+    """Yield an allocator's shared libraries from Python packages, the environment and the system, in this order."""
     patterns, _ = _PRELOADED[name]
     if name == "mimalloc":
         try:
@@ -193,14 +195,14 @@ def _libraries(name: str) -> Iterator[Path]:
 
 
 def _environment(library: Path) -> dict[str, str]:
-    """Return the environment of the new process."""
+    """Return the environment for the re-executed process."""
     before = os.environ.get("LD_PRELOAD")
     preload = f"{library}:{before}" if before else str(library)
     return {**_TUNING, **os.environ, "LD_PRELOAD": preload, _RESTARTED: "1"}
 
 
 def _loads(name: str, environment: dict[str, str]) -> bool:
-    """Return True if a Python process with this environment starts and has the allocator."""
+    """Return True if a Python process with this environment starts and uses the allocator `name`."""
     code = "print(open('/proc/self/maps').read())"
     try:
         trial = subprocess.run(
@@ -219,7 +221,7 @@ def _missing(name: str, setting: str) -> SettingError:
     elif found is None:
         do = f"{name} is not installed: {_PRELOADED[name][1]}."
     elif _may_restart():
-        do = f"{found} does not load. Install another: {_PRELOADED[name][1]}."
+        do = f"{found} does not load. Install a different library: {_PRELOADED[name][1]}."
     else:
         do = f"This process cannot start again. Set LD_PRELOAD={found} in its environment."
     return SettingError(setting, name, "an allocator that is available in this process", do)

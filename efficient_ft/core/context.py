@@ -1,9 +1,9 @@
-"""Thread-local context: packing, tokens, recomputation, local execution.
+"""Thread-local context for packing, tokens, recomputation and local execution.
 
-A value that is set here applies to code that the same thread runs in the ``with`` block. Autograd runs the backward
-pass on CUDA in separate threads with default values; a forward pass that is recomputed there enters its contexts again.
-State that moves from block to block of a model is attached to tensors instead
-(`efficient_ft.ops.tokens.attach_tokens`), so that recomputation replays it.
+A value that is set here applies to code that the same thread runs in the ``with`` block. On CUDA, autograd runs the
+backward pass in separate threads with default values, and a recomputed forward pass enters its contexts again. State
+that moves from block to block of a model is attached to tensors instead (`efficient_ft.ops.tokens.attach_tokens`), so
+that recomputation restores it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 
 
 class Context(threading.local):
-    """Fields of a thread and their defaults.
+    """Fields of a thread, with their defaults.
 
     Attributes:
-        packing: the innermost packing mode (`efficient_ft.ops.saving.PackedOperations`), or None.
-        tokens: the record (`efficient_ft.ops.tokens.Tokens`) of the current layer's input tokens; None: all tokens.
+        packing: innermost packing mode (`efficient_ft.ops.saving.PackedOperations`); None: no packing.
+        tokens: record (`efficient_ft.ops.tokens.Tokens`) of the current layer's input tokens; None: all tokens.
         token_reduction_suspended: if True, blocks do not drop or merge tokens.
         local_only: if True, this process takes steps that the other processes do not take.
-        short_reports: if True, reports of `apply` omit values that must be counted.
+        short_reports: if True, reports from `apply` omit values that must be counted.
     """
 
     packing: Any = None
@@ -34,13 +34,13 @@ class Context(threading.local):
     short_reports: bool = False
 
 
-#: The fields of the current thread.
+#: Fields of the current thread.
 context = Context()
 
 
 @contextmanager
 def set_context(field: str, value: Any) -> Iterator[None]:
-    """Set one field of `context` in the block, and restore it at the end."""
+    """Set one field of `context` in the ``with`` block, and restore its previous value at the end."""
     before = getattr(context, field)
     setattr(context, field, value)
     try:

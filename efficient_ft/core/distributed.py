@@ -1,4 +1,4 @@
-"""The rank of this training process, and sums over all processes."""
+"""Rank of this training process, and sums over all processes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from efficient_ft.core.context import context, set_context
 
 
 def local_only() -> AbstractContextManager[None]:
-    """Make `all_reduce_sum` local in a ``with`` block.
-
-    This is used for steps that only one process takes, such as counting the cost of a step.
-    """
+    """Make `all_reduce_sum` local in a ``with`` block, for steps that only one process takes (such as a cost count)."""
     return set_context("local_only", True)
 
 
@@ -27,14 +24,14 @@ def all_reduce_sum(values: Tensor) -> Tensor:
     """All-reduce (sum). Collective: every process must call it.
 
     Args:
-        values: tensor of any shape, which is the same in all processes; not changed.
+        values: tensor whose shape is the same in all processes; it is not changed.
 
     Returns:
         The sum over all processes, on CUDA with the nccl backend. Without a process group or in `local_only`, `values`.
     """
     if context.local_only or not (dist.is_available() and dist.is_initialized()):
         return values
-    # nccl reduces CUDA tensors only
+    # nccl only reduces CUDA tensors.
     sums = values.cuda() if dist.get_backend() == "nccl" else values.clone()
     dist.all_reduce(sums)
     return sums

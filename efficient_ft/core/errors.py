@@ -1,6 +1,7 @@
-"""Errors that a user can fix. The message names the setting, the constraint, the value, and a remedy.
+"""Errors that a user can fix. Each message names the setting, the constraint, the value and a remedy.
 
-Mistakes in this package are assertions. This module does not import torch, because configurations are checked first.
+Mistakes inside this package raise assertions. This module does not import torch, because configurations are checked
+before torch is imported.
 """
 
 from __future__ import annotations
@@ -12,21 +13,21 @@ from contextlib import contextmanager
 
 
 class UserError(ValueError):
-    """An error that the user can fix. The command line shows only its message, with exit status 2."""
+    """Error that the user can fix. The command line prints only its message and exits with status 2."""
 
 
 class DivergedError(UserError):
-    """The training loss is not finite. A study records this as a result of the settings."""
+    """Error for a training loss that is not finite. A study records it as a result of the settings."""
 
 
 class SettingError(UserError):
-    """A setting has an invalid value: "<setting> must be <constraint>, got <value>."
+    """Error for an invalid value of a setting: "<setting> must be <constraint>, got <value>."
 
     Args:
-        setting: full name as on the command line, e.g. ``method.lbp_wht.order``.
-        value: the given value.
-        allowed: the constraint (``"an integer >= 1"``), or the allowed values.
-        do: a sentence with the remedy; None if `allowed` is sufficient.
+        setting: full name of the setting on the command line, e.g. ``method.lbp_wht.order``.
+        value: invalid value.
+        allowed: constraint (``"an integer >= 1"``), or the allowed values.
+        do: sentence with a remedy; None if `allowed` is sufficient.
     """
 
     def __init__(self, setting: str, value: object, allowed: str | Iterable[str], do: str | None = None):
@@ -41,27 +42,25 @@ class SettingError(UserError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return `` Did you mean 'x'?`` for the most similar of the `known` names, or an empty string."""
+    """Return `` Did you mean 'x'?`` for the most similar name in `known`, or an empty string."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" Did you mean '{near[0]}'?" if near else ""
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error message, at most 300 characters, or the name of its type if the message is
-    empty.
-    """
+    """Return at most 300 characters of an error message's first line, or the error's type if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def why_unreadable(error: BaseException) -> str:
-    """Return why a file of tensors cannot be loaded, without torch's advice to load unsafe files."""
+    """Return the reason why a file of tensors cannot be loaded, without torch's advice to load unsafe files."""
     if "weights only" in str(error).lower() or "weights_only" in str(error):
-        return "it holds Python objects other than tensors and plain values, which are not loaded: they could run code"
+        return "it contains Python objects other than tensors and plain values, which could run code when loaded"
     return first_line(error)
 
 
 def replace_unprintable() -> None:
-    """Print ``?`` for characters that the terminal or file cannot encode, instead of failing."""
+    """Print ``?`` instead of failing for characters that the terminal or file cannot encode."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
@@ -69,7 +68,7 @@ def replace_unprintable() -> None:
 
 @contextmanager
 def single_values() -> Iterator[None]:
-    """Replace the error of a BatchNorm layer that gets one value per channel with a message that names the settings.
+    """Context manager that explains BatchNorm's error for one value per channel, and names the settings to change.
 
     Raises:
         UserError: a batch of one image reached such a layer.
@@ -80,13 +79,13 @@ def single_values() -> Iterator[None]:
         if "more than 1 value per channel" not in str(error):
             raise
         raise UserError(
-            "BatchNorm cannot take the statistics of a batch with one image, whose channels have one value each. Use"
+            "BatchNorm cannot compute the statistics of a batch with one value per channel (one image). Use"
             " model.frozen_bn=true, or a data.batch_size >= 2 that leaves no last batch with one image."
         ) from error
 
 
 class TerminatedRun(SystemExit):
-    """A signal other than SIGINT ended the command. The exit status is 128 plus its number, as in shells.
+    """Exit after a signal other than SIGINT. The exit status is 128 plus the signal's number, as in shells.
 
     Args:
         number: number of the signal; default: SIGTERM.

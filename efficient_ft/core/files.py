@@ -1,7 +1,7 @@
 """Write files atomically, and never through a link.
 
-A file is complete after a kill or a power failure. In a shared folder, a link could redirect a write to another file of
-the user.
+A file is complete even after a kill or a power failure. In a shared folder, a link could redirect a write to another
+file that belongs to the user.
 """
 
 from __future__ import annotations
@@ -20,20 +20,16 @@ from efficient_ft.core.terminal import shown_path
 
 #: Prefix and suffix of the name of a temporary folder.
 _TEMPORARY = (".efficient_ft.", ".tmp")
-#: Names of the streams of a process, which cannot be replaced.
+#: Path prefixes of process streams, which cannot be replaced.
 _STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Write a temporary file, sync it to disk, and rename it to `path`.
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` create a temporary file, sync the file to disk, and rename it to `path`.
 
-    The temporary file is in a new folder next to `path`, which only this user can enter. It has the permissions of any
-    new file. A link at `path` is replaced, and its target is not changed. Devices and pipes, such as ``/dev/stdout``,
-    are written directly.
-
-    Args:
-        path: the file to write; its folder is created.
-        write: called with the path of the temporary file, which has the same name as `path`.
+    The temporary file has the same name as `path`. It is created in a new folder next to `path`, which only this user
+    can enter, and has the permissions of any new file. A link at `path` is replaced, and its target is not changed.
+    Devices and pipes, such as ``/dev/stdout``, are written directly.
     """
     if _is_stream(path):
         write(path)
@@ -52,19 +48,19 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Write a text in UTF-8, see `write_atomically`."""
+    """Write a text as UTF-8, see `write_atomically`."""
     write_bytes_atomically(path, text.encode())
 
 
 def write_bytes_atomically(path: Path, content: bytes) -> None:
     """Write bytes, see `write_atomically`."""
-    write_atomically(path, lambda temporary: _write_bytes(temporary, content))
+    write_atomically(path, lambda temporary: temporary.write_bytes(content))
 
 
 def remove_temporary(folder: Path) -> None:
-    """Remove temporary files of killed processes from `folder`. No other process may write there.
+    """Remove the temporary files of killed processes from `folder`. Links are not followed.
 
-    Links are not followed.
+    No other process may write to `folder` at the same time.
     """
     for entry in os.scandir(folder):
         named = entry.name.startswith(_TEMPORARY[0]) and entry.name.endswith(_TEMPORARY[1])
@@ -73,12 +69,7 @@ def remove_temporary(folder: Path) -> None:
 
 
 def open_file(path: Path, mode: str, buffering: int = -1) -> IO[Any]:
-    """Open a file for writing, but not through a link.
-
-    Args:
-        path: the file.
-        mode: as for `open`; text is written in UTF-8.
-        buffering: as for `open`.
+    """Open a file for writing, but not through a link. `mode` and `buffering` are passed to `open`; text is UTF-8.
 
     Raises:
         UserError: `path` is a link.
@@ -97,23 +88,23 @@ def refuse_link(path: Path) -> None:
     Raises:
         UserError: `path` is a link.
     """
-    if os.path.islink(path):  # pathlib raises for a name that is too long
+    if os.path.islink(path):  # pathlib would raise an error for a name that is too long
         raise UserError(
-            f"{shown_path(path)} is a link to {shown_path(os.readlink(path))}; it would be written through. Remove the"
-            " link, or choose another folder."
+            f"{shown_path(path)} is a link to {shown_path(os.readlink(path))}, and the target would be overwritten."
+            " Remove the link, or choose another folder."
         )
 
 
 def _remove_folder(private: Path) -> None:
-    """Remove a folder and its files, but no subfolders. Errors are ignored."""
-    with suppress(OSError):  # the error of a write is more important
+    """Remove a folder and its files, but not subfolders. Errors are ignored."""
+    with suppress(OSError):  # an error from writing is more important
         for file in private.iterdir():
             file.unlink()
         private.rmdir()
 
 
 def _is_stream(path: Path) -> bool:
-    """Return True for a device, a pipe, or a stream of a process."""
+    """Return True for a device, a pipe, or a process stream."""
     if str(path).startswith(_STREAMS):
         return True
     try:
@@ -124,23 +115,16 @@ def _is_stream(path: Path) -> bool:
 
 
 def _not_a_link(path: str, flags: int) -> int:
-    # Windows has no O_NOFOLLOW; links need a privilege there.
+    # Windows does not have O_NOFOLLOW, but creating links requires a privilege there.
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
-def _write_bytes(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-
-
 def _sync_folder(folder: Path) -> None:
-    """Make a rename in `folder` durable. Windows does not support this."""
+    """Make a rename in `folder` durable, which Windows does not support."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except OSError:
         return
-    try:
+    with suppress(OSError):
         os.fsync(handle)
-    except OSError:
-        pass
-    finally:
-        os.close(handle)
+    os.close(handle)

@@ -1,4 +1,4 @@
-"""Format numbers, sizes, times and percentages for people."""
+"""Human-readable numbers, sizes, times and percentages."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def format_number(value: float, unit: str = "", step: int = 1000) -> str:
 
 
 def format_bytes(value: float) -> str:
-    """1536 → ``1.50 KiB``."""
+    """Format a size in bytes: 1536 → ``1.50 KiB``."""
     return format_number(value, "B", 1024)
 
 
 def format_seconds(value: float) -> str:
-    """0.0421 → ``42.1 ms``; 3725 → ``1 h 02 min``."""
+    """Format a time in seconds: 0.0421 → ``42.1 ms``; 3725 → ``1 h 02 min``."""
     if 0 < value < 0.9995:
         return f"{value * 1000:.3g} ms"
     if value < 100:
@@ -34,13 +34,10 @@ def format_seconds(value: float) -> str:
 
 
 def format_percent(fraction: float, sign: bool = False) -> str:
-    """Format a fraction: 0.93139 → ``93.14 %``. Values below 1 are never ``100 %``, and values above 0 never ``0 %``.
+    """Format a fraction as a percentage: 0.93139 → ``93.14 %``. If `sign`, positive values begin with a plus.
 
-    Two decimals distinguish accuracies over 10,000 samples.
-
-    Args:
-        fraction: 1 is 100 %.
-        sign: begin positive values with a plus.
+    Values below 1 are never ``100 %``, and values above 0 are never ``0 %``. Two decimals distinguish accuracies over
+    10,000 samples.
     """
     value = 100 * fraction
     value = min(value, 99.99) if value < 100 else value
@@ -50,12 +47,12 @@ def format_percent(fraction: float, sign: bool = False) -> str:
 
 
 def format_ratio(value: float) -> str:
-    """0.4912 → ``0.49×``."""
+    """Format a ratio: 0.4912 → ``0.49×``."""
     return f"{value:.2f}×"
 
 
 def bytes_setting(value: float) -> str:
-    """Return a size as a setting, rounded up: 4271234567 → ``3.98GiB``; 4000000000 → ``4GB``."""
+    """Format a size as a setting, rounded up: 4271234567 → ``3.98GiB``; 4000000000 → ``4GB``."""
     hundredths = 100 * value / 2**30
     if hundredths % 1 and not value % 10**7:
         return f"{value / 10**9:g}GB"
@@ -63,7 +60,7 @@ def bytes_setting(value: float) -> str:
 
 
 def format_digits(value: float, digits: int = 4) -> str:
-    """Format a number with significant digits and no prefix, for a column with a unit in its header: ``1203``."""
+    """Format a number with significant digits and no prefix, for a column whose header names the unit: ``1203``."""
     if not value or not math.isfinite(value):
         return f"{value:g}"
     return f"{value:.{max(0, digits - 1 - math.floor(math.log10(abs(value))))}f}"

@@ -8,7 +8,7 @@ from efficient_ft.core.errors import SettingError
 
 
 class Wrong(NamedTuple):
-    """An incompatible setting: its name, its value, and the required value."""
+    """Name and value of an incompatible setting, and the required value."""
 
     name: str
     value: Any
@@ -23,21 +23,17 @@ def refuse_in_backward(
     scaling: Wrong | None = None,
     processes: Wrong | None = None,
 ) -> None:
-    """Raise an error for the first incompatible setting. None means that the training loop does not do this.
+    """Raise an error for the first incompatible setting. None means that the training loop does not use the feature.
 
-    Args:
-        by: what enables stepping inside the backward pass, for the message.
-        clipping: clipping by the norm of all gradients.
-        accumulation: accumulation of gradients over several batches.
-        scaling: scaling of the loss, as with fp16.
-        processes: averaging of gradients over several processes.
+    The features are clipping by the norm of all gradients, accumulation of gradients over several batches, loss scaling
+    (as with fp16), and averaging of gradients over several processes. `by` names what steps inside the backward pass.
 
     Raises:
         SettingError: a setting is incompatible.
     """
     for wrong, why in (
-        (clipping, "The norm of the whole gradient is known only after the backward pass, when its parts are gone."),
-        (accumulation, "Each backward pass updates the parameters: no sum of gradients is formed."),
+        (clipping, "The norm of all gradients is known only after the backward pass, when they are already freed."),
+        (accumulation, "Each backward pass updates the parameters, so gradients cannot be accumulated."),
         (scaling, "Whether a scaled gradient overflows is known only after the backward pass."),
         (processes, "Parameters would be updated before their gradients are averaged over the processes."),
     ):

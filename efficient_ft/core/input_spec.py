@@ -1,4 +1,4 @@
-"""The input of a network, and the label of unlabeled pixels."""
+"""Input specification of a network, and the label of unlabeled pixels."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from efficient_ft.core.errors import UserError
 if TYPE_CHECKING:
     from efficient_ft.core.tokenizer import Tokenizer
 
-#: The label of unlabeled pixels in segmentation targets.
+#: Label of unlabeled pixels in segmentation targets.
 IGNORED = 255
 
 
 @dataclass(frozen=True)
 class InputSpec:
-    """The input of a network: size and normalization of images, or length and tokenizer of texts.
+    """Input of a network: size and normalization of images, or length and tokenizer of texts.
 
     Args:
-        size: (height, width) in pixels, or (tokens,) with the maximum number of tokens of texts.
+        size: (height, width) in pixels, or (tokens,) with the maximum number of tokens in a text.
         mean: mean per channel (red, green, blue, or gray) for values in [0, 1]; empty for texts.
         std: standard deviation per channel for values in [0, 1]; empty for texts.
-        interpolation: a name of torchvision's `InterpolationMode`, e.g. ``bicubic``.
-        tokenizer: tokenizer of texts; None: the tokenizer of the model.
+        interpolation: name in torchvision's `InterpolationMode`, e.g. ``bicubic``.
+        tokenizer: tokenizer for texts; None: tokenizer of the model.
     """
 
     size: tuple[int, ...]
@@ -40,7 +40,7 @@ class InputSpec:
             UserError: the network takes texts.
         """
         if len(self.size) == 1:
-            raise UserError("This function requires a network for images, got one for texts.")
+            raise UserError("This function requires an image network, got a text network.")
         height, width = self.size
         return height, width
 

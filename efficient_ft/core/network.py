@@ -1,4 +1,4 @@
-"""Check within seconds if a URL can be fetched, and report the reason if not."""
+"""Check within seconds whether a URL can be fetched, and report the reason if not."""
 
 from __future__ import annotations
 
@@ -9,53 +9,43 @@ import urllib.parse
 import urllib.request
 from typing import Any
 
-#: Seconds until a URL counts as unreachable, name resolution included.
+#: Number of seconds after which a URL counts as unreachable, including name resolution.
 PROBE_SECONDS = 8.0
 
 # Exceptions raised when opening or reading a URL.
 _ERRORS = (OSError, http.client.HTTPException, ValueError)
 
-_HEADERS = {"User-Agent": "efficient-ft"}
-
 
 def open_url(url: str, timeout: float) -> Any:
-    """Open `url` through the proxies of the current environment.
+    """Open `url` (http, https, ftp or file) through the proxies of the current environment.
 
-    Args:
-        url: http, https, ftp or file.
-        timeout: seconds without data until the connection is closed.
-
-    Returns:
-        The response: a context manager with `headers` and `read`.
+    The response is a context manager with `headers` and `read`. The connection is closed after `timeout` seconds
+    without data.
 
     Raises:
         OSError, http.client.HTTPException, ValueError: `url` cannot be opened.
     """
     # urllib's shared opener caches the proxies of its first use.
     opener = urllib.request.build_opener()
-    return opener.open(urllib.request.Request(url, headers=_HEADERS), timeout=timeout)
+    return opener.open(urllib.request.Request(url, headers={"User-Agent": "efficient-ft"}), timeout=timeout)
 
 
 def unreachable(url: str, size: int | None = None, accept_404: bool = False) -> str | None:
-    """Check if `url` can be fetched, without fetching it.
+    """Check whether `url` can be fetched, without fetching it.
 
-    Proxies come from the environment (`https_proxy`, `no_proxy`, ...), as in urllib.
+    Proxies are read from the environment (`https_proxy`, `no_proxy`, ...), as in urllib.
 
     Args:
-        url: the file.
+        url: URL of the file.
         size: expected length in bytes. A host that announces a different length counts as unreachable.
-        accept_404: a host that answers 404 counts as reachable, because it may have the file under another name.
+        accept_404: if True, a host that answers 404 counts as reachable, because it may use another name for the file.
 
     Returns:
-        None if the host answers within `PROBE_SECONDS`, otherwise the reason: host, proxy, error.
+        None if the host answers within `PROBE_SECONDS`, otherwise the reason with the host and the proxy.
     """
     answer: list[str | None] = []
-
-    def ask() -> None:
-        answer.append(_ask(url, size, accept_404))
-
-    # Name resolution ignores socket timeouts, so a thread asks.
-    thread = threading.Thread(target=ask, daemon=True, name="reachability")
+    # The request runs in a thread, because name resolution ignores socket timeouts.
+    thread = threading.Thread(target=lambda: answer.append(_ask(url, size, accept_404)), daemon=True)
     thread.start()
     thread.join(PROBE_SECONDS)
     host = urllib.parse.urlsplit(url).netloc
@@ -65,7 +55,7 @@ def unreachable(url: str, size: int | None = None, accept_404: bool = False) -> 
 
 
 def reason_of(error: Exception) -> str:
-    """Return a short reason for an error of `open_url`."""
+    """Return a short reason for an error from `open_url`."""
     if isinstance(error, urllib.error.HTTPError):
         return f"HTTP {error.code} {error.reason}"
     if isinstance(error, urllib.error.URLError):
@@ -75,7 +65,7 @@ def reason_of(error: Exception) -> str:
 
 def _ask(url: str, size: int | None, accept_404: bool) -> str | None:
     try:
-        # A GET that is closed after the headers: some hosts refuse HEAD.
+        # The GET is closed after the headers. HEAD is not used, because some hosts refuse it.
         with open_url(url, PROBE_SECONDS) as response:
             length = response.headers.get("Content-Length")
     except _ERRORS as error:
@@ -88,7 +78,7 @@ def _ask(url: str, size: int | None, accept_404: bool) -> str | None:
 
 
 def _through(url: str) -> str:
-    """Return `` through the proxy HOST``, without its password, if the environment names a proxy."""
+    """Return `` through the proxy HOST`` without the password, or an empty string if the environment names no proxy."""
     parts = urllib.parse.urlsplit(url)
     proxy = urllib.request.getproxies().get(parts.scheme)
     if not proxy or urllib.request.proxy_bypass(parts.hostname or ""):

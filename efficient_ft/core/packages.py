@@ -1,11 +1,11 @@
 """Packages that add methods or kinds of task: the groups of their entry points, and their configuration files.
 
-A package declares a method by an entry point and ships the YAML of its settings in ``conf/method``::
+A package declares a method by an entry point, and ships the method's settings as YAML in ``conf/method``::
 
     [project.entry-points."efficient_ft.methods"]
     every_nth = "every_nth_method.method:EveryNth"      # every_nth_method/conf/method/every_nth.yaml
 
-Only metadata and files are read here; the packages themselves are not imported.
+This module reads only metadata and files. It does not import the packages.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import yaml
 
 from efficient_ft.core.errors import UserError
 
-#: The group of entry points through which other packages add methods.
+#: Group of entry points through which other packages add methods.
 GROUP = "efficient_ft.methods"
-#: The group of entry points through which other packages add kinds of task.
+#: Group of entry points through which other packages add kinds of task.
 KINDS_GROUP = "efficient_ft.kinds"
 
 
@@ -31,24 +31,23 @@ def configuration_folders() -> dict[str, list[Path]]:
     """Return the configuration folders of all installed packages with methods or kinds of task, by distribution.
 
     Raises:
-        UserError: a method has no YAML file, or its YAML file does not name it.
+        UserError: a method does not have a YAML file, or its YAML file does not name the method.
     """
     folders: dict[str, list[Path]] = {}
-    for entry in sorted(entry_points(group=GROUP)):
+    for entry in (*sorted(entry_points(group=GROUP)), *sorted(entry_points(group=KINDS_GROUP))):
         package = entry.dist.name if entry.dist is not None else entry.value
-        folder = _configuration_folder(entry, package)
-        if folder not in folders.setdefault(package, []):
-            folders[package].append(folder)
-    for entry in sorted(entry_points(group=KINDS_GROUP)):
-        package = entry.dist.name if entry.dist is not None else entry.value
-        for folder in (Path(place) / "conf" for place in _places(entry, package)):
-            if folder.is_dir() and folder not in folders.setdefault(package, []):
+        if entry.group == GROUP:
+            own = [_configuration_folder(entry, package)]
+        else:
+            own = [folder for place in _places(entry, package) if (folder := Path(place) / "conf").is_dir()]
+        for folder in own:
+            if folder not in folders.setdefault(package, []):
                 folders[package].append(folder)
     return folders
 
 
 def method_files(folders: Mapping[str, list[Path]]) -> Iterator[tuple[str, str, Path]]:
-    """Yield each option of ``method`` in the folders: its package, its method, and its file."""
+    """Yield the package, method and file of each option of ``method`` in `folders`."""
     for package, places in folders.items():
         for folder in places:
             for file in sorted((folder / "method").glob("*.yaml")):
@@ -58,20 +57,20 @@ def method_files(folders: Mapping[str, list[Path]]) -> Iterator[tuple[str, str, 
 
 
 def option_settings(file: Path) -> dict[str, Any]:
-    """Return the settings of an option: those of its YAML file, and of the options of its folder in its defaults."""
+    """Return the settings of an option's YAML file, merged with the base options that its defaults name."""
     own = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     bases = [file.with_name(f"{base}.yaml") for base in own.pop("defaults", ())]
     return {key: value for base in bases if base.is_file() for key, value in option_settings(base).items()} | own
 
 
 def method_of(file: Path) -> str | None:
-    """Return the method of a YAML file, named in its line ``# @package method.NAME``, which variants share."""
+    """Return the method in a YAML file's line ``# @package method.NAME``; variants of a method share the name."""
     found = re.search(r"^# @package method\.(\w+)\s*$", file.read_text(encoding="utf-8"), re.MULTILINE)
     return found[1] if found else None
 
 
 def _configuration_folder(entry: EntryPoint, package: str) -> Path:
-    """Return the ``conf`` folder of the package that provides the method of `entry`."""
+    """Return the ``conf`` folder of the package that provides the method `entry`."""
     top = entry.module.partition(".")[0]
     for place in _places(entry, package):
         folder = Path(place) / "conf"
@@ -88,7 +87,7 @@ def _configuration_folder(entry: EntryPoint, package: str) -> Path:
 
 
 def _places(entry: EntryPoint, package: str) -> list[str]:
-    """Return the folders of the top-level package of `entry`, which is not imported."""
+    """Return the folders of the top-level package of `entry`, without importing the package."""
     spec = importlib.util.find_spec(entry.module.partition(".")[0])
     if spec is None or spec.submodule_search_locations is None:
         what = "method" if entry.group == GROUP else "kind of task"

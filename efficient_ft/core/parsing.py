@@ -1,4 +1,4 @@
-"""Parse JSON and YAML of untrusted files. Any fault raises `ValueError`."""
+"""Parser for JSON and YAML from untrusted files. Every fault raises `ValueError`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import yaml
 
 from efficient_ft.core.errors import first_line
 
-#: Maximum number of values of a YAML text with expanded references: a text of 300 bytes can have billions.
+#: Maximum number of values of a YAML text after aliases are expanded. A text of 300 bytes can expand to billions.
 MOST_VALUES = 1_000_000
 _TOO_DEEP = "it is nested too deeply"
 
@@ -20,11 +20,7 @@ def parse_json(
     parse_constant: Callable[[str], Any] | None = None,
     parse_float: Callable[[str], float] | None = None,
 ) -> Any:
-    """Parse JSON.
-
-    Args:
-        text: the text.
-        parse_constant, parse_float: as for `json.loads`.
+    """Parse JSON. `parse_constant` and `parse_float` are passed to `json.loads`.
 
     Raises:
         ValueError: the text is not valid JSON or UTF-8, or is nested too deeply.
@@ -36,11 +32,7 @@ def parse_json(
 
 
 def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
-    """Parse a YAML text of one document without tags that name code.
-
-    Args:
-        text: the text.
-        loader: a safe loader.
+    """Parse a YAML text that has one document and no tags that name code, with a safe loader.
 
     Raises:
         ValueError: the text is not valid YAML, has an invalid value, is nested too deeply, is self-referential, or has
@@ -62,15 +54,11 @@ def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> An
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     except (LookupError, TypeError, AttributeError, OverflowError) as error:  # raised by values such as `!!int ''`
-        raise ValueError(f"it holds a value that cannot be read: {first_line(error)}") from error
+        raise ValueError(f"it contains a value that cannot be read: {first_line(error)}") from error
 
 
 def _values(node: yaml.Node, known: dict[int, int]) -> int:
-    """Return the number of values of a node with expanded references.
-
-    Args:
-        node: the node.
-        known: numbers of values of counted nodes, by identity; 0: the node is being counted.
+    """Count the values of a node after aliases are expanded. `known` has the counts by node id, and 0 during the count.
 
     Raises:
         ValueError: the node contains itself.

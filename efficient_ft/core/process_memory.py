@@ -1,7 +1,7 @@
-"""Resident memory of this process: the current size, and the peak during a piece of code.
+"""Resident memory of this process: its current size, and its peak while code runs.
 
-Linux has a high-water mark per process (``VmHWM``), which is exact and which the process can reset by writing 5 to
-``/proc/self/clear_refs``. If it cannot be reset (macOS, Windows, some containers), a thread samples the size with
+Linux has an exact high-water mark per process (``VmHWM``), which the process can reset by writing 5 to
+``/proc/self/clear_refs``. If the mark cannot be reset (macOS, Windows, some containers), a thread samples the size with
 psutil. The result names the method of measurement.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-#: Values of `HighWaterMark.source`.
+#: Possible values of `HighWaterMark.source`.
 RESET, SAMPLED = "high-water mark of the system", "sampled every 5 ms"
 
 _CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
@@ -29,41 +29,38 @@ def resident_bytes() -> int:
     return psutil.Process().memory_info().rss
 
 
-#: The highest mark before it was last reset.
+#: Highest mark before the last reset.
 _earlier_peak = 0
 
 
 def lifetime_peak_bytes() -> int:
     """Return the highest resident memory of this process since it started (``VmHWM``).
 
-    Earlier marks count, even if `HighWaterMark` has reset the mark of the system.
+    Peaks before `HighWaterMark` reset the system's mark are included.
     """
     return max(_earlier_peak, _system_mark() or 0, resident_bytes())
 
 
 def memory_limit_bytes(root: Path = Path("/")) -> int:
-    """Return the memory available to this process and its container: that of the machine, or a lower cgroup limit.
+    """Return the memory available to this process: the machine's memory, or a lower cgroup limit of its container.
 
     On Linux, the limits of the process's control group and of all its parents apply (cgroup v2 ``memory.max``, v1
-    ``memory.limit_in_bytes``).
-
-    Args:
-        root: root of the file system, for tests.
+    ``memory.limit_in_bytes``). Tests pass a different `root` of the file system.
     """
     return min([psutil.virtual_memory().total, *_cgroup_limits(root)])
 
 
 def room_bytes() -> int:
-    """Return the maximum size of this process: its current size plus free memory, within all limits.
+    """Return the maximum size of this process: its current size plus free memory.
 
-    The limits are those of `memory_limit_bytes` and `process_limit_bytes`.
+    The limits of `memory_limit_bytes` and `process_limit_bytes` also apply.
     """
     free = resident_bytes() + psutil.virtual_memory().available
     return min(memory_limit_bytes(), free, process_limit_bytes() or free)
 
 
 def process_limit_bytes() -> int | None:
-    """Return the maximum size allowed by the limits of this process (``ulimit -v`` and ``-d``); None without limits."""
+    """Return the maximum size that ``ulimit -v`` and ``-d`` allow for this process; None without limits."""
     if sys.platform == "win32":
         return None
     import resource
@@ -77,7 +74,7 @@ def process_limit_bytes() -> int | None:
 
 
 def _cgroup_limits(root: Path) -> Iterator[int]:
-    """Yield the limits in bytes of this process's control groups."""
+    """Yield the limits of this process's control groups, in bytes."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux
@@ -90,11 +87,11 @@ def _cgroup_limits(root: Path) -> Iterator[int]:
         top = mounted / "memory" if controllers else mounted
         own = (top / path.lstrip("/")).resolve()
         name = "memory.limit_in_bytes" if controllers else "memory.max"
-        # In a container, the path may be that of the host. The mounted root is then the container's group.
+        # In a container, the path may be the host's path. The mounted root is then the container's group.
         groups = [own, *own.parents] if own.is_dir() and own.is_relative_to(top.resolve()) else [top]
         for group in groups:
             with suppress(OSError, ValueError):
-                yield int((group / name).read_text())  # v2 has "max" without a limit
+                yield int((group / name).read_text())  # not a number without a limit ("max" in v2)
             if group == top.resolve():
                 break
 
@@ -106,11 +103,10 @@ class HighWaterMark:
 
     Attributes:
         before_bytes: resident memory at the start.
-        peak_bytes: highest resident memory since the start, set at the end. Memory freed before the start does not
-            count.
-        source: ``RESET`` if the mark of the system was read, ``SAMPLED`` if a thread sampled the size. Sampling can
-            miss a peak shorter than its interval, unless it is the highest since the process started and the system
-            records it.
+        peak_bytes: highest resident memory since the start, set at the end. Memory freed before the start is not
+            included.
+        source: `RESET` if the system's mark was read, `SAMPLED` if a thread sampled the size. Sampling can miss a peak
+            shorter than its interval, unless it is the process's highest peak so far and the system records it.
     """
 
     def __init__(self) -> None:
@@ -132,7 +128,7 @@ class HighWaterMark:
 
     def stop(self) -> None:
         """End the measurement and set `peak_bytes`."""
-        # The kernel's counters are only exact to a few pages, so the current size is another lower bound.
+        # The kernel's counters are exact only to a few pages, so the current size is another lower bound.
         peak = _system_mark() if self._sampler is None else self._sampler.stop()
         self.peak_bytes = max(peak or 0, resident_bytes(), self.before_bytes)
 
@@ -145,7 +141,7 @@ class HighWaterMark:
 
 
 class _Sampler(threading.Thread):
-    """Sample the resident memory until the thread is stopped."""
+    """Thread that samples the resident memory until it is stopped."""
 
     def __init__(self) -> None:
         super().__init__(name="memory sampler", daemon=True)
@@ -161,7 +157,7 @@ class _Sampler(threading.Thread):
             self._peak = max(self._peak, process.memory_info().rss)
 
     def stop(self) -> int:
-        """Stop, and return the highest sampled size, or the lifetime peak of the process if it rose during sampling."""
+        """Stop, and return the highest sampled size, or the process's lifetime peak if it rose during sampling."""
         self._ended.set()
         self.join()
         now = _system_mark()
@@ -184,13 +180,13 @@ def _reset_mark() -> bool:
 
 
 def _system_mark() -> int | None:
-    """Return the highest size of this process since its start or a reset; None if the system does not record it."""
+    """Return the peak size of this process since its start or a reset; None if the system does not record it."""
     if sys.platform == "win32":
         return psutil.Process().memory_info().peak_wset
     if sys.platform == "darwin":
         import resource
 
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes there
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS
     with suppress(OSError):
         for line in _STATUS.read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):
@@ -199,10 +195,7 @@ def _system_mark() -> int | None:
 
 
 def release_freed_memory() -> None:
-    """Return freed memory to the system, as far as the memory allocator supports it.
-
-    Supported allocators are glibc, tcmalloc and mimalloc.
-    """
+    """Return freed memory to the system if the memory allocator (glibc, tcmalloc, mimalloc) supports this."""
     if sys.platform == "win32":
         return
     calls: dict[str, Callable[[Any], object]] = {
@@ -216,7 +209,7 @@ def release_freed_memory() -> None:
             use(getattr(program, name))
 
 
-#: mimalloc's option `mi_option_purge_delay`, and a delay in milliseconds within which freed memory is rarely returned.
+#: mimalloc's option `mi_option_purge_delay`, and a delay in milliseconds that is long enough to return memory rarely.
 _PURGE_DELAY, _RARELY = 15, 60_000
 
 
@@ -224,7 +217,7 @@ _PURGE_DELAY, _RARELY = 15, 60_000
 def return_freed_memory_on_request() -> Iterator[None]:
     """Let `release_freed_memory` return memory that is freed in the block, with every supported allocator.
 
-    This package configures mimalloc to keep freed memory permanently. In the block, mimalloc keeps it for a minute or
+    This package configures mimalloc to keep freed memory permanently. In the block, mimalloc keeps it for one minute or
     until `release_freed_memory` is called.
     """
     program = None if sys.platform == "win32" else ctypes.CDLL(None)

@@ -1,4 +1,4 @@
-"""Counter-based seeds: random choices depend only on seed and step, so that resumed runs and all ranks agree."""
+"""Counter-based seeds: random choices depend only on the seed and the step, so resumed runs and all ranks agree."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 def seed_of(*counters: int) -> int:
     """Hash counters (seed, rank, batch, ...) to a 64-bit seed.
 
-    The hash is splitmix64 (Steele, Lea, Flood, OOPSLA 2014), chained over the counters, so that neighboring counters
+    The hash is splitmix64 (Steele, Lea, Flood, OOPSLA 2014), chained over the counters. Neighboring counters therefore
     give independent seeds.
     """
     state = 0
@@ -23,8 +23,8 @@ def seed_of(*counters: int) -> int:
 def seed_step(seed: int, device: torch.device) -> None:
     """Seed the generators of the CPU and of `device`.
 
-    `torch.manual_seed` takes half a millisecond, because it queues a seed with a stack trace for each type of
-    accelerator.
+    This is faster than `torch.manual_seed`, which takes half a millisecond because it queues a seed with a stack trace
+    for each type of accelerator.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
@@ -34,5 +34,5 @@ def seed_step(seed: int, device: torch.device) -> None:
 
 
 def generator_of(*counters: int) -> torch.Generator:
-    """Create a CPU generator with the seed of the counters (`seed_of`)."""
+    """Create a CPU generator with the seed `seed_of(*counters)`."""
     return torch.Generator().manual_seed(seed_of(*counters))

@@ -1,4 +1,4 @@
-"""Write a table for a terminal, or as Markdown, CSV, JSON or LaTeX."""
+"""Table formats: text for a terminal, Markdown, CSV, JSON and LaTeX."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from efficient_ft.core.errors import SettingError
 
 Cell = str | int | float | None
 
-#: Formats of a table, and the formats for programs.
+#: Formats of a table, and the formats that programs read.
 FORMS = ("text", "markdown", "csv", "json", "latex")
 DATA = ("csv", "json")
 
 
 @dataclass(frozen=True)
 class Column:
-    """Display of a column for people. CSV and JSON files contain its name and its raw values.
+    """Display options of a column for people. CSV and JSON files contain its name and its raw values.
 
     Attributes:
-        rank: columns with the highest rank are omitted first if the table does not fit the terminal; 0: never omitted.
-        show: formats a value.
-        title: the header; empty: the name of the column.
-        words: True to align the column to the left and wrap its cells.
+        rank: priority of omission: columns with the highest rank are omitted first if the table does not fit the
+            terminal; 0: never omitted.
+        show: function that formats a value.
+        title: header; empty: name of the column.
+        words: if True, the column is aligned to the left and its cells are wrapped.
     """
 
     rank: int = 0
@@ -44,19 +45,19 @@ def render(
     columns: Mapping[str, Column] | None = None,
     chosen: Sequence[str] = (),
 ) -> str:
-    """Return the table as text.
+    """Format a table as text.
 
     Args:
         header: names of the columns.
         rows: cells of each row; None: an empty cell. Numbers remain numbers in CSV and JSON.
         form: one of `FORMS`.
         left: number of leading columns that contain words.
-        columns: display of columns by name, in display order; other columns follow.
+        columns: display options by name, in display order; other columns follow.
         chosen: columns to show in addition to the first one: names, titles, or parts of them; ``["all"]``: all columns.
-            If empty, files have all columns, and a terminal has those that fit and are not empty.
+            If empty, files contain all columns, and a terminal shows non-empty columns that fit.
 
     Raises:
-        SettingError: a word of `chosen` occurs in no name or title.
+        SettingError: a word in `chosen` does not occur in any name or title.
     """
     if form == "text":
         lines = Lines(header, rows, left, columns, chosen)
@@ -73,20 +74,14 @@ def render(
 
 
 class Lines:
-    """A table for the terminal whose rows can be printed one at a time.
+    """Table for the terminal whose rows can be printed one at a time.
 
     Args:
-        header: see `render`.
         rows: all rows, or samples of the same width.
-        left: number of leading columns that contain words.
-        columns: display of columns by name.
-        chosen: columns to show; empty: columns that fit and are not empty in `rows`.
+        header, left, columns, chosen: see `render`, which also documents the error.
 
     Attributes:
         fit: True if the columns fit the terminal; otherwise use `panels`.
-
-    Raises:
-        SettingError: see `render`.
     """
 
     def __init__(
@@ -100,21 +95,21 @@ class Lines:
         self._header, self._rows = list(header), rows
         self._of = {name: Column(words=i < left) for i, name in enumerate(header)} | dict(columns or {})
         titles = {name: self._of[name].title or text.plain_line(name) for name in _ordered(header, columns)}
-        self._names = _chosen(titles, chosen) if chosen else list(titles)
-        if not chosen:
+        self._hidden: list[str] = []
+        if chosen:
+            self._names = _chosen(titles, chosen)
+        else:
             empty = {name for i, name in enumerate(header) if rows and all(row[i] is None for row in rows)}
-            known = [name for name in self._names if name not in empty or not self._of[name].rank]
+            known = [name for name in titles if name not in empty or not self._of[name].rank]
             self._names = self._fitting(known)
             self._hidden = list(dict.fromkeys(titles[name] for name in known if name not in self._names))
-        else:
-            self._hidden = []
         self._left = [i for i, name in enumerate(self._names) if self._of[name].words]
         self._table = [[titles[name] for name in self._names], *map(self._cells, rows)]
         self.fit = self._width(self._names) <= text.terminal_width()
         self._layout = text.Layout(self._table, left=self._left)
 
     def head(self) -> str:
-        """The header."""
+        """Return the header."""
         return self._layout.head()
 
     def row(self, row: Sequence[Cell]) -> str:
@@ -122,7 +117,7 @@ class Lines:
         return self._layout.row(self._cells(row))
 
     def foot(self) -> list[str]:
-        """Return a line that names the omitted columns; empty if there are none."""
+        """Return a list with one line that names the omitted columns; empty if no column is omitted."""
         return [_not_shown(self._hidden)] if self._hidden else []
 
     def panels(self) -> str:
@@ -168,7 +163,7 @@ def _not_shown(names: Sequence[str]) -> str:
 
 
 def _chosen(titles: Mapping[str, str], chosen: Sequence[str]) -> list[str]:
-    """Return the first column and the columns that match the words of a command line, in their order."""
+    """Return the first column and the columns that match the words of a command line, in the order of the words."""
     found = [next(iter(titles))]
     for word in map(str.lower, chosen):
         same = [name for name, title in titles.items() if word in (name.lower(), title.lower())]
@@ -180,7 +175,7 @@ def _chosen(titles: Mapping[str, str], chosen: Sequence[str]) -> list[str]:
 
 
 def _person(cell: Cell, column: Column) -> str:
-    """Return the text of a cell for people."""
+    """Format a cell for people."""
     if cell is None:
         return ""
     if column.show is not None and not isinstance(cell, str):

@@ -1,4 +1,4 @@
-"""Termination signals: their numbers, the received ones, and worker processes that ignore them."""
+"""Termination signals: their numbers, the signals received so far, and workers that ignore them."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 
 from efficient_ft.core.errors import TerminatedRun
 
-#: Termination signals of schedulers, service managers and closed terminals, in addition to Ctrl-C (SIGINT).
+#: Termination signals from schedulers, service managers and closed terminals, in addition to Ctrl-C (SIGINT).
 TERMINATING: tuple[int, ...] = tuple(
     int(number)
     for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU")
-    if (number := getattr(signal, name, None)) is not None  # Windows has only the first
+    if (number := getattr(signal, name, None)) is not None  # Windows only has SIGTERM
 )
 #: All termination signals.
 STOPPING = (int(signal.SIGINT), *TERMINATING)
-#: Received termination signals, in order.
+#: Termination signals received so far, in order.
 asked: list[int] = []
 
 
 def answer(handler: Callable[[int, Any], None]) -> dict[int, Any]:
     """Install `handler` for all termination signals, and return the previous handlers by signal.
 
-    SIGHUP remains ignored if ``nohup`` has set it.
+    SIGHUP remains ignored if ``nohup`` has set it to be ignored.
     """
     before = {}
     for number in STOPPING:
@@ -35,15 +35,15 @@ def answer(handler: Callable[[int, Any], None]) -> dict[int, Any]:
 
 
 def ending(number: int) -> KeyboardInterrupt | TerminatedRun:
-    """Return the exception that ends a process after a signal."""
+    """Return the exception that ends a process after the signal `number`."""
     return KeyboardInterrupt() if number == signal.SIGINT else TerminatedRun(number)
 
 
 def leave_to_parent(_: int = 0) -> None:
     """Ignore termination signals in a worker process. Its parent finishes a step and then ends the worker.
 
-    A signal often reaches a process group (a terminal, ``timeout``) or all processes of a job (systemd, Slurm). SIGTERM
-    from the parent still ends a worker.
+    A signal often reaches a whole process group (a terminal, ``timeout``) or all processes of a job (systemd, Slurm).
+    SIGTERM from the parent still ends a worker.
     """
     for number in STOPPING:
         if number != signal.SIGTERM:

@@ -1,4 +1,4 @@
-"""Print wrapped text on a terminal or in a pipe, with colored warnings, above progress bars."""
+"""Print wrapped text to a terminal or pipe, above progress bars and with colored warnings."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from efficient_ft.core.text import filled, plain_text, printable, terminal_width
 
 #: Maximum width of prose, for readability.
 _WIDEST_PROSE = 120
-#: Replaces spaces in a path while its line is wrapped.
+#: Placeholder for spaces in a path while its line is wrapped.
 _SPACE = "\ue000"
-#: A quoted setting in a message, which users paste into their shell.
+#: Pattern of a quoted setting in a message. Users paste such settings into their shell.
 _SETTING = re.compile(r"'[\w.]+=[^'\n]*'")
 _YELLOW, _PLAIN = "\x1b[33m", "\x1b[0m"
 
 
 def colored(stream: TextIO) -> bool:
-    """Return True if `stream` is a terminal with colors and the user has not set ``NO_COLOR``."""
+    """Return True if `stream` is a terminal that supports colors and ``NO_COLOR`` is not set."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def shown_path(path: str | os.PathLike[str]) -> str:
-    """Return a path for a message, relative if it is below the current folder. Lines are not broken inside it."""
+    """Format a path for a message: relative if it is below the current folder. Lines are not broken inside a path."""
     whole = Path(path)
-    with suppress(OSError, ValueError):  # outside of the current folder, or that folder was removed
+    with suppress(OSError, ValueError):  # the path is outside the current folder, or the folder was removed
         whole = whole.absolute().relative_to(Path.cwd())
     return unbroken(printable(whole))
 
 
 def unbroken(text: str) -> str:
-    """Return a command or path in a form that `show` does not break."""
+    """Mark a command or path so that `show` does not break it."""
     return text.replace(" ", _SPACE)
 
 
 def wrapped(text: str, width: int) -> str:
-    """Wrap long lines of `text` with an indent. Words and paths are not broken."""
+    """Wrap long lines of `text`, and indent the continuation lines. Words and paths are not broken."""
     lines = []
     text = _SETTING.sub(lambda found: unbroken(found[0]), text)
     for line in text.split("\n"):
@@ -52,11 +52,9 @@ def wrapped(text: str, width: int) -> str:
 
 
 def show(text: str, stream: TextIO | None = None) -> None:
-    """Print wrapped text above a progress bar. A leading ``warning:`` is yellow on a terminal.
+    """Print wrapped text above the progress bars, by default to the standard output.
 
-    Args:
-        text: the text. Control characters are printed as escapes.
-        stream: output stream; None: the standard output.
+    A leading ``warning:`` is yellow on a terminal. Control characters are printed as escapes.
 
     Raises:
         UserError: the stream cannot be written.
@@ -76,15 +74,15 @@ def show(text: str, stream: TextIO | None = None) -> None:
 
 
 def unwritable(error: OSError) -> UserError:
-    """Return the message for a standard output that cannot be written."""
+    """Return the error for a standard output that cannot be written."""
     reason = (error.strerror or str(error)).lower()
     return UserError(f"The standard output cannot be written: {reason}. Redirect it to another place.")
 
 
 class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Show log records with `show`: from level INFO for this package, from WARNING for other libraries.
+    """Handler that prints log records with `show`: INFO and above from this package, WARNING and above from others.
 
-    The log file of a run (train.log) contains all records, from level DEBUG for this package.
+    The log file of a run (train.log) contains all records, including this package's DEBUG records.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -92,7 +90,7 @@ class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
         self.setLevel(logging.INFO)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show a record."""
+        """Print `record`."""
         try:
             own = record.name.partition(".")[0] in ("efficient_ft", "__main__", "root")
             if own or record.levelno >= logging.WARNING:
@@ -104,29 +102,19 @@ class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def start_console(verbose: bool, first: bool = True) -> None:
-    """Set up the console output of a program of this package.
+    """Set up the console output of one of the package's programs. If `verbose`, details are printed.
 
-    Args:
-        verbose: show details, as the setting with this name.
-        first: False for a further process of the same run, which shows only errors.
+    If not `first` (an additional process of the same run), only errors are printed.
     """
     level = (logging.DEBUG if verbose else logging.INFO) if first else logging.ERROR
     for handler in logging.getLogger().handlers:
         if isinstance(handler, ConsoleHandler):
             handler.setLevel(level)
-    warnings.showwarning = _show_warning if first else _show_nothing
 
+    def show_warning(
+        message: Warning | str, category: object, filename: str, lineno: int, file: Any = None, line: Any = None
+    ) -> None:
+        if first:
+            show(f"warning: {message}", file)
 
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    show(f"warning: {message}", file or sys.stdout)
-
-
-def _show_nothing(*args: Any, **kwargs: Any) -> None:
-    pass
+    warnings.showwarning = show_warning

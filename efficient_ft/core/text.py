@@ -1,4 +1,4 @@
-"""Format text for terminals: tables, and text from untrusted sources."""
+"""Text for terminals: tables, wrapped lines, and text from untrusted sources."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def plain_text(text: str) -> str:
-    r"""Return `text` with control characters, except line feeds and tabs, as escapes: ``\x1b``."""
+    r"""Escape the control characters of `text` as ``\x1b``, except line feeds and tabs."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def plain_line(text: str) -> str:
-    """Return `text` in one line: as `plain_text`, also with line feeds and tabs as escapes."""
+    """Escape the control characters of `text`, including line feeds and tabs, to obtain a single line."""
     return plain_text(text).replace("\n", "\\x0a").replace("\t", "\\x09")
 
 
-#: Beginnings of cells that spreadsheets evaluate, and a number, which may begin in the same way.
+#: First characters of cells that spreadsheets evaluate, and the pattern of numbers, which can begin in the same way.
 _FORMULA = re.compile("[=+\\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-](inf|nan)?")
 #: Characters that begin a link, code, a tag or a cell in Markdown and HTML.
@@ -31,21 +31,22 @@ _MARKUP = re.compile(r"[\\|\[\]`]")
 
 
 def csv_cell(text: str) -> str:
-    """Return `text` for a cell of a CSV file that spreadsheets do not evaluate as a formula.
+    """Format `text` for a cell of a CSV file, so that spreadsheets do not evaluate it as a formula.
 
-    An apostrophe precedes text that begins like a formula; numbers are not changed. Control characters become escapes.
+    An apostrophe is prepended to text that begins like a formula, but not to numbers. Control characters become
+    escapes.
     """
     plain = plain_text(text)
     return f"'{plain}" if _FORMULA.match(plain) and not _NUMBER.fullmatch(plain) else plain
 
 
 def json_plain(text: str) -> str:
-    """Return JSON with control characters in its strings as JSON escapes, for a terminal."""
+    """Replace the control characters in JSON by JSON escapes, for a terminal."""
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def markdown_text(text: str) -> str:
-    """Return `text` for Markdown, in one line without links, code or HTML."""
+    """Escape `text` as a single line of Markdown without links, code or HTML."""
     plain = _MARKUP.sub(lambda found: f"\\{found[0]}", plain_line(text))
     return plain.replace("&", "&amp;").replace("<", "&lt;")
 
@@ -55,16 +56,14 @@ WITHOUT_TERMINAL = 100
 
 
 def printable(path: str | os.PathLike[str]) -> str:
-    """Return a printable path. Undecodable bytes (old archives) become a replacement character."""
+    """Return a printable path. Bytes that cannot be decoded (from old archives) become a replacement character."""
     return os.fspath(path).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def terminal_width(stream: TextIO | None = None, least: int = 80) -> int:
     """Return the width of lines: ``COLUMNS``, the width of the terminal, or 100 without a terminal.
 
-    Args:
-        stream: output stream; None: the standard output.
-        least: minimum width, because tables cannot be narrower.
+    The width is at least `least`, because tables cannot be narrower. `stream` is the standard output by default.
     """
     given = os.environ.get("COLUMNS", "")
     if given.isdigit() and int(given):
@@ -76,39 +75,30 @@ def terminal_width(stream: TextIO | None = None, least: int = 80) -> int:
 
 
 def display_width(text: str) -> int:
-    """Return the terminal columns of `text`: two for wide characters, none for combining and invisible ones."""
+    """Return the number of terminal columns: two per wide character, none per combining or invisible character."""
     if text.isascii():
         return len(text)
-    return sum(
-        0
-        if unicodedata.category(sign) in ("Mn", "Me", "Cf")
-        else 2
-        if unicodedata.east_asian_width(sign) in "WF"
-        else 1
-        for sign in text
-    )
+    shown = (sign for sign in text if unicodedata.category(sign) not in ("Mn", "Me", "Cf"))
+    return sum(2 if unicodedata.east_asian_width(sign) in "WF" else 1 for sign in shown)
 
 
 def padded(text: str, width: int, left: bool = True) -> str:
-    """Pad `text` with spaces to `width` terminal columns, after it (`left`) or before it."""
+    """Pad `text` with spaces to `width` terminal columns, on the right (`left`) or on the left."""
     space = " " * (width - display_width(text))
     return text + space if left else space + text
 
 
 def shortened(text: str, width: int) -> str:
-    """Return `text` in at most `width` terminal columns, shortened with an ellipsis."""
+    """Shorten `text` with an ellipsis to at most `width` terminal columns."""
     if display_width(text) <= width:
         return text
     return _head(text, width - 1) + "…"
 
 
 def wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    """Break `text` into lines of at most `width` terminal columns: between words, or at separators in long words.
+    """Break each line of `text` at `width` terminal columns: between words, or at separators inside long words.
 
-    Args:
-        text: one or more lines, which are wrapped separately.
-        width: maximum width of a line.
-        indent: prefix of all lines except the first.
+    All lines except the first one begin with `indent`.
     """
     lines = []
     for line in text.split("\n"):
@@ -129,12 +119,9 @@ def wrapped(text: str, width: int, indent: str = "") -> list[str]:
 
 
 def filled(text: str, width: int, indent: str = "") -> list[str]:
-    """Wrap a line of text to `width` terminal columns. Words, such as paths, are never broken.
+    """Wrap a line to `width` terminal columns, and preserve its leading spaces. Words, such as paths, are never broken.
 
-    Args:
-        text: a line; leading spaces are preserved.
-        width: maximum width of a line.
-        indent: prefix of all lines except the first.
+    All lines except the first one begin with `indent`.
     """
     text = plain_text(text)
     body = text.lstrip(" ")
@@ -158,10 +145,12 @@ _SPACES = re.compile(r"(?<=\s)(?=\S)")
 _SEPARATORS = re.compile(r"(?<=[+,/;])|(?<=\.)(?=[a-z])")
 #: Minimum width of a column of words, in terminal columns.
 _NARROW = 24
+#: Separator between columns.
+_GAP = "  "
 
 
 def _head(text: str, width: int) -> str:
-    """Return the longest prefix of `text` that fits `width` terminal columns, with at least one character."""
+    """Return the longest prefix of `text` that fits `width` terminal columns, but at least one character."""
     end = next((i for i in range(1, len(text)) if display_width(text[: i + 1]) > width), len(text))
     return text[:end]
 
@@ -170,8 +159,6 @@ def table(
     rows: Sequence[Sequence[str]],
     *,
     left: Sequence[int] = (0,),
-    widths: Sequence[int] = (),
-    gap: str = "  ",
     rule: str = "─",
     whole: Sequence[int] = (),
     width: int | None = None,
@@ -179,16 +166,14 @@ def table(
     """Align columns in lines that fit the terminal.
 
     A column is as wide as its widest cell. If the table is too wide, headers and columns of words are wrapped. If it is
-    still too wide, it is divided into several tables, each with the first column.
+    still too wide, it is divided into several tables that share the first column.
 
     Args:
-        rows: the header and the lines. Missing cells are empty.
-        left: indices of columns of words, which are aligned to the left. The others are aligned to the right.
-        widths: minimum widths of the first columns.
-        gap: separator between columns.
+        rows: header and lines. Missing cells are empty.
+        left: indices of the word columns, which are aligned to the left. Other columns are aligned to the right.
         rule: character of the line below the header; empty: no line.
         whole: indices of columns that are never wrapped, such as paths.
-        width: maximum width of a line; None: that of the terminal.
+        width: maximum width of a line; None: width of the terminal.
     """
     limit = terminal_width() if width is None else width
     count = max(len(row) for row in rows)
@@ -196,7 +181,7 @@ def table(
     least = least_widths(full, left=left, whole=whole)
     panels: list[list[int]] = [[0]]
     for i in range(1, count):
-        needed = sum(least[j] for j in panels[-1]) + len(gap) * len(panels[-1]) + least[i]
+        needed = sum(least[j] for j in panels[-1]) + len(_GAP) * len(panels[-1]) + least[i]
         if needed > limit and len(panels[-1]) > 1:
             panels.append([0])
         panels[-1].append(i)
@@ -206,8 +191,6 @@ def table(
         layout = Layout(
             cells,
             left=[k for k, i in enumerate(panel) if i in left],
-            widths=[widths[i] if i < len(widths) else 0 for i in panel],
-            gap=gap,
             rule=rule,
             whole=[k for k, i in enumerate(panel) if i in whole],
             width=limit,
@@ -217,16 +200,11 @@ def table(
 
 
 class Layout:
-    """The widths of a table's columns, for printing its lines one at a time.
+    """Column widths of a table whose lines are printed one at a time.
 
     Args:
-        rows: the header, and all rows or samples of the same width.
-        left: see `table`.
-        widths: minimum widths of the first columns.
-        gap: separator between columns.
-        rule: character of the line below the header.
-        whole: columns that are never wrapped.
-        width: maximum width of a line.
+        rows: header, and all rows or samples of the same width.
+        left, rule, whole, width: see `table`.
     """
 
     def __init__(
@@ -234,20 +212,16 @@ class Layout:
         rows: Sequence[Sequence[str]],
         *,
         left: Sequence[int] = (0,),
-        widths: Sequence[int] = (),
-        gap: str = "  ",
         rule: str = "─",
         whole: Sequence[int] = (),
         width: int | None = None,
     ) -> None:
-        self._header, self._left, self._gap, self._rule, self._whole = rows[0], left, gap, rule, whole
+        self._header, self._left, self._rule, self._whole = rows[0], left, rule, whole
         self._limit = terminal_width() if width is None else width
-        minimum = [*widths, *[0] * (len(self._header) - len(widths))]
-        least = least_widths(rows, left=left, whole=whole)
-        self._sizes = [max(a, b) for a, b in zip(least, minimum, strict=True)]
-        room = self._limit - len(gap) * (len(least) - 1)
+        self._sizes = least_widths(rows, left=left, whole=whole)
+        room = self._limit - len(_GAP) * (len(self._sizes) - 1)
         columns = list(zip(*rows, strict=True))
-        # Cells that are not broken come first, then headers that are not.
+        # Widen columns first until their cells fit in one line, then until their headers do.
         for part in (slice(1, None), slice(0, None)):
             wanted = [max(map(display_width, column[part]), default=0) for column in columns]
             for i in sorted(range(len(wanted)), key=lambda i: wanted[i] - self._sizes[i]):
@@ -255,7 +229,7 @@ class Layout:
 
     def head(self) -> str:
         """Return the header, aligned at the bottom, and the line below it."""
-        total = sum(self._sizes) + len(self._gap) * (len(self._sizes) - 1)
+        total = sum(self._sizes) + len(_GAP) * (len(self._sizes) - 1)
         lines = self._lines(self._header, top=False)
         return "\n".join([*lines, *([self._rule * min(total, self._limit)] if self._rule else [])])
 
@@ -273,7 +247,7 @@ class Layout:
             empty = [""] * (height - len(cell))
             cell[:] = cell + empty if top else empty + cell
         return [
-            self._gap.join(
+            _GAP.join(
                 padded(part, size, i in self._left)
                 for i, (part, size) in enumerate(zip(line, self._sizes, strict=True))
             ).rstrip()
@@ -282,7 +256,7 @@ class Layout:
 
 
 def least_widths(rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,), whole: Sequence[int] = ()) -> list[int]:
-    """Return the minimum width of each column of a `table`; for numbers and paths, the width of the widest cell."""
+    """Return the minimum width of each column of a `table`. Columns of numbers and paths require their widest cell."""
     found = []
     for i, (header, *cells) in enumerate(zip(*rows, strict=True)):
         body = max(map(display_width, cells), default=0)

@@ -1,4 +1,4 @@
-"""Convert texts, or pairs of texts, to token ids."""
+"""Tokenizer that converts texts, or pairs of texts, to token ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 #: Sequences are padded to a multiple of this length, so that batches have few different lengths.
 MULTIPLE = 8
-#: A character that most vocabularies do not contain. A tokenizer without an unknown token fails at it.
+#: A character that most vocabularies do not contain. A tokenizer without an unknown token cannot encode it.
 _RARE = "\u16d4"
 
 
@@ -25,8 +25,8 @@ class Tokenizer:
     """Convert texts to the inputs of a network, with truncation and padding.
 
     Args:
-        tokenizer: a tokenizer of the tokenizers library.
-        inputs: names of the network's inputs: ``input_ids``, ``attention_mask``, and possibly ``token_type_ids``.
+        tokenizer: tokenizer from the `tokenizers` library.
+        inputs: names of the network's inputs: ``input_ids``, ``attention_mask``, and optionally ``token_type_ids``.
         pad: id and text of the padding token.
     """
 
@@ -43,17 +43,17 @@ class Tokenizer:
 
     @property
     def size(self) -> int:
-        """Number of tokens."""
+        """Number of tokens in the vocabulary."""
         return self._tokenizer.get_vocab_size()
 
     def measure(self, texts: Sequence[Sequence[str]]) -> tuple[list[int], list[int]]:
-        """Return the number of tokens of each text or pair, including special tokens, and of unknown tokens."""
+        """Return two counts for each text or pair: its tokens, including special tokens, and its unknown tokens."""
         unknown = self._unknown()
         found = [encoding.ids for encoding in self._encode(texts)]
         return [len(ids) for ids in found], [ids.count(unknown) for ids in found]
 
     def special(self, texts: int) -> int:
-        """Return the number of special tokens of a text (1) or a pair (2)."""
+        """Return the number of special tokens that are added to one text or to a pair (`texts` = 1 or 2)."""
         return self._tokenizer.num_special_tokens_to_add(texts > 1)
 
     def _unknown(self) -> int | None:
@@ -64,9 +64,9 @@ class Tokenizer:
         return self._tokenizer.token_to_id(model["unk_token"]) if model.get("unk_token") else None
 
     def batch(self, texts: Sequence[Sequence[str]], max_length: int) -> dict[str, Tensor]:
-        """Encode texts or pairs as int64 (B, L) by the names of `inputs`; L is at most `max_length`.
+        """Encode texts or pairs. Returns int64 tensors (B, L) by the names in `inputs`; L is at most `max_length`.
 
-        For a pair, the longer text is truncated first.
+        In a pair, the longer text is truncated first.
         """
         self._tokenizer.enable_truncation(max_length, strategy="longest_first")
         try:
@@ -81,7 +81,7 @@ class Tokenizer:
         return {name: torch.tensor([getattr(encoding, parts[name]) for encoding in found]) for name in self.inputs}
 
     def decode(self, ids: Tensor) -> list[str]:
-        """Return token ids (B, L) as texts with special tokens and without padding, as the network receives them."""
+        """Convert token ids (B, L) to texts with special tokens and without padding, as the network receives them."""
         kept = [[int(token) for token in row if int(token) != self.pad[0]] for row in ids]
         return [self._tokenizer.decode(row, skip_special_tokens=False) for row in kept]
 
@@ -89,19 +89,19 @@ class Tokenizer:
         items = [tuple(text) if len(text) > 1 else text[0] for text in texts]
         try:
             return self._tokenizer.encode_batch(items)  # type: ignore[arg-type]
-        except Exception as error:  # the library's own is of this type
+        except Exception as error:  # the library raises plain exceptions
             raise UserError(
-                f"The tokenizer cannot encode a text ({first_line(error)}). Its files are damaged, or not those of one"
-                " network: use the files that were published with the weights."
+                f"The tokenizer cannot encode a text ({first_line(error)}). Its files are damaged, or they belong to"
+                " different networks. Use the files that were published with the weights."
             ) from error
 
     def dumps(self) -> str:
-        """Return the tokenizer as text for `loads`."""
+        """Serialize the tokenizer to a string that `loads` reads."""
         return json.dumps({"tokenizer": self._tokenizer.to_str(), "inputs": self.inputs, "pad": self.pad})
 
     @staticmethod
     def loads(text: str) -> Tokenizer:
-        """Read a tokenizer written by `dumps`."""
+        """Create a tokenizer from a string written by `dumps`."""
         import tokenizers
 
         about = json.loads(text)
@@ -110,20 +110,16 @@ class Tokenizer:
 
 
 def checked_tokenizer(source: Path, make: Callable[[], Tokenizer]) -> Tokenizer:
-    """Create a tokenizer and check that it encodes an unknown character.
-
-    Args:
-        source: file or folder of the tokenizer.
-        make: returns the tokenizer.
+    """Create a tokenizer with `make`, and check that it can encode an unknown character.
 
     Raises:
-        UserError: the files are damaged.
+        UserError: the files are damaged. The message names `source`, the file or folder.
     """
     try:
         tokenizer = make()
     except UserError:
         raise
-    except Exception as error:  # the library's own is of this type
+    except Exception as error:  # the library raises plain exceptions
         raise UserError(f"{source}: the tokenizer cannot be read ({first_line(error)}).") from error
     try:
         tokenizer.measure([(_RARE,)])

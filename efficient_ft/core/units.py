@@ -1,4 +1,4 @@
-"""Parse sizes and times of settings: ``4GB``, ``3.5GiB``, ``2h``, ``1h30min``."""
+"""Parser for sizes and times in settings: ``4GB``, ``3.5GiB``, ``2h``, ``1h30min``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import re
 
 from efficient_ft.core.errors import SettingError
 
-#: Bytes of each unit; decimal units are powers of 1000, binary ones of 1024.
+#: Bytes per unit. Decimal units are powers of 1000, and binary units are powers of 1024.
 BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
          "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}  # fmt: skip
-#: Seconds of each unit.
+#: Seconds per unit.
 SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 #: Alternative spellings of units.
 _ALSO = {"m": 60, "sec": 1}
@@ -19,15 +19,10 @@ _NUMBER = r"(\d+(?:\.\d+)?|\.\d+)"
 
 
 def parse_bytes(setting: str, value: object) -> int:
-    """Return the number of bytes for a size such as ``4GB`` (4·10⁹) or ``4GiB`` (4·2³⁰), with units in upper or lower
-    case.
-
-    Args:
-        setting: name of the setting, for the error.
-        value: value of the setting.
+    """Convert a size such as ``4GB`` (4·10⁹) or ``4GiB`` (4·2³⁰) to bytes. The case of the unit is ignored.
 
     Raises:
-        SettingError: the value is not a positive number with a unit.
+        SettingError: the value is not a positive number with a unit. The message names `setting`.
     """
     units = {name.lower(): size for name, size in BYTES.items()}
     found = re.fullmatch(rf"{_NUMBER}\s*({'|'.join(units)})", str(value).strip().lower())
@@ -41,15 +36,11 @@ def parse_bytes(setting: str, value: object) -> int:
 
 
 def parse_seconds(setting: str, value: object, plain: bool = False) -> float:
-    """Return the number of seconds for a time such as ``2h``, ``90min``, ``1h30min``.
-
-    Args:
-        setting: name of the setting, for the error.
-        value: value of the setting.
-        plain: if True, accept a number without a unit as seconds.
+    """Convert a time such as ``2h``, ``90min`` or ``1h30min`` to seconds. If `plain`, a number without a unit is
+    allowed.
 
     Raises:
-        SettingError: the value is not one or more positive numbers with units.
+        SettingError: the value is not one or more positive numbers with units. The message names `setting`.
     """
     if plain and isinstance(value, int | float) and not isinstance(value, bool):
         value = f"{value:.6f}s"

@@ -1,9 +1,9 @@
-"""The cost of a training step, counted or measured in four ways that are never mixed.
+"""Cost of a training step, counted or measured in four ways that are never mixed.
 
-* executed: FLOPs and bytes of the executed operations, the same on any machine;
-* measured: time, alternately with the step of a baseline;
+* executed: FLOPs and bytes of the executed operations, which are the same on any machine;
+* measured: time, alternately with a baseline's step;
 * process: memory of the process;
-* published: the formulas of the papers.
+* published: formulas from the papers.
 """
 
 from efficient_ft.cost.executed import Executed, Kept, executed, kept_after_forward, layer_flops
@@ -12,44 +12,11 @@ from efficient_ft.cost.meter import LayerFlops, LiveTensor, Meter
 from efficient_ft.cost.predict import Demand, Forward, Prediction, count_evaluation, predict, predicted_growth
 from efficient_ft.cost.process import DeviceMemory, ProcessMemory, StepMemory
 from efficient_ft.cost.published import Keeping, Published, published
-from efficient_ft.cost.step import (
-    AUTOCAST,
-    StepMethods,
-    StepOptions,
-    StepSpec,
-    TrainingStep,
-    optimizer_state_bytes,
-)
+from efficient_ft.cost.step import AUTOCAST, StepMethods, StepOptions, StepSpec, TrainingStep, optimizer_state_bytes
 
 __all__ = [
-    "AUTOCAST",
-    "Cost",
-    "Demand",
-    "DeviceMemory",
-    "Executed",
-    "Forward",
-    "Keeping",
-    "Kept",
-    "LayerFlops",
-    "LiveTensor",
-    "Measured",
-    "Meter",
-    "Prediction",
-    "ProcessMemory",
-    "Published",
-    "StepMemory",
-    "StepMethods",
-    "StepOptions",
-    "StepSpec",
-    "TrainingStep",
-    "compare",
-    "count_evaluation",
-    "executed",
-    "kept_after_forward",
-    "layer_flops",
-    "optimizer_state_bytes",
-    "predict",
-    "predicted_growth",
-    "published",
-    "time_steps",
-]
+    "AUTOCAST", "Cost", "Demand", "DeviceMemory", "Executed", "Forward", "Keeping", "Kept", "LayerFlops", "LiveTensor",
+    "Measured", "Meter", "Prediction", "ProcessMemory", "Published", "StepMemory", "StepMethods", "StepOptions",
+    "StepSpec", "TrainingStep", "compare", "count_evaluation", "executed", "kept_after_forward", "layer_flops",
+    "optimizer_state_bytes", "predict", "predicted_growth", "published", "time_steps",
+]  # fmt: skip

@@ -3,18 +3,18 @@
 A step consists of the forward pass in training mode (with frozen BatchNorm statistics), the loss and the backward pass.
 It runs on fake tensors with the given batch size, on a copy of the model and its methods. The counts are:
 
-* **FLOPs** per image, forward and backward separately. A multiply-add is 2 FLOPs. The formulas are those of
-  torch.utils.flop_counter (`meter` corrects two of them); elementwise operations count 0. Attention is counted
-  unfused, because a fused backward pass recomputes the scores inside one kernel, and kernels differ between devices.
+* **FLOPs** per image, separately for forward and backward. A multiply-add is 2 FLOPs. The formulas come from
+  torch.utils.flop_counter (`meter` corrects two of them); elementwise operations count 0. Attention is counted unfused,
+  because a fused backward pass recomputes the scores inside one kernel, and kernels differ between devices.
 * **Saved bytes** per image: the storages that autograd holds for the backward pass after the forward pass and the loss.
-  Each storage counts once, in full. Parameters, buffers and views of them do not count. Tensors computed from them do
+  Each storage counts once, in full. Parameters, buffers and their views do not count. Tensors computed from them do
   (autocast's weight copies, cached constants), and so does the input batch if it is saved. Attention runs as in the
   model.
 * **Peak** of live tensor bytes of the batch in forward and backward: parameters, buffers, the batch, gradients and
-  recomputed tensors. torch.cuda.max_memory_allocated reports the same, plus the allocator's rounding and the kernels'
+  recomputed tensors. torch.cuda.max_memory_allocated reports the same plus the allocator's rounding and the kernels'
   workspaces. The optimizer's state is *not* included. An optimizer that steps inside the backward pass also does so
   here: gradients are freed one by one, and the temporaries of its updates count.
-* **Optimizer bytes**: the state after every parameter has been updated, if an optimizer is given.
+* **Optimizer bytes**: the optimizer's state after every parameter has been updated, if an optimizer is given.
 
 If steps differ (layers sampled per step), the counts are means over ``cost_steps`` steps, which the methods declare.
 """
@@ -45,15 +45,15 @@ class Executed:
     """Executed FLOPs and saved bytes of one training step.
 
     Attributes:
-        forward_flops: FLOPs per image of the forward pass.
-        backward_flops: FLOPs per image of the backward pass, recomputation included.
+        forward_flops: FLOPs of the forward pass, per image.
+        backward_flops: FLOPs of the backward pass, per image, including recomputation.
         saved_bytes: bytes saved for the backward pass, per image.
         peak_bytes: peak of live tensor bytes in forward and backward for the batch, including the model.
-        model_bytes: parameters and buffers in the peak.
-        batch_bytes: images and labels in the peak.
-        batch_size: images in the batch.
-        counted_on: counted_on: ``"fake tensors"``, or, for a model that does not support them, a description of the
-            real runs from which the counts were extrapolated to `batch_size` and the reason.
+        model_bytes: parameters and buffers, included in the peak.
+        batch_bytes: images and labels, included in the peak.
+        batch_size: number of images in the batch.
+        counted_on: ``"fake tensors"``; for a model that does not support them, a description of the real runs from
+            which the counts were extrapolated to `batch_size`, and the reason.
         optimizer_bytes: bytes of the optimizer's state; None if no optimizer was given.
         largest_bytes: bytes of the largest tensor that an operation creates for the batch.
     """
@@ -76,17 +76,17 @@ class Executed:
 
     @property
     def step_peak_bytes(self) -> int:
-        """The peak without the model and the batch, which exist before the step."""
+        """Peak without the model and the batch, which exist before the step."""
         return self.peak_bytes - self.model_bytes - self.batch_bytes
 
     def as_dict(self) -> dict[str, float | int | str | None]:
-        """The attributes, for JSON."""
+        """Return the attributes, for JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes alive after a forward pass, counted in two ways (`kept_after_forward`).
+    """Bytes alive after a forward pass, counted in two ways by `kept_after_forward`.
 
     Attributes:
         saved_bytes: live storages of the forward pass that the saved-tensors hook saw.
@@ -108,15 +108,16 @@ def executed(
     build_optimizer: BuildOptimizer | None = None,
     **options: Unpack[StepOptions],
 ) -> Executed:
-    """Count one training step of `model` with `methods`. Model, methods and random states are not changed.
+    """Count one training step of `model` with `methods`. The model, methods and random states are not changed.
 
     Args:
-        model: a classifier from images (B, in_chans, H, W) to logits (B, classes), on any device.
-        batch_size: images in the batch.
+        model: classifier from images (B, in_chans, H, W) to logits (B, classes), on any device.
+        batch_size: number of images in the batch.
         input_size: (H, W) of the images in pixels.
-        methods: the methods of the run, applied to `model` or not yet: see `StepMethods`. Methods with ``warmup_steps``
-            take these on a real copy with two random images, so that the count covers a settled step.
-        build_optimizer: builds the run's optimizer from a model. None: no optimizer is counted.
+        methods: methods of the run, applied to `model` or not yet applied, see `StepMethods`. Methods with
+            ``warmup_steps`` take these steps on a real copy with two random images, so that the count covers a settled
+            step.
+        build_optimizer: function that builds the run's optimizer for a model. None: no optimizer is counted.
         options: ``precision``, ``label_smoothing``, ``in_chans``, ``frozen_bn``: see `StepSpec`.
 
     Raises:
@@ -137,12 +138,12 @@ def layer_flops(
     methods: Iterable[Any] = (),
     **options: Unpack[StepOptions],
 ) -> dict[str, LayerFlops]:
-    """Count FLOPs per image and calls of each module in one training step.
+    """Count the FLOPs per image and the calls of each module in one training step.
 
     Every linear and convolutional layer has an entry, which is zero if the layer is not reached. Other modules that run
     matrix products (attention) also have one. FLOPs are attributed to the module whose weight is used; ``calls`` counts
-    calls of its ``forward``. A layer whose weight is used by its parent (SwinV2's qkv) has FLOPs but no calls. The
-    sums over all modules equal the counts of `executed`, which also documents the arguments and errors.
+    calls of its ``forward``. A layer whose weight is used by its parent (SwinV2's qkv) has FLOPs but no calls. The sums
+    over all modules equal the counts of `executed`, which also documents the arguments and errors.
 
     Returns:
         Counts by full module name.
@@ -154,7 +155,7 @@ def layer_flops(
             return probe.watch(batch_size, True, [(0, True)], layers=True)[0].layers
         except UserError:
             raise
-        except Exception:  # as in `count`
+        except Exception:  # fake tensors are not supported, see `count`
             return probe.watch(min(batch_size, FEW), False, [(0, True)], layers=True)[0].layers
 
 
@@ -169,15 +170,16 @@ def kept_after_forward(
 ) -> Kept:
     """Check that the saved-tensors hook sees everything that is kept for the backward pass.
 
-    `live_bytes` is counted from the results of every operation and `saved_bytes` by the hook, independently.
+    `live_bytes` is counted from the results of every operation, and `saved_bytes` independently by the hook.
 
     Args:
-        fake: count on fake tensors instead of real ones. The other arguments and the errors are those of `executed`.
+        fake: if True, count on fake tensors instead of real ones. See `executed` for the other arguments and the
+            errors.
     """
     probe = Probe(model, methods, StepSpec(batch_size, input_size, **options))
     with undisturbed():
         probe.warm_up()
-        # The second step, before which the caches are filled.
+        # The second step is checked, because the first one fills the caches.
         step = probe.watch(batch_size, fake, [(0, False), (1, False)], backward=False)[1]
     return Kept(
         saved_bytes=sum(nbytes for key, nbytes in step.saved.items() if key in step.created),
@@ -187,13 +189,13 @@ def kept_after_forward(
 
 
 def count(probe: Probe) -> Executed:
-    """Count the step of `probe` on fake tensors; for a model that cannot run on them, in real runs of a few images."""
+    """Count the step of `probe` on fake tensors, or in real runs of a few images if the model does not support them."""
     images = probe.spec.batch_size
     try:
         return count_batch(probe, images, fake=True)
     except UserError:
         raise
-    except Exception as error:  # not supported by fake tensors; an error of the model is raised again below
+    except Exception as error:  # fake tensors are not supported; the model's own error is raised again below
         reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
     if images <= FEW:
         return replace(count_batch(probe, images, fake=False), counted_on=f"a real run ({reason})")

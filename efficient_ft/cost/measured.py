@@ -26,10 +26,10 @@ class Measured:
     """Measured cost of a step on this machine. Compare it only with another result of the same call.
 
     Attributes:
-        step_seconds: median seconds of a step: forward, loss, backward, optimizer.
-        peak_bytes: on CUDA, the most bytes allocated in forward and backward (torch.cuda.max_memory_allocated), with
-            model and batch, without the optimizer's state and other tensors. On other devices, the executed peak,
-            which counts the same tensors.
+        step_seconds: median seconds of a step (forward, loss, backward, optimizer).
+        peak_bytes: on CUDA, the most bytes allocated in forward and backward (torch.cuda.max_memory_allocated),
+            including the model and the batch but not the optimizer's state and other tensors. On other devices, the
+            executed peak, which counts the same tensors.
         seconds: seconds of each timed step, in order.
     """
 
@@ -38,25 +38,23 @@ class Measured:
     seconds: tuple[float, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """The attributes, for JSON."""
+        """Return the attributes, for JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The executed and the measured cost of one recipe. If `measured` is None, `note` gives the reason."""
+    """Executed and measured cost of one recipe. If `measured` is None, `note` states the reason."""
 
     executed: Executed
     measured: Measured | None
     note: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return both costs by name, and the note if it is not empty, for JSON."""
-        groups: dict[str, Any] = {
-            "executed": self.executed.as_dict(),
-            "measured": None if self.measured is None else self.measured.as_dict(),
-        }
-        return {**groups, "note": self.note} if self.note else groups
+        """Return both costs by name for JSON, and the note if it is not empty."""
+        measured = None if self.measured is None else self.measured.as_dict()
+        note = {"note": self.note} if self.note else {}
+        return {"executed": self.executed.as_dict(), "measured": measured, **note}
 
 
 def time_steps(
@@ -68,7 +66,7 @@ def time_steps(
         recipes: functions that take one step, by name. A CUDA or MPS device is synchronized.
         steps: number of timed rounds.
         warmup: number of rounds before the timed ones.
-        max_seconds: no further round begins after this time. At least one round is timed. None: no limit.
+        max_seconds: time after which no further round begins, in seconds. At least one round is timed. None: no limit.
 
     Returns:
         Seconds of each call, by name.
@@ -77,7 +75,7 @@ def time_steps(
         SettingError: `steps` is below 1.
     """
     require_positive("steps", steps)
-    wait = _nothing
+    wait: Callable[[], object] = lambda: None  # noqa: E731
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         wait = torch.cuda.synchronize
     elif torch.backends.mps.is_available():
@@ -95,10 +93,6 @@ def time_steps(
             if round_ >= warmup:
                 seconds[name].append(time.perf_counter() - start)
     return seconds
-
-
-def _nothing() -> None:
-    pass
 
 
 def compare(
@@ -119,28 +113,28 @@ def compare(
 ) -> dict[str, Cost]:
     """Count and time a step of a run, alternately with a baseline, which is plain full fine-tuning by default.
 
-    Steps run on copies with random images; the run's model, methods and random states are not changed. If memory or
-    time is too short, the result has counts without times, and a note. There are 13 parameters, because each recipe has
-    a model, methods and an optimizer.
+    Steps run on copies with random images. The run's model, methods and random states are not changed. If memory or
+    time is too short, the result contains counts and a note but no times. There are 13 parameters, because each recipe
+    has a model, methods and an optimizer.
 
     Args:
-        model: the run's model.
-        methods: the run's methods, see `StepMethods`.
-        baseline: builds the baseline's model, whose weights do not matter. None: no baseline.
-        baseline_methods: the baseline's methods, usually a selection. Without one, the model's trainable parameters
-            train.
-        batch_size: images in the batch.
+        model: model of the run.
+        methods: methods of the run, see `StepMethods`.
+        baseline: function that builds the baseline's model, whose weights do not matter. None: no baseline.
+        baseline_methods: methods of the baseline, usually a selection. Without a selection, the model's trainable
+            parameters are trained.
+        batch_size: number of images in the batch.
         input_size: (H, W) of the images in pixels.
-        steps: timed steps of each recipe; 0: count only.
-        max_seconds: no further round of steps begins after this time. None: no limit.
+        steps: number of timed steps per recipe; 0: count only.
+        max_seconds: time after which no further round of steps begins, in seconds. None: no limit.
         device: device of the timed steps.
-        build_optimizer: builds the run's optimizer from a model. None: AdamW.
-        baseline_optimizer: builds the baseline's optimizer. None: `build_optimizer`.
-        room: returns the bytes by which the process may grow on a CPU. None: the free memory of the machine.
+        build_optimizer: function that builds the run's optimizer for a model. None: AdamW.
+        baseline_optimizer: function that builds the baseline's optimizer. None: `build_optimizer`.
+        room: function that returns the bytes by which the process may grow on a CPU. None: free memory of the machine.
         options: ``precision``, ``label_smoothing``, ``in_chans``, ``frozen_bn``, ``grad_clip_norm``: see `StepSpec`.
 
     Returns:
-        ``{"method": Cost, "baseline": Cost}``, or only the first.
+        ``{"method": Cost, "baseline": Cost}``, or only the first entry.
 
     Raises:
         SettingError: a setting is out of range.
@@ -164,7 +158,7 @@ def compare(
             late = max_seconds is not None and time.perf_counter() - started > max_seconds
             note = _lack_of_memory(counted, held, free, room if device.type == "cpu" else None)
             if note is None and late and training:
-                note = f"timing it would exceed {format_seconds(max_seconds or 0)} in all"
+                note = f"timing would exceed {format_seconds(max_seconds or 0)} in total"
             step = _started(probe, device) if note is None else note
             if isinstance(step, str):
                 notes[name] = f"not timed: {step}"
@@ -185,15 +179,14 @@ def compare(
 
 
 def _lack_of_memory(counted: Executed, held: int, free: int | None, room: Callable[[], int] | None) -> str | None:
-    """Return why a step does not fit in memory; None if it does.
+    """Return the reason why a step does not fit in memory; None if it fits.
 
     Args:
-        counted: counts of the step.
-        held: bytes of the recipes that take turns with it.
+        held: bytes of the other recipes, which take turns with this one.
         free: bytes that were free before the first recipe; None if unknown.
-        room: as in `compare`; None: `free` decides.
+        room: see `compare`; None: `free` decides.
     """
-    # Weights and two moments stay allocated between the turns of a recipe; activations and gradients do not.
+    # Weights and two moments stay allocated between the turns of a recipe. Activations and gradients are freed.
     needed = held + 2 * counted.model_bytes + counted.peak_bytes
     if room is not None:
         step_bytes = counted.step_peak_bytes + (counted.optimizer_bytes or 0)

@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Return the identity of a tensor's storage, which is unique while the storage lives. Views share it."""
+    """Return the identity of a tensor's storage, which views share. It is unique while the storage is alive."""
     return tensor.untyped_storage()._cdata
 
 
@@ -43,7 +43,7 @@ class LayerFlops(NamedTuple):
 
 
 class LiveTensor(NamedTuple):
-    """A live tensor created during the step: the operation that created it, its shape, and the bytes of its storage."""
+    """Live tensor created during the step: its operation, its shape, and the bytes of its storage."""
 
     operation: str
     shape: tuple[int, ...]
@@ -53,7 +53,7 @@ class LiveTensor(NamedTuple):
 def _conv_backward_flops(grad: Tensor, x: Tensor, w: Tensor, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
     """Count the FLOPs of a convolution's backward pass.
 
-    The formula of torch.utils.flop_counter counts the weight gradient of a grouped convolution once per *pair* of
+    The formula in torch.utils.flop_counter counts the weight gradient of a grouped convolution once per *pair* of
     groups, which is C times too much for a depthwise layer. Each of the two gradients costs as much as the forward
     pass.
     """
@@ -75,16 +75,15 @@ _ATTENTION_BACKWARD = {
 
 
 def operation_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Count the FLOPs of one operation with the formulas of torch.utils.flop_counter; 0 for elementwise operations.
+    """Count the FLOPs of an operation with the formulas of torch.utils.flop_counter; 0 for elementwise operations.
 
-    Two formulas are corrected: the backward pass of a convolution, and that of fused attention, which counts four
-    products, as unfused attention, without the scores that the kernel recomputes.
+    Two formulas are corrected: the backward passes of convolutions and of fused attention. The latter counts four
+    products, like unfused attention, without the scores that the kernel recomputes.
 
     Args:
-        func: the executed overload.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        out: its result.
+        func: executed overload.
+        args, kwargs: arguments of the operation.
+        out: result of the operation.
     """
     packet = func._overloadpacket
     if packet is aten.convolution_backward:
@@ -104,12 +103,12 @@ class Meter(TorchDispatchMode):
     Args:
         resident: tensors that live throughout the step (parameters, buffers, the batch). They count in `live` and
             `peak` from the start. Other tensors that existed before the step are added at their first use.
-        layers: a model whose modules FLOPs are attributed to (`layer_flops`). None: FLOPs are not attributed.
+        layers: model to whose modules FLOPs are attributed (`layer_flops`). None: FLOPs are not attributed.
         outside: tensors that are not counted.
 
     Attributes:
-        live: bytes of the storages alive now.
-        peak: the largest `live` after any operation, when both its operands and its results are alive.
+        live: bytes of the storages that are alive.
+        peak: largest value of `live` after any operation, when both its operands and its results are alive.
         largest: bytes of the largest tensor created by an operation.
         flops: FLOPs of the batch by phase; a multiply-add is 2 FLOPs.
     """
@@ -143,7 +142,7 @@ class Meter(TorchDispatchMode):
         return {key: made for key, (_, made) in self._tracked.items() if made is not None}
 
     def layer_flops(self, images: int) -> dict[str, LayerFlops]:
-        """Return FLOPs by module name, divided by `images`, and end the attribution."""
+        """Return FLOPs by module name, divided by `images`, and stop attributing FLOPs."""
         assert self._layers is not None
         return self._layers.table(images)
 
@@ -168,13 +167,11 @@ class Meter(TorchDispatchMode):
         self._tracked[key] = (weakref.ref(storage, gone), made)
         self.live += nbytes
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         for operand in tree_leaves((args, kwargs)):
-            if isinstance(operand, Tensor):  # a new one is a constant that was cached before the step
+            if isinstance(operand, Tensor):  # an untracked operand is a constant cached before the step
                 self._track(operand, None)
         for result in tree_leaves(out):
             if isinstance(result, Tensor):
@@ -188,13 +185,13 @@ class Meter(TorchDispatchMode):
 
 
 class _Attribution:
-    """Attribute the FLOPs of operations to modules.
+    """Attribution of the FLOPs of operations to modules.
 
-    In the forward pass, FLOPs belong to the module whose weight is an operand (which also covers SwinV2's qkv, whose
+    In the forward pass, FLOPs belong to the module whose weight is an operand (this also covers SwinV2's qkv, whose
     ``forward`` is never called), or else to the innermost running module. In the backward pass, an autograd node has
-    the sequence number of its forward operation: everything that the node computes, including custom Functions,
-    belongs to the layer that created it. torch.utils.module_tracker uses module hooks on gradients instead, which miss
-    layers whose input needs no gradient.
+    the sequence number of its forward operation. Everything that the node computes, including custom Functions, belongs
+    to the layer that created it. Module hooks on gradients, as in torch.utils.module_tracker, would miss layers whose
+    input does not require gradients.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -210,7 +207,7 @@ class _Attribution:
                 if parameter.ndim >= 2:
                     self._owner.setdefault(storage_id(parameter), name)
             if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
-                self._flops[name]  # an entry of zeros for a layer that is never reached
+                self._flops[name]  # creates an entry of zeros for a layer that is never reached
             self._handles.append(module.register_forward_pre_hook(self._enter(name)))
             self._handles.append(module.register_forward_hook(self._leave, always_call=True))
 
@@ -230,7 +227,7 @@ class _Attribution:
 
     def add(self, packet: Any, args: tuple[Any, ...], out: Any, flops: int, phase: Phase) -> None:
         """Attribute one operation."""
-        if packet in (aten._to_copy, aten.clone):  # autocast's copy of a weight counts as the weight
+        if packet in (aten._to_copy, aten.clone):  # a weight's copy for autocast counts as the weight
             owner = self._owner_of(args[0])
             if owner is not None:
                 self._copies[storage_id(out)] = owner
@@ -256,7 +253,7 @@ class _Attribution:
         return self._owner.get(key) or self._copies.get(key)
 
     def table(self, images: int) -> dict[str, LayerFlops]:
-        """Return counts per image and remove the hooks from the model."""
+        """Return the counts per image, and remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
         return {

@@ -1,8 +1,8 @@
 """Predict the memory of a run from counts, for the setting ``memory``, plans and the out-of-memory message.
 
 A run has phases: it loads its network, trains, evaluates, reads images, evaluates the saved weights, and measures its
-cost. The tensors of each phase are counted here or by `cost.executed`. On a CPU, the predicted peak is the size of the
-process before the model plus the largest phase. On a GPU, it is the memory reserved on the device.
+cost. The tensors of each phase are counted here or by `cost.executed`. On a CPU, the predicted peak is the process size
+before the model is created plus the largest phase. On a GPU, it is the memory reserved on the device.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from efficient_ft.task.base import at_size
 #: kernels and the allocator, in units of the largest tensor), and factor (memory that the allocator cannot reuse).
 #: They were fitted with `bench memory` on an EPYC with two threads, for full fine-tuning and 4-bit activations of nine
 #: networks (DeiT-S, ViT-Ti, ViT-B, SwinV2-T, ConvNeXt-T, ResNet-50, MobileNetV2, MobileViT-S, EfficientFormer-L1).
-#: Predictions are -5 % to +15 % from the measured growth with tcmalloc, and -8 % to +18 % with mimalloc (five
-#: networks). `benchmarks/plans_cpu.json` has other networks and recipes. glibc with settings that keep freed memory
-#: fragments its heap to up to four times the counted bytes.
+#: Predictions differ from the measured growth by -5 % to +15 % with tcmalloc, and by -8 % to +18 % with mimalloc (five
+#: networks). `benchmarks/plans_cpu.json` covers other networks and recipes. If glibc keeps freed memory, its heap
+#: fragments to up to four times the counted bytes.
 _GROWTH = {
     "tcmalloc": (40 * 2**20, 2.0, 1.0),
     "mimalloc": (50 * 2**20, 3.0, 1.06),
     "system": (64 * 2**20, 4.0, 1.03),
     KEEPING: (64 * 2**20, 4.0, 3.0),
 }
-#: Margins on the predicted growth: a factor, and bytes for code that a run loads late and for its lists.
+#: Margins on the predicted growth: a factor, and bytes for code and lists that a run loads late.
 _SAFETY, RUN_ONLY = 1.06, 24 * 2**20
-#: Bytes of loading weights, relative to the weights: two networks, the file's tensors, and its mapped pages.
+#: Memory for loading weights, relative to the weights: two networks, the file's tensors, and its mapped pages.
 _LOADING = 3.5
-#: Scratch of evaluation, with every allocator.
+#: Scratch during evaluation, for every allocator.
 _FORWARD_SCRATCH = 1.75
 #: Batch size of the real run that replaces fake tensors for a network that cannot run on them in evaluation.
 _FEW = 2
@@ -50,7 +50,7 @@ _FEW = 2
 def predicted_growth(counted_bytes: int, largest_bytes: int, allocator: str) -> int:
     """Predict the growth of the process in a training step, in bytes (`ProcessMemory.growth_bytes` on a CPU).
 
-    The prediction is fixed + scratch · largest tensor + factor · counted bytes, with constants of the allocator.
+    The prediction is fixed + scratch · largest tensor + factor · counted bytes, with constants for each allocator.
 
     Args:
         counted_bytes: ``Executed.step_peak_bytes`` plus the optimizer's state.
@@ -72,7 +72,7 @@ class Forward:
 
     Attributes:
         batch_bytes: bytes of the inputs and targets.
-        peak_bytes: peak of live tensors above model and batch.
+        peak_bytes: peak of live tensors, without the model and the batch.
         largest_bytes: bytes of the largest tensor that an operation creates.
     """
 
@@ -86,31 +86,31 @@ class Forward:
 
 
 def _forward_bytes(forward: Forward, allocator: str) -> int:
-    """Return the bytes of evaluating a batch. Without gradients, few large tensors live, which needs less scratch."""
+    """Return the bytes of evaluating a batch. Without gradients, few large tensors are alive and scratch is smaller."""
     scratch = min(1.0, _FORWARD_SCRATCH / _GROWTH[allocator][1])
     return forward.batch_bytes + bounded_growth(forward.peak_bytes, round(scratch * forward.largest_bytes), allocator)
 
 
 @dataclass(frozen=True)
 class Demand:
-    """Counted bytes of the phases of a run.
+    """Counted bytes for each phase of a run.
 
     Attributes:
-        weights_bytes: parameters and buffers of the network, without additions of methods.
+        weights_bytes: parameters and buffers of the network, without additions by methods.
         model_bytes: parameters and buffers of the network with its methods.
-        batch_bytes: a training batch.
-        step_bytes: peak of a training step above model and batch, with optimizer state and accumulated gradients.
-        largest_bytes: the largest tensor that an operation of the step creates.
-        optimizer_bytes: the optimizer's state, which is part of `step_bytes`.
-        gradient_bytes: gradients that live between micro-batches.
+        batch_bytes: size of a training batch.
+        step_bytes: peak of a training step without model and batch, but with optimizer state and accumulated gradients.
+        largest_bytes: size of the largest tensor that an operation of the step creates.
+        optimizer_bytes: size of the optimizer's state, which is included in `step_bytes`.
+        gradient_bytes: size of the gradients that live between micro-batches.
         evaluation: counts of an evaluation batch.
-        load_bytes: reading and decoding a training batch in this process.
-        evaluation_load_bytes: reading and decoding an evaluation batch.
+        load_bytes: memory for reading and decoding a training batch in this process.
+        evaluation_load_bytes: memory for reading and decoding an evaluation batch.
         examples: counts of predicting one example in its original size after training.
-        examples_load_bytes: reading all examples.
-        inspection_bytes: decoding samples before training.
+        examples_load_bytes: memory for reading all examples.
+        inspection_bytes: memory for decoding samples before training.
         pretrained: True if the weights are read from a file.
-        copies: number of copies of the network made by the frozen prefix or the cost report.
+        copies: number of network copies that the frozen prefix or the cost report creates.
         resumed: True if the run continues from a checkpoint.
     """
 
@@ -162,11 +162,11 @@ class Demand:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted memory of a run.
+    """Predicted memory of a run.
 
     Attributes:
-        base_bytes: size of the process before the model (interpreter and libraries); 0 on a GPU.
-        phases: bytes of each phase in addition.
+        base_bytes: process size before the model is created (interpreter and libraries); 0 on a GPU.
+        phases: additional bytes of each phase.
     """
 
     base_bytes: int
@@ -188,11 +188,11 @@ def predict(demand: Demand, base_bytes: int, allocator: str, device: str) -> Pre
 
     Args:
         demand: counts of its phases.
-        base_bytes: resident bytes before the model, with the libraries that the run loads later.
+        base_bytes: resident bytes before the model is created, with the libraries that the run loads later.
         allocator: allocator of the process, see `core.allocator.allocator_in_use`.
         device: type of the device. For types other than ``cuda``, the memory of the process is predicted.
     """
-    if device == "cuda":  # 1.1: the caching allocator rounds sizes and keeps blocks
+    if device == "cuda":  # the factor 1.1 accounts for rounded sizes and kept blocks in the caching allocator
         forward = demand.evaluation
         training = demand.model_bytes + demand.batch_bytes + demand.step_bytes
         evaluation = demand.model_bytes + demand.optimizer_bytes + forward.batch_bytes + forward.peak_bytes
@@ -204,11 +204,11 @@ def predict(demand: Demand, base_bytes: int, allocator: str, device: str) -> Pre
 def count_evaluation(
     network: nn.Module, spec: StepSpec, batch_size: int, size: tuple[int, ...], methods: Iterable[Any] = ()
 ) -> Forward:
-    """Count the evaluation of one batch on fake tensors: forward pass, logits at the size of the targets, metrics.
+    """Count the evaluation of one batch on fake tensors: forward pass, logits at the size of the targets, and metrics.
 
     Args:
-        network: the run's network, on any device.
-        spec: settings of the training step, of which task and precision are used.
+        network: network of the run, on any device.
+        spec: settings of the training step. Only the task, the channels and the precision are used.
         batch_size: number of samples in the batch.
         size: (H, W) of the images, or (L,) of texts.
         methods: methods that change evaluation.
@@ -219,13 +219,13 @@ def count_evaluation(
             return _forward(probe, batch_size, size, fake=True)
         except UserError:
             raise
-        except Exception:  # not supported by fake tensors
+        except Exception:  # fake tensors are not supported
             few = min(batch_size, _FEW)
             return _forward(probe, few, size, fake=False).scaled(batch_size / few)
 
 
 def _forward(probe: Probe, samples: int, size: tuple[int, ...], fake: bool) -> Forward:
-    """Watch one evaluation batch."""
+    """Count one evaluation batch."""
     spec, task = probe.spec, probe.spec.task
     with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext() as mode:
         model, _ = probe.copy(mode)
@@ -244,7 +244,7 @@ def _forward(probe: Probe, samples: int, size: tuple[int, ...], fake: bool) -> F
             if logits.ndim > 2:
                 logits = at_size(logits, targets)
             task.loss(logits, targets)
-            # Metrics keep classes, labels and a combination of both.
+            # Metrics hold the classes, the labels and a combination of both.
             held = [logits.argmax(1) for _ in range(3)]
             del held
     resident = sum(storages(state).values()) + sum(storages(batch).values())

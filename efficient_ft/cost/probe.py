@@ -1,6 +1,6 @@
-"""Run training steps of a copy of the model under the meter, on fake or real tensors.
+"""Run training steps on a copy of the model under the meter, with fake or real tensors.
 
-Fake tensors have shapes but no memory: a step takes seconds for any batch size, and its counts do not depend on the
+Fake tensors have shapes but no memory. A step takes seconds for any batch size, and its counts do not depend on the
 machine.
 """
 
@@ -26,7 +26,7 @@ from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
 from efficient_ft.optim import state_tensors
 from efficient_ft.task import Inputs, tensors_of
 
-#: Images in the batch of the warm-up steps, which run on real tensors.
+#: Batch size of the warm-up steps, which run on real tensors.
 WARMUP_IMAGES = 2
 
 
@@ -35,14 +35,10 @@ class WatchedStep:
     """Counts of one step for the batch.
 
     Attributes:
-        flops: FLOPs by phase.
-        saved: bytes by storage of the saved tensors that live after the forward pass, without parameters and buffers.
+        saved: bytes by storage of saved tensors that live after the forward pass, without parameters and buffers.
         created: tensors by storage that the forward pass created and that live after it, without logits and loss.
-        model_bytes: bytes of parameters and buffers.
-        batch_bytes: bytes of the images and labels.
         peak: peak of live tensor bytes, without the optimizer's state.
         largest: bytes of the largest tensor that an operation created.
-        optimizer_bytes: bytes of the optimizer's state; None without an optimizer.
         layers: FLOPs by module; empty unless requested.
     """
 
@@ -60,33 +56,23 @@ class WatchedStep:
 class Probe:
     """Copy a model and its methods, and run steps of the copy under the meter.
 
-    Methods that are not applied yet are applied to the copy; `model` and `methods` are not changed.
-
-    Args:
-        model: the network, on any device.
-        methods: the methods of the run, see `StepMethods`.
-        spec: the settings of the step.
-        build_optimizer: builds an optimizer from a copy of the model. Its state is counted. Its step is counted only
-            if it happens inside the backward pass. None: no optimizer.
+    Methods that are not applied yet are applied to the copy; `model` and `methods` are not changed. The state of the
+    optimizer, if there is one, is counted. Its step is counted only if it happens inside the backward pass.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        methods: Iterable[Any],
-        spec: StepSpec,
-        build_optimizer: BuildOptimizer | None = None,
+        self, model: nn.Module, methods: Iterable[Any], spec: StepSpec, build_optimizer: BuildOptimizer | None = None
     ) -> None:
         self.model, self.methods, self.spec = model, StepMethods(methods), spec
         self.build_optimizer = build_optimizer
         #: Number of steps before the first counted one.
         self.steps_before = self.methods.warmup_steps
-        #: Model and methods before applying, for use when values are needed; None if `model` has values.
+        #: Model and methods before they are applied, which provide values; None if `model` has values.
         self._plain: tuple[nn.Module, StepMethods] | None = None
         if not self.methods.all_applied:
             plain = self.model, self.methods
-            if not self.steps_before:  # only warm-up steps need values; otherwise the copy takes no memory
-                with contextlib.suppress(RuntimeError):  # raised by a method that reads weights when applied
+            if not self.steps_before:  # without warm-up steps, values are not needed and the copy uses no memory
+                with contextlib.suppress(RuntimeError):  # raised by a method that reads weights in `apply`
                     self.model, self.methods = _applied(plain, _on_meta(self.model))
                     self._plain = plain
             if self._plain is None:
@@ -101,7 +87,7 @@ class Probe:
         if not self.steps_before:
             return
         self.model, self.methods = self.copy(None)
-        batch, spec = self._batch(WARMUP_IMAGES), replace(self.spec, precision="fp32")
+        batch, spec = self.spec.example(WARMUP_IMAGES), replace(self.spec, precision="fp32")
         for step in range(self.steps_before):
             self.methods.begin(step)
             forward_and_loss(self.model, self.methods, *batch, spec)[1].backward()
@@ -109,25 +95,16 @@ class Probe:
             self.model.zero_grad(set_to_none=True)
 
     def watch(
-        self,
-        images: int,
-        fake: bool,
-        which: Sequence[tuple[int, bool]],
-        layers: bool = False,
-        backward: bool = True,
+        self, images: int, fake: bool, which: Sequence[tuple[int, bool]], layers: bool = False, backward: bool = True
     ) -> list[WatchedStep]:
-        """Run several steps of one copy under the meter.
+        """Run several steps of one copy with `images` samples under the meter, on `fake` or real tensors.
 
-        Args:
-            images: batch size.
-            fake: use fake tensors.
-            which: the number of each step, and True for unfused attention.
-            layers: also attribute FLOPs to modules.
-            backward: False: end each step after the loss.
+        `which` has the number of each step, and True for unfused attention. If `layers`, FLOPs are also attributed to
+        modules. Without `backward`, each step ends after the loss.
         """
         with FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext() as mode:
             model, methods = self.copy(mode)
-            batch = self._batch(images)
+            batch = self.spec.example(images)
             optimizer = self._optimizer(model) if backward else None
             watched = []
             for step, unfused in which:
@@ -141,14 +118,14 @@ class Probe:
             return watched
 
     def optimizer_bytes(self) -> int:
-        """Return the bytes of the optimizer's state after all trainable parameters were updated, without a step."""
+        """Return the size of the optimizer's state in bytes after an update of all trainable parameters."""
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             model, _ = self.copy(mode)
             optimizer = self._optimizer(model)
             return 0 if optimizer is None else sum(storages(state_tensors(optimizer)).values())
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
-        """Build the optimizer of a copy and take one step, which creates the state of every parameter."""
+        """Build the optimizer for a copy, and take one optimizer step, which creates the state of every parameter."""
         if self.build_optimizer is None:
             return None
         optimizer = self.build_optimizer(model)
@@ -196,12 +173,12 @@ class Probe:
         )
 
     def copy(self, mode: FakeTensorMode | None) -> tuple[nn.Module, StepMethods]:
-        """Copy the model, in training mode, and its methods to the CPU; to fake tensors if `mode` is given."""
+        """Copy the methods and the model, in training mode, to the CPU, or to fake tensors if `mode` is given."""
         if mode is None and self._plain is not None:
             self.model, self.methods = _applied(self._plain, {})
             self._plain = None
         with contextlib.nullcontext() if mode is None else FakeCopyOnCPU(mode):
-            # Copied together, so that a method's references into the model point into the copy.
+            # Both are copied together, so that a method's references into the model point into the copy.
             model, methods = copy.deepcopy((self.model, self.methods))
         if mode is None:
             model.to("cpu")
@@ -210,9 +187,6 @@ class Probe:
         if self.spec.frozen_bn:
             freeze_batch_norm(model)
         return model, methods
-
-    def _batch(self, images: int) -> tuple[Inputs, Tensor]:
-        return self.spec.example(images)
 
 
 def _applied(plain: tuple[nn.Module, StepMethods], tensors: dict[int, Tensor]) -> tuple[nn.Module, StepMethods]:
@@ -223,7 +197,7 @@ def _applied(plain: tuple[nn.Module, StepMethods], tensors: dict[int, Tensor]) -
 
 
 def _on_meta(model: nn.Module) -> dict[int, Tensor]:
-    """Return parameters and buffers on the meta device, by the id of the real ones, for `copy.deepcopy`."""
+    """Return copies of parameters and buffers on the meta device, by the originals' ids, for `copy.deepcopy`."""
     copies: dict[int, Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if type(tensor) in (Tensor, nn.Parameter):
@@ -239,7 +213,7 @@ class FakeCopyOnCPU(FakeCopyMode):
         out: Any = super().__torch_function__(func, types, args, kwargs)
         if isinstance(out, FakeTensor) and out.device.type != "cpu":
             with self.fake_mode:
-                # `to` is not supported for meta tensors
+                # Meta tensors do not support `to`.
                 like = torch.empty_strided(out.size(), out.stride(), dtype=out.dtype, device="cpu")
                 out = like.requires_grad_(out.requires_grad)
             if func is Tensor.__deepcopy__:
@@ -251,8 +225,7 @@ class FakeCopyOnCPU(FakeCopyMode):
 def undisturbed(cuda: Sequence[torch.device] = ()) -> Iterator[None]:
     """Enable gradients, disable autocast and collectives, and restore every global random state at the end.
 
-    Args:
-        cuda: CUDA devices whose random states are also restored.
+    The random states of the CUDA devices in `cuda` are also restored.
     """
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:

@@ -2,8 +2,8 @@
 
 Growth is the highest resident memory during a step minus the size before the *first* step: an allocator that keeps
 freed memory already holds it when a later step begins. Growth contains activations, gradients, temporaries, the
-optimizer's state, and memory that the allocator cannot reuse; model and batch exist before. The counted equivalent is
-``Executed.step_peak_bytes`` plus the optimizer's state.
+optimizer's state, and memory that the allocator cannot reuse. The model and the batch exist before. The counted
+equivalent is ``Executed.step_peak_bytes`` plus the optimizer's state.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from efficient_ft.core.process_memory import HighWaterMark, resident_bytes
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Memory of a CUDA device, in PyTorch's allocator.
+    """Memory of a CUDA device, measured by PyTorch's allocator.
 
     Attributes:
-        before_bytes: bytes allocated before the first step: model and batch.
+        before_bytes: bytes allocated before the first step (model and batch).
         allocated_bytes: largest number of bytes allocated to tensors during a step.
         reserved_bytes: largest number of bytes that the allocator reserved during a step.
     """
@@ -38,8 +38,8 @@ class ProcessMemory:
     Attributes:
         before_bytes: resident bytes before the first step.
         peak_bytes: highest resident bytes during the measured steps.
-        source: how the peak was measured, see `core.process_memory.HighWaterMark`.
-        first_step: number of the first measured step, from 0. Earlier steps warm up.
+        source: method of measurement, see `core.process_memory.HighWaterMark`.
+        first_step: number of the first measured step, from 0. Earlier steps are warm-up.
         steps: number of measured steps.
         device: memory of the CUDA device; None on other devices.
     """
@@ -60,11 +60,11 @@ class ProcessMemory:
 
 
 class StepMemory:
-    """Measure the memory of training steps. Create it before the first step, then use ``with memory: step()``.
+    """Measure the memory of training steps. Create the object before the first step, then use ``with memory: step()``.
 
     Args:
         device: device of the steps. On CUDA, its peak statistics are reset in each step.
-        present_bytes: resident bytes that belong to the steps, such as a loaded optimizer state.
+        present_bytes: resident bytes that already belong to the steps, such as a loaded optimizer state.
     """
 
     def __init__(self, device: torch.device | str = "cpu", present_bytes: int = 0) -> None:

@@ -5,24 +5,25 @@ Multiply-adds follow BSR.
 
     M = parameters + B · max over operations [ tmp(operation) + Σ saved by earlier operations + residual ]
 
-in bytes, values in fp32, operations in forward order:
+M is in bytes, values are in fp32, and operations are in forward order:
 
-* parameters: 4 B for one that trains, 1 B for one that is frozen; no gradients, no optimizer state, no buffers;
-* tmp: 4·(in + out) of a linear layer, 4·in + 4·out / groups of a convolution, 4·in of all else;
-* saved: 4·in of a linear layer, convolution or normalization whose weight trains; where a gradient passes, in / 8 of
-  ReLU and ReLU6, 4·in of other activations and of softmax, and the operands of a product of two activations (softmax's
-  output once);
-* residual: 4·the older operand of a later sum, a block's input, while the younger one is computed.
+* parameters: 4 bytes for a trained parameter, 1 byte for a frozen one. Gradients, optimizer state and buffers are not
+  included.
+* tmp: 4·(in + out) for a linear layer, 4·in + 4·out / groups for a convolution, and 4·in for other operations.
+* saved: 4·in for a linear layer, convolution or normalization with a trained weight. If a gradient passes, in / 8 for
+  ReLU and ReLU6, 4·in for other activations and softmax, and both operands for a product of two activations (the output
+  of softmax is saved only once).
+* residual: 4·(older operand of a later sum, which is a block's input) while the younger operand is computed.
 
-q, k and v count as three layers with separate inputs, even if they share one matrix. Elementwise sums and
-products, pooling, resizing, dropout and the choice of tokens count nothing. BSR ("Block Selective Reprogramming", CVPR
-Workshops 2024) counts one matrix as one layer, and no residual: in a block of N tokens of d values with H heads, all
-that trains keeps 4 · (16 N d + H N²) bytes, a frozen one through which a gradient passes 4 · (7 N d + H N²). A block
-in which tokens are dropped has fewer of them from its second normalization on.
+q, k and v count as three layers with separate inputs, even if they share one matrix. Elementwise sums and products,
+pooling, resizing, dropout and the choice of tokens count nothing.
 
-BSR's "FLOPs" are the multiply-adds of all products of the forward pass; what trains makes no difference.
+BSR ("Block Selective Reprogramming", CVPR Workshops 2024) counts one matrix as one layer, and no residual. In a block
+of N tokens with d values and H heads, full training stores 4 · (16 N d + H N²) bytes. A frozen block through which a
+gradient passes stores 4 · (7 N d + H N²) bytes. A block that drops tokens has fewer tokens from its second
+normalization on. BSR's "FLOPs" are the multiply-adds of all products in the forward pass, including frozen layers.
 
-These are not the costs of an executed step (`executed`): they are for comparison with a paper's own column.
+These costs are not those of an executed step (`executed`). They are for comparison with a paper's own column.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ from efficient_ft.models.view import projections_in, view
 from efficient_ft.models.view.probe import in_words, takes_tokens
 from efficient_ft.task import Classification, TextClassification, tensors_of
 
+#: Bytes per value in fp32.
 VALUE = 4
-"""Bytes of a value in fp32."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,14 @@ MESA = Keeping(1, 1, 1)
 
 
 def back_razor(sparsity: float, value_bytes: int = 2, norm_bytes: int | None = None) -> Keeping:
-    """Return Back Razor's storage: a bitmap and the fraction 1 − `sparsity` of the values. Inputs of smooth activation
-    functions stay dense.
+    """Return Back Razor's storage: a bitmap and the fraction 1 − `sparsity` of the values.
+
+    Inputs of smooth activation functions stay dense.
 
     Args:
         sparsity: fraction of dropped values, >= 0 and < 1.
-        value_bytes: bytes of a stored value: 2 in half precision (ViT), 4 in fp32 (Table 1), 1 with Mesa.
-        norm_bytes: bytes of a value stored by a normalization; None: `value_bytes`. It is 4 in Back Razor@90% and @95%
+        value_bytes: bytes per stored value: 2 in half precision (ViT), 4 in fp32 (Table 1), 1 with Mesa.
+        norm_bytes: bytes per value stored by a normalization; None: `value_bytes`. It is 4 for Back Razor@90% and @95%
             of ViT-B.
 
     Raises:
@@ -98,33 +100,32 @@ class Rule:
     """Differences between the papers' formulas.
 
     Attributes:
-        shared_inputs: projections in one matrix (qkv) store their input once, and count as one layer.
-        residual: the input of a block is stored while its branch is computed.
+        shared_inputs: if True, projections in one matrix (qkv) store their input once, and count as one layer.
+        residual: if True, the input of a block is stored while its branch is computed.
     """
 
     shared_inputs: bool = False
     residual: bool = True
 
 
+#: Formula of TinyTL and Back Razor, and BSR's formula.
 TINYTL_RULE = Rule()
-"""TinyTL's and Back Razor's."""
-
 BSR_RULE = Rule(shared_inputs=True, residual=False)
 
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation of a forward pass in the formula. Sizes are bytes per image in fp32.
+    """Operation of a forward pass in the formula. Sizes are in bytes per image in fp32.
 
     Attributes:
-        name: full name of the module that runs it, or whose weight it uses.
+        name: full name of the module that runs the operation or owns its weight.
         kind: ``product`` (of activations and weights), ``attention`` (two products and softmax), ``norm``,
             ``activation`` or ``relu``.
         tmp: input and output during the operation.
         saved: saved bytes without packing; one bit per element for ``relu``.
         macs: multiply-adds.
         residual: inputs of blocks stored during the operation.
-        in_block: True if it belongs to a block, instead of the stem, the final normalization or the head.
+        in_block: True in a block; False in the stem, the final normalization or the head.
     """
 
     name: str
@@ -142,7 +143,7 @@ class Published:
 
     Attributes:
         parameter_bytes: bytes of the parameters.
-        activation_bytes: bytes per image at the operation where they peak.
+        activation_bytes: bytes per image at the operation with the peak.
         peak_at: name of that operation.
         macs: multiply-adds of the forward pass for one image, including the head.
         batch_size: number of images.
@@ -171,14 +172,14 @@ def published(
     """Apply the formula to one training step of `model`. Parameters with `requires_grad` train.
 
     Args:
-        model: a classifier on images (B, in_chans, H, W), on any device; not changed. Methods of the memory axis have
-            no effect, since `keeping` describes the storage. Methods that drop tokens in evaluation have an effect.
+        model: classifier of images (B, in_chans, H, W), on any device; not changed. Methods of the memory axis have no
+            effect, because `keeping` describes the storage. Methods that drop tokens in evaluation have an effect.
         batch_size: number of images in the batch.
         input_size: (H, W) of the images.
         keeping: storage of activations. It applies to the blocks of a model with attention (as in the papers, the patch
             embedding, the final normalization and the head stay dense), and to all layers of other models.
         in_chans: number of image channels.
-        rule: TinyTL's and Back Razor's formula, or BSR's.
+        rule: formula of TinyTL and Back Razor, or BSR's formula.
 
     Raises:
         SettingError: a batch size or image size is out of range.
@@ -191,17 +192,17 @@ def published(
 
 
 def parameter_bytes(model: nn.Module) -> int:
-    """Return the bytes of the parameters: `VALUE` for a trained one, 1 for a frozen one."""
+    """Return the bytes of the parameters: `VALUE` per trained parameter, 1 per frozen parameter."""
     return sum(p.numel() * (VALUE if p.requires_grad else 1) for p in model.parameters())
 
 
 def peak(running: Sequence[Operation], keeping: Keeping = DENSE, dense: str | None = None) -> tuple[float, str]:
-    """Return the bytes of activations per image at the operation where they peak, and its name.
+    """Return the peak of activation bytes per image, and the name of the operation with the peak.
 
     Args:
-        running: the operations.
+        running: operations in forward order.
         keeping: storage of activations, see `published`.
-        dense: pattern of names of further operations that stay dense.
+        dense: pattern for names of additional operations that stay dense.
     """
     everywhere = not any(op.kind == "attention" for op in running)
     earlier, most, at = 0.0, 0.0, ""
@@ -243,8 +244,8 @@ def operations(
     """List the operations of one forward pass on one image or text, in order, on fake tensors.
 
     Args:
-        model, input_size, in_chans, rule: as in `published`; `input_size` is (tokens,) for a text model.
-        blocks: names of the model's blocks; None: the blocks recognized by its view.
+        model, input_size, in_chans, rule: see `published`; `input_size` is (tokens,) for a text model.
+        blocks: names of the model's blocks; None: blocks recognized by its view.
 
     Raises:
         SettingError: an image size or number of channels is out of range.
@@ -272,7 +273,7 @@ def operations(
 
 
 class _Trace(TorchFunctionMode):
-    """Record the `operations` on values computed from the images."""
+    """Record the `operations` on values computed from the inputs."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[str], inputs: Sequence[Tensor], rule: Rule) -> None:
         super().__init__()
@@ -282,8 +283,8 @@ class _Trace(TorchFunctionMode):
         self._owner: dict[int, str] = {}
         self._running: list[str] = []
         self._blocks = frozenset(blocks)
-        # Number of operations when a storage was last written. The tensors are kept alive so that no storage is
-        # reused; on fake tensors that costs nothing.
+        # Number of operations when a storage was last written. The tensors are kept alive, which costs nothing on
+        # fake tensors, so that no storage is reused.
         self._made = {storage_id(x): 0 for x in inputs}
         self._held = list(inputs)
         self._probabilities: set[int] = set()
@@ -359,8 +360,7 @@ class _Trace(TorchFunctionMode):
     def _choosing_tokens(self) -> bool:
         """Return True if a product or softmax does not belong to attention.
 
-        This is the case in a module that uses fused attention, and in a block whose forward pass was replaced by a
-        method.
+        This is the case in a module that uses fused attention, and in a block whose forward pass a method has replaced.
         """
         module = self._model.get_submodule(self._running[-1])
         own = self._running[-1] in self._blocks and "forward" in vars(module)

@@ -10,20 +10,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from efficient_ft.cost.meter import operation_flops
 
-#: Approximate maximum number of counted batches, evenly spaced, if the cost of a step changes during training.
+#: Approximate maximum number of counted batches if the cost of a step changes. They are evenly spaced.
 COUNTED_BATCHES = 1000
 
 
 class FlopsCounter(TorchDispatchMode):
-    """Count the FLOPs of the operations that run within a ``with`` block, in `flops`."""
+    """Count the FLOPs of the operations that run within a ``with`` block, as `flops`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.flops = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         self.flops += operation_flops(func, args, kwargs, out)
@@ -31,10 +29,10 @@ class FlopsCounter(TorchDispatchMode):
 
 
 class RunFlops:
-    """Add up the FLOPs of forward and backward passes, with the formulas of `cost.executed`.
+    """Sum of the FLOPs of forward and backward passes, with the formulas of `cost.executed`.
 
     A batch that is not counted adds the FLOPs of the last counted batch of its kind. If all batches of a kind have the
-    same cost, one batch of each kind is counted and the sum is exact. Otherwise every n-th batch is counted.
+    same cost, one batch of each kind is counted and the sum is exact. Otherwise, every n-th batch is counted.
 
     Args:
         batches: number of batches in the training.
@@ -54,11 +52,11 @@ class RunFlops:
         self._counting = ExitStack()
 
     def begin(self, number: int, kind: str) -> None:
-        """Begin batch `number` (from 0) before its forward pass.
+        """Begin a batch before its forward pass.
 
         Args:
             number: number of the batch in the training, from 0.
-            kind: key of everything that the cost depends on, such as shape and data set.
+            kind: key for everything that the cost depends on, such as shape and data set.
         """
         self.close()
         self._kind = kind

@@ -1,4 +1,4 @@
-"""The training step that is counted and timed: its settings, its methods, and the step.
+"""Training step that is counted and timed: its settings, its methods, and the step itself.
 
 This module does not import methods: any object with the attributes listed in `StepMethods` can take part in a step.
 """
@@ -20,14 +20,14 @@ from efficient_ft.cost.meter import storages
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
 from efficient_ft.task import Classification, Inputs, Task, moved, tensors_of
 
-#: The autocast type of each precision; None: no autocast.
+#: Autocast type of each precision; None: no autocast.
 AUTOCAST: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class StepOptions(TypedDict, total=False):
-    """Settings of a `StepSpec` with defaults, as keyword arguments of `executed`, `compare` and similar functions."""
+    """Settings of a `StepSpec` that have defaults, as keyword arguments for `executed` and similar functions."""
 
     precision: str
     label_smoothing: float
@@ -39,7 +39,7 @@ class StepOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class StepSpec:
-    """The settings of one training step.
+    """Settings of one training step.
 
     Args:
         batch_size: number of samples in the batch.
@@ -47,12 +47,12 @@ class StepSpec:
         precision: ``fp32``, or ``bf16`` or ``fp16`` for autocast to that type.
         label_smoothing: label smoothing of the cross-entropy.
         in_chans: number of image channels.
-        frozen_bn: BatchNorm layers use their running statistics, as runs do by default.
-        grad_clip_norm: maximum norm of the gradient of all parameters; None: no clipping. It is not counted.
-        task: defines the logits and the loss.
+        frozen_bn: if True, BatchNorm layers use their running statistics, as runs do by default.
+        grad_clip_norm: maximum norm of the gradient of all parameters; None: no clipping. Clipping is not counted.
+        task: task that defines the logits and the loss.
 
     Raises:
-        SettingError: a value outside these ranges.
+        SettingError: a value is outside its range.
     """
 
     batch_size: int
@@ -70,13 +70,14 @@ class StepSpec:
         if self.task.input_dimensions == len(self.input_size) == 1:
             require_positive("input_size", self.input_size[0])
         else:
-            require_image_size(self.input_size)
+            if len(self.input_size) != 2 or any(not isinstance(side, int) or side < 1 for side in self.input_size):
+                raise SettingError("input_size", tuple(self.input_size), "a pair (height, width) of integers >= 1")
             require_positive("in_chans", self.in_chans)
         require_positive("batch_size", self.batch_size)
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The autocast type; None: no autocast."""
+        """Autocast type; None: no autocast."""
         return AUTOCAST[self.precision]
 
     def example(self, batch_size: int, generator: torch.Generator | None = None) -> tuple[Inputs, Tensor]:
@@ -92,14 +93,8 @@ def require_positive(setting: str, value: int) -> None:
         raise SettingError(setting, value, "an integer >= 1")
 
 
-def require_image_size(size: Sequence[int]) -> None:
-    """Raise a SettingError unless `size` is a pair of integers >= 1."""
-    if len(size) != 2 or any(not isinstance(side, int) or side < 1 for side in size):
-        raise SettingError("input_size", tuple(size), "a pair (height, width) of integers >= 1")
-
-
 class StepMethods:
-    """The methods of a step, called in the same order as in a training loop.
+    """Methods of a step, which are called in the same order as in a training loop.
 
     Any object can take part. Each of these attributes is optional:
 
@@ -107,7 +102,7 @@ class StepMethods:
     * ``step_end()``: called after the optimizer step, before gradients are set to zero.
     * ``total_loss(loss)``: returns the loss to minimize, given the loss of the model.
     * ``apply(model)`` and ``applied``: an object whose ``applied`` is None is first applied to the model, in the order
-      of the sort key ``application_order`` (objects without it come last).
+      of the sort key ``application_order`` (objects without a key are applied last).
     * ``warmup_steps``: number of optimizer steps before the cost of a step settles. Default: 0.
     * ``cost_steps``: number of steps over which the cost is averaged. Default: 1.
     """
@@ -134,7 +129,7 @@ class StepMethods:
         return max((getattr(method, "cost_steps", 1) for method in self.methods), default=1)
 
     def apply(self, model: nn.Module) -> None:
-        """Apply all methods to `model`. A method that is already applied does nothing."""
+        """Apply all methods to `model`. A method that is already applied has no effect."""
         last = (sys.maxsize, "")
         for method in sorted(self.methods, key=lambda method: getattr(method, "application_order", last)):
             if hasattr(method, "apply"):
@@ -163,7 +158,7 @@ class StepMethods:
 def forward_and_loss(
     model: nn.Module, methods: StepMethods, inputs: Inputs, targets: Tensor, spec: StepSpec
 ) -> tuple[Tensor, Tensor]:
-    """Run the forward pass and the loss of a step, under autocast.
+    """Run the forward pass and the loss of a step under autocast.
 
     Args:
         inputs: images (B, C, H, W), or tensors by argument name.
@@ -182,13 +177,13 @@ def forward_and_loss(
 
 
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of the state of `optimizer`, which is 0 before its first step."""
+    """Return the size of the state of `optimizer` in bytes, which is 0 before its first step."""
     state = (value for of in optimizer.state.values() for value in of.values() if isinstance(value, Tensor))
     return sum(storages(plain for value in state for plain in _plain_tensors(value)).values())
 
 
 def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors of a tensor subclass (quantized optimizer state), or the tensor if it is plain."""
+    """Yield the plain tensors in a tensor subclass (quantized optimizer state), or `tensor` if it is plain."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
@@ -199,17 +194,18 @@ def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 class TrainingStep:
     """Training steps of a model on one random batch, as in a plain PyTorch loop.
 
-    Call `forward`, `backward` and `update` in this order, or call the object for all three. The steps change the model:
-    pass a copy.
+    Call `forward`, `backward` and `update` in this order, or call the object to run all three. The steps change the
+    model, so pass a copy.
 
     Args:
-        model: the network.
-        methods: methods that are applied to `model`.
+        model: network.
+        methods: methods that are already applied to `model`.
         spec: settings of the step.
         device: device of the step.
         first_step: number of the first step.
-        build_optimizer: builds an optimizer from the model. None: AdamW.
-        replace: context manager that replaces the inputs of the forward pass. None: the inputs are not replaced.
+        build_optimizer: function that builds an optimizer for the model. None: AdamW.
+        replace: function that returns a context manager, which replaces the inputs of the forward pass. None: the
+            inputs are not replaced.
     """
 
     def __init__(
@@ -239,19 +235,17 @@ class TrainingStep:
 
     def forward(self) -> None:
         """Run the forward pass and the loss."""
-        if self._optimizer is None:  # built before a per-step selection freezes parameters
-            trainable = [p for p in self.model.parameters() if p.requires_grad]
-            build = self._build_optimizer
-            self._optimizer = self._adamw(trainable) if build is None else build(self.model)
+        if self._optimizer is None:  # the optimizer is built before a per-step selection freezes parameters
+            self._optimizer = (self._build_optimizer or self._adamw)(self.model)
         self.methods.begin(self.steps)
         device, dtype = self.labels.device.type, self.spec.dtype
         with torch.autocast(device, dtype=dtype, enabled=dtype is not None), self._replace(self.inputs) as inputs:
             _, self._loss = forward_and_loss(self.model, self.methods, inputs, self.labels, self.spec)
 
-    def _adamw(self, trainable: list[nn.Parameter]) -> torch.optim.Optimizer:
+    def _adamw(self, model: nn.Module) -> torch.optim.Optimizer:
         # Fused as in runs: the foreach implementation creates temporary tensors as large as the parameters.
         fused = self.device.type in ("cpu", "cuda") and self.spec.dtype is None
-        return torch.optim.AdamW(trainable, lr=1e-5, fused=fused)
+        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, fused=fused)
 
     def backward(self) -> None:
         """Run the backward pass."""
@@ -276,7 +270,7 @@ class TrainingStep:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes of the optimizer's state; 0 before the first step."""
+        """Size of the optimizer's state in bytes; 0 before the first step."""
         return 0 if self._optimizer is None else optimizer_state_bytes(self._optimizer)
 
     def cuda_peak(self) -> int:

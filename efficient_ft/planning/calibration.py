@@ -6,6 +6,7 @@ import json
 import os
 import statistics
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,12 @@ _READ: dict[str, tuple[type, ...]] = {
     "run": (str,), "name": (str,), "memory_bytes": (int, float), "process_bytes": (int, float),
     "counted_bytes": (int, float), "step_seconds": (int, float, type(None)), "timed": (bool,),
 }  # fmt: skip
-#: The file in the folder of runs. Every plan appends a line for each option.
+#: File in the folder of runs, to which every plan appends a line for each option.
 FILE = "plans.jsonl"
 
 
 def record(plan: Plan, folder: Path) -> None:
-    """Append the predictions of a plan's options to the file in `folder`, the folder of runs.
-
-    If the folder is not writable, nothing is recorded.
-    """
+    """Append the predictions of a plan's options to the file in `folder`, the folder of runs, if it is writable."""
     lines = [
         json.dumps(
             {
@@ -51,22 +49,17 @@ def record(plan: Plan, folder: Path) -> None:
         )
         for option in plan.options
     ]
-    try:
+    with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         with open_file(folder / FILE, "a") as file:
             file.write("".join(line + "\n" for line in lines))
-    except OSError:
-        pass
 
 
 def calibration(folders: Sequence[Path]) -> list[dict[str, Any]]:
     """Return the latest prediction and the measurement of each finished run that was planned.
 
-    Args:
-        folders: folders with `FILE` and run folders.
-
     Raises:
-        UserError: a folder has no plans.
+        UserError: one of `folders`, the folders of runs, has no plans.
     """
     found = []
     for folder in folders:
@@ -118,7 +111,7 @@ def calibration_text(folders: Sequence[Path]) -> str:
     """Return a table of planned runs with the errors of the predictions."""
     pairs = calibration(folders)
     if not pairs:
-        raise UserError("None of the planned runs has finished. Run the command of a plan, then repeat this.")
+        raise UserError("None of the planned runs has finished. Run the command of a plan, then repeat this command.")
     rows = [["run", "recipe", "predicted", "measured", "off", "counted off", "step off"]]
     for pair in pairs:
         (predicted, measured), step = pair["memory"], pair["step"]
@@ -136,11 +129,7 @@ def calibration_text(folders: Sequence[Path]) -> str:
     lines = [table(rows, left=(0, 1)), ""]
     over = [pair for pair in pairs if not pair["within_budget"]]
     lines.append(f"{len(pairs)} planned runs have finished, {len(over)} of them above their budget.")
-    for key, title in (
-        ("memory", "peak of the process"),
-        ("counted", "counted peak of a step"),
-        ("step", "step time"),
-    ):
+    for key, title in (("memory", "peak of the process"), ("counted", "counted peak of a step"), ("step", "step time")):
         off = [abs(_off(pair[key])) for pair in pairs if pair[key] is not None]
         if off:
             median, largest = map(format_percent, (statistics.median(off), max(off)))

@@ -1,4 +1,4 @@
-"""The recipes that a plan examines: combinations over all axes, as they are written on the command line."""
+"""Recipes that a plan examines: combinations over all axes, as written on the command line."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from efficient_ft.methods.declarations import Axis, Exactness
 
 @dataclass(frozen=True)
 class Candidate:
-    """One recipe.
+    """Recipe to examine.
 
     Attributes:
         methods: options of the group ``method``.
         settings: settings of the methods and the optimizer, as on the command line.
-        exactness: declared class of the updates.
+        exactness: declared exactness class of the updates.
         added: exactness class of the methods that the plan adds to the user's methods; None if the user named no
             methods.
-        evidence: why the updates are exact, for each part.
+        evidence: evidence that the updates are exact, for each part.
         row: row of the finished studies with the loss of accuracy, without the memory method; None: not studied.
         in_backward: True if the optimizer steps inside the backward pass.
         state_bits: bits of the optimizer's moments.
@@ -44,7 +44,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The recipe in short, e.g. ``full+low_bit:bits=4, 8-bit AdamW``."""
+        """Short name of the recipe, e.g. ``full+low_bit:bits=4, 8-bit moments``."""
         parts = []
         for method in self.methods:
             own = [s.removeprefix(f"method.{method}.") for s in self.settings if s.startswith(f"method.{method}.")]
@@ -54,18 +54,10 @@ class Candidate:
         notes += [f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else []
         return ", ".join(["+".join(parts), *notes])
 
-    def arguments(self, config: Config, method: bool = True) -> list[str]:
-        """The settings of the command line that make a run this recipe.
-
-        Args:
-            config: of the run without it.
-            method: False: the methods are already chosen in `config`.
-        """
-        arguments = []
-        if method:
-            arguments.append(f"method={self.methods[0]}" if len(self.methods) == 1 else
-                             f"method=[{','.join(self.methods)}]")  # fmt: skip
-        arguments += self.settings
+    def arguments(self, config: Config) -> list[str]:
+        """Return the command-line settings that turn the run `config` into this recipe."""
+        names = self.methods[0] if len(self.methods) == 1 else f"[{','.join(self.methods)}]"
+        arguments = [f"method={names}", *self.settings]
         if self.state_bits != config.optim.state_bits:
             arguments.append(f"optim.state_bits={self.state_bits}")
         if self.in_backward and not config.optim.in_backward:
@@ -82,15 +74,15 @@ class Candidate:
 EVIDENCE = {
     "full": "full: plain fine-tuning",
     "compact": "compact: gradients agree to 1e-10 in float64 (selftest 10)",
-    "checkpointing": "checkpointing: the same bits (selftest 10)",
+    "checkpointing": "checkpointing: bitwise equal gradients (selftest 10)",
 }
 #: Settings with which a method is exact.
 _EXACT_IF: dict[str, dict[str, Any]] = {"full": {"train_norms": True}, "compact": {"activation_dtype": "same"},
              "checkpointing": {"input_dtype": "same"}}  # fmt: skip
-_IN_BACKWARD_EVIDENCE = "steps in backward: each parameter has its whole gradient, and none is clipped"
+_IN_BACKWARD_EVIDENCE = "steps in backward: each parameter has its complete gradient, and no gradient is clipped"
 
-#: The memory axis: options, settings, exactness, and time relative to the same FLOPs without them (DeiT-S, batch 16, on
-#: two EPYC cores with AVX-512). A plan measures the time of its preferred recipes instead.
+#: Memory axis: options, settings, exactness, and time relative to the same FLOPs without them (DeiT-S, batch 16, on two
+#: EPYC cores with AVX-512). A plan measures the time of its preferred recipes instead.
 _MEMORY: tuple[tuple[tuple[str, ...], tuple[str, ...], Exactness, float], ...] = (
     ((), (), Exactness.EXACT, 1.0),
     (("compact",), (), Exactness.EXACT, 1.05),
@@ -101,13 +93,13 @@ _MEMORY: tuple[tuple[tuple[str, ...], tuple[str, ...], Exactness, float], ...] =
     (("low_bit",), ("method.low_bit.bits=2",), Exactness.APPROXIMATE, 1.12),
     (("checkpointing",), ("method.checkpointing.input_dtype=int4",), Exactness.APPROXIMATE, 1.02),
 )
-#: The smallest recipes. A plan always examines them first, to find out if any recipe can fit.
+#: The smallest recipes. A plan always examines them first, to find out whether any recipe can fit.
 SMALLEST = (("head",), ("last_stage",))
-#: Index of the memory method for stacks that train a part or compute less: by far the smallest near exact one.
+#: Index of the memory method for stacks that train a part or compute less: the near exact method with the least memory.
 _OF_STACKS = (3,)
 #: Indices of memory methods that are also examined with an optimizer that steps inside the backward pass.
 _IN_BACKWARD = (1, 2, 3, 6)
-#: The optimizer axis: bits, in backward, exactness.
+#: Optimizer axis: bits, in backward, exactness.
 _OPTIMIZER: tuple[tuple[Literal[32, 8, 4], bool, Exactness], ...] = (
     (32, False, Exactness.EXACT),
     (32, True, Exactness.EXACT),
@@ -115,19 +107,14 @@ _OPTIMIZER: tuple[tuple[Literal[32, 8, 4], bool, Exactness], ...] = (
     (8, True, Exactness.NEAR),
     (4, True, Exactness.APPROXIMATE),
 )
-
-#: Class of the optimizer by the bits of its moments.
+#: Exactness class of the optimizer by the bits of its moments.
 _OF_BITS = {32: Exactness.EXACT, 8: Exactness.NEAR, 4: Exactness.APPROXIMATE}
 
 
 def candidates(config: Config, blocks: int, chosen: Sequence[str] = (), memory: bool = True) -> list[Candidate]:
-    """Return the recipes to examine for a run: the smallest first, then the most useful ones.
+    """Return the recipes to examine for a run with `blocks` blocks: the smallest recipes, then the most useful ones.
 
-    Args:
-        config: configuration of the run.
-        blocks: number of blocks of the network.
-        chosen: options of the group ``method`` that the user named. All recipes contain them.
-        memory: True to combine recipes with methods of the memory axis.
+    All recipes contain the methods that the user has `chosen`. If `memory`, they are combined with memory methods.
     """
     stacks = [_named(config, chosen)] if chosen else list(_stacks(blocks))
     found: list[tuple[float, Candidate]] = []
@@ -160,7 +147,7 @@ def candidates(config: Config, blocks: int, chosen: Sequence[str] = (), memory: 
 
 
 def _named(config: Config, chosen: Sequence[str]) -> Candidate:
-    """Return the recipe of the user's methods. It is exact only if each method is exact with its settings."""
+    """Return the recipe with the user's methods. It is exact only if each method is exact with its settings."""
     evidence = [_evidence(name, settings) for name, settings in config.method.items()]
     exact = all(evidence)
     exactness = Exactness.EXACT if exact else Exactness.UNKNOWN
@@ -168,7 +155,7 @@ def _named(config: Config, chosen: Sequence[str]) -> Candidate:
 
 
 def _evidence(name: str, settings: Mapping[str, Any]) -> str:
-    """Return the evidence that a method with these settings is exact; empty if there is none."""
+    """Return the evidence that a method with these settings is exact; empty without evidence."""
     if settings.get("select", "keep") not in ("keep", "all"):
         return ""
     if name in _EXACT_IF:
@@ -188,7 +175,7 @@ def _complete(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _declared() -> Iterator[Candidate]:
-    """Yield the candidates that methods of other packages declare."""
+    """Yield the candidates that methods from other packages declare."""
     for name, method in METHODS.items():
         if method.distribution == OURS:
             continue
@@ -210,7 +197,7 @@ def _value(value: object) -> str:
 
 
 def split(candidate: Candidate, config: Config) -> Iterator[Candidate]:
-    """Yield `candidate` with 2, 4, 8, ... micro-batches; nothing if the optimizer steps inside the backward pass."""
+    """Yield `candidate` with 2, 4, 8, ... micro-batches; nothing if its optimizer steps inside the backward pass."""
     if candidate.in_backward:
         return
     if not config.model.frozen_bn:  # BatchNorm statistics depend on the micro-batch
@@ -223,7 +210,7 @@ def split(candidate: Candidate, config: Config) -> Iterator[Candidate]:
 
 
 def _stacks(blocks: int) -> Iterator[Candidate]:
-    """Yield the stacks without a memory method. The first one trains all parameters exactly."""
+    """Yield the stacks without a memory method. The first stack trains all parameters exactly."""
     part, near = Exactness.PART, Exactness.APPROXIMATE
     upper = f"[{','.join(map(str, range(blocks // 2, blocks)))}]"
     yield Candidate(("full",), (), Exactness.EXACT, evidence=(EVIDENCE["full"],), row="full")
@@ -242,12 +229,9 @@ def _stacks(blocks: int) -> Iterator[Candidate]:
 
 
 def _with_optimizers(candidate: Candidate, config: Config, backward: bool) -> Iterator[Candidate]:
-    """Yield the recipe with each possible optimizer. An optimizer that the user chose is not changed.
+    """Yield the recipe with each possible optimizer, inside the backward pass only if `backward`.
 
-    Args:
-        candidate: the recipe.
-        config: configuration of the run.
-        backward: include optimizers that step inside the backward pass.
+    An optimizer that the user chose is not changed.
     """
     optim, trainer = config.optim, config.trainer
     own = Candidate(()).state_bits != optim.state_bits or optim.in_backward

@@ -22,12 +22,7 @@ IMAGES = 4
 
 
 class Closeness:
-    """Compare gradients of recipes with the exact gradient of a run's network and weights.
-
-    Args:
-        config: configuration of the run.
-        device: device of the computation.
-    """
+    """Compare gradients of recipes with the exact gradient of a run's network and weights."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         data = config.data.model_copy(update={"batch_size": IMAGES, "num_workers": 0})
@@ -39,13 +34,14 @@ class Closeness:
         self._plain = factory.create_model(config.model, images.num_classes).to(device)
         for name in view(self._plain).head:
             weight = getattr(self._plain.get_submodule(name), "weight", None)
-            if weight is not None and not weight.any():  # a zero head would block all gradients
+            if weight is not None and not weight.any():  # a head of zeros would block all gradients
                 torch.nn.init.trunc_normal_(weight, std=0.02)
         self._exact = step_gradients(self._plain, self._batch, seed=config.seed, task=self._task).gradients
         self._seed = config.seed
 
     def cosine(self, config: Config) -> float | None:
-        """Return the cosine between the recipe's gradient and the exact one, over trained parameters of the network.
+        """Return the cosine between the gradients of the recipe and the exact gradients of the network's trained
+        parameters.
 
         Returns None if no parameter of the network trains, or if the recipe cannot take a step.
         """

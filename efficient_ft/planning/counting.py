@@ -5,17 +5,21 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from efficient_ft.config import Config
 from efficient_ft.core.context import set_context
 from efficient_ft.core.errors import UserError
+from efficient_ft.cost import Demand
 from efficient_ft.cost.executed import count
 from efficient_ft.cost.probe import Probe, undisturbed
 from efficient_ft.methods.base import Method
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
 from efficient_ft.models.view import view
+from efficient_ft.training.datamodule import missing_images, open_images
+from efficient_ft.training.memory.budget import Predictor
 from efficient_ft.training.optimizer import build_optimizer
 from efficient_ft.training.run_task import step_spec
 
@@ -26,9 +30,9 @@ class Counted:
 
     Attributes:
         resident_bytes: bytes of the model and the batch, which exist before the step.
-        step_bytes: additional peak bytes, with the optimizer's state and accumulated gradients.
+        step_bytes: additional peak bytes, including the optimizer's state and accumulated gradients.
         largest_bytes: bytes of the largest tensor that an operation creates.
-        optimizer_bytes: bytes of the optimizer's state, part of `step_bytes`.
+        optimizer_bytes: bytes of the optimizer's state, included in `step_bytes`.
         flops: FLOPs of the step.
         trainable: number of trainable parameters.
     """
@@ -47,16 +51,11 @@ class Counted:
 
 
 class Counter:
-    """Count recipes of one network.
-
-    Args:
-        config: configuration of the run, which names the model.
-        num_classes: number of classes of the network.
-    """
+    """Count recipes of the network that `config` names, with `num_classes` classes."""
 
     def __init__(self, config: Config, num_classes: int) -> None:
         self._config, self.classes = config, num_classes
-        self._light = self._on_meta_device()
+        self._light = self.network().to("meta")
         self.blocks = len(view(self._light).blocks)
         #: Number of parameters of the network.
         self.parameters = sum(p.numel() for p in self._light.parameters())
@@ -66,11 +65,6 @@ class Counter:
     def network(self) -> nn.Module:
         """Return a new network on the CPU, with random weights."""
         return factory.random_model(self._config.model, self.classes)
-
-    def _on_meta_device(self) -> nn.Module:
-        """Return the network on the meta device."""
-        network = self.network()
-        return network.to("meta")
 
     def __call__(self, config: Config, methods: list[Method] | None = None) -> Counted:
         """Count a step of the run `config`, which uses the network of this counter.
@@ -115,7 +109,7 @@ class Counter:
                 steps = probe.watch(spec.batch_size, True, [(step, False) for step in range(probe.methods.cost_steps)])
             except UserError:
                 raise
-            except Exception:  # not supported by fake tensors: count real runs of a few images, as `executed` does
+            except Exception:  # fake tensors are not supported: count real runs of a few images, as `executed` does
                 probe = Probe(self.network(), methods, spec, probe.build_optimizer)
                 probe.warm_up()
                 counted = count(probe)
@@ -136,4 +130,31 @@ class Counter:
             optimizer_bytes=optimizer,
             flops=flops * parts,
             trainable=sum(p.numel() for p in trains),
+        )
+
+
+class RunPhases:
+    """Demands of a plan's recipes: the counts of each recipe, and the evaluation and reading that all recipes share.
+
+    Evaluation is counted once for each batch size, on the network without methods. `base` is the run without a recipe.
+    """
+
+    def __init__(self, base: Config) -> None:
+        images = None if missing_images(base) else open_images(base, factory.input_of(base.model))
+        self._predictor = Predictor(base, images, 0, torch.device("cpu"))
+        self._shared: dict[str, Demand] = {}
+
+    def demand(self, config: Config, counted: Counted) -> Demand:
+        """Return the demand of the run `config` with the counts of its step."""
+        key = config.model_dump_json(include={"data", "trainer"})
+        if key not in self._shared:
+            self._shared[key] = self._predictor.around(config)
+        shared = self._shared[key]
+        return replace(
+            shared,
+            model_bytes=max(counted.resident_bytes - shared.batch_bytes, shared.weights_bytes),
+            step_bytes=counted.step_bytes,
+            largest_bytes=counted.largest_bytes,
+            optimizer_bytes=counted.optimizer_bytes,
+            gradient_bytes=counted.trainable * 4 if config.trainer.grad_accum_steps > 1 else 0,
         )

@@ -1,39 +1,47 @@
-"""The recipes of a plan: their cost and loss of accuracy, their order, and the recommended one."""
+"""Recipes of a plan: their cost and loss of accuracy, their order, and the recommended recipe."""
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from efficient_ft.methods.declarations import Exactness
 from efficient_ft.planning.counting import Counted
 
-#: A gradient whose cosine with the exact gradient is at least this value counts as near exact.
+#: Minimum cosine with the exact gradient for a gradient that counts as near exact.
 CLOSE = 0.98
 #: Recipes whose step times differ by less than this factor count as equally fast.
 _TIE = 1.03
+#: JSON file of accuracy losses relative to full fine-tuning, in percentage points: row -> study -> loss (written by
+#: `scripts/docs.py --record lost`).
+_STUDIES = Path(__file__).with_name("studies.json")
 
 
 @dataclass(frozen=True)
 class Option:
-    """A recipe of a plan with its cost and loss of accuracy.
+    """Recipe of a plan with its cost and loss of accuracy.
 
     Attributes:
         name: name in tables.
         arguments: all command-line arguments of the run.
-        exactness: declared or measured class of the updates.
+        exactness: declared or measured exactness class of the updates.
         counted: counts of a step.
         process_bytes: predicted peak of the process; on a GPU, of the memory reserved on the device.
-        measured_bytes: the same peak, measured in a trial of the recipe; None if it was not tried.
+        measured_bytes: the same peak, measured in a trial of the recipe; None without a trial.
         step_seconds: seconds of an optimizer step; None if neither timed nor estimated.
         timed: True if the step was timed on this machine; False if the time is estimated from FLOPs.
         fingerprint: fingerprint of the run's configuration, which identifies its results.
-        cosine: cosine between the gradient and the exact gradient of the trained parameters, on the user's images;
-            1 if exact; None if not measured.
-        added: class of the parts that the plan adds to the user's methods; None if the user named no methods.
-        evidence: why the updates are exact, for each part.
-        points_lost: points of test accuracy below full fine-tuning by study, without the memory method.
-        on_front: True if no other option is at least as good in peak, step time and exactness and better in one.
+        cosine: cosine between the gradient and the exact gradient of the trained parameters, on the user's images; 1 if
+            exact; None if not measured.
+        added: exactness class of the methods that the plan adds to the user's methods; None if the user named no
+            methods.
+        evidence: evidence that the updates are exact, for each part.
+        points_lost: loss of test accuracy relative to full fine-tuning, in percentage points, by study; without the
+            memory method.
+        on_front: True if the option is on the Pareto front of peak, step time and exactness.
     """
 
     name: str
@@ -53,12 +61,12 @@ class Option:
 
     @property
     def choice(self) -> Exactness:
-        """Class that orders options: the class of the parts that the plan decides."""
+        """Exactness class by which options are ordered: the class of the parts that the plan chooses."""
         return self.exactness if self.added is None else self.added
 
     @property
     def peak_bytes(self) -> int:
-        """Measured peak of the process if there was a trial, otherwise the predicted one."""
+        """Measured peak of the process if there was a trial, otherwise the predicted peak."""
         return self.process_bytes if self.measured_bytes is None else self.measured_bytes
 
     @property
@@ -74,14 +82,14 @@ class Option:
 
 @dataclass(frozen=True)
 class Excluded:
-    """A recipe that is not an option.
+    """Recipe that is not an option.
 
     Attributes:
         name: name in tables.
-        reason: why the recipe cannot be used.
-        process_bytes: the budget that the recipe needs; None if it was not counted.
-        exactness: class of the updates; None if the recipe was not counted.
-        examined: False if the planning time limit was reached first; the recipe may be possible.
+        reason: reason why the recipe cannot be used.
+        process_bytes: budget that the recipe needs; None if it was not counted.
+        exactness: exactness class of the updates; None if the recipe was not counted.
+        examined: False if the planning time limit was reached first. The recipe may then be possible.
     """
 
     name: str
@@ -91,13 +99,24 @@ class Excluded:
     examined: bool = True
 
 
-def with_cosine(option: Option, cosine: float | None, whole: bool = True) -> Option:
-    """Return the option with a measured cosine and the resulting class.
+@functools.cache
+def _lost() -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = json.loads(_STUDIES.read_text(encoding="utf-8"))
+    return found
 
-    Args:
-        option: the option, which is not exact.
-        cosine: cosine between its gradient and the exact gradient; None if not measured.
-        whole: True if all parameters of the network train.
+
+def points_lost(row: str | None) -> dict[str, float]:
+    """Return the loss of test accuracy relative to full fine-tuning in each finished study of this project.
+
+    Losses are in percentage points, and negative if the recipe is better. A recipe that was not studied has none.
+    """
+    return {} if row is None else dict(_lost().get(row, {}))
+
+
+def with_cosine(option: Option, cosine: float | None, whole: bool = True) -> Option:
+    """Return the inexact option with its measured cosine, if there is one, and the resulting exactness class.
+
+    `whole` is True if all parameters of the network train.
     """
     if cosine is None:
         return option
@@ -110,12 +129,12 @@ def with_cosine(option: Option, cosine: float | None, whole: bool = True) -> Opt
 
 
 def preference(option: Option) -> tuple[int, float, int]:
-    """Sort key of options: class, then time, then memory."""
+    """Sort key of options: exactness class, then time, then memory."""
     return option.choice, option.step_seconds or 0.0, option.peak_bytes
 
 
 def with_front(options: list[Option]) -> list[Option]:
-    """Mark the Pareto front of peak, step time and exactness."""
+    """Mark the options on the Pareto front of peak, step time and exactness."""
 
     def values(o: Option) -> tuple[float, float, float]:
         loss = float(o.choice) if o.cosine is None else float(o.choice) + (1 - o.cosine) / 2
@@ -129,7 +148,11 @@ def with_front(options: list[Option]) -> list[Option]:
 
 
 def recommend(options: Sequence[Option], loss: float, step_limit: float | None) -> Option | None:
-    """Return the fastest option of the best class within the limits; the smallest of equally fast ones."""
+    """Return the fastest option of the best class within the limits, or the smallest one if several are equally fast.
+
+    `loss` is the maximum loss of test accuracy relative to full fine-tuning, in percentage points. `step_limit` is the
+    maximum time of a step in seconds.
+    """
 
     def allowed(o: Option) -> bool:
         if step_limit is not None and (o.step_seconds or 0.0) > step_limit:

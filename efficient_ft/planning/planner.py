@@ -1,7 +1,7 @@
 """Find the recipes of a run that fit a memory budget, and recommend one.
 
 Every candidate is counted on fake tensors, and the memory of its process is predicted from the counts. The preferred
-candidates that fit are timed on this machine; the times of the others are estimated from FLOPs. If weights and images
+candidates that fit are timed on this machine. The times of the others are estimated from FLOPs. If weights and images
 are available, the cosine between the gradient and the exact gradient is measured on the user's images. Losses of
 accuracy come from finished studies. The recommended recipe runs for a few steps in a separate process, which measures
 its memory and time.
@@ -30,32 +30,30 @@ from efficient_ft.methods.declarations import Axis, Exactness
 from efficient_ft.models import factory
 from efficient_ft.planning.candidates import SMALLEST, Candidate, candidates, split
 from efficient_ft.planning.closeness import Closeness
-from efficient_ft.planning.counting import Counted, Counter
-from efficient_ft.planning.options import Excluded, Option, preference, recommend, with_cosine, with_front
-from efficient_ft.planning.phases import RunPhases
-from efficient_ft.planning.studies import points_lost
+from efficient_ft.planning.counting import Counter, RunPhases
+from efficient_ft.planning.options import Excluded, Option, points_lost, preference, recommend, with_cosine, with_front
 from efficient_ft.planning.timing import Trial, step_seconds
 from efficient_ft.training.datamodule import missing_images, open_images, run_length
 from efficient_ft.training.memory.libraries import LibrarySizes, libraries
 from efficient_ft.training.trainer import on_device
 
-#: Returns the checked configuration of a run for settings as on the command line.
+#: Function that returns the checked configuration of a run for settings as on the command line.
 Configure = Callable[[Sequence[str]], Config]
-#: Tries a recipe in a separate process, given its command-line arguments, the number of classes and a limit in
-#: seconds, see `timing.try_recipe`. Raises a UserError if the process fails.
+#: Function that tries a recipe in a separate process, see `timing.try_recipe`. It receives the command-line arguments,
+#: the number of classes and a limit in seconds, and raises a UserError if the process fails.
 Attempt = Callable[[Sequence[str], int, float], Trial]
 
-#: Number of classes if there are no images to count them (ImageNet).
+#: Number of classes without images to count them (as in ImageNet).
 _UNKNOWN_CLASSES = 1000
-#: Margins on the predicted growth, and on the growth measured in a trial, that must fit the budget.
+#: Factors on the predicted growth and on the growth measured in a trial. The product must fit the budget.
 MARGIN, TRIAL_MARGIN = 1.12, 1.1
-#: Default planning time in seconds, and the shares of counting, timing and comparing gradients. Starting and trials
-#: take the rest.
+#: Default planning time in seconds, and the shares of counting, timing and comparing gradients. The rest is left for
+#: starting and for trials.
 PLANNING = 60.0
 _COUNTING, _TIMING, _COMPARING = 0.4, 2 / 15, 2 / 15
-#: Limits in seconds of a timed step, for most recipes and for the recommended one. Larger batches are timed in part.
+#: Maximum seconds of a timed step, for most recipes and for the recommended one. Larger batches are timed in part.
 _STEP, _FINAL_STEP = 0.7, 4.0
-#: Seconds of a trial, the longest step in seconds of a recipe that is tried, and the number of trials of a plan.
+#: Maximum seconds of a trial and of a step in a trial, and the maximum number of trials of a plan.
 _TRIAL, _TRIED_STEP, _TRIALS = 9.0, 4.0, 2
 
 
@@ -64,9 +62,9 @@ class Limits:
     """Limits of a plan.
 
     Args:
-        memory_bytes: the budget: resident memory of the process; on a GPU, memory reserved on the device.
-        seconds: the budget of training time; None: no limit.
-        loss: points of test accuracy that may be lost compared with full fine-tuning.
+        memory_bytes: budget for the resident memory of the process; on a GPU, for the memory reserved on the device.
+        seconds: budget for the training time; None: no limit.
+        loss: maximum loss of test accuracy relative to full fine-tuning, in percentage points.
         split_batch: True if the batch may be split into micro-batches with accumulated gradients.
         planning_seconds: time after which no further recipe is examined. The smallest recipes are always examined.
     """
@@ -80,19 +78,19 @@ class Limits:
 
 @dataclass(frozen=True)
 class Plan:
-    """The result of planning.
+    """Result of planning.
 
     Attributes:
-        memory_bytes: the budget: the requested one, or the memory of the machine or container if that is smaller.
-        asked_bytes: the requested budget.
-        base_bytes: memory of the process before the model: interpreter and libraries.
+        memory_bytes: budget, i.e. the smaller of the requested budget and the memory of the machine or container.
+        asked_bytes: requested budget.
+        base_bytes: memory of the process before the model is created (interpreter and libraries).
         allocator: allocator of the process.
         device: device of the run.
         options: recipes that fit, by exactness and step time.
-        excluded: the other recipes.
-        recommended: the recommended option; None if no recipe is within the limits.
-        smallest_bytes: the smallest budget for which an examined recipe would fit.
-        smallest: the name of that recipe.
+        excluded: other recipes.
+        recommended: recommended option; None if no recipe is within the limits.
+        smallest_bytes: smallest budget for which an examined recipe would fit.
+        smallest: name of that recipe.
         steps: number of optimizer steps of the run; None without images.
         seconds: duration of planning.
         planning_seconds: limit of the planning time.
@@ -119,7 +117,7 @@ class Plan:
 
     @property
     def examined(self) -> int:
-        """The number of examined recipes."""
+        """Number of examined recipes."""
         return len(self.options) + len(self.excluded) - len(self.not_examined)
 
     def as_dict(self) -> dict[str, Any]:
@@ -129,13 +127,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class Examined:
-    """A recipe that has just been examined.
+    """Recipe that has just been examined.
 
     Attributes:
         number: number of the recipe, from 1.
-        of: number of all recipes.
+        of: total number of recipes.
         name: name of the recipe.
-        needed_bytes: the budget that the recipe needs; None if it cannot be used with this network.
+        needed_bytes: budget that the recipe needs; None if it cannot be used with this network.
         fits: True if the budget is sufficient.
     """
 
@@ -158,33 +156,25 @@ def make_plan(
 ) -> Plan:
     """Plan a run, as described at the top of this module.
 
-    Args:
-        settings: settings of the run as on the command line, without methods unless `chosen` names them.
-        configure: builds a configuration from settings.
-        limits: budgets of the run, and the planning time.
-        chosen: options of the group ``method`` in `settings`, which every recipe keeps.
-        attempt: tries the recommended recipe; None: it is not tried.
-        say: reports the current step.
-        ready: called with each examined recipe.
+    The run has these `settings`, without methods unless `chosen` names the options of the group ``method`` that every
+    recipe keeps. The recommended recipe is tried with `attempt`, if given. `say` receives the current step, and `ready`
+    each examined recipe.
 
     Raises:
         UserError: a setting cannot be used, or the model cannot be built.
-        SettingError: the budget is smaller than the weights, or a budget of time is given without images.
+        SettingError: the budget is smaller than the weights, or a time budget is given without images.
     """
-    began, end_of = clock.perf_counter(), limits.planning_seconds
-    memory_bytes = limits.memory_bytes
+    began, seconds, memory_bytes = clock.perf_counter(), limits.planning_seconds, limits.memory_bytes
     base = configure([*settings, *([] if chosen else ["method=full"])])
     device = on_device(base)
     if device.type == "cpu":
         memory_bytes = min(memory_bytes, memory_limit_bytes())
-    steps = _run_steps(base)
+    steps = None
+    if not missing_images(base):
+        steps = run_length(base, open_images(base, factory.input_of(base.model)), 1)[1]
     if limits.seconds is not None and steps is None:
-        raise SettingError(
-            "time",
-            format_seconds(limits.seconds),
-            "left out without images",
-            "They determine the number of steps.",
-        )
+        given = format_seconds(limits.seconds)
+        raise SettingError("time", given, "left out without images", "Images determine the number of steps.")
     counts = [class_count(data) for data in data_configs(base)]
     base_bytes = 0 if device.type == "cuda" else resident_bytes()
     counter = Counter(base, counts[0] or _UNKNOWN_CLASSES)
@@ -194,18 +184,20 @@ def make_plan(
 
     memory_free = not any(getattr(method, "axis", None) is Axis.MEMORY for method in build_methods(base))
     todo = candidates(base, counter.blocks, chosen, memory_free or not chosen)
-    end = began + end_of * (_COUNTING + _TIMING + _COMPARING)
-    found, excluded = planner.examine(todo, memory_bytes, began + end_of * _COUNTING, end, say, ready)
+    limit = None if limits.seconds is None or steps is None else limits.seconds / steps
+
+    def choose(left: Sequence[Option]) -> Option | None:
+        return recommend(left, limits.loss, limit)
+
+    end = began + seconds * (_COUNTING + _TIMING + _COMPARING)
+    found, excluded = planner.examine(todo, memory_bytes, (began + seconds * _COUNTING, end), choose, say, ready)
     fitting = planner.fitting(found, memory_bytes, limits.split_batch)
     kept = {id(option) for _, option in fitting}
     above = [option for _, option in found if id(option) not in kept]
-    fitting = planner.with_times(fitting, min(clock.perf_counter() + end_of * _TIMING, end), say)
-    fitting = planner.with_losses(fitting, min(clock.perf_counter() + end_of * _COMPARING, end), say)
+    fitting = planner.with_times(fitting, min(clock.perf_counter() + seconds * _TIMING, end), say)
+    fitting = planner.with_losses(fitting, min(clock.perf_counter() + seconds * _COMPARING, end), say)
     options = sorted((option for _, option in fitting), key=preference)
-    limit = None if limits.seconds is None or steps is None else limits.seconds / steps
-    best, options, refused = planner.with_trial(
-        options, lambda left: recommend(left, limits.loss, limit), memory_bytes, attempt, say
-    )
+    best, options, refused = planner.with_trial(options, choose, memory_bytes, attempt, say)
     excluded += [*refused, *(planner.above_budget(option) for option in above)]
     least = min((option for _, option in found), key=planner.bound)
     options = with_front(options)
@@ -223,13 +215,13 @@ def make_plan(
         least.name,
         steps,
         clock.perf_counter() - began,
-        end_of,
+        seconds,
     )
 
 
 @dataclass
 class _Planner:
-    """State that the candidates of a plan share."""
+    """Shared state of a plan's candidates."""
 
     settings: list[str]
     configure: Configure
@@ -242,28 +234,28 @@ class _Planner:
     phases: RunPhases
     sizes: LibrarySizes = field(default_factory=LibrarySizes)
     configs: dict[str, Config] = field(default_factory=dict)
-    #: Growth measured in trials that did not fit, relative to the predicted growth. It is assumed for other recipes.
+    #: Growth measured in trials that did not fit, relative to the predicted growth. It is assumed for all recipes.
     excess: float = 1.0
 
     def examine(
         self,
         todo: Sequence[Candidate],
         memory_bytes: int,
-        deadline: float,
-        end: float,
+        times: tuple[float, float],
+        choose: Callable[[Sequence[Option]], Option | None],
         say: Callable[[str], None],
         ready: Callable[[Examined], None],
     ) -> tuple[list[tuple[Candidate, Option]], list[Excluded]]:
-        """Count the candidates until the deadline, or until the `end` if no candidate fits.
+        """Count the candidates until the deadline, or until the `end` while no candidate that fits is good `enough`.
 
         Returns:
-            The usable candidates with their options, and the excluded ones.
+            The usable candidates with their options, and the excluded candidates.
         """
         found: list[tuple[Candidate, Option]] = []
         excluded: list[Excluded] = []
-        any_fits = False
+        enough = False
         for number, candidate in enumerate(todo, start=1):
-            late = clock.perf_counter() > (deadline if any_fits else end)
+            late = clock.perf_counter() > times[0 if enough else 1]
             if late and found and candidate.methods not in SMALLEST:
                 excluded.append(Excluded(candidate.name, "not examined: planning time limit reached", examined=False))
                 continue
@@ -278,7 +270,7 @@ class _Planner:
                 self._refuse_too_little(memory_bytes, option)
             found.append((candidate, option))
             fits = self.fits(option, memory_bytes)
-            any_fits = any_fits or fits
+            enough = enough or (fits and choose([option]) is not None)
             ready(Examined(number, len(todo), option.name, self.bound(option), fits))
         if not found:
             raise UserError(f"No recipe can be used with this model: {excluded[0].reason}")
@@ -287,7 +279,7 @@ class _Planner:
     def fitting(
         self, found: Sequence[tuple[Candidate, Option]], memory_bytes: int, split_batch: bool
     ) -> list[tuple[Candidate, Option]]:
-        """Return the candidates that fit, and those that fit with a split batch if no exact one does."""
+        """Return the candidates that fit. If none is exact, candidates that fit with a split batch are added."""
         fits = [pair for pair in found if self.fits(pair[1], memory_bytes)]
         if not split_batch or any(option.exactness is Exactness.EXACT for _, option in fits):
             return fits
@@ -300,7 +292,7 @@ class _Planner:
         return fits
 
     def _refuse_too_little(self, memory_bytes: int, option: Option) -> None:
-        """Reject a budget that the process exceeds before its first step, with any recipe."""
+        """Reject a budget that the process exceeds before its first step with any recipe."""
         weights = self.base_bytes + option.counted.resident_bytes
         if weights > memory_bytes:
             raise SettingError(
@@ -313,28 +305,27 @@ class _Planner:
             )
 
     def option(self, candidate: Candidate) -> Option:
-        """Count a candidate and predict its memory."""
-        own = candidate.arguments(self.base, method=True)
+        """Count a candidate and predict its memory, as its run does."""
+        own = candidate.arguments(self.base)
         settings = [s for s in self.settings if not (self.chosen and s.startswith("method="))]
         taken = {argument.partition("=")[0] for argument in own}
         settings = [s for s in settings if s.partition("=")[0] not in taken]
         config = self.configure([*settings, *own])
         methods = build_methods(config)
-        # Before counting, which loads them too.
+        # The libraries are measured before counting, which also loads them.
         added = 0 if self.device.type == "cuda" else self.sizes(libraries(config.optim.state_bits, methods))
         counted = self.counter(config, methods)
-        arguments = (*settings, *own)
-        name = candidate.name
-        self.configs[name] = config
+        self.configs[candidate.name] = config
         exactness = candidate.exactness
         if exactness is Exactness.UNKNOWN and counted.trainable < self.counter.parameters:
             exactness = Exactness.PART
+        demand = replace(self.phases.demand(config, counted), resumed=False)
         return Option(
-            name,
-            arguments,
+            candidate.name,
+            (*settings, *own),
             exactness,
             counted,
-            self._process_bytes(config, counted, added),
+            predict(demand, self.base_bytes + added, self.allocator, self.device.type).peak_bytes,
             fingerprint(config),
             points_lost=points_lost(candidate.row),
             cosine=1.0 if candidate.exactness is Exactness.EXACT else None,
@@ -342,18 +333,13 @@ class _Planner:
             evidence=candidate.evidence,
         )
 
-    def _process_bytes(self, config: Config, counted: Counted, added: int) -> int:
-        """Return the predicted peak of a run; the run makes the same prediction."""
-        demand = replace(self.phases.demand(config, counted), resumed=False)
-        return predict(demand, self.base_bytes + added, self.allocator, self.device.type).peak_bytes
-
     def bound(self, option: Option) -> int:
-        """Return the budget that an option needs: its peak plus a margin on the growth, or its prediction if larger."""
+        """Return the budget that an option needs: its peak plus a margin on the growth, but at least its prediction."""
         margin = max(MARGIN, self.excess * TRIAL_MARGIN) if option.measured_bytes is None else TRIAL_MARGIN
         return max(round(option.peak_bytes + (margin - 1) * self._growth(option)), option.process_bytes)
 
     def _growth(self, option: Option) -> int:
-        """Return the growth in a step, above model and batch."""
+        """Return the growth of the process in a step, without model and batch."""
         return option.peak_bytes - self.base_bytes - option.counted.resident_bytes
 
     def fits(self, option: Option, memory_bytes: int) -> bool:
@@ -377,7 +363,7 @@ class _Planner:
                 break
             say(f"timing {option.name}")
             config = self.configs[option.name]
-            if not rate:  # a first step with one image determines the number of images of the timed steps
+            if not rate:  # a first step with one image determines the number of images in the timed steps
                 rate = step_seconds(config, self.counter, self.device, 1, 0.5) / option.counted.flops
             whole = rate * option.counted.flops / config.trainer.grad_accum_steps
             images = max(1, min(config.data.batch_size, int(config.data.batch_size * _STEP / max(whole, 1e-9))))
@@ -440,7 +426,7 @@ class _Planner:
     def above_budget(self, option: Option) -> Excluded:
         """Return the option as an excluded recipe."""
         bound = self.bound(option)
-        how = "may take" if option.measured_bytes is None else "took, in a trial and with a margin,"
+        how = "may use" if option.measured_bytes is None else "used, in a trial and including a margin,"
         return Excluded(option.name, f"its process {how} {format_bytes(bound)}", bound, option.exactness)
 
     def _trial_seconds(self, option: Option, memory_bytes: int) -> float | None:
@@ -461,7 +447,7 @@ class _Planner:
     def with_losses(
         self, fitting: list[tuple[Candidate, Option]], deadline: float, say: Callable[[str], None]
     ) -> list[tuple[Candidate, Option]]:
-        """Compare the gradients of inexact options with the exact one, if weights and images are available."""
+        """Compare the gradients of inexact options with the exact gradients, if weights and images are available."""
         measurable = [Exactness.NEAR, Exactness.APPROXIMATE, Exactness.UNKNOWN]
         if self.chosen:
             measurable.append(Exactness.PART)
@@ -486,13 +472,6 @@ class _Planner:
         ]
 
 
-def _run_steps(config: Config) -> int | None:
-    """Return the number of optimizer steps of the run; None without its images."""
-    if missing_images(config):
-        return None
-    return run_length(config, open_images(config, factory.input_of(config.model)), 1)[1]
-
-
 def _rough(candidate: Candidate, option: Option) -> tuple[int, float]:
-    """Sort key of options without times: class, then FLOPs."""
+    """Sort key of options without times: exactness class, then FLOPs."""
     return option.exactness, option.counted.flops * candidate.time_factor * (1.02 if candidate.in_backward else 1)

@@ -1,4 +1,4 @@
-"""A plan as text for a terminal."""
+"""Format a plan as text for a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from efficient_ft.methods.declarations import Exactness
 from efficient_ft.planning.options import Option
 from efficient_ft.planning.planner import Plan
 
-#: What each class of recipes is called.
+#: Display names of the exactness classes.
 CLASSES = {
     Exactness.EXACT: "exact",
     Exactness.NEAR: "near exact",
@@ -26,50 +26,38 @@ CLASSES = {
 def plan_text(plan: Plan, *, every: bool = False, columns: Sequence[str] = ()) -> str:
     """Return the table of the options, the recommendation, and the excluded recipes with reasons.
 
-    Args:
-        plan: the plan.
-        every: all options; False: those on the Pareto front of peak, step time and exactness.
-        columns: columns of the table, see `core.sheet.render`; empty for those that fit the terminal.
+    If `every`, all options are shown instead of the Pareto front of peak, step time and exactness. `columns`: see
+    `core.sheet.render`.
     """
     where = "the GPU" if plan.device.startswith("cuda") else "the process"
     lines = [
         f"Budget: memory={bytes_setting(plan.memory_bytes)} ({format_bytes(plan.memory_bytes)}) for {where}"
-        + (f", {format_bytes(plan.base_bytes)} of it for the interpreter and its libraries" if plan.base_bytes else "")
+        + (f", of which the interpreter and libraries use {format_bytes(plan.base_bytes)}" if plan.base_bytes else "")
         + f"; allocator: {plan.allocator}."
     ]
     if plan.memory_bytes < plan.asked_bytes:
         lines.append(
-            f"{format_bytes(plan.asked_bytes)} were requested; this machine or its container has"
-            f" {format_bytes(plan.memory_bytes)}, which counts."
+            f"{format_bytes(plan.asked_bytes)} were requested, but this machine or its container has only"
+            f" {format_bytes(plan.memory_bytes)}, which is used as the budget."
         )
     texts = ["\n".join(map(paragraph, lines))]
     shown = [option for option in plan.options if every or option.on_front or option == plan.recommended]
     if shown:
-        title = "Recipes that fit" + (
-            "" if every else ", on the front of peak, time and exactness (--all: every recipe)"
-        )
-        texts += [f"{paragraph(f'{title}:')}\n{_table(shown, plan, columns)}", _legend(shown)]
+        which = "" if every else ", on the Pareto front of peak, time and exactness (--all shows every recipe)"
+        texts += [f"{paragraph(f'Recipes that fit{which}:')}\n{_table(shown, plan, columns)}", _legend(shown)]
     texts += ["\n".join(_recommendation(plan)), *_excluded(plan)]
     return "\n\n".join([*texts, f"Planned in {format_seconds(plan.seconds)}."])
 
 
 def _table(options: Sequence[Option], plan: Plan, chosen: Sequence[str]) -> str:
-    columns = {
-        "recipe": Column(words=True),
-        "peak": Column(),
-        "step": Column(1),
-        "run": Column(3),
-        "class": Column(1, words=True),
-        "cosine": Column(2),
-        "lost": Column(1),
-        "counted": Column(4),
-    }
+    columns = {"recipe": Column(words=True), "peak": Column(), "step": Column(1), "run": Column(3), "class":
+               Column(1, words=True), "cosine": Column(2), "lost": Column(1), "counted": Column(4)}  # fmt: skip
     rows = [_line(option, plan) for option in options]
     return render(list(columns), rows, "text", columns=columns, chosen=chosen)
 
 
 def _legend(shown: Sequence[Option]) -> str:
-    """Return the sentences that explain the columns and which values are measured."""
+    """Return sentences that explain the columns and state which values are measured."""
     tried = any(option.measured_bytes is not None for option in shown)
     evidence = dict.fromkeys(text for o in shown if o.exactness is Exactness.EXACT for text in o.evidence)
     return "\n".join(
@@ -78,17 +66,17 @@ def _legend(shown: Sequence[Option]) -> str:
             "peak: peak memory of the process. counted: its live tensors. Values with ≈ are predicted, peaks from the"
             " count and times from FLOPs. The other values are measured on this machine"
             + (": the recommended recipe ran for a few steps in a separate process." if tried else "."),
-            "cosine: cosine of the gradient and the exact gradient, over what trains, on images of the run. A class"
-            " without a measured cosine is declared by the methods."
-            + (f" exact: shown by {'; '.join(evidence)}." if evidence else ""),
-            "lost: points of test accuracy below full fine-tuning in finished studies of small networks, from the best"
-            " to the worst, without the memory method. –: not known.",
+            "cosine: cosine between the gradient and the exact gradient of the trained parameters, on images of the"
+            " run. A class without a measured cosine is declared by the methods."
+            + (f" Evidence for exact: {'; '.join(evidence)}." if evidence else ""),
+            "lost: loss of test accuracy relative to full fine-tuning, in percentage points, without the memory method"
+            " (smallest to largest loss in finished studies of small networks). –: not studied.",
         )
     )
 
 
 def _recommendation(plan: Plan) -> list[str]:
-    """Return the recommended recipe with its command and the number of recipes compared, or why there is none."""
+    """Return the recommended recipe, its command and the number of compared recipes, or why there is no recommendation."""
     left = len(plan.not_examined)
     if plan.recommended is not None:
         lines = wrapped(f"Recommended: {plan.recommended.name}", terminal_width(), "  ")
@@ -118,7 +106,7 @@ def _recommendation(plan: Plan) -> list[str]:
 
 
 def _more(plan: Plan) -> str:
-    """Return a sentence on how to examine the remaining recipes; empty if there are none."""
+    """Return a sentence on how to examine the remaining recipes; empty if all recipes were examined."""
     left = len(plan.not_examined)
     if not left:
         return ""
@@ -139,7 +127,7 @@ def _command(words: Sequence[str]) -> list[str]:
 
 
 def _excluded(plan: Plan) -> list[str]:
-    """Return texts on the recipes that are not possible, by reason, and on those that were not examined."""
+    """Return texts about the recipes that are not possible, by reason, and the recipes that were not examined."""
     texts = []
     impossible = [one for one in plan.excluded if one.examined]
     if impossible:
@@ -149,7 +137,7 @@ def _excluded(plan: Plan) -> list[str]:
             if one.process_bytes is None:
                 reasons.setdefault(one.reason, []).append(one.name)
             else:
-                sizes.setdefault(_stem(one.name), []).append(one.process_bytes)
+                sizes.setdefault(one.name.partition(", ")[0], []).append(one.process_bytes)
         groups: dict[str, list[str]] = {}
         for stem, needed in sorted(sizes.items(), key=lambda pair: min(pair[1])):
             groups.setdefault(_span(needed, plan.memory_bytes), []).append(_several(stem, len(needed)))
@@ -158,7 +146,7 @@ def _excluded(plan: Plan) -> list[str]:
         first = f"Not possible ({len(impossible)}; the budget is {format_bytes(plan.memory_bytes)}):"
         texts.append("\n".join([first, *(_broken(f"  {line}") for line in lines)]))
     if plan.not_examined:
-        stems = Counter(map(_stem, plan.not_examined))
+        stems = Counter(name.partition(", ")[0] for name in plan.not_examined)
         names = ", ".join(_several(stem, count) for stem, count in stems.items())
         first = f"Not examined ({len(plan.not_examined)}): planning took {format_seconds(plan.seconds)}.{_more(plan)}"
         texts.append(f"{paragraph(first)}\n{_broken(f'  {names}')}")
@@ -166,13 +154,8 @@ def _excluded(plan: Plan) -> list[str]:
 
 
 def _broken(line: str) -> str:
-    """Wrap a line with names of recipes for the terminal."""
+    """Wrap a line with recipe names for the terminal."""
     return "\n".join(wrapped(line, terminal_width(), "    "))
-
-
-def _stem(name: str) -> str:
-    """Return the name of a recipe without its optimizer."""
-    return name.partition(", ")[0]
 
 
 def _several(stem: str, count: int) -> str:
@@ -180,7 +163,7 @@ def _several(stem: str, count: int) -> str:
 
 
 def _span(sizes: Sequence[int], budget: int) -> str:
-    """Return the range of sizes above the budget; a size that is printed like the budget is marked as larger."""
+    """Return the range of sizes above the budget. A size that is printed like the budget is marked as larger."""
     shown = format_bytes(budget)
     least, most = (
         f"slightly more than {text}" if text == shown else text for text in map(format_bytes, (min(sizes), max(sizes)))
@@ -189,29 +172,29 @@ def _span(sizes: Sequence[int], budget: int) -> str:
 
 
 def _none_allowed(plan: Plan) -> list[str]:
-    """Why none of the recipes that fit is recommended, and what would allow one."""
-    lines = ["None of these is within the limits of time and loss."]
+    """Explain why none of the recipes that fit is recommended, and which limits would allow one."""
+    lines = ["None of these recipes is within the limits of time and loss."]
     if any(option.choice <= Exactness.NEAR for option in plan.options):
-        return [*lines, "The exact and near exact ones take too long: time=LONGER allows them."]
+        return [*lines, "The exact and near exact recipes take too long: time=LONGER allows them."]
     known = {o.name: max(o.points_lost.values()) for o in plan.options if o.points_lost}
     if known:
         name = min(known, key=known.__getitem__)
         points = math.ceil(10 * known[name]) / 10
-        lines.append(f"{name} loses the least of those that were studied: loss={points:g} allows it.")
+        lines.append(f"Of the studied recipes, {name} loses the least: loss={points:g} allows it.")
     if len(known) < len(plan.options):
-        lines.append("What was never studied is not recommended; --json FILE has the command of each recipe.")
+        lines.append("Recipes without a study are not recommended; --json FILE writes the command of each recipe.")
     exact = [e for e in plan.excluded if e.exactness is not None and e.exactness <= Exactness.NEAR]
     if exact:
         least = min(exact, key=lambda e: e.process_bytes or 0)
         assert least.exactness is not None
         assert least.process_bytes is not None
         kind = CLASSES[least.exactness]
-        lines.append(f"With memory={bytes_setting(least.process_bytes)} a recipe fits that is {kind}: {least.name}.")
+        lines.append(f"memory={bytes_setting(least.process_bytes)} allows a recipe that is {kind}: {least.name}.")
     return lines
 
 
 def _cosine(option: Option) -> str:
-    """The cosine in the table: that of methods which the user named is unknown until it is measured."""
+    """Format the cosine. It is unknown for the user's methods until it is measured."""
     if option.exactness is Exactness.EXACT:
         return "1"
     if option.cosine is None:

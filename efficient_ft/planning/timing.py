@@ -10,37 +10,28 @@ import torch
 from torch import nn
 
 from efficient_ft.bench.memory import settled_bytes
+from efficient_ft.bench.step import build_step
 from efficient_ft.bench.timing import waiter
 from efficient_ft.config import Config
 from efficient_ft.cost import StepMemory, TrainingStep
 from efficient_ft.cost.probe import undisturbed
 from efficient_ft.cost.step import forward_and_loss
-from efficient_ft.methods.base import apply_methods
-from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
 from efficient_ft.planning.counting import Counter
 from efficient_ft.training.memory.libraries import libraries, load
-from efficient_ft.training.optimizer import build_optimizer
-from efficient_ft.training.run_task import step_spec
 from efficient_ft.training.trainer import on_device, use_channels_last
 
 #: Maximum number of timed steps, for a plan and in a trial.
 STEPS, TRIAL_STEPS = 8, 60
-#: A trial ends after these seconds and at least this many steps, because a process grows in its first steps.
+#: A trial ends early after this many seconds and steps. Several steps are needed, because a process grows at first.
 _ENOUGH, _FEW = 3.0, 6
 
 
 def step_seconds(config: Config, counter: Counter, device: torch.device, images: int, max_seconds: float) -> float:
     """Return the seconds of one optimizer step, including all micro-batches.
 
-    If a timed step has fewer images than the batch, the time of its forward and backward passes is scaled.
-
-    Args:
-        config: configuration of the run.
-        counter: provides the network.
-        device: device of the step.
-        images: number of images in a timed step, at most the batch size.
-        max_seconds: no further step begins after this time.
+    If a timed step has fewer images than the batch, the time of its forward and backward passes is scaled. `counter`
+    provides the network. No further step begins after `max_seconds`.
 
     Raises:
         UserError: the methods cannot be built or applied to the network.
@@ -52,7 +43,7 @@ def step_seconds(config: Config, counter: Counter, device: torch.device, images:
             step()
         passes, updates = [], []
         start = time.perf_counter()
-        for number in range(STEPS + 1):  # the first is slower: memory is allocated, kernels are compiled
+        for number in range(STEPS + 1):  # the first step is slower: memory is allocated, and kernels are compiled
             if number > 1 and time.perf_counter() - start > max_seconds:
                 break
             wait()
@@ -73,7 +64,7 @@ def step_seconds(config: Config, counter: Counter, device: torch.device, images:
 
 @dataclass(frozen=True)
 class Trial:
-    """Memory and time of optimizer steps of a recipe, measured in a separate process.
+    """Memory and time of a recipe's optimizer steps, measured in a separate process.
 
     Attributes:
         peak_bytes: peak of the process minus its size before the model; on a GPU, bytes reserved on the device.
@@ -89,21 +80,16 @@ class Trial:
 def try_recipe(config: Config, num_classes: int, max_seconds: float) -> Trial:
     """Take optimizer steps with full batches, and measure their time and the memory of this process.
 
-    The process must not have run other steps, because memory kept by the allocator would hide the growth.
-
-    Args:
-        config: configuration of the run.
-        num_classes: number of classes of the network.
-        max_seconds: no further step begins after this time, once one is measured.
+    The process must not have run other steps, because memory kept by the allocator would hide the growth. After one
+    measured step, no further step begins after `max_seconds`.
 
     Raises:
         UserError: the methods cannot be built or applied to the network.
     """
     device = on_device(config)
     interpreter = settled_bytes()
-    step = _training_step(
-        config, factory.random_model(config.model, num_classes), device, images=config.data.batch_size
-    )
+    network = factory.random_model(config.model, num_classes)
+    step = _training_step(config, network, device, images=config.data.batch_size)
     for library in libraries(config.optim.state_bits, step.methods):
         load(library)
     memory, wait = StepMemory(device), waiter(device)
@@ -130,15 +116,6 @@ def try_recipe(config: Config, num_classes: int, max_seconds: float) -> Trial:
 
 
 def _training_step(config: Config, network: nn.Module, device: torch.device, images: int) -> TrainingStep:
-    """Return the training step of a run, with its methods applied to `network`, with at most `images` images."""
-    methods, spec = build_methods(config), step_spec(config)
-    apply_methods(network, methods)
-    if use_channels_last(config, device):
-        network.to(memory_format=torch.channels_last)
-    return TrainingStep(
-        network,
-        methods,
-        type(spec)(**{**vars(spec), "batch_size": min(images, spec.batch_size)}),
-        device=device,
-        build_optimizer=lambda model: build_optimizer(model, config.optim, config.trainer.precision),
-    )
+    """Return a run's training step with at most `images` images, and apply its methods to `network`."""
+    batch_size = min(images, config.data.batch_size)
+    return build_step(config, network, device, batch_size, use_channels_last(config, device))

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from efficient_ft.bench import gradient_error, projections
 from efficient_ft.bench.gradient_error import STATES, Study, groups, measure, save
-from efficient_ft.bench.gradients import error_and_cosine, step_gradients
-from efficient_ft.bench.images import image_folder, shuffled_batches
+from efficient_ft.bench.gradients import error_and_cosine, image_folder, shuffled_batches, step_gradients
 from efficient_ft.bench.projections import METHODS, Candidate, candidates, headroom
 from efficient_ft.cli.commands import gradient_error as command
 from efficient_ft.cli.commands import run_command
@@ -134,7 +133,7 @@ def test_a_mistake_is_one_message_and_status_2(weights, tmp_path, capsys):
     for text in ("{", "[1]", '{"runs": {"x": 1}, "results": []}', '{"runs": {}, "results": [{}]}'):
         (tmp_path / "old.json").write_text(text)
         said = refused(*common, f"--images={images}", f"--json={tmp_path / 'old.json'}")
-        assert "old.json cannot be extended: it holds other data." in said, "before anything is measured"
+        assert "old.json cannot be extended: it contains other data." in said, "before anything is measured"
     assert "no.safetensors" in refused(f"--weights={tmp_path / 'no.safetensors'}", f"--images={images}")
 
 

@@ -153,7 +153,7 @@ def test_no_new_start_without_a_preload(tmp_path: Path, choice: str) -> None:
         ("allocator._libraries = lambda name: iter(())", "tcmalloc is not installed: apt install libtcmalloc-minimal4"),
         (
             "from pathlib import Path; allocator._libraries = lambda name: iter([Path(__file__)])",
-            "train.py does not load. Install another: apt install",
+            "train.py does not load. Install a different library: apt install",
         ),
         (
             "from pathlib import Path; sys.modules['torch'] = None\n"

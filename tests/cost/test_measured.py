@@ -153,7 +153,7 @@ def test_timing_ends_in_time(run: tuple[nn.Module, list[Method]]):
     """Without time everything is counted and the method alone is timed; with a little, at least one step of each."""
     costs = compare(*run, small_vit, **SHAPE, steps=1000, max_seconds=0.0)
     assert costs["method"].measured is not None
-    assert costs["baseline"].note == "not timed: timing it would exceed 0 s in all"
+    assert costs["baseline"].note == "not timed: timing would exceed 0 s in total"
     costs = compare(*run, small_vit, **SHAPE, steps=100_000, max_seconds=8.0)
     counts = {len(cost.measured.seconds) for cost in costs.values() if cost.measured is not None}
     assert len(counts) == 1

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from efficient_ft.methods.build import build_methods
-from efficient_ft.planning import Candidate, Examined, planner
+from efficient_ft.planning import Candidate, Exactness, Examined, planner
 from efficient_ft.planning.candidates import candidates, split
 from efficient_ft.planning.text import plan_text
 from tests.planning.common import SETTINGS, a_plan, configure
@@ -66,3 +68,24 @@ def test_head_and_last_stage_are_examined_with_the_smallest_planning_time(
     impossible = text.partition("Not possible (2; the budget is 963 MiB):")[2].partition("Not examined")[0]
     assert ("head" in impossible and "last_stage" in impossible and "needs 1." in impossible) == (memory is None)
     assert sum(not one["examined"] for one in found.as_dict()["excluded"]) == len(found.not_examined)
+
+
+def test_recipes_are_examined_until_one_can_be_recommended(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter(range(9))  # each recipe takes a second
+    monkeypatch.setattr(planner, "clock", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    usable = SimpleNamespace(
+        option=lambda candidate: candidate, fits=lambda *_: True, bound=lambda _: 1, _refuse_too_little=lambda *_: None
+    )
+    todo = [Candidate((name,), exactness=Exactness.PART) for name in ("head", "last_stage", "bitfit")]
+    todo += [Candidate(("full",), exactness=Exactness.EXACT), Candidate(("lora",))]
+    found, excluded = planner._Planner.examine(
+        usable,  # type: ignore[arg-type]
+        todo,
+        memory_bytes=1,
+        times=(0.5, 3.5),
+        choose=lambda options: next((one for one in options if one.exactness is Exactness.EXACT), None),
+        say=lambda text: None,
+        ready=lambda examined: None,
+    )
+    assert [candidate.name for candidate, _ in found] == ["head", "last_stage", "bitfit", "full"]
+    assert [one.name for one in excluded] == ["lora"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -58,9 +59,9 @@ def test_a_plan_without_a_recommendation_says_what_would_allow_one() -> None:
         1.0,
     )
     text = plan_text(plan)
-    assert f"{studied.name} loses the least of those that were studied: loss=2.1 allows it." in text
-    assert "never studied" in text
-    assert "With memory=1.5GB a recipe fits that is near exact: low bits." in text
+    assert f"Of the studied recipes, {studied.name} loses the least: loss=2.1 allows it." in text
+    assert "Recipes without a study are not recommended" in text
+    assert "memory=1.5GB allows a recipe that is near exact: low bits." in text
     close = replace(above, process_bytes=plan.memory_bytes + 1)
     assert "low bits: needs slightly more than 1.12 GiB" in plan_text(replace(plan, excluded=(further, close)))
     slow = replace(plan, options=(option(Exactness.EXACT, 1, 9, on_front=True),))
@@ -146,7 +147,21 @@ def test_a_cosine_that_nobody_measured_is_unknown_in_the_table() -> None:
     plan = Plan(4 * 10**9, 4 * 10**9, 0, "x", "cpu", (named,), (), named, 1, "x", None, 60.0)
     line = next(line for line in plan_text(plan).splitlines() if line.startswith(named.name))
     assert line.split().count("unknown") == 2, "class and cosine"
-    assert "exact: shown by" not in plan_text(plan)
+    assert "Evidence for exact" not in plan_text(plan)
+
+
+@pytest.mark.parametrize(("width", "times"), [(80, ["410 ms"]), (140, ["410 ms", "6 min 44 s"])])
+def test_the_times_of_a_step_and_of_the_run_have_their_own_columns(
+    width: int, times: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    one = replace(option(Exactness.NEAR, 3, 0.41, timed=True, on_front=True), name="full+compact, 8-bit moments")
+    plan = Plan(4 * 10**9, 4 * 10**9, 0, "x", "cpu", (one,), (), one, 1, "x", 985, 1.0)
+    lines = plan_text(plan).splitlines()
+    header = next(line for line in lines if line.startswith("recipe  "))
+    cells = re.split(r"  +", next(line for line in lines if line.startswith("full+compact")))
+    assert cells[2 : 2 + len(times)] == times
+    assert re.split(r"  +", header)[2 : 2 + len(times)] == ["step", "run"][: len(times)]
 
 
 class _Declared(BackRazor):
