@@ -34,9 +34,10 @@ class Closeness:
         images = open_images(config.model_copy(update={"data": data, "tasks": {}}), factory.input_of(config.model))
         inputs, targets = next(iter(images.train_loader()))
         self._batch = moved(inputs, device), targets.to(device)
-        self._task = kind_of(config).task_of(config)
+        kind = kind_of(config)
+        self._task = kind.task_of(config)
         torch.manual_seed(config.seed)
-        self._plain = factory.create_model(config.model, images.num_classes).to(device)
+        self._plain = kind.network(config.model, images.num_classes).to(device)
         for name in view(self._plain).head:
             weight = getattr(self._plain.get_submodule(name), "weight", None)
             if weight is not None and not weight.any():  # a zero head would block all gradients

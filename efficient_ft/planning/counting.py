@@ -14,8 +14,8 @@ from efficient_ft.cost.executed import count
 from efficient_ft.cost.probe import Probe, undisturbed
 from efficient_ft.methods.base import Method
 from efficient_ft.methods.build import build_methods
-from efficient_ft.models import factory
 from efficient_ft.models.view import view
+from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.optimizer import build_optimizer
 from efficient_ft.training.run_task import step_spec
 
@@ -65,7 +65,7 @@ class Counter:
 
     def network(self) -> nn.Module:
         """Return a new network on the CPU, with random weights."""
-        return factory.random_model(self._config.model, self.classes)
+        return kind_of(self._config).random_network(self._config.model, self.classes)
 
     def _on_meta_device(self) -> nn.Module:
         """Return the network on the meta device."""

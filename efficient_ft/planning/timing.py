@@ -17,8 +17,8 @@ from efficient_ft.cost.probe import undisturbed
 from efficient_ft.cost.step import forward_and_loss
 from efficient_ft.methods.base import apply_methods
 from efficient_ft.methods.build import build_methods
-from efficient_ft.models import factory
 from efficient_ft.planning.counting import Counter
+from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory.libraries import libraries, load
 from efficient_ft.training.optimizer import build_optimizer
 from efficient_ft.training.run_task import step_spec
@@ -101,9 +101,8 @@ def try_recipe(config: Config, num_classes: int, max_seconds: float) -> Trial:
     """
     device = on_device(config)
     interpreter = settled_bytes()
-    step = _training_step(
-        config, factory.random_model(config.model, num_classes), device, images=config.data.batch_size
-    )
+    network = kind_of(config).random_network(config.model, num_classes)
+    step = _training_step(config, network, device, images=config.data.batch_size)
     for library in libraries(config.optim.state_bits, step.methods):
         load(library)
     memory, wait = StepMemory(device), waiter(device)

@@ -52,7 +52,7 @@ def cost_only(config: Config) -> dict[str, Any]:
     """
     kind = kind_of(config)
     classes, spec = kind.classes(config), factory.input_of(config.model)
-    network = factory.random_model(config.model, classes)
+    network = kind.random_network(config.model, classes)
     methods = build_methods(config)
     kind.refuse_methods(methods)
     report = cost_report(config, network, methods, classes, Timing(torch.device("cpu")))
@@ -95,7 +95,7 @@ def cost_report(
     found = cost.compare(
         network,
         methods,
-        None if selection is None or is_baseline else lambda: factory.random_model(config.model, classes),
+        None if selection is None or is_baseline else lambda: kind_of(config).random_network(config.model, classes),
         baseline_methods=selection or (),
         batch_size=min(spec.batch_size, timing.largest_batch or spec.batch_size),
         input_size=spec.input_size,

@@ -131,7 +131,8 @@ def prepare(config: Config, held: RunFolder, begun: Callable[[], None], opened: 
     say(summary_text(understood))
     release_freed_memory()  # allocators keep the memory of making the lists: 75 MiB for a million images
     before_model = resident_bytes()
-    network = kind.network(config, data)
+    network = kind.network(config.model, data.num_classes)
+    kind.check_network(network, data)
     methods = build_methods(config)
     kind.refuse_methods(methods)
     held.begin(config, {IMAGES: digest, CONTENTS: json_text(contents.record())}, begun)

@@ -38,14 +38,15 @@ def fill_features(config: Config) -> RunFeatures:
     """
     if config.tasks:
         raise UserError("Features of a run on several tasks are not stored. Leave out tasks=.")
-    if not kind_of(config).supports("cache_features"):
+    kind = kind_of(config)
+    if not kind.supports("cache_features"):
         raise UserError(f"Features of a run with task={config.task} are not stored. Train without stored features.")
     missing = [factory.missing_weights(config.model), *missing_images(config)]
     if any(missing):
         raise UserError("\n".join(message for message in missing if message is not None))
     L.seed_everything(config.seed, verbose=False)  # the same random weights as in the run
     images: Any = open_images(config, factory.input_of(config.model))
-    network = factory.create_model(config.model, images.num_classes)
+    network = kind.network(config.model, images.num_classes)
     device = on_device(config)
     if use_channels_last(config, device):
         network.to(memory_format=torch.channels_last)

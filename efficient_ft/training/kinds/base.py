@@ -24,6 +24,7 @@ from efficient_ft.data.sources import DataSource
 from efficient_ft.methods.base import Method
 from efficient_ft.methods.declarations import Axis
 from efficient_ft.models import factory
+from efficient_ft.models.factory import Family
 from efficient_ft.task import Task
 from efficient_ft.training.kinds.scoring import split_scores
 
@@ -146,6 +147,7 @@ class Kind(ABC):
         rules: the allowed data sets and networks, and the unsupported settings.
         task: loss and metric, with default settings.
         sources: data sets that the kind adds, by name.
+        family: functions that build the networks in `rules.networks`; None for a family of this package.
         decodes_files: True if samples are decoded when a batch is loaded, which worker processes can do.
         table_classes: number of classes for the costs of published tables; None to count the classes of the data.
         fixed_batches: True if all training batches have the same shape, so that a loop over them can be timed.
@@ -155,6 +157,7 @@ class Kind(ABC):
     task: Task
     sources: Mapping[str, DataSource] = {}
     decodes_files: bool = True
+    family: Family | None = None
     table_classes: int | None = None
     fixed_batches: bool = False
 
@@ -205,9 +208,29 @@ class Kind(ABC):
         """Return the number of classes without opening the data; `UNKNOWN_CLASSES` if the data are missing."""
         return class_count(config.data) or UNKNOWN_CLASSES
 
-    def network(self, config: Config, data: RunData) -> nn.Module:
-        """Build the network of a run, with its weights."""
-        return factory.create_model(config.model, data.num_classes)
+    def network(self, model: ModelConfig, classes: int | Mapping[str, int], *, report: bool = True) -> nn.Module:
+        """Build a network, with the weights that the configuration names.
+
+        Args:
+            model: The ``model`` section of the configuration.
+            classes: Number of outputs, or a mapping from data sets to numbers of outputs.
+            report: True to log which weights were loaded.
+
+        Raises:
+            UserError: If the network cannot be built, or if its weights are missing or do not fit.
+        """
+        return factory.create_model(model, classes, report=report)
+
+    def random_network(self, model: ModelConfig, classes: int | Mapping[str, int]) -> nn.Module:
+        """Build the same network with random weights, to load a file of a run or to count costs."""
+        return factory.random_model(model, classes)
+
+    def check_network(self, network: nn.Module, data: RunData) -> None:  # noqa: B027 (optional)
+        """Reject data that the network cannot process.
+
+        Raises:
+            UserError: If the network does not fit the data.
+        """
 
     def network_input(self, spec: InputSpec, data: RunData) -> InputSpec:
         """Return the input of the network, extended by the data (a tokenizer)."""

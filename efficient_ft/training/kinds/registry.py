@@ -11,8 +11,10 @@ import importlib
 
 from efficient_ft.config import Config
 from efficient_ft.config.kinds import RULES, rules_of
+from efficient_ft.config.schema import NETWORKS
 from efficient_ft.core.errors import UserError
 from efficient_ft.data.sources import SOURCES
+from efficient_ft.models.factory import FAMILIES
 from efficient_ft.task import TASKS
 from efficient_ft.training.kinds.base import Kind
 
@@ -42,6 +44,9 @@ def register(kind: Kind) -> Kind:
     _registered[name] = kind
     RULES[name], TASKS[name] = kind.rules, kind.task
     SOURCES.update(kind.sources)
+    if kind.family is not None:
+        FAMILIES[kind.rules.family] = kind.family
+        NETWORKS.update(dict.fromkeys(kind.rules.networks, kind.rules.family))
     return kind
 
 

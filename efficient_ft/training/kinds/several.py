@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from efficient_ft.config import Config
+from efficient_ft.config import Config, ModelConfig
 from efficient_ft.config.kinds import SEVERAL
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.data import ImageData, RoundRobinData, class_count
@@ -48,6 +49,12 @@ class SeveralDataSets(Kind):
 
     def classes(self, config: Config) -> dict[str, int]:
         return {name: class_count(data) or UNKNOWN_CLASSES for name, data in config.tasks.items()}
+
+    def network(self, model: ModelConfig, classes: int | Mapping[str, int], *, report: bool = True) -> nn.Module:
+        return self._kind.network(model, classes, report=report)
+
+    def random_network(self, model: ModelConfig, classes: int | Mapping[str, int]) -> nn.Module:
+        return self._kind.random_network(model, classes)
 
     def evaluate(self, config: Config, model: nn.Module, data: RunData, device: torch.device) -> Evaluated:
         switch, found = tasks_of(model), {}

@@ -39,10 +39,8 @@ class TextKind(ClassKind):
         """Return the configuration that skips unusable texts: listing finds them, and would stop at the first."""
         return config.model_copy(update={"data": config.data.model_copy(update={"on_corrupt": "skip"})})
 
-    def network(self, config: Config, data: RunData) -> nn.Module:
-        network = super().network(config, data)
+    def check_network(self, network: nn.Module, data: RunData) -> None:
         require_fitting(only(data).tokenizer, network)
-        return network
 
     def network_input(self, spec: InputSpec, data: RunData) -> InputSpec:
         return replace(spec, tokenizer=only(data).tokenizer)

@@ -80,7 +80,7 @@ class Predictor:
         warm = any(method.warmup_steps for method in build_methods(config))
         key = config.model.model_dump_json() + str(warm)
         if key not in self._networks:
-            network = factory.random_model(config.model, self._classes)
+            network = self._kind.random_network(config.model, self._classes)
             self._networks = {key: network if warm else network.to("meta")}  # the last one is enough
         return self._networks[key]
 

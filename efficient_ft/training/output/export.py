@@ -23,7 +23,7 @@ from efficient_ft.core.tokenizer import Tokenizer
 from efficient_ft.data.images import MAX_PIXELS, Decoding
 from efficient_ft.methods import METHODS
 from efficient_ft.methods.base import Method, in_order
-from efficient_ft.models.factory import create_model, random_model, read_state_dict
+from efficient_ft.models.factory import read_state_dict
 from efficient_ft.models.tasks import tasks_of
 from efficient_ft.models.text import TOKENIZER
 from efficient_ft.record.files import write_atomically
@@ -148,17 +148,18 @@ def load(run: Path, task: str | None = None) -> Trained:
     if task is not None and task not in tasks:
         has = f"its tasks are {', '.join(tasks)}" if tasks else "it was trained on one data set"
         raise UserError(f"{run} has no task {task}: {has}.")
+    kind = kind_named(about.task)
     names = next(iter(tasks.values())) if isinstance(about.class_names, dict) else about.class_names
     classes = {name: len(of_task) for name, of_task in tasks.items()} or len(names)
     try:
         if added or tasks:
-            model = random_model(config, classes)
+            model = kind.random_network(config, classes)
             for method in added:
                 method.apply(model)
             _require_same_shapes(file, model)
             model.load_state_dict(read_state_dict(file))
         else:
-            model = create_model(config, classes, report=False)
+            model = kind.network(config, classes, report=False)
             _require_same_shapes(file, model)
     except (UserError, RuntimeError, TypeError) as error:
         raise _altered(file, first_line(error)) from error
