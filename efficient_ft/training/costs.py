@@ -1,4 +1,4 @@
-"""The cost of a training step of a run and of its baseline."""
+"""The cost of a run's training step and of its baseline."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from efficient_ft.training.run_task import step_spec
 
 @dataclass(frozen=True)
 class Timing:
-    """The measurement of training steps, in addition to their count.
+    """Settings for the measurement of training steps.
 
     Attributes:
-        device: takes the steps.
+        device: the device that takes the steps.
         steps: number of timed steps; 0 to count only.
-        max_seconds: no further step is timed after this time; None for no limit.
-        largest_batch: maximum number of samples in a batch, the size of the training split; None for no limit.
+        max_seconds: time after which no further step is timed; None for no limit.
+        largest_batch: maximum number of samples per batch, the size of the training split; None for no limit.
     """
 
     device: torch.device
@@ -42,13 +42,13 @@ class Timing:
 
 
 def cost_only(config: Config) -> dict[str, Any]:
-    """Count and print the cost of a training step and of its baseline. Needs neither data nor weights.
+    """Count and print the cost of a training step and of its baseline, without data and weights.
 
     Returns:
         A `record.results.CostReport`.
 
     Raises:
-        UserError: the model or a method cannot be built, or a method cannot be applied to the model.
+        UserError: If the model or a method cannot be built, or if a method cannot be applied to the model.
     """
     kind = kind_of(config)
     classes, spec = kind.classes(config), factory.input_of(config.model)
@@ -76,14 +76,14 @@ def cost_report(
 
     Args:
         config: the configuration of the run.
-        network: the model; with several tasks the step is one of the first task.
-        methods: the methods to apply, or applied, to it.
+        network: the model. With several tasks, a step of the first task is counted.
+        methods: the methods, which may already be applied to the model.
         classes: number of classes, or a mapping from tasks to numbers of classes.
-        timing: how steps are timed.
+        timing: settings for timing the steps.
 
     Raises:
-        SettingError: `cost.baseline` names no selection.
-        UserError: the baseline's selection cannot be applied to the model.
+        SettingError: If `cost.baseline` does not name a selection.
+        UserError: If the baseline's selection cannot be applied to the model.
     """
     switch, spec = tasks_of(network), step_spec(config)
     if switch is not None:
@@ -125,7 +125,7 @@ def cost_report(
 
 
 def _room_of(config: Config) -> Callable[[], int] | None:
-    """Return a function that gives the bytes left of the run's budget; None: it has none."""
+    """Return a function that returns the remaining bytes of the run's budget; None without a budget."""
     budget = budget_of(config)
     if budget is None:
         return None

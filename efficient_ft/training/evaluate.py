@@ -1,4 +1,4 @@
-"""Evaluate the weights of a run: at its end, and later with ``evaluate=RUN``."""
+"""Evaluate the weights of a run at its end, or later with ``evaluate=RUN``."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from efficient_ft.training.output.console import say
 
 
 def evaluate(run: Path, config: Config | None = None) -> Evaluated:
-    """Print and return the accuracy of a run's best weights (model.safetensors) on every split of its images.
+    """Print and return the accuracy of a run's best weights (model.safetensors) on every split except the training
+    split.
 
-    RUN/config.yaml says which data, splits, model and methods are meant. `config` may differ from it in where the
-    images are and how they are loaded (or name another data set with the same classes), and in `trainer.precision`,
-    `trainer.accelerator` and `trainer.limit_eval_batches`; it may not change model, methods or splits. Settings that
-    evaluation does not use (`optim`, `cost`, …) are ignored.
+    RUN/config.yaml determines the data, splits, model and methods. `config` may change the folder and the loading of
+    the images (or name another data set with the same classes), `trainer.precision`, `trainer.accelerator` and
+    `trainer.limit_eval_batches`. Settings that evaluation does not use (`optim`, `cost`, …) are ignored.
 
     Args:
         run: the folder of a finished or interrupted run.
-        config: RUN/config.yaml with changes; None: as stored.
+        config: RUN/config.yaml with changes; None for the stored configuration.
 
     Raises:
-        OtherVersionError: another version of this package wrote the run folder.
-        UserError: `run` is not a run folder, `config` changes settings that are fixed, or the images are missing or
+        OtherVersionError: If another version of this package wrote the run folder.
+        UserError: If `run` is not a run folder, if `config` changes fixed settings, or if the images are missing or
             have other classes.
     """
     stored = read_config(run, PASS_A_RUN, USE_ITS_VERSION)
@@ -70,7 +70,7 @@ def evaluate(run: Path, config: Config | None = None) -> Evaluated:
 
 
 def _by_task(found: Evaluated) -> dict[str, dict[str, float]]:
-    """Return the metric by task and split; a single data set has the key ""."""
+    """Return the metric by task and split. A single data set has the key ""."""
     return found.get("tasks", {"": found["accuracy"]})
 
 
@@ -110,13 +110,13 @@ def _fixed(config: Config, other: Config) -> dict[str, Any]:
 
 
 def data_report(config: Config, folder: Path, data: RunData, device: torch.device) -> DataReport:
-    """Return the sizes of the splits, the number of samples left out, and the metric of model.safetensors by split.
+    """Return the split sizes, the number of skipped samples, and the metric of model.safetensors by split.
 
     Args:
         config: the configuration of the run.
         folder: the run folder.
         data: the data of the run.
-        device: evaluates.
+        device: the device that evaluates.
     """
     found = kind_of(config).evaluate(config, export.load(folder).model, data, device)
     each: dict[str, Any] = {}

@@ -27,24 +27,25 @@ from efficient_ft.training.output.loggers import write_summary
 from efficient_ft.training.output.samples import samples_of
 from efficient_ft.training.train import Fitted, Training
 
-#: Steps of the cost report are timed for at most this share of the training time, or for these seconds.
+#: Steps of the cost report are timed for at most this fraction of the training time, or for these seconds if longer.
 COST_SHARE, COST_SECONDS = 0.1, 2.0
 
 
 def finish(run: Training, fitted: Fitted, arguments: Sequence[str], predicted: Prediction | None) -> dict[str, Any]:
-    """Evaluate, measure the cost, and write the results of a training that has ended.
+    """Evaluate, measure the cost, and write the results after the training has ended.
 
     Args:
         run: the run.
-        fitted: its training.
-        arguments: the settings given on the command line, for the record.
-        predicted: the prediction of the memory; None without a budget.
+        fitted: the training that has ended.
+        arguments: the settings given on the command line, which are recorded.
+        predicted: the predicted memory; None without a budget.
 
     Returns:
-        The contents of results.json (`record.results.Results`); in other processes than the first, the accuracy.
+        The contents of results.json (`record.results.Results`). Other processes than the first return the accuracy
+        only.
 
     Raises:
-        UserError: no epoch was finished, or the network's outputs are not finite.
+        UserError: If no epoch was finished, or if the network's outputs are not finite.
     """
     trainer, folder = fitted.trainer, run.held.path
     accuracy, taken = _accuracy(fitted.recorder), fitted.totals.values()
@@ -136,7 +137,7 @@ def _add_memory(results: Results, run: Training, fitted: Fitted, predicted: Pred
 
 
 def _write(results: Results, run: Training, fitted: Fitted, device: torch.device) -> None:
-    """Write results.json and the summary of the loggers, and print the results."""
+    """Write results.json and the loggers' summary, and print the results."""
     folder, plain = run.held.path, dict(results)
     text = results_text(plain, folder)
     write_results(folder, results)

@@ -1,12 +1,12 @@
 """One run, from a checked configuration to its results: train, evaluate, or count the cost.
 
-The run folder holds `config.yaml`, `metrics.jsonl` (the source of truth) and `metrics.csv`, `step_stats.jsonl` (with
-`step_stats.interval`), `checkpoint.ckpt` (to continue an interrupted run) and the previous one, `model.safetensors`
-(the best epoch, under timm's own names) and, once the run has finished, `results.json`.
+The run folder contains `config.yaml`, `metrics.jsonl` (the primary record), `metrics.csv`, `step_stats.jsonl` (with
+`step_stats.interval`), `checkpoint.ckpt` (for continuing an interrupted run), the previous checkpoint, and
+`model.safetensors`. A finished run also contains `results.json`.
 
-`model.safetensors` holds the weights of the epoch with the best accuracy on the split that `data.select_best_on` names,
-because the papers report that epoch; results.json has the accuracy of the best and of the last epoch, and the
-checkpoint holds the last weights. With several tasks the best epoch has the highest mean of the tasks' accuracies.
+`model.safetensors` contains the weights of the epoch with the best accuracy on the split `data.select_best_on`, because
+the papers report that epoch. With several tasks, the mean accuracy of the tasks decides. results.json contains the
+accuracies of the best and of the last epoch, and the checkpoint contains the last weights.
 """
 
 from __future__ import annotations
@@ -51,22 +51,23 @@ from efficient_ft.training.trainer import on_device
 def run(
     config: Config, folder: Path, arguments: Sequence[str] = (), begun: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """Do what `config` asks, and print the outcome.
+    """Run `config`, and print the results.
 
     Args:
-        config: the checked configuration. With `evaluate` it is RUN/config.yaml and what evaluation may change: see
-            `training.evaluate.evaluate`.
-        folder: the run folder; not used with `evaluate` and `cost_only`.
-        arguments: settings given on the command line, stored with the run.
-        begun: called in the first process when the folder belongs to this run: to write more into it.
+        config: the checked configuration. With `evaluate`, it is RUN/config.yaml with the changes that
+            `training.evaluate.evaluate` allows.
+        folder: the run folder, which `evaluate` and `cost_only` do not use.
+        arguments: settings given on the command line, which are stored with the run.
+        begun: called in the first process when the folder belongs to this run, to write further files.
 
     Returns:
-        The contents of results.json (`record.results.Results`); with `evaluate`, accuracies by split; with `cost_only`,
+        The contents of results.json (`record.results.Results`). With `evaluate`, the accuracies by split. With
+        `cost_only`,
         the costs (`record.results.CostReport`).
 
     Raises:
-        UserError: a problem that the user can fix: weights or data are missing (both in one message),
-            the folder contains another run or one of another version, the loss is not finite, …
+        UserError: If the user must fix a problem, e.g. if weights or data are missing, if the folder contains another
+            run or a run of another version, or if the loss is not finite.
     """
     quiet_lightning()
     connect(config)

@@ -59,7 +59,7 @@ from efficient_ft.training.output.loggers import close_loggers, start_loggers
 from efficient_ft.training.processes import SameStart, from_first, world_size
 from efficient_ft.training.trainer import build_trainer, use_channels_last
 
-#: The signal that Lightning has answered, by whether it is SIGTERM.
+#: The signal that Lightning handled; the key is True for SIGTERM.
 _LIGHTNINGS = {True: signal.SIGTERM, False: signal.SIGINT}
 
 
@@ -69,7 +69,7 @@ class Training:
 
     Attributes:
         config: the configuration of the run.
-        held: the run folder, locked.
+        held: the locked run folder.
         kind: the kind of task.
         data: the opened data.
         understood: the summary of each data set; empty in other processes than the first.
@@ -95,7 +95,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Fitted:
-    """The objects that know what happened in a training that has ended."""
+    """The Trainer, callbacks and loggers of a training that has ended."""
 
     trainer: L.Trainer
     module: FineTuner
@@ -107,16 +107,17 @@ class Fitted:
 
 
 def prepare(config: Config, held: RunFolder, begun: Callable[[], None], opened: RunData | None) -> Training:
-    """Open the data, build network and methods, and begin the run folder.
+    """Open the data, build the network and the methods, and begin the run folder.
 
     Args:
         config: the configuration of the run.
-        held: the run folder, locked.
+        held: the locked run folder.
         begun: called in the first process when the folder belongs to this run.
-        opened: the data, if they are open already.
+        opened: the data if they are already open.
 
     Raises:
-        UserError: the data cannot be used or have changed since the run began, or the network cannot be built.
+        UserError: If the data cannot be used, if they have changed since the run began, or if the network cannot be
+            built.
     """
     L.seed_everything(config.seed, verbose=False)
     kind, folder = kind_of(config), held.path
@@ -129,27 +130,27 @@ def prepare(config: Config, held: RunFolder, begun: Callable[[], None], opened: 
     understood = summaries(data) if rank() == 0 else {}
     refuse_unusable(config, understood)
     say(summary_text(understood))
-    release_freed_memory()  # allocators keep the memory of making the lists: 75 MiB for a million images
+    release_freed_memory()  # building the lists leaves 75 MiB of freed memory per million images
     before_model = resident_bytes()
     network = kind.network(config.model, data.num_classes)
     kind.check_network(network, data)
     methods = build_methods(config)
     kind.refuse_methods(methods)
     held.begin(config, {IMAGES: digest, CONTENTS: json_text(contents.record())}, begun)
-    from_first()  # before the others look into the folder, the first process has prepared it
+    from_first()  # the other processes wait until the first one has prepared the folder
     return Training(config, held, kind, data, understood, network, methods, before_model)
 
 
 def fit(run: Training, arguments: Sequence[str]) -> Fitted:
-    """Train until the last step, from the last checkpoint if there is one.
+    """Train until the last step, starting from the last checkpoint if there is one.
 
     Args:
         run: the prepared run.
         arguments: the settings given on the command line, for loggers.
 
     Raises:
-        UserError: a setting does not fit the machine or the data.
-        DivergedError: the loss is not finite.
+        UserError: If a setting does not fit the machine or the data.
+        DivergedError: If the loss is not finite.
     """
     config, folder = run.config, run.held.path
     name = run_id(folder)
@@ -180,7 +181,7 @@ def fit(run: Training, arguments: Sequence[str]) -> Fitted:
     ]
     if features is not None:
         callbacks.append(features)
-    if config.step_stats.interval:  # after the methods have decided the step, before a checkpoint is written
+    if config.step_stats.interval:  # runs after the methods have prepared the step, and before checkpoints are written
         callbacks.append(StepStats(folder, run.methods, config.step_stats.interval))
     callbacks += [totals, recorder]
     if config.trainer.progress:
@@ -203,12 +204,12 @@ def _loop(run: Training, fitted: Fitted) -> None:
     with stop_on_interrupt(recorder):
         try:
             trainer.fit(fitted.module, datamodule=RunDataModule(run.data), ckpt_path=resume)
-            if recorder.stop_requested is not None:  # in the last step: everything is trained and saved
+            if recorder.stop_requested is not None:  # in the last step, after everything was saved
                 raise stopping.ending(recorder.stop_requested)
         except BaseException as error:
             close_loggers(fitted.loggers, failed=True)
             refuse_killed_worker(error)
-            if isinstance(error, SystemExit) and trainer.interrupted:  # Lightning turns signals into its own exits
+            if isinstance(error, SystemExit) and trainer.interrupted:  # Lightning converts signals to exits
                 raise stopping.ending(recorder.stop_requested or _LIGHTNINGS[trainer.received_sigterm]) from None
             raise
 
@@ -218,7 +219,7 @@ def export_network(run: Training, notes: dict[str, Any]) -> None:
 
     Args:
         run: the run.
-        notes: metadata, to which those of the kind of task are added.
+        notes: metadata, to which the metadata of the kind of task are added.
     """
     notes |= run.kind.notes(run.config, run.data)
     weights = plain_state_dict(run.network, run.methods, copy_weights=False)
@@ -228,7 +229,7 @@ def export_network(run: Training, notes: dict[str, Any]) -> None:
 
 
 def _feature_callback(run: Training, epochs: int) -> FeatureCallback | None:
-    """Return the callback for the frozen prefix; None if it is not used or not supported."""
+    """Return the callback for the frozen prefix; None if the prefix is not used or not supported."""
     options = run.config.trainer
     used = options.cache_features != "off" or options.prefix != "fp32"
     if not used or not run.kind.supports("prefix"):

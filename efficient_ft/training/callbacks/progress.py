@@ -1,4 +1,4 @@
-"""The progress of a run: a bar on a terminal, plain lines elsewhere, and a line at the end of each epoch."""
+"""The progress of a run: a bar on a terminal, lines of text elsewhere, and a line at the end of each epoch."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ BAR_SECONDS, LINE_SECONDS = 0.5, 60.0
 
 
 class ProgressBar(L.Callback):
-    """Shows epoch, step, loss, learning rate, speed and time left.
+    """Show epoch, step, loss, learning rate, speed and remaining time.
 
-    The loss is the mean of the epoch so far, over the losses that have been read from the accelerator.
+    The loss is the mean over the current epoch, for the losses that have been read from the accelerator.
 
     Args:
         total_steps: optimizer steps of the run.
-        epochs: epochs of the run.
-        recorder: provides the row of each epoch; it must precede this callback.
+        epochs: number of epochs.
+        recorder: the callback that provides the row of each epoch. It must precede this callback.
     """
 
     def __init__(self, total_steps: int, epochs: int, recorder: Recorder) -> None:
@@ -36,7 +36,7 @@ class ProgressBar(L.Callback):
         self._bar: Any = None
         self._first = self._seen = 0
         self._start = self._last = 0.0
-        #: Seconds of evaluation, which the training speed excludes, and the start of the current evaluation.
+        #: Seconds spent in evaluation, which the training speed excludes, and the start of the current evaluation.
         self._paused, self._pause = 0.0, 0.0
 
     @rank_zero_only
@@ -110,7 +110,7 @@ class ProgressBar(L.Callback):
 
     def _close(self) -> None:
         if self._bar is not None:
-            self._bar.leave = False  # the lines of the epochs stay
+            self._bar.leave = False  # only the lines of the epochs remain
             self._bar.close()
             self._bar = None
 
@@ -124,6 +124,6 @@ class ProgressBar(L.Callback):
 
 
 def _shorten(parts: list[str], width: int, least: int = 0) -> None:
-    """Remove parts until the line fits or `least` are left; the first and the last one stay longest."""
+    """Remove parts until the line fits or `least` parts are left. The first and the last part are removed last."""
     while len(parts) > least and len(", ".join(parts)) > width:
         del parts[-2 if len(parts) > 1 else -1]

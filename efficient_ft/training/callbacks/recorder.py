@@ -1,4 +1,4 @@
-"""The callback that writes a run: metrics, the best epoch's weights, and checkpoints."""
+"""The callback that records a run: metrics, the weights of the best epoch, and checkpoints."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ RECORD_EVERY = 50
 LEAST_ROWS = 20
 #: Maximum number of classes for which loggers receive the values of single classes.
 LARGEST_CHART = 100
-#: A checkpoint is written at the end of an epoch, unless the last one is younger than this …
+#: Minimum age of the last checkpoint before another one is written at the end of an epoch.
 EPOCH_CHECKPOINT_SECONDS = 10.0
-#: … and within an epoch that takes longer than this.
+#: Minimum age of the last checkpoint before another one is written within an epoch.
 STEP_CHECKPOINT_SECONDS = 600.0
-#: Signals by which Slurm and submitit announce the end of a job. Windows has neither.
+#: Signals by which Slurm and submitit announce the end of a job. They do not exist on Windows.
 REQUEUE = tuple(number for name in ("SIGUSR1", "SIGUSR2") if (number := getattr(signal, name, None)) is not None)
 #: Signals after which a run saves and stops.
 _STOP = tuple(dict.fromkeys([*REQUEUE, *reversed(stopping.STOPPING)]))
 
 
 def rows_every(given: int | None, total_steps: int) -> int:
-    """Return the optimizer steps between two rows of training loss: `given`, or at most `RECORD_EVERY`."""
+    """Return the number of steps between two rows of training loss: `given`, or at most `RECORD_EVERY`."""
     return given or max(1, min(RECORD_EVERY, total_steps // LEAST_ROWS))
 
 
 class Recorder(L.Callback):
-    """Write the metrics, keep the best epoch's weights, and write checkpoints.
+    """Write the metrics, save the weights of the best epoch, and write checkpoints.
 
     Args:
         folder: the run folder.
         split: the split on which the run evaluates during training.
-        keep_best: writes the network's weights; called with the module, the epoch (from 1) and its accuracy.
+        keep_best: called with the module, the epoch (from 1) and its accuracy, to write the network's weights.
         extra: further entries of every checkpoint, in plain containers.
-        totals: the callback that adds up what training takes, which comes before this one.
-        every: optimizer steps between two rows of training loss; see `rows_every`.
-        class_names: names of the classes, for the values of single classes in loggers.
+        totals: the callback with the totals of the training. It must precede this callback.
+        every: optimizer steps between two rows of training loss. See `rows_every`.
+        class_names: class names, for the per-class values in loggers.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class Recorder(L.Callback):
         self.best: float | None = None
         self.best_epoch = 0
         self.last: float | None = None
-        #: With several tasks: each task's accuracy in the best and in the last epoch; `best` and `last` are means.
+        #: With several tasks, each task's accuracy in the best and in the last epoch. `best` and `last` are the means.
         self.best_tasks: dict[str, float] = {}
         self.last_tasks: dict[str, float] = {}
         self._saved = 0.0
-        #: Set by a signal, as its number: save after the present step, and stop.
+        #: The signal after which the run saves and stops; None to continue.
         self.stop_requested: int | None = None
-        #: The handler of signals that ask to stop, while the training runs.
+        #: The handler for signals that request a stop; None while no training runs.
         self.handler: Callable[[int, Any], None] | None = None
 
     # ------------------------------------------------------------------ steps
@@ -116,7 +116,9 @@ class Recorder(L.Callback):
             trainer.should_stop = True
 
     def _stop(self, trainer: L.Trainer) -> int | None:
-        """Return the signal that any process received, the same in all of them; None to continue. Collective."""
+        """Return the signal that any process received; None to continue. Collective: all processes return the same
+        value.
+        """
         if trainer.world_size == 1:
             return self.stop_requested
         # A signal reaches the processes in different steps, and a checkpoint is written by all of them.
@@ -124,12 +126,12 @@ class Recorder(L.Callback):
         return next((number for number, count in zip(_STOP, asked, strict=True) if count), None)
 
     def _leave(self, stop: int) -> None:
-        """Stop for the signal `stop` after a checkpoint; let Slurm run the job again where it sent the signal."""
-        self.stop_requested = stop  # in each process, whichever got the signal
+        """Stop for the signal `stop` after a checkpoint. If Slurm sent the signal, ask Slurm to run the job again."""
+        self.stop_requested = stop  # in every process
         if stop in REQUEUE and "SLURM_JOB_ID" in os.environ:
             if rank() == 0:
                 requeue()
-            from_first()  # before the first process has asked, none may end
+            from_first()  # no process may end before the first one has asked Slurm
         raise KeyboardInterrupt
 
     def _record_step(self, trainer: L.Trainer, module: FineTuner, batch_idx: int) -> None:
@@ -146,12 +148,12 @@ class Recorder(L.Callback):
         )
 
     def _due(self, trainer: L.Trainer, seconds: float) -> bool:
-        # All ranks take part in a checkpoint, so the first rank's clock decides.
+        # All ranks write a checkpoint together, so the first rank's clock decides.
         due = time.monotonic() - self._saved >= seconds
         return bool(trainer.strategy.broadcast(due)) if trainer.world_size > 1 else due
 
     def _save(self, trainer: L.Trainer, module: FineTuner, batch_idx: int) -> None:
-        module.read_losses(batch_idx)  # raises for a NaN: such weights never replace good ones
+        module.read_losses(batch_idx)  # raises for a NaN, so that such weights are never saved
         module.require_finite()
         require_folder(self.folder)
         self.totals.gather()
@@ -198,16 +200,13 @@ class Recorder(L.Callback):
             self._leave(stop)
 
     def _so_far(self) -> dict[str, float]:
-        """Return images, FLOPs, seconds and joules (if the machine measures them) of the training so far.
-
-        Every process has to call it.
-        """
+        """Return the images, FLOPs, seconds and joules (if measured) of the training so far. Collective."""
         self.totals.gather()
         values: Any = self.totals.values()
         return {key: values[key] for key in ("images", "flops", "seconds", "joules") if values[key] is not None}
 
     def _each_class(self, module: FineTuner) -> dict[str, float]:
-        """Return the metric of single classes for loggers; empty with more classes than `LARGEST_CHART`."""
+        """Return the per-class metrics for loggers; empty with more classes than `LARGEST_CHART`."""
         named = len(self.class_names) <= LARGEST_CHART
         return {
             f"{self.split}_{module.task.class_metric}/{self.class_names[number]}": value
@@ -224,12 +223,12 @@ class Recorder(L.Callback):
             logger.log_metrics({**values, **more}, step=row["step"])
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        # At once: Lightning ends this process, too, a few seconds after it has noticed that another one is gone.
+        # Raise at once, because Lightning ends this process a few seconds after another process is lost.
         refuse_lost_process(exception)
 
     # ------------------------------------------------------------------ state
     def state_dict(self) -> dict[str, Any]:
-        """Accuracies and training time so far, and `extra`."""
+        """Return the accuracies so far, and `extra`."""
         return {
             "best": self.best,
             "best_epoch": self.best_epoch,
@@ -239,7 +238,7 @@ class Recorder(L.Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from the state of `state_dict()`."""
+        """Continue from the state returned by `state_dict()`."""
         self.best = state_dict["best"]
         self.best_epoch = state_dict["best_epoch"]
         self.last = state_dict["last"]
@@ -248,10 +247,10 @@ class Recorder(L.Callback):
 
 @contextmanager
 def stop_on_interrupt(recorder: Recorder) -> Iterator[None]:
-    """The first Ctrl-C stops after the present step, with a checkpoint; the second stops at once.
+    """Stop after the present step, with a checkpoint, on the first Ctrl-C, and immediately on the second.
 
-    The other signals that ask to end (`core.stopping`) stop as the first Ctrl-C does. In a job of Slurm, SIGUSR1 and
-    SIGUSR2 announce its end (``--signal``): they stop in the same way, and the job is requeued.
+    The other signals that request an end (`core.stopping`) have the effect of the first Ctrl-C. In a Slurm job, so do
+    SIGUSR1 and SIGUSR2, which announce its end (``--signal``), and the job is requeued.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -260,7 +259,7 @@ def stop_on_interrupt(recorder: Recorder) -> Iterator[None]:
     process, asked_before = os.getpid(), len(stopping.asked)
 
     def request(number: int, frame: Any) -> None:
-        if os.getpid() != process:  # a worker that loads images: its parent ends it
+        if os.getpid() != process:  # a data-loading worker, which its parent ends
             return
         stopping.asked.append(number)
         if recorder.stop_requested is not None:
@@ -269,7 +268,7 @@ def stop_on_interrupt(recorder: Recorder) -> Iterator[None]:
             return
         recorder.stop_requested = number
         again = " (Ctrl-C again: at once)" if number == signal.SIGINT else ""
-        with suppress(OSError):  # of a terminal that was closed
+        with suppress(OSError):  # the terminal may be closed
             say(f"\nStopping after this step, with a checkpoint{again} …")
 
     recorder.handler = request

@@ -1,4 +1,4 @@
-"""The callback that adds up the steps, images, FLOPs, seconds and energy of the training."""
+"""The callback that sums the steps, images, FLOPs, seconds and energy of the training."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from efficient_ft.record.energy import EnergyMeter
 from efficient_ft.record.results import RunTotals
 from efficient_ft.task import tensors_of
 
-#: Optimizer steps whose median time is reported, the last ones.
+#: Number of the last optimizer steps whose median time is reported.
 LAST_STEPS = 1000
 
 
 def same_each_step(methods: Sequence[Method]) -> bool:
-    """Return True if every step of a training with `methods`, not yet applied, costs the same.
+    """Return True if every training step with `methods`, which are not yet applied, has the same cost.
 
-    It does unless a method begins each step with a choice, or profiles the first steps.
+    Steps differ if a method makes a choice at the beginning of each step, or profiles the first steps.
     """
     return not any(
         method.warmup_steps or method.cost_steps > 1 or type(method).step_begin is not Method.step_begin
@@ -34,15 +34,16 @@ def same_each_step(methods: Sequence[Method]) -> bool:
 
 
 class Totals(L.Callback):
-    """Add up what training takes. Place it after `MethodCallback`, and before callbacks that read `values`.
+    """Sum the cost of the training. Place this callback after `MethodCallback`, and before callbacks that read
+    `values`.
 
-    FLOPs are those of forward and backward passes, counted as `cost.executed` does (`RunFlops`); evaluation adds to
-    the seconds and the energy, and not to the FLOPs. With several processes the first one's FLOPs are multiplied by
-    their number.
+    FLOPs are counted for forward and backward passes, as in `cost.executed` (`RunFlops`). Evaluation adds to the
+    seconds and the energy, but not to the FLOPs. With several processes, the FLOPs of the first process are multiplied
+    by their number.
 
     Args:
         methods: the run's methods, before they are applied.
-        batches: batches of the whole training, of one process.
+        batches: number of training batches of one process in the whole run.
     """
 
     def __init__(self, methods: Sequence[Method], batches: int) -> None:
@@ -53,7 +54,7 @@ class Totals(L.Callback):
         self._own_images = 0
         self._world = 1
         self._started: float | None = None
-        #: Before a resume.
+        #: Seconds and joules before a resume.
         self._seconds_before = 0.0
         self._joules_before: float | None = 0.0
         self._step_seconds: deque[float] = deque(maxlen=LAST_STEPS)
@@ -62,7 +63,7 @@ class Totals(L.Callback):
         self._waits = True
 
     def values(self) -> RunTotals:
-        """The totals so far."""
+        """Return the totals so far."""
         elapsed = 0.0 if self._started is None else time.monotonic() - self._started
         joules = self._energy.joules
         if joules is not None and self._joules_before is not None:
@@ -80,9 +81,9 @@ class Totals(L.Callback):
         }
 
     def gather(self) -> None:
-        """Add the images of the other processes. Every process has to call it.
+        """Add the images of the other processes. Collective.
 
-        Until then `values` assumes that all processes had as many images as this one.
+        Until then, `values` assumes that every process had the same number of images.
         """
         self._images += int(all_reduce_sum(torch.tensor(self._own_images)))
         self._own_images = 0
@@ -112,7 +113,7 @@ class Totals(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._step += time.perf_counter() - self._batch_started
-        if trainer.global_step > self._steps:  # not after the first of several micro-batches
+        if trainer.global_step > self._steps:  # after the last micro-batch
             if self._waits:
                 self._step_seconds.append(self._step)
             self._steps, self._step = trainer.global_step, 0.0
@@ -126,9 +127,9 @@ class Totals(L.Callback):
         return {**self.values(), "run_flops": self._flops.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from the state of `state_dict()`."""
+        """Continue from the state returned by `state_dict()`."""
         self._images, self._batches, self._steps = (state_dict[key] for key in ("images", "batches", "steps"))
         self._seconds_before = state_dict["seconds"]
         self._flops.load_state_dict(state_dict["run_flops"])
-        # Without the energy of one part the sum would be wrong.
+        # Without the energy of one part, the sum would be wrong.
         self._joules_before = state_dict["joules"]

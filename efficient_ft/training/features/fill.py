@@ -1,4 +1,4 @@
-"""Compute and store the features of a run ahead of it."""
+"""Compute and store the features of a run before it trains."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from efficient_ft.config import Config
@@ -25,7 +24,7 @@ from efficient_ft.training.trainer import on_device, use_channels_last
 
 
 def fill_features(config: Config) -> RunFeatures:
-    """Compute the features of a run that are not stored yet; interrupted, the next call continues.
+    """Compute the features of a run that are not stored yet. If a call is interrupted, the next call continues.
 
     Args:
         config: the configuration of the run.
@@ -34,7 +33,7 @@ def fill_features(config: Config) -> RunFeatures:
         The features, all of them stored unless the disk is full.
 
     Raises:
-        UserError: weights or images are missing, the run is on several tasks, or no features can be stored.
+        UserError: If weights or images are missing, or if no features can be stored for this run.
     """
     if config.tasks:
         raise UserError("Features of a run on several tasks are not stored. Leave out tasks=.")
@@ -59,22 +58,18 @@ def fill_features(config: Config) -> RunFeatures:
     with tqdm(total=features.store.rows, unit=" images", disable=None) as bar:
         for loader in _loaders(images, features):
             for pixels, _, rows in loader:
-                with torch.autocast(device.type, dtype=dtype) if dtype is not None else nullcontext():
-                    _store(features, pixels.to(device), rows)
+                if pixels.dtype != torch.uint8:  # stored rows have this type
+                    autocast = torch.autocast(device.type, dtype=dtype) if dtype is not None else nullcontext()
+                    with autocast, features.input(pixels.to(device), rows):
+                        pass
                 bar.update(len(rows))
                 if features.full:
                     return features
     return features
 
 
-def _store(features: RunFeatures, pixels: Tensor, rows: Tensor) -> None:
-    if pixels.dtype != torch.uint8:  # else they are there
-        with features.input(pixels, rows):
-            pass
-
-
 def _loaders(images: ImageData, features: RunFeatures) -> Iterator[Any]:
-    """Yield a loader for each view of the training images, and one for the split that selects the best epoch."""
+    """Yield a loader per view of the training images, and one loader for the split that selects the best epoch."""
     for view in range(features.views):
         loader = images.train_loader(wrap=features.training)
         sampler: Any = loader.sampler

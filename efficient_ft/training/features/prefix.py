@@ -1,8 +1,8 @@
-"""Features of a run's frozen prefix: computed in its fastest form, and stored for each image and augmented view.
+"""Features of a run's frozen prefix, computed in its fastest form and stored for each image and augmented view.
 
-With ``trainer.cache_features`` epoch e trains on view e mod V of each image (V: ``trainer.views``), so from epoch V on
-every batch is read from the store, and the network runs from there. Newly computed
-features are rounded to the stored form as well, so that all epochs train on the same values.
+With ``trainer.cache_features``, epoch e trains on view e mod V of each image, where V is ``trainer.views``. From epoch
+V on, every batch is read from the store, and only the rest of the network runs. Newly computed features are also
+rounded to the storage form, so that all epochs train on the same values.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ from efficient_ft.training.features.row_form import RowForm
 from efficient_ft.training.output.console import say
 from efficient_ft.training.trainer import bf16_is_emulated
 
-#: The format of a store. Increase it if the content of a store changes.
+#: Format number of a store. Increase it when the content of a store changes.
 _FORMAT = 1
-#: ``auto`` stores features if computing them takes at least this share of a training step's FLOPs.
+#: ``auto`` stores features if computing them takes at least this fraction of a training step's FLOPs.
 _WORTH = 0.1
 #: Batch size for finding the prefix.
 _IMAGES = 2
 #: Maximum batch size for timing the forms of the prefix.
 _TIMED = 16
-#: The file in the run folder with the chosen form of the prefix.
+#: File in the run folder that contains the chosen form of the prefix.
 PREFIX = "prefix.json"
 
 
 class FeatureDataset(Dataset[Any]):
-    """The images of a split by (epoch, index): their stored features, or the images while these are not there.
+    """The samples of a split by (epoch, index): stored features, or the images if these are not stored yet.
 
     Args:
         images: the split.
         store: the stored features.
-        first: the row of the first view's first image.
-        views: the number of views; epoch e has view e mod `views`.
+        first: row of the first image in the first view.
+        views: number of views. Epoch e uses view e mod `views`.
     """
 
     def __init__(self, images: SplitDataset, store: RowStore, first: int, views: int) -> None:
@@ -74,8 +74,9 @@ class FeatureDataset(Dataset[Any]):
         """Load a batch.
 
         Returns:
-            Rows of the store, uint8 (B, bytes), or the images, float32 (B, C, H, W), if one row is not there; the
-            labels, int64 (B,); the numbers of the rows, int64 (B,). Or the failure to read a file.
+            A tuple (inputs, labels, rows), or the failure to read a file. The inputs are rows of the store, uint8 (B,
+            bytes),
+            or the images, float32 (B, C, H, W), if a row is missing. Labels and row numbers are int64 (B,).
         """
         keys = [(epoch % self._views, index) for epoch, index in keys]
         rows = [self._first + view * len(self) + index for view, index in keys]
@@ -87,22 +88,22 @@ class FeatureDataset(Dataset[Any]):
 
 
 class RunFeatures:
-    """The features of one run: where they come from, and the network's computation from them.
+    """The features of one run, and the network's computation from them.
 
     Args:
         prefix: the frozen prefix of the network.
-        form: form in which the features are stored.
-        store: stores the features.
+        form: the storage form of the features.
+        store: the store for the features.
         views: number of views of each training image.
-        train: the number of training images.
+        train: number of training images.
     """
 
     def __init__(self, prefix: FrozenPrefix, form: RowForm, store: RowStore, views: int, train: int) -> None:
         self.prefix, self.form, self.store, self.views = prefix, form, store, views
         self._evaluated = views * train
         self._known = store.written()
-        self._told = False
-        #: True after the disk had no space for a row.
+        self._warned = False
+        #: True if the disk had no space for a row.
         self.full = False
         self._computed = self._read = 0
 
@@ -116,11 +117,11 @@ class RunFeatures:
 
     @contextmanager
     def input(self, images: Tensor, rows: Tensor) -> Iterator[Tensor]:
-        """Let the network compute from the features of a batch inside a ``with`` block.
+        """Run the network from the features of a batch inside a ``with`` block.
 
         Args:
             images: images or stored rows, as `FeatureDataset` loads them.
-            rows: their numbers.
+            rows: row numbers of the images.
 
         Yields:
             The network's input.
@@ -136,8 +137,8 @@ class RunFeatures:
             yield placeholder
 
     def _write(self, rows: Tensor, stored: Tensor) -> None:
-        if self._known[rows.numpy()].all() and not self._told:
-            self._told = True
+        if self._known[rows.numpy()].all() and not self._warned:
+            self._warned = True
             say(f"Stored features in {shown_path(self.store.folder)} are damaged; they are computed again.")
         if self.full:
             return
@@ -165,12 +166,12 @@ class RunFeatures:
 
 
 def from_stored(prefix: FrozenPrefix, form: RowForm, stored: Tensor) -> AbstractContextManager[Tensor]:
-    """Let the network compute from stored rows, uint8 (B, bytes), in a ``with`` block; yields the network's input."""
+    """Run the network from stored rows, uint8 (B, bytes), in a ``with`` block, which receives the network's input."""
     return prefix.replaced(prefix.from_rows(form.decode(stored)).to(prefix.dtype))
 
 
 class PrefixInput:
-    """The features of a run's batches, computed in each step in the form of the prefix, and not stored.
+    """The features of a run's batches, computed in each step by a form of the prefix and not stored.
 
     Args:
         prefix: the frozen prefix of the network.
@@ -180,36 +181,35 @@ class PrefixInput:
         self.prefix = prefix
 
     def input(self, images: Tensor) -> AbstractContextManager[Tensor]:
-        """Let the network compute from the features of `images` inside a ``with`` block; yields the network's input."""
+        """Run the network from the features of `images` inside a ``with`` block, which receives the network's input."""
         return self.prefix.replaced(self.prefix.features(images))
 
 
 class FeatureCallback(L.Callback):
-    """Give the run's module and data their features. Place it after `MethodCallback`, which applies the methods.
+    """A callback that passes the features to the run's module and data. Place it after `MethodCallback`.
 
     Args:
-        config: the configuration of the run; `trainer.cache_features` is not ``off``, or `trainer.prefix` not ``fp32``.
+        config: the configuration of the run. It uses stored features or a form of the prefix other than ``fp32``.
         images: the data of the run.
         methods: the methods of the run.
         epochs: number of epochs.
-        folder: the run folder; keeps the form of the prefix, which a resumed run has as well.
+        folder: the run folder, which stores the form of the prefix for a resumed run.
     """
 
     def __init__(self, config: Config, images: ImageData, methods: Sequence[Method], epochs: int, folder: Path) -> None:
         self._config, self._images, self._methods, self._epochs = config, images, methods, epochs
         self._file = folder / PREFIX
         self._ready = False
-        #: None: none are stored.
+        #: The stored features; None if no features are stored.
         self.features: RunFeatures | None = None
         #: The report of the frozen prefix; None without a frozen prefix.
         self.prefix: PrefixReport | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Find the prefix, choose its form and open the store, or say why there is none.
+        """Find the prefix, choose its form and open the store, or print the reason why this is not possible.
 
         Raises:
-            UserError: with ``trainer.cache_features=on`` where no features can be stored, or a form of the prefix where
-                there is no prefix.
+            UserError: If a setting requires stored features or a form of the prefix that the run does not support.
         """
         if stage != "fit" or self._ready:
             return
@@ -255,7 +255,7 @@ class FeatureCallback(L.Callback):
             say(f"The network computes as it is (trainer.prefix=auto): {error}")
 
     def _choose(self, prefix: FrozenPrefix, trainer: L.Trainer) -> PrefixReport:
-        """Set the form of the prefix that the run chose before, or the choice of the first process."""
+        """Set the form of the prefix to the form chosen before, or to the form that the first process chooses."""
         if self._file.is_file():
             report = _read_choice(self._file)
             prefix.form = Form(report["form"])
@@ -274,7 +274,7 @@ def _read_choice(file: Path) -> PrefixReport:
     """Read the form of the prefix that a run has chosen.
 
     Raises:
-        UserError: the file is damaged.
+        UserError: If the file is damaged.
     """
     try:
         report: PrefixReport = parse_json(file.read_text(encoding="utf-8"))
@@ -293,11 +293,11 @@ def run_prefix(config: Config, network: nn.Module, methods: Sequence[Method]) ->
 
     Args:
         config: the configuration of the run.
-        network: on the CPU, with the methods applied.
+        network: the network on the CPU, with the methods applied.
         methods: the methods of the run.
 
     Raises:
-        UserError: there is none.
+        UserError: If the network has no frozen prefix.
     """
     for method in methods:
         if type(method).step_begin is not Method.step_begin and Axis.SELECTION in (method.axis, *method.other_axes):
@@ -310,7 +310,7 @@ def run_prefix(config: Config, network: nn.Module, methods: Sequence[Method]) ->
 
 
 def set_form(config: Config, images: ImageData, prefix: FrozenPrefix, device: torch.device) -> PrefixReport:
-    """Set the form of the prefix like `measure_form`, but let ``auto`` prefer a form whose features are stored.
+    """Set the form of the prefix like `measure_form`, except that ``auto`` prefers a form whose features are stored.
 
     Args:
         config: the configuration of the run.
@@ -329,7 +329,7 @@ def set_form(config: Config, images: ImageData, prefix: FrozenPrefix, device: to
 
 
 def measure_form(config: Config, prefix: FrozenPrefix, device: torch.device) -> PrefixReport:
-    """Set the form of the prefix to `trainer.prefix`; ``auto`` selects the fastest form in a short measurement.
+    """Set the form of the prefix to `trainer.prefix`. With ``auto``, measure the forms and select the fastest one.
 
     Args:
         config: the configuration of the run.
@@ -409,11 +409,11 @@ def run_features(
         prefix: the frozen prefix, with its form set.
         epochs: number of epochs.
         device: the device of the network.
-        must_gain: refuse what would save no time.
+        must_gain: True to reject features that would save no time.
 
     Raises:
-        SettingError: they take more room than the settings or the disk have.
-        UserError: with `must_gain`, they would save no time.
+        SettingError: If the features need more space than the settings or the disk allow.
+        UserError: If `must_gain` is True and the features would save no time.
     """
     options, views = config.trainer, config.trainer.views
     if must_gain:
@@ -441,7 +441,7 @@ def run_features(
 
 
 def _about(config: Config, images: ImageData, prefix: FrozenPrefix, device: torch.device) -> dict[str, Any]:
-    """Return everything that stored features depend on, except for the form of the prefix."""
+    """Return all properties that stored features depend on, except for the form of the prefix."""
     options = config.trainer
     return {
         "format": _FORMAT,
@@ -467,10 +467,10 @@ def _key(about: dict[str, Any], form: Form) -> str:
 
 @torch.no_grad()
 def _share_of_step(prefix: FrozenPrefix, images: Tensor) -> float:
-    """Return the share of the prefix in the FLOPs of a training step.
+    """Return the prefix's share of the FLOPs in a training step.
 
-    The backward pass is taken as twice the forward pass. FLOPs are counted instead of timed, because storing features
-    changes the results slightly: the decision must be the same on every machine and after every interruption.
+    The backward pass counts as two forward passes. FLOPs are counted and not timed, because storing features changes
+    the results slightly: the decision must be the same on every machine and after every interruption.
     """
     with torch.random.fork_rng(devices=[]):
         with FlopsCounter() as below:

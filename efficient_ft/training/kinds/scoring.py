@@ -1,20 +1,16 @@
-"""Evaluate a network on the splits of a data set."""
+"""Evaluate a network on one split of a data set."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from efficient_ft.config import Config
 from efficient_ft.core.errors import UserError
 from efficient_ft.cost.executed import AUTOCAST
-from efficient_ft.data.opened import OpenedData
 from efficient_ft.task import Task, moved
-from efficient_ft.training.trainer import use_channels_last
 
 
 @torch.inference_mode()
@@ -27,19 +23,19 @@ def scores(
     precision: str,
     limit: int | None = None,
 ) -> dict[str, float]:
-    """Return the measures of a task.
+    """Return the metrics of a task.
 
     Args:
-        task: loss and metric.
-        model: moved to `device` and set to evaluation mode.
+        task: the task, which defines loss and metrics.
+        model: the network, which is moved to `device` and set to evaluation mode.
         loader: batches of (inputs, targets).
         classes: number of classes.
-        device: evaluates.
-        precision: ``fp32``, or the type of autocast: ``bf16``, ``fp16``.
-        limit: number of batches; None: all.
+        device: the device that evaluates.
+        precision: ``fp32``, or the autocast type ``bf16`` or ``fp16``.
+        limit: maximum number of batches; None for all.
 
     Raises:
-        UserError: an output is not finite.
+        UserError: If an output is not finite.
     """
     model.eval().to(device)
     found = task.scores(classes, local=True).to(device)  # other processes of the run may have ended
@@ -56,33 +52,3 @@ def scores(
         half = f" It was evaluated with trainer.precision={precision}: try fp32." if dtype is not None else ""
         raise UserError(f"The network's outputs are not finite: its weights are of no use.{half}")
     return found.compute()
-
-
-def split_scores(
-    config: Config, task: Task, model: nn.Module, data: OpenedData[Any, Any], device: torch.device
-) -> dict[str, dict[str, float]]:
-    """Return the measures of one data set by split.
-
-    Args:
-        config: the configuration of the run; its precision and number of batches count.
-        task: loss and metric.
-        model: the network.
-        data: the data set.
-        device: evaluates.
-    """
-    options = config.trainer
-    if use_channels_last(config, device):  # as in training
-        model.to(memory_format=torch.channels_last)
-    return {
-        split: scores(
-            task,
-            model,
-            data.eval_loader(split),
-            data.num_classes,
-            device,
-            options.precision,
-            options.limit_eval_batches,
-        )
-        for split in ("val", "test")
-        if split in data.splits
-    }

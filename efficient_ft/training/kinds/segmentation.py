@@ -39,12 +39,12 @@ from efficient_ft.training.kinds.files import image_files, short_path
 from efficient_ft.training.kinds.registry import register
 from efficient_ft.training.output.predict_masks import examples_image, mask_image, overlay, predict_mask, write_examples
 
-#: Number of images with masks in the figure of a run, and bytes per pixel of each while all are read.
+#: Number of images with masks in a run's figure, and bytes per pixel for each of them while they are read.
 _EXAMPLES, _EXAMPLE_BYTES = 4, 6
 
 
 class SegmentationKind(Kind):
-    """One class for each pixel."""
+    """Segmentation, with one class per pixel."""
 
     rules, task = RULES["segmentation"], TASKS["segmentation"]
 
@@ -68,7 +68,9 @@ class SegmentationKind(Kind):
             raise ValueError("class_ids has one number per class")
 
     def further_scores(self, scores: Mapping[str, float], class_names: Sequence[str]) -> dict[str, Any]:
-        """Return the measures with the IoU of each class by its name; None: neither masks nor predictions have it."""
+        """Return the metrics with the IoU by class name. It is None if neither the masks nor the predictions contain
+        the class.
+        """
         each = {name: scores.get(f"iou_{k}") for k, name in enumerate(class_names)}
         return {**{k: v for k, v in scores.items() if not k.startswith("iou_")}, "iou": each}
 
@@ -95,11 +97,11 @@ class SegmentationKind(Kind):
 
 
 class MaskPredictions(Predictions):
-    """A mask for each image, written with the pixel values of the training masks, and the share of each class.
+    """A mask for each image, saved with the pixel values of the training masks, and the fraction of each class.
 
     Args:
         trained: the network.
-        options: the images, and the folder of the masks.
+        options: the images, and the folder for the masks.
     """
 
     def __init__(self, trained: Trained, options: PredictOptions) -> None:
@@ -133,10 +135,10 @@ def _write_png(image: Image.Image, file: Path) -> None:
 
 
 def mask_files(paths: Sequence[Path], options: PredictOptions) -> dict[Path, Path]:
-    """Create the output folder and return the path of the mask file for each image.
+    """Create the output folder, and return a mapping from each image to its mask file.
 
     Raises:
-        UserError: two masks would have the same file, or the folder contains an image.
+        UserError: If two masks would have the same file, or if the folder contains one of the images.
     """
     out = options.out
     if out is None:

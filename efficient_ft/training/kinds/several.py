@@ -1,4 +1,4 @@
-"""Several data sets in turn: one network with a classifier for each."""
+"""Several data sets in turn, with one network that has a classifier per data set."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from efficient_ft.training.kinds.base import (
 
 
 class SeveralDataSets(Kind):
-    """Data sets of one kind, whose optimizer steps take turns.
+    """Several data sets of one kind, which the optimizer steps use in turn.
 
     Args:
-        kind: the kind of each data set.
+        kind: the kind of every data set.
     """
 
     rules = SEVERAL
@@ -78,6 +78,6 @@ class SeveralDataSets(Kind):
 
 
 def mean_accuracies(found: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Return the mean over the data sets, for the splits that all of them have."""
+    """Return the mean accuracy over the data sets, for the splits that all data sets have."""
     splits = [s for s in ("val", "test") if all(s in of for of in found.values())]
     return {split: sum(of[split] for of in found.values()) / len(found) for split in splits}

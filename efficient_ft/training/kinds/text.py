@@ -26,7 +26,7 @@ from efficient_ft.training.kinds.registry import register
 
 
 class TextKind(ClassKind):
-    """One class for each text, or for each pair of texts."""
+    """Text classification, with one class per text or pair of texts."""
 
     rules, task = RULES["text"], TASKS["text"]
     decodes_files, item_key = False, "text"
@@ -36,7 +36,7 @@ class TextKind(ClassKind):
         return open_texts(config.data, tokenizer, spec.size[0], config.seed)
 
     def check_settings(self, config: Config) -> Config:
-        """Return the configuration that skips unusable texts: listing finds them, and would stop at the first."""
+        """Return the configuration that skips unusable texts, because opening the data would stop at the first one."""
         return config.model_copy(update={"data": config.data.model_copy(update={"on_corrupt": "skip"})})
 
     def check_network(self, network: nn.Module, data: RunData) -> None:
@@ -65,18 +65,18 @@ class TextKind(ClassKind):
         return f"model.max_length={factory.input_of(config.model).size[0]}"
 
     def smaller_inputs(self, config: Config) -> list[Config]:
-        return []  # a shorter text has another meaning
+        return []  # truncating a text changes its meaning
 
 
 def read_lines(files: Sequence[Path], columns: int) -> list[Item]:
-    """Return the lines of text files that are not empty.
+    """Return the non-empty lines of text files.
 
     Args:
         files: the files; ``-`` is the standard input.
-        columns: number of texts in a line, separated by tabs.
+        columns: number of texts per line, separated by tabs.
 
     Raises:
-        UserError: a file cannot be read, or a line has another number of texts.
+        UserError: If a file cannot be read, or if a line has another number of texts.
     """
     lines: list[str] = []
     for path in files:

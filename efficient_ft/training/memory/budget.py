@@ -1,7 +1,7 @@
-"""The memory budget of a run (the setting ``memory``): a run that is predicted to exceed it is rejected.
+"""The memory budget of a run (the setting ``memory``). A run that is predicted to exceed its budget is rejected.
 
-The prediction (`cost.predict`) covers the run from start to end: loading, training, evaluation, reading images, and
-the cost report. `training.memory.watch` stops a run that still exceeds its budget.
+The prediction (`cost.predict`) covers the whole run: loading, training, evaluation, reading images, and the cost
+report. `training.memory.watch` stops a run that still exceeds its budget.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from efficient_ft.training.processes import world_size
 from efficient_ft.training.run_task import step_spec
 from efficient_ft.training.trainer import on_device
 
-#: Bytes of a data-loading process without its batches. It is a fork and writes to few pages.
+#: Bytes of a data-loading process without its batches. The process is a fork that writes to few pages.
 _WORKER = 96 * 2**20
-#: Number of batches that each process loads ahead (torch's ``prefetch_factor``).
+#: Number of batches that each process loads in advance (torch's ``prefetch_factor``).
 _AHEAD = 2
 #: The counts of `Demand` that depend on the training step.
 _OF_A_STEP = ("model_bytes", "batch_bytes", "step_bytes", "largest_bytes", "optimizer_bytes", "gradient_bytes")
@@ -57,7 +57,7 @@ class Predictor:
     Args:
         config: the configuration of the run.
         images: the opened data; None if they are missing. Evaluation images then have the size of training images.
-        base_bytes: resident memory before the model, in bytes; 0 on a GPU.
+        base_bytes: resident memory before the model is built, in bytes; 0 on a GPU.
         device: the training device.
         folder: the run folder, whose checkpoint is loaded; None if there is none.
     """
@@ -85,20 +85,20 @@ class Predictor:
         return self._networks[key]
 
     def forget(self) -> None:
-        """Free the networks; counts are kept."""
+        """Free the networks but keep the counts."""
         self._networks.clear()
         gc.collect()
 
     def __call__(self, config: Config) -> Prediction:
-        """Predict the memory of a run that has the same data.
+        """Predict the memory of a run on the same data.
 
         Raises:
-            UserError: the methods cannot be built, or applied to the network.
+            UserError: If the methods cannot be built or applied to the network.
         """
         return predict(self.demand(config), self.base_bytes, allocator_in_use(), self._device.type)
 
     def readings(self, config: Config) -> tuple[Reading, Reading]:
-        """Return the memory of reading training batches and evaluation batches."""
+        """Return the memory for reading training batches and for reading evaluation batches."""
         size = factory.input_of(config.model).size
         if self._images is None:
             return Reading(size), Reading(size)
@@ -110,7 +110,7 @@ class Predictor:
         return found[0], found[1]
 
     def demand(self, config: Config) -> Demand:
-        """Count the phases of a run."""
+        """Count the memory in each phase of a run."""
         key = config.model_dump_json(include={"method", "optim", "trainer", "data", "model"})
         if key not in self._steps:
             self._steps[key] = self._step(config)
@@ -119,7 +119,7 @@ class Predictor:
         return replace(shared, **{name: step[name] for name in _OF_A_STEP})
 
     def around(self, config: Config, methods: Sequence[Method] = ()) -> Demand:
-        """Count the phases of a run without its training step.
+        """Count the memory in each phase of a run except the training step.
 
         Args:
             config: the configuration of the run.
@@ -194,7 +194,7 @@ class Predictor:
         return self._forwards[key]
 
     def workers(self, config: Config) -> int:
-        """Return the bytes of the data-loading processes, which are not part of the budget; 0 if there are none."""
+        """Return the bytes of the data-loading processes, which the budget does not include."""
         count = config.data.num_workers
         if not count:
             return 0
@@ -209,7 +209,7 @@ class Predictor:
 def _samples(config: Config, images: RunData | None) -> tuple[int, int]:
     """Return the sizes of the largest training batch and of the largest evaluation batch."""
     train, evaluated = config.data.batch_size, config.data.eval_batch_size or config.data.batch_size
-    if images is None or len(images.parts) > 1:  # their batches have the sizes of the settings
+    if images is None or len(images.parts) > 1:  # batches have the configured sizes
         return train, evaluated
     (part,) = images.parts.values()
     others = [count for split, count in part.splits.items() if split != "train"]
@@ -217,19 +217,19 @@ def _samples(config: Config, images: RunData | None) -> tuple[int, int]:
 
 
 def require_within_budget(config: Config, images: RunData, folder: Path | None) -> Prediction | None:
-    """Reject a run that is predicted to exceed its budget. Call it before anything is written.
+    """Reject a run that is predicted to exceed its budget. Call this function before anything is written.
 
     Args:
         config: the configuration of the run.
-        images: its opened data.
-        folder: the run folder; None: the run trains nothing.
+        images: the opened data of the run.
+        folder: the run folder; None for a run that does not train.
 
     Returns:
         The prediction; None for a run without a budget.
 
     Raises:
-        UserError: the prediction is above the budget; names settings that fit. Or the run and its workers need more
-            than the container has.
+        UserError: If the prediction exceeds the budget, or if the run and its workers need more memory than the
+            container has. The message suggests settings that fit.
     """
     budget, device = budget_of(config), on_device(config)
     if budget is None:
@@ -243,7 +243,7 @@ def require_within_budget(config: Config, images: RunData, folder: Path | None) 
         )
         budget = limit
     predictor = Predictor(config, images, 0, device, folder)
-    predictor.demand(config)  # loads the libraries of the run, which are measured below
+    predictor.demand(config)  # loads libraries of the run, which are measured below
     predictor.forget()
     if on_cpu:
         predictor.base_bytes = _base_bytes(config)
@@ -258,14 +258,14 @@ def require_within_budget(config: Config, images: RunData, folder: Path | None) 
 
 
 def _base_bytes(config: Config) -> int:
-    """Return the resident memory without the model, with the libraries that the run loads later."""
-    LibrarySizes()(libraries(config.optim.state_bits, build_methods(config)))  # loads them
+    """Return the resident memory without the model, including the libraries that the run loads later."""
+    LibrarySizes()(libraries(config.optim.state_bits, build_methods(config)))  # loads the libraries
     release_freed_memory()
     return resident_bytes()
 
 
 def _too_much(config: Config, predicted: Prediction, budget: int, on_cpu: bool) -> str:
-    """Return sentences with the prediction, the largest phase, and the settings that determine it."""
+    """Return sentences with the prediction, the largest phase, and the settings that determine this phase."""
     base = f", {format_bytes(predicted.base_bytes)} of them for the interpreter and its libraries" if on_cpu else ""
     phase = f"{predicted.phase}{_decided_by(config, predicted.phase)}"
     return (
@@ -275,7 +275,7 @@ def _too_much(config: Config, predicted: Prediction, budget: int, on_cpu: bool) 
 
 
 def _decided_by(config: Config, phase: str) -> str:
-    """Return the settings that determine the memory of a phase, in parentheses."""
+    """Return the settings that determine a phase's memory, in parentheses."""
     data, kind = config.data, kind_of(config)
     noun = kind.task.sample
     if phase in ("training", "reading training batches"):
@@ -291,7 +291,7 @@ def _decided_by(config: Config, phase: str) -> str:
 
 
 def _what_fits(config: Config, predictor: Predictor, budget: int) -> str:
-    """Return sentences that name smaller sizes that fit the budget, and the command that finds more."""
+    """Return sentences that suggest settings within the budget, and the command that finds more."""
     if predictor.base_bytes + predictor.demand(config).weights_bytes > budget:
         return "No recipe of this model fits. Pass a larger memory=, or choose a smaller model."
     plan = f"efficient-ft plan with the same model, data and memory={config.memory} finds recipes that fit."
@@ -303,12 +303,15 @@ def _what_fits(config: Config, predictor: Predictor, budget: int) -> str:
 
 
 def fitting(config: Config, predictor: Predictor, budget: int) -> Config | None:
-    """Halve the sizes that decide the largest phase until the run fits the budget; None: no sizes fit.
+    """Halve the sizes that determine the largest phase until the run fits into the budget.
 
     Args:
         config: the configuration of the run.
-        predictor: predicts its memory.
-        budget: bytes.
+        predictor: predicts the memory of the run.
+        budget: number of bytes.
+
+    Returns:
+        The changed configuration; None if no sizes fit.
     """
     try:
         changed: Config | None = config
@@ -323,7 +326,7 @@ def fitting(config: Config, predictor: Predictor, budget: int) -> Config | None:
 
 
 def _smaller(config: Config, phase: str) -> Config | None:
-    """Return the run with a setting that needs less memory in a phase; None if no setting does."""
+    """Return the run with one setting changed so that a phase needs less memory; None if there is no such setting."""
     data, trainer = config.data, config.trainer
     if phase.startswith("reading") and data.num_workers == 0 and kind_of(config).decodes_files:
         return config.model_copy(update={"data": data.model_copy(update={"num_workers": 1})})
@@ -358,10 +361,10 @@ def _changes(config: Config, fits: Config) -> str:
 
 
 def _require_room(config: Config, predictor: Predictor, predicted: Prediction, device: torch.device) -> None:
-    """Print the memory of the workers, and reject a run that does not fit its container with them.
+    """Print the memory of the workers, and reject a run that does not fit into its container together with them.
 
     Raises:
-        UserError: the sum is above the limit of the container or machine, or of the process.
+        UserError: If the sum exceeds the limit of the container, the machine or the process.
     """
     workers = predictor.workers(config)
     count = config.data.num_workers
@@ -386,9 +389,8 @@ def _require_room(config: Config, predictor: Predictor, predicted: Prediction, d
 
 
 def smaller_evaluation(config: Config, device: torch.device, base_bytes: int, room: int) -> int | None:
-    """Return the evaluation batch size that is predicted to fit into `room`, if only evaluation is too large.
-
-    Args: see `largest_batch`.
+    """Return an evaluation batch size that is predicted to fit, if only evaluation is too large. For `Args`, see
+    `largest_batch`.
     """
     fits = fitting(config, Predictor(config, None, base_bytes, device), room)
     if fits is None or fits.data.batch_size != config.data.batch_size or fits == config:
@@ -397,13 +399,13 @@ def smaller_evaluation(config: Config, device: torch.device, base_bytes: int, ro
 
 
 def largest_batch(config: Config, device: torch.device, base_bytes: int, room: int) -> int:
-    """The largest batch size, at most the configured one, that is predicted to fit into `room`; 0: none does.
+    """Return the largest batch size up to the configured one that is predicted to fit; 0 if none fits.
 
     Args:
         config: the configuration of the run.
         device: the training device.
-        base_bytes: resident memory before the model, in bytes.
-        room: bytes that the process, or the device, may take.
+        base_bytes: resident memory before the model is built, in bytes.
+        room: number of bytes that the process or the device may use.
     """
     predictor = Predictor(config, None, base_bytes, device)
 
@@ -418,7 +420,7 @@ def largest_batch(config: Config, device: torch.device, base_bytes: int, room: i
     low, high = predicted(1), predicted(2)
     if low > room:
         return 0
-    # Memory is nearly linear in the batch size. The guess is lowered until it fits.
+    # Memory is nearly linear in the batch size. The estimate is reduced until it fits.
     guess = min(most - 1, 1 + math.floor((room - low) / max(high - low, 1)))
     while guess > 1 and predicted(guess) > room:
         guess = guess * 9 // 10

@@ -1,4 +1,4 @@
-"""Messages for runs that are out of memory: the failed allocation, its settings, and a batch size that fits."""
+"""Out-of-memory messages: the failed allocation, the settings that determine it, and a batch size that fits."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from efficient_ft.data.loader import refuse_killed_worker
 from efficient_ft.training.memory.budget import largest_batch, smaller_evaluation
 from efficient_ft.training.trainer import on_device
 
-#: Texts of the errors of torch's allocators on a CPU and on Apple's GPUs, which have no class.
+#: Texts in errors of torch's allocators that have no class of their own.
 _TEXTS = ("DefaultCPUAllocator", "std::bad_alloc", "MPS backend out of memory", "CUDA out of memory")
-#: The size of the failed allocation in errors of torch and NumPy.
+#: Pattern for the size of the failed allocation in errors from torch and NumPy.
 _ASKED = re.compile(r"(?:tried to allocate|unable to allocate) ([\d.]+) ?([KMGT]i?B|bytes)", re.IGNORECASE)
-#: Methods to suggest if not even one image fits, in this order, with a short description.
+#: Methods to suggest, in this order, if not even one image fits, with short descriptions.
 _SMALLER = (
     (("full", "checkpointing"), "exact, computes each block twice"),
     (("last_stage",), "trains the last blocks"),
@@ -33,15 +33,15 @@ _SMALLER = (
 
 @contextmanager
 def out_of_memory(config: Config) -> Iterator[None]:
-    """Turn lack of memory inside the block into a message with the batch size that is predicted to fit.
+    """Convert out-of-memory errors inside the block to a message with a batch size that is predicted to fit.
 
-    The prediction is the same as for the setting ``memory``. The objects of the block are freed before it is made.
+    The prediction is the same as for the setting ``memory``. The objects of the block are freed before it is computed.
 
     Args:
-        config: the configuration of the run that trains inside.
+        config: the configuration of the run that trains inside the block.
 
     Raises:
-        UserError: the device or the process has too little memory, or a process that loads data was killed.
+        UserError: If the device or the process has too little memory, or if a data-loading process was killed.
     """
     try:
         yield
@@ -99,12 +99,12 @@ def _named(device: torch.device) -> str:
 
 
 def _taken(device: torch.device) -> int:
-    """Return the memory of a device that this process takes."""
+    """Return the bytes that this process uses on a device."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else resident_bytes()
 
 
 def _room(device: torch.device) -> int:
-    """Return the memory that this process may take in total: its present memory and the free memory."""
+    """Return the bytes that this process may use in total: its present memory and the free memory."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device)
@@ -112,7 +112,7 @@ def _room(device: torch.device) -> int:
 
 
 def _what_fits(config: Config, device: torch.device) -> str:
-    """Return sentences that name a batch size or method that fits, and the command that finds others."""
+    """Return sentences that suggest a batch size or method that fits, and the command that finds others."""
     room = _room(device)
     plan = f"efficient-ft plan with the same model, data and memory={bytes_setting(room)} finds recipes that fit."
     if config.tasks:
@@ -147,7 +147,9 @@ def _what_fits(config: Config, device: torch.device) -> str:
 
 
 def _same_steps(config: Config, largest: int) -> str:
-    """Return the settings for the same optimizer steps with micro-batches of at most `largest` images, as a clause."""
+    """Return settings that give the same optimizer steps with micro-batches of at most `largest` images, in
+    parentheses.
+    """
     batch, accumulate = config.data.batch_size, config.trainer.grad_accum_steps
     if config.optim.in_backward:
         return ""

@@ -1,4 +1,4 @@
-"""Print the messages of a run in the first process, and format the tables at its end."""
+"""Print the messages of a run in the first process, and format the tables at the end of a run."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from efficient_ft.task import TASKS
 
 
 def rank() -> int:
-    """The rank of this process; known before there is a Trainer, from the environment of processes it started."""
+    """Return the rank of this process. Without a Trainer, it is read from the environment of the process."""
     return int(getattr(rank_zero_only, "rank", None) or 0)
 
 
 @rank_zero_only
 def say(text: str) -> None:
-    """Print `text`, wrapped, in the first process only; a leading ``warning:`` is colored on a terminal."""
+    """Print `text` in the first process, with wrapped lines. On a terminal, a leading ``warning:`` is colored."""
     show(text)
 
 
 def quiet_lightning() -> None:
-    """Silence advice that does not apply: the loaders, checkpoints and frozen BatchNorm layers are ours on purpose."""
-    logging.raiseExceptions = False  # a log file on a full disk must not end in a traceback
+    """Silence advice that does not apply to the loaders, checkpoints and frozen BatchNorm layers of this package."""
+    logging.raiseExceptions = False  # a log file on a full disk must not cause a traceback
     for name in ("lightning.pytorch", "lightning.fabric", "lightning", "timm"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # it warns of registrations by other libraries
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # warns about registrations by other libraries
     for message in (
         ".*does not have many workers.*",
         ".*module\\(s\\) in eval mode at the start of training.*",
@@ -57,12 +57,12 @@ _COSTS = (
 
 
 def cost_table(cost: dict[str, Any], method: str, batch: int, sample: str = "image") -> str:
-    """Return the table of FLOPs, saved bytes, peak and step time, with columns for a baseline and the ratio to it.
+    """Return the table of FLOPs, saved bytes, peak and step time, with columns for the baseline and the ratio.
 
     Args:
         cost: a `record.results.CostReport`.
-        method: the header of its column.
-        batch: samples per batch.
+        method: header of the method's column.
+        batch: number of samples per batch.
         sample: the noun for one sample: image or text.
     """
     baseline = cost.get("baseline")
@@ -81,11 +81,11 @@ def cost_table(cost: dict[str, Any], method: str, batch: int, sample: str = "ima
 
 
 def memory_table(memory: dict[str, Any], batch: int) -> str:
-    """Return the table of the memory of the process before training and in it, and of the tensors of a step.
+    """Return the table of the process memory before and during training, and of the tensors in a step.
 
     Args:
         memory: a `record.results.MemoryReport`.
-        batch: images per batch.
+        batch: number of images per batch.
     """
     growth, counted, device = memory["growth_bytes"], memory["counted_bytes"], memory["device"]
     rows = [
@@ -103,7 +103,7 @@ def memory_table(memory: dict[str, Any], batch: int) -> str:
 
 
 def results_text(results: dict[str, Any], folder: Path) -> str:
-    """Return the text at the end of a run: trained parameters, accuracy and cost.
+    """Return the text at the end of a run: trained parameters, accuracy, cost and memory.
 
     Args:
         results: a `record.results.Results`.
@@ -148,7 +148,7 @@ def _share(trained: int, total: int) -> str:
 
 
 def _seen(limit: int, settings: dict[str, Any], data: dict[str, Any], sample: str) -> str:
-    """Return a note with the number of evaluated samples if a number of batches limits them."""
+    """Return a note with the number of evaluated samples if `trainer.limit_eval_batches` limits it."""
     size = limit * (settings["eval_batch_size"] or settings["batch_size"])
     splits = {split: count for split, count in data.get("splits", {}).items() if split != "train"}
     each = [f"{min(size, count)} of {count} {split} {sample}s" for split, count in splits.items()]
@@ -156,7 +156,7 @@ def _seen(limit: int, settings: dict[str, Any], data: dict[str, Any], sample: st
 
 
 def _accuracy_rows(accuracy: dict[str, Any], data: dict[str, Any], published: float | None) -> list[list[str]]:
-    """Return the rows of accuracies: best and last epoch, the best weights on the test split, and `published`."""
+    """Return the rows with the best and last accuracies, the test accuracy of the best weights, and `published`."""
     tasks, split = accuracy.get("tasks", {}), accuracy["split"]
     rows = [[spelled(accuracy.get("metric", "accuracy")), "best", "last"]]
     rows += [[f"{task}, {split}", format_percent(of["best"]), format_percent(of["last"])] for task, of in tasks.items()]

@@ -1,4 +1,4 @@
-"""``model.safetensors``: the trained weights under timm's names, with the metadata that is needed to use them."""
+"""``model.safetensors``: the trained weights under timm's names, with the metadata needed to use them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def save(
         path: the file.
         weights: state dict with timm's parameter names (`plain_state_dict`).
         model: the model's configuration.
-        class_names: class names by output index, or by task with several tasks.
+        class_names: class names by output index, or a mapping from tasks to class names.
         input: size and normalization of the images.
         notes: further metadata.
         methods: the methods of the run. The metadata contain the settings of methods that cannot be merged into the
@@ -63,7 +63,7 @@ def save(
         **({} if model.encoder is None else {"encoder": model.encoder}),
         "model_kwargs": model.kwargs,
         "class_names": class_names,
-        "image_size": list(input.size),  # of texts the number of tokens, alone
+        "image_size": list(input.size),  # a single number of tokens for texts
         "mean": list(input.mean),
         "std": list(input.std),
         "interpolation": input.interpolation,
@@ -79,7 +79,7 @@ def save(
     def write(temporary: Path) -> None:
         save_file(separate, temporary, metadata)
         _sort_metadata(temporary)
-        # safetensors creates files that only their owner can read; use the umask as for any other file.
+        # safetensors creates files that only their owner can read. Apply the umask as for any other file.
         umask = os.umask(0)
         os.umask(umask)
         temporary.chmod(0o666 & ~umask)
@@ -88,22 +88,22 @@ def save(
 
 
 def _sort_metadata(file: Path) -> None:
-    """Order the metadata in the header of a .safetensors file, so that the same weights are the same bytes.
+    """Sort the metadata in the header of a .safetensors file, so that equal weights give equal bytes.
 
-    The library writes them in an order that differs from process to process.
+    The library writes the metadata in an order that differs between processes.
     """
     with open(file, "rb+") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))
         header["__metadata__"] = dict(sorted(header.get("__metadata__", {}).items()))
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        assert len(text) <= length, "the library writes the same in another order"
+        assert len(text) <= length, "sorting does not lengthen the header"
         opened.seek(8)
         opened.write(text.ljust(length))
 
 
 def _without_shared_storages(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors that share a storage (tied weights, views), which the format does not allow."""
+    """Copy tensors that share a storage (tied weights, views), because the format does not support them."""
     seen: set[int] = set()
     separate: dict[str, Tensor] = {}
     for name, weight in weights.items():
@@ -119,18 +119,18 @@ def load(run: Path, task: str | None = None) -> Trained:
 
     Args:
         run: a run folder, or its model.safetensors.
-        task: with several tasks, the one whose classes are meant; None: the first.
+        task: with several tasks, the task whose classes are returned; None for the first task.
 
     Raises:
-        OtherVersionError: the file notes a method or a setting that this version does not know.
-        UserError: the file does not exist, is damaged, or was not written by a run; or the task is unknown.
+        OtherVersionError: If the file names a method or a setting that this version does not know.
+        UserError: If the file does not exist, is damaged, or was not written by a run, or if the task is unknown.
     """
     file = run / NAME if run.is_dir() else run
     metadata = _metadata(run, file)
     about = _checked(file, metadata)
     try:
         tokenizer = Tokenizer.loads(about.tokenizer) if about.tokenizer is not None else None
-    except Exception as error:  # the library's own is of type Exception
+    except Exception as error:  # the library raises plain Exceptions
         raise _altered(file, f"its {TOKENIZER} cannot be read ({first_line(error)})") from error
     size = tuple(about.image_size)
     height, width = size[0], size[-1]
@@ -196,7 +196,7 @@ def _metadata(run: Path, file: Path) -> dict[str, str]:
     return about
 
 
-#: Metadata that the notes of `Trained` leave out.
+#: Metadata that `Trained.notes` does not contain.
 _READ = ("format", "architecture", "encoder", "model_kwargs", "class_names", "image_size", "mean", "std",
          "interpolation", "added", "decoding", TOKENIZER)  # fmt: skip
 
@@ -221,7 +221,7 @@ class _Decoding(BaseModel):
 
 
 class _About(BaseModel):
-    """The metadata that `load` reads; `save` writes it."""
+    """The metadata that `save` writes and `load` reads."""
 
     model_config = ConfigDict(protected_namespaces=())
 
@@ -276,10 +276,10 @@ def _altered(file: Path, why: str) -> UserError:
 
 
 def _require_same_shapes(file: Path, model: nn.Module) -> None:
-    """Reject a file whose tensors do not have the shapes of the model, e.g. a head with another number of classes.
+    """Reject a file whose tensors do not have the model's shapes, e.g. a head with another number of classes.
 
     Raises:
-        UserError: for the first tensor that differs.
+        UserError: If a tensor differs.
     """
     own = model.state_dict()
     with safe_open(file, "pt") as opened:
@@ -291,7 +291,7 @@ def _require_same_shapes(file: Path, model: nn.Module) -> None:
 
 
 def _noted_method(file: Path, part: _Added) -> Method:
-    """Build the method that the metadata of `file` name, with its settings."""
+    """Build a method that the metadata of `file` name, with its settings."""
     name, settings = part.method, part.settings
     do = "Train again with this version, or use the version that wrote the file."
     if name not in METHODS:
@@ -310,7 +310,7 @@ def require_finite(logits: Tensor) -> None:
     """Reject outputs that are not finite.
 
     Raises:
-        UserError: an output is not finite.
+        UserError: If an output is not finite.
     """
     if not bool(logits.isfinite().all()):
         raise UserError(

@@ -1,4 +1,4 @@
-"""Messages for system errors while a run writes into its folder: a full disk, a lost folder, no permission."""
+"""Messages for system errors while a run writes into its folder, e.g. a full disk or a removed folder."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from efficient_ft.core.format import format_bytes
 from efficient_ft.record import config_file
 from efficient_ft.training.output import checkpoint
 
-#: Texts of errors of torch and safetensors for a failed write, which do not contain the system's error number.
+#: Texts in errors of torch and safetensors for a failed write. These errors do not contain the system's error number.
 _FAILED_WRITES = ("PytorchStreamWriter", "inline_container", "unexpected pos", "I/O error", "os error")
 
-#: Texts of errors of gloo, which waits for the other processes of a run, when one of them has ended.
+#: Texts in errors of gloo after another process of the run has ended.
 _LOST_PROCESS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
 
 
 def _continues(folder: Path | None) -> str:
-    """Return a sentence on the effect of the same command; None for an unknown folder."""
+    """Return a sentence that describes the effect of the same command. `folder` is None if it is not known."""
     if folder is None:
         return "The same command continues from the last checkpoint, or starts again where there is none."
     if checkpoint.exists(folder / checkpoint.NAME):
@@ -34,10 +34,10 @@ def _continues(folder: Path | None) -> str:
 
 
 def require_folder(folder: Path) -> None:
-    """Reject writing if the folder of the run was replaced since the run started.
+    """Reject writing if the run folder was replaced after the run started.
 
     Raises:
-        UserError: it was removed, moved, or replaced.
+        UserError: If the folder was removed, moved or replaced.
     """
     if not (folder / config_file.NAME).is_file():
         raise UserError(
@@ -51,8 +51,8 @@ def refuse_lost_process(error: BaseException) -> None:
     """Stop if another process of the run has ended.
 
     Raises:
-        KeyboardInterrupt, TerminatedRun: the same, after a signal that asked this process to end.
-        UserError: `error` reports a failed exchange with a process that has ended.
+        KeyboardInterrupt, TerminatedRun: If a signal asked this process to end as well.
+        UserError: If `error` reports a failed exchange with a process that has ended.
     """
     if "gloo" in str(error).lower() and any(text in str(error) for text in _LOST_PROCESS):
         if stopping.asked:
@@ -65,18 +65,18 @@ def refuse_lost_process(error: BaseException) -> None:
 
 @contextmanager
 def faults_of_the_system(folder: Path, begun: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Turn system errors in the run folder inside the block into a message that names the folder.
+    """Convert system errors in the run folder inside the block to a message that names the folder.
 
     Args:
         folder: the run folder.
-        begun: returns whether the run has written its configuration into it.
+        begun: returns True if the run has written its configuration into the folder.
 
     Raises:
-        UserError: a full disk, a removed folder, missing permission, a process of the run that ended, ...
+        UserError: If the disk is full, the folder was removed, a permission is missing, or another process has ended.
     """
     try:
         yield
-    except BrokenPipeError:  # the reader of the output has closed the pipe, e.g. `| head`
+    except BrokenPipeError:  # the reader of the output closed the pipe, e.g. `| head`
         raise
     except (OSError, RuntimeError, SafetensorError) as error:
         refuse_lost_process(error)
@@ -89,7 +89,7 @@ def faults_of_the_system(folder: Path, begun: Callable[[], bool] = lambda: True)
 
 
 def _reason(error: Exception, folder: Path) -> str | None:
-    """Return a description of the system error; None for an error of another kind or place."""
+    """Return a description of the system error; None for an error of another kind or in another place."""
     if isinstance(error, OSError) and error.errno is not None:
         name = error.filename
         elsewhere = name is not None and folder.resolve() not in (place := Path(os.fsdecode(name)).resolve()).parents
@@ -105,6 +105,6 @@ def _reason(error: Exception, folder: Path) -> str | None:
 
 
 def free_space(folder: Path) -> str:
-    """Return the free bytes of the disk of a folder, which need not exist, as a clause."""
+    """Return the free space on the disk of a folder as a clause. The folder need not exist."""
     place = next((one for one in (folder, *folder.parents) if one.is_dir()), None)
     return "" if place is None else f"; {format_bytes(shutil.disk_usage(place).free)} are free"
