@@ -37,9 +37,7 @@ def open_images(config: Config, spec: InputSpec) -> RunData:
 def run_contents(config: Config, images: RunData | None = None) -> Contents:
     """Read the contents of the data and weights at the beginning of a run.
 
-    Args:
-        config: the configuration of the run.
-        images: the opened data; None to list the data without opening them.
+    If `images` is None, the data are listed without being opened.
 
     Raises:
         UserError: See `data.read_data`.
@@ -58,11 +56,8 @@ def run_contents(config: Config, images: RunData | None = None) -> Contents:
 
 
 def summaries(images: RunData, *, thorough: bool = False) -> dict[str, Summary]:
-    """Return the summary of each data set by task. A single data set has the key "".
-
-    Args:
-        images: the data of the run.
-        thorough: see `data.opened.OpenedData.inspect`.
+    """Return the summary of each data set by task. A single data set has the key "". For `thorough`, see
+    `data.opened.OpenedData.inspect`.
     """
     return {task: part.summary(thorough=thorough) for task, part in images.parts.items()}
 
@@ -81,10 +76,6 @@ def summary_text(found: Mapping[str, Summary]) -> str:
 def refuse_unusable(config: Config, found: Mapping[str, Summary]) -> None:
     """Reject data with samples that the inspection found to be unusable.
 
-    Args:
-        config: the configuration of the run.
-        found: the summaries of the data sets by task.
-
     Raises:
         UserError: If there are unusable samples that ``data.on_corrupt`` does not skip.
     """
@@ -97,17 +88,13 @@ def refuse_unusable(config: Config, found: Mapping[str, Summary]) -> None:
         shown = printable(path)
         more = f"; `efficient-ft check` lists the {len(problems):,} found" if len(problems) > 1 else ""
         raise UserError(
-            f"{why if why.startswith(shown) else f'{shown}: {why}.'} Correct such files{more}. Or leave them out:"
+            f"{why if why.startswith(shown) else f'{shown}: {why}.'} Correct such files{more}. To skip them, set"
             f" {setting}.on_corrupt=skip."
         )
 
 
 def keep_decoded(images: RunData, epochs: int) -> None:
     """Keep the decoded images of each data set on disk. See `ImageData.keep_decoded`.
-
-    Args:
-        images: the data of the run.
-        epochs: number of epochs.
 
     Raises:
         SettingError: See `ImageData.keep_decoded`. With several tasks, the message names ``tasks.TASK``.
@@ -118,12 +105,8 @@ def keep_decoded(images: RunData, epochs: int) -> None:
 
 
 def run_length(config: Config, images: RunData, world: int) -> tuple[int, int]:
-    """Return the numbers of epochs and optimizer steps. The remaining batches at the end of an epoch form a step.
-
-    Args:
-        config: the run's configuration.
-        images: the data of the run.
-        world: number of processes.
+    """Return the numbers of epochs and optimizer steps with `world` processes. Remaining batches of an epoch form a
+    step.
 
     Raises:
         SettingError: If an epoch has fewer batches than an optimizer step needs, or if the whole run is warm-up.
@@ -153,9 +136,6 @@ class RunDataModule(L.LightningDataModule):
     """Data loaders for Lightning.
 
     When a run resumes, the training loader continues with the next batch, even in the middle of an epoch.
-
-    Args:
-        images: the data of the run.
 
     Attributes:
         features: stored features, which are loaded instead of images; None if there are none.

@@ -52,8 +52,8 @@ def evaluate(run: Path, config: Config | None = None) -> Evaluated:
     if images.class_names != (trained.tasks or trained.class_names):
         roots = ", ".join(data.root for data in data_configs(config))
         raise UserError(
-            f"evaluate={run}: the classes in {roots} must be those of the run, but they differ. Set data.root to images"
-            " of the same classes."
+            f"evaluate={run}: the classes in {roots} must be the classes of the run, but they differ. Set data.root to"
+            " images of the same classes."
         )
     say(summary_text(summaries(images)))
     kind = kind_of(config)
@@ -110,14 +110,7 @@ def _fixed(config: Config, other: Config) -> dict[str, Any]:
 
 
 def data_report(config: Config, folder: Path, data: RunData, device: torch.device) -> DataReport:
-    """Return the split sizes, the number of skipped samples, and the metric of model.safetensors by split.
-
-    Args:
-        config: the configuration of the run.
-        folder: the run folder.
-        data: the data of the run.
-        device: the device that evaluates.
-    """
+    """Return the split sizes, the number of skipped samples, and the metric of model.safetensors by split."""
     found = kind_of(config).evaluate(config, export.load(folder).model, data, device)
     each: dict[str, Any] = {}
     for task, accuracy in _by_task(found).items():

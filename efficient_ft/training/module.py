@@ -183,10 +183,7 @@ class FineTuner(L.LightningModule):
                 optimizer.zero_grad(set_to_none=True)
 
     def read_losses(self, batch_idx: int) -> None:
-        """Add the losses since the last call to the sums.
-
-        Args:
-            batch_idx: index of the batch with the last of these losses.
+        """Add the losses since the last call, up to the batch with the index `batch_idx`, to the sums.
 
         Raises:
             DivergedError: If a loss is not finite.
@@ -229,9 +226,6 @@ class FineTuner(L.LightningModule):
     def require_finite_evaluation(self, split: str) -> None:
         """Reject an evaluation with outputs that are not finite.
 
-        Args:
-            split: the evaluated split.
-
         Raises:
             DivergedError: If the mean loss is not finite.
         """
@@ -246,9 +240,6 @@ class FineTuner(L.LightningModule):
         first update, and `DIVERGED` times the chance loss, e.g. log(classes). The mean does not depend on single hard
         batches. The chance loss prevents a warning for a small increase when a network with a very small initial loss
         is trained further.
-
-        Args:
-            mean: the mean training loss of the epoch that ends.
         """
         warned = any("has diverged" in text for text in self.warnings)
         if mean is None or self._first_loss is None or warned:
@@ -266,7 +257,7 @@ class FineTuner(L.LightningModule):
     def _diverged(self, what: str) -> DivergedError:
         """Return the error for training that cannot continue, with settings to try."""
         return DivergedError(
-            f"{what}: training stopped. Try {', '.join(self._tries())}. Other settings start another run. This step"
+            f"{what}: training stopped. Try {', '.join(self._tries())}. Changed settings start a new run. This step"
             " was not saved."
         )
 
@@ -288,10 +279,8 @@ class FineTuner(L.LightningModule):
         return total / count if count else None
 
     def mean_loss(self, over: str) -> float | None:
-        """Return the mean training loss since the last call with the same `over`, and reset it; None without batches.
-
-        Args:
-            over: ``epoch`` or ``window``, two independent means.
+        """Return the mean training loss since the last call with the same `over` (``epoch`` or ``window``), and reset
+        it.
         """
         total, count = self._sums[over]
         self._sums[over] = [0.0, 0]
@@ -360,7 +349,7 @@ class FineTuner(L.LightningModule):
         if constant and not self._constant:
             self._warn(
                 f"Epoch {self.current_epoch + 1}: every {self.task.item} of the evaluation is predicted as"
-                f" class {constant[0]}, so the network does not tell them apart. {' '.join(likely_causes(self))}"
+                f" class {constant[0]}, so the network does not distinguish them. {' '.join(likely_causes(self))}"
             )
         self._constant = bool(constant)
 

@@ -19,12 +19,7 @@ WARMUP_SHARE, WARMUP_AT_MOST = 4, 100
 
 
 def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
-    """Return the number of warm-up steps. Without `optim.warmup_steps`, it is a quarter of the run and at most 100.
-
-    Args:
-        optim: the optimizer's configuration.
-        total_steps: optimizer steps of the whole run.
-    """
+    """Return the number of warm-up steps. Without `optim.warmup_steps`, it is a quarter of the run and at most 100."""
     if optim.warmup_steps is None:
         return min(WARMUP_AT_MOST, total_steps // WARMUP_SHARE)
     return optim.warmup_steps

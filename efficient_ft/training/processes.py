@@ -81,15 +81,15 @@ def connect(config: Config) -> None:
         if rank() > 0 and world_size(config) == 1:
             name = next(name for name in _RANKS if name in os.environ)
             raise UserError(
-                f"{name}={os.environ[name]} in the environment says that this is not the first process of the run,"
-                f" which has one (trainer.devices). Unset {name}."
+                f"{name}={os.environ[name]} in the environment means that this is not the first process of the run, but"
+                f" the run has one process (trainer.devices). Unset {name}."
             )
         return
     found, asked = started_by.world_size(), world_size(config)
     name = "torchrun" if isinstance(started_by, Torchrun) else "Slurm"
     if config.evaluate is not None or config.cost_only:
         if found > 1:
-            raise UserError(f"{name} started {found} processes, and an evaluation or a cost report takes one.")
+            raise UserError(f"{name} started {found} processes, but an evaluation or a cost report needs one.")
         return
     if found != asked:
         raise SettingError(
@@ -134,4 +134,4 @@ def requeue() -> None:
     if failed is None:
         say(f"Slurm was asked to run job {job} again; it continues from this checkpoint.")
     else:
-        say(f"warning: Slurm does not run job {job} again ({failed}). The same command continues from this checkpoint.")
+        say(f"warning: Slurm did not requeue job {job} ({failed}). The same command continues from this checkpoint.")

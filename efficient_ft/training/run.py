@@ -93,7 +93,7 @@ def _run(config: Config, folder: Path, arguments: Sequence[str], begun: Callable
             if image_folders(config_file.read_config(folder)) != image_folders(config):
                 digests = (read_data(data).digest() for data in data_configs(config))
                 refuse_other_images(config, folder, "+".join(digests))
-        say("This run has already finished; its results (to train again: resume=never):")
+        say("This run has already finished. To train again, use resume=never. Its results:")
         say(results_text(results, folder))
         return results
     missing = [factory.missing_weights(config.model), *missing_images(config)]

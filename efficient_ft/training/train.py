@@ -144,10 +144,6 @@ def prepare(config: Config, held: RunFolder, begun: Callable[[], None], opened: 
 def fit(run: Training, arguments: Sequence[str]) -> Fitted:
     """Train until the last step, starting from the last checkpoint if there is one.
 
-    Args:
-        run: the prepared run.
-        arguments: the settings given on the command line, for loggers.
-
     Raises:
         UserError: If a setting does not fit the machine or the data.
         DivergedError: If the loss is not finite.
@@ -215,12 +211,7 @@ def _loop(run: Training, fitted: Fitted) -> None:
 
 
 def export_network(run: Training, notes: dict[str, Any]) -> None:
-    """Write model.safetensors with the present weights.
-
-    Args:
-        run: the run.
-        notes: metadata, to which the metadata of the kind of task are added.
-    """
+    """Write model.safetensors with the present weights, and with `notes` and the kind's notes as metadata."""
     notes |= run.kind.notes(run.config, run.data)
     weights = plain_state_dict(run.network, run.methods, copy_weights=False)
     model = run.kind.portable(run.config, run.network)

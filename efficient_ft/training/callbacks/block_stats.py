@@ -31,15 +31,10 @@ class BlockIO(NamedTuple):
 
 @contextmanager
 def observe_blocks(model: nn.Module, blocks: Sequence[str], callback: Callable[[int, BlockIO], None]) -> Iterator[None]:
-    """Call `callback` with the index and the `BlockIO` of each block that runs inside this context.
+    """Call `callback` with the index and the `BlockIO` of each block that runs inside this context, without gradients.
 
     Forward passes that recompute activations inside backward are skipped, as are blocks whose first input or whose
     output is not a tensor. Nothing is saved for the backward pass.
-
-    Args:
-        model: the model. Its hooks are removed on exit.
-        blocks: full names of the blocks.
-        callback: the function to call, which runs without gradients.
     """
 
     def hook(index: int) -> Callable[..., None]:

@@ -23,12 +23,8 @@ BAR_SECONDS, LINE_SECONDS = 0.5, 60.0
 class ProgressBar(L.Callback):
     """Show epoch, step, loss, learning rate, speed and remaining time.
 
-    The loss is the mean over the current epoch, for the losses that have been read from the accelerator.
-
-    Args:
-        total_steps: optimizer steps of the run.
-        epochs: number of epochs.
-        recorder: the callback that provides the row of each epoch. It must precede this callback.
+    The loss is the mean over the current epoch, for the losses that have been read from the accelerator. Place this
+    callback after `recorder`, which provides the row of each epoch.
     """
 
     def __init__(self, total_steps: int, epochs: int, recorder: Recorder) -> None:

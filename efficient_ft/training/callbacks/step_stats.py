@@ -32,11 +32,6 @@ class StepStats(L.Callback):
 
     Loggers receive ``budgets/BLOCK``, ``tokens/BLOCK`` and ``magnitudes/BLOCK``. If the model has no recognized blocks,
     a warning is logged and nothing is recorded. Place this callback after `MethodCallback`, which prepares the step.
-
-    Args:
-        folder: the run folder.
-        methods: the run's methods.
-        interval: optimizer steps between two rows, at least 1.
     """
 
     def __init__(self, folder: Path, methods: Sequence[Method], interval: int):

@@ -26,9 +26,6 @@ from efficient_ft.training.trainer import on_device, use_channels_last
 def fill_features(config: Config) -> RunFeatures:
     """Compute the features of a run that are not stored yet. If a call is interrupted, the next call continues.
 
-    Args:
-        config: the configuration of the run.
-
     Returns:
         The features, all of them stored unless the disk is full.
 
@@ -36,10 +33,10 @@ def fill_features(config: Config) -> RunFeatures:
         UserError: If weights or images are missing, or if no features can be stored for this run.
     """
     if config.tasks:
-        raise UserError("Features of a run on several tasks are not stored. Leave out tasks=.")
+        raise UserError("Features cannot be stored for a run on several tasks. Leave out tasks=.")
     kind = kind_of(config)
     if not kind.supports("cache_features"):
-        raise UserError(f"Features of a run with task={config.task} are not stored. Train without stored features.")
+        raise UserError(f"Features cannot be stored for task={config.task}. Train without stored features.")
     missing = [factory.missing_weights(config.model), *missing_images(config)]
     if any(missing):
         raise UserError("\n".join(message for message in missing if message is not None))

@@ -117,14 +117,11 @@ class RunFeatures:
 
     @contextmanager
     def input(self, images: Tensor, rows: Tensor) -> Iterator[Tensor]:
-        """Run the network from the features of a batch inside a ``with`` block.
+        """Run the network from the features of a batch inside a ``with`` block, which receives the network's input.
 
         Args:
             images: images or stored rows, as `FeatureDataset` loads them.
             rows: row numbers of the images.
-
-        Yields:
-            The network's input.
         """
         if images.dtype == torch.uint8:
             self._read += len(rows)
@@ -139,7 +136,7 @@ class RunFeatures:
     def _write(self, rows: Tensor, stored: Tensor) -> None:
         if self._known[rows.numpy()].all() and not self._warned:
             self._warned = True
-            say(f"Stored features in {shown_path(self.store.folder)} are damaged; they are computed again.")
+            say(f"Stored features in {shown_path(self.store.folder)} are damaged and are computed again.")
         if self.full:
             return
         try:
@@ -171,11 +168,7 @@ def from_stored(prefix: FrozenPrefix, form: RowForm, stored: Tensor) -> Abstract
 
 
 class PrefixInput:
-    """The features of a run's batches, computed in each step by a form of the prefix and not stored.
-
-    Args:
-        prefix: the frozen prefix of the network.
-    """
+    """The features of a run's batches, computed in each step by a form of the prefix and not stored."""
 
     def __init__(self, prefix: FrozenPrefix) -> None:
         self.prefix = prefix
@@ -252,7 +245,7 @@ class FeatureCallback(L.Callback):
         if options.cache_features == "auto":
             say(f"Features are not stored (trainer.cache_features=auto): {error}")
         if options.prefix == "auto" and self.prefix is None:
-            say(f"The network computes as it is (trainer.prefix=auto): {error}")
+            say(f"The network is not changed (trainer.prefix=auto): {error}")
 
     def _choose(self, prefix: FrozenPrefix, trainer: L.Trainer) -> PrefixReport:
         """Set the form of the prefix to the form chosen before, or to the form that the first process chooses."""
@@ -271,11 +264,7 @@ class FeatureCallback(L.Callback):
 
 
 def _read_choice(file: Path) -> PrefixReport:
-    """Read the form of the prefix that a run has chosen.
-
-    Raises:
-        UserError: If the file is damaged.
-    """
+    """Read the form of the prefix that a run has chosen, or raise UserError if the file is damaged."""
     try:
         report: PrefixReport = parse_json(file.read_text(encoding="utf-8"))
         Form(report["form"])
@@ -289,12 +278,7 @@ def _read_choice(file: Path) -> PrefixReport:
 
 
 def run_prefix(config: Config, network: nn.Module, methods: Sequence[Method]) -> FrozenPrefix:
-    """Find the frozen prefix of a run's network.
-
-    Args:
-        config: the configuration of the run.
-        network: the network on the CPU, with the methods applied.
-        methods: the methods of the run.
+    """Find the frozen prefix of a run's network, which is on the CPU and has the methods applied.
 
     Raises:
         UserError: If the network has no frozen prefix.
@@ -302,22 +286,15 @@ def run_prefix(config: Config, network: nn.Module, methods: Sequence[Method]) ->
     for method in methods:
         if type(method).step_begin is not Method.step_begin and Axis.SELECTION in (method.axis, *method.other_axes):
             raise UserError(
-                f"Method {method.name} decides in each step what trains, so no part of the network is frozen"
-                " throughout."
+                f"Method {method.name} selects the trained parameters in each step, so no part of the network stays"
+                " frozen."
             )
     with _in_training_mode(network):
         return find_prefix(network, _noise(config, _IMAGES))
 
 
 def set_form(config: Config, images: ImageData, prefix: FrozenPrefix, device: torch.device) -> PrefixReport:
-    """Set the form of the prefix like `measure_form`, except that ``auto`` prefers a form whose features are stored.
-
-    Args:
-        config: the configuration of the run.
-        images: the data of the run.
-        prefix: the frozen prefix of the network.
-        device: the device of the network.
-    """
+    """Set the form of the prefix like `measure_form`, except that ``auto`` prefers a form whose features are stored."""
     options = config.trainer
     if options.prefix == "auto" and options.cache_features != "off":
         about = _about(config, images, prefix, device)
@@ -331,10 +308,7 @@ def set_form(config: Config, images: ImageData, prefix: FrozenPrefix, device: to
 def measure_form(config: Config, prefix: FrozenPrefix, device: torch.device) -> PrefixReport:
     """Set the form of the prefix to `trainer.prefix`. With ``auto``, measure the forms and select the fastest one.
 
-    Args:
-        config: the configuration of the run.
-        prefix: the frozen prefix of the network, which is moved to `device` for a measurement.
-        device: the device of the network.
+    A measurement moves the network to `device`.
     """
     options = config.trainer
     if options.prefix != "auto":
@@ -361,7 +335,7 @@ def measure_form(config: Config, prefix: FrozenPrefix, device: torch.device) -> 
         prefix.form, seconds, deviation = choose_form(run, _forms(config, device))
     times = ", ".join(f"{format_seconds(value)} {form}" for form, value in seconds.items())
     say(
-        f"The frozen prefix, up to {prefix.end}, computes in the form {prefix.form} (trainer.prefix=auto): {len(batch)}"
+        f"The frozen prefix, up to {prefix.end}, uses the form {prefix.form} (trainer.prefix=auto): {len(batch)}"
         f" images take {times}; its output deviates by {format_percent(deviation[prefix.form])}."
     )
     return {**_form_report(prefix), "seconds": seconds, "deviation": deviation}
@@ -401,15 +375,8 @@ def run_features(
     *,
     must_gain: bool = False,
 ) -> RunFeatures:
-    """Open the features of a run.
-
-    Args:
-        config: the configuration of the run.
-        images: the data of the run.
-        prefix: the frozen prefix, with its form set.
-        epochs: number of epochs.
-        device: the device of the network.
-        must_gain: True to reject features that would save no time.
+    """Open the features of a run, whose prefix has its form set. With `must_gain`, reject features that would save no
+    time.
 
     Raises:
         SettingError: If the features need more space than the settings or the disk allow.
@@ -418,7 +385,7 @@ def run_features(
     options, views = config.trainer, config.trainer.views
     if must_gain:
         if epochs <= views:
-            raise UserError(f"none would be used twice: trainer.epochs={epochs}, trainer.views={views}.")
+            raise UserError(f"no features would be used twice: trainer.epochs={epochs}, trainer.views={views}.")
         with _in_training_mode(prefix.model):
             share = _share_of_step(prefix, _noise(config, _IMAGES).to(prefix.device))
         if share < _WORTH:
@@ -435,7 +402,7 @@ def run_features(
         f"Features of {prefix.end} ({' × '.join(map(str, prefix.shape))}, {form.name}):"
         f" {views} view{'s' if views > 1 else ''} of {train} training images, and {evaluated} {images.best_split}"
         f" images, {format_bytes(rows * form.bytes)} in {shown_path(folder)};"
-        f" {'all are there' if not missing else f'{missing} of {rows} must be computed'}. {prefix.reason}."
+        f" {'all are stored' if not missing else f'{missing} of {rows} must be computed'}. {prefix.reason}."
     )
     return RunFeatures(prefix, form, store, views, train)
 

@@ -59,7 +59,9 @@ class ClassKind(Kind):
 
     def predictions(self, trained: Trained, options: PredictOptions) -> Predictions:
         if options.out is not None or options.overlay:
-            raise UserError(f"--out and --overlay are for runs with task=segmentation; {options.run} predicts classes.")
+            raise UserError(
+                f"--out and --overlay need a run with task=segmentation, but {options.run} predicts classes."
+            )
         return ClassPredictions(self, trained, self.items(trained, options), options)
 
     def heading(self, item: Item) -> str:
@@ -130,11 +132,7 @@ class ClassPredictions(Predictions):
 
 
 class Confusions:
-    """The accuracy and the confused classes of the labeled items.
-
-    Args:
-        total: number of all items, with or without a label.
-    """
+    """The accuracy and the confused classes of the labeled items, out of `total` items."""
 
     def __init__(self, total: int) -> None:
         self._total = total

@@ -30,11 +30,7 @@ class Item:
 
 
 def image_files(paths: Sequence[Path], names: Sequence[str]) -> Iterator[Item]:
-    """Yield the files in `paths`, and all image files below its folders, with their labels.
-
-    Args:
-        paths: files and folders.
-        names: class names, which are compared with the names of the folders.
+    """Yield the files in `paths`, and all image files below its folders. Their labels are the folder names in `names`.
 
     Raises:
         UserError: If a path does not exist, or if a folder contains no images.

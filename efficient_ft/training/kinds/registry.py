@@ -37,7 +37,7 @@ def register(kind: Kind) -> Kind:
     taken = [one for one in kind.sources for rules in RULES.values() if one in rules.data and rules is not kind.rules]
     if name in _registered or RULES.get(name, kind.rules) is not kind.rules or taken:
         what = f"data set {taken[0]}" if taken else f"kind of task {name}"
-        raise UserError(f"The {what} of {type(kind).__module__} exists already. Rename it.")
+        raise UserError(f"The {what} of {type(kind).__module__} already exists. Rename it.")
     _registered[name] = kind
     RULES[name], TASKS[name] = kind.rules, kind.task
     SOURCES.update(kind.sources)

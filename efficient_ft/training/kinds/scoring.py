@@ -49,6 +49,6 @@ def scores(
         finite &= logits.isfinite().all()
         found.update(logits.float(), targets.to(device, non_blocking=True))
     if not finite:
-        half = f" It was evaluated with trainer.precision={precision}: try fp32." if dtype is not None else ""
-        raise UserError(f"The network's outputs are not finite: its weights are of no use.{half}")
+        half = f" Try fp32 instead of trainer.precision={precision}." if dtype is not None else ""
+        raise UserError(f"The network's outputs are not finite, so its weights cannot be used.{half}")
     return found.compute()

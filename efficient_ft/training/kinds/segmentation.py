@@ -65,7 +65,7 @@ class SegmentationKind(Kind):
 
     def check_notes(self, notes: Mapping[str, Any], classes: int) -> None:
         if len(notes["class_ids"] or ()) != classes:
-            raise ValueError("class_ids has one number per class")
+            raise ValueError("class_ids must have one number per class")
 
     def further_scores(self, scores: Mapping[str, float], class_names: Sequence[str]) -> dict[str, Any]:
         """Return the metrics with the IoU by class name. It is None if neither the masks nor the predictions contain
@@ -97,12 +97,7 @@ class SegmentationKind(Kind):
 
 
 class MaskPredictions(Predictions):
-    """A mask for each image, saved with the pixel values of the training masks, and the fraction of each class.
-
-    Args:
-        trained: the network.
-        options: the images, and the folder for the masks.
-    """
+    """A mask for each image, saved with the pixel values of the training masks, and the fraction of each class."""
 
     def __init__(self, trained: Trained, options: PredictOptions) -> None:
         self._trained, self._options = trained, options
@@ -146,7 +141,9 @@ def mask_files(paths: Sequence[Path], options: PredictOptions) -> dict[Path, Pat
         refuse_link(out)  # a run folder may come from somebody else
     stem, number = Counter(path.stem for path in paths).most_common(1)[0]
     if number > 1:
-        raise UserError(f"{number} images are named {stem}, so their masks would be one file. Predict them in turn.")
+        raise UserError(
+            f"{number} images are named {stem}, so their masks would have the same name. Predict them separately."
+        )
     inside = {path for path in paths if out.resolve() in path.resolve().parents}
     if inside:
         raise UserError(f"--out {out} holds the image {min(inside)}. Choose another folder.")

@@ -28,11 +28,7 @@ from efficient_ft.training.kinds.base import (
 
 
 class SeveralDataSets(Kind):
-    """Several data sets of one kind, which the optimizer steps use in turn.
-
-    Args:
-        kind: the kind of every data set.
-    """
+    """Several data sets of one kind, which the optimizer steps use in turn."""
 
     rules = SEVERAL
 

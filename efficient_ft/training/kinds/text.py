@@ -83,10 +83,12 @@ def read_lines(files: Sequence[Path], columns: int) -> list[Item]:
         try:
             raw = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
             if b"\0" in raw:
-                raise UserError(f"{path} cannot be read as UTF-8 text: it holds NUL characters. Save it as UTF-8.")
+                raise UserError(f"{path} cannot be read as UTF-8 text: it contains NUL characters. Save it as UTF-8.")
             text = raw.decode("utf-8-sig")
         except OSError as error:
-            raise UserError(f"{path}: {error.strerror}. A run with task=text reads files of lines.") from error
+            raise UserError(
+                f"{path}: {error.strerror}. A run with task=text reads text files with one sample per line."
+            ) from error
         except UnicodeDecodeError as error:
             raise UserError(f"{path} cannot be read as UTF-8 text ({first_line(error)}).") from error
         except MemoryError as error:
@@ -96,10 +98,10 @@ def read_lines(files: Sequence[Path], columns: int) -> list[Item]:
                 cells = [cell.strip() for cell in line.split("\t")]
                 if len(cells) != columns or not all(cells):
                     form = "FIRST<tab>SECOND" if columns == 2 else "one text, without tabs"
-                    raise UserError(f"{path}, line {number}: this run takes lines of the form {form}.")
+                    raise UserError(f"{path}, line {number}: lines must have the form {form}.")
                 lines.append("\t".join(cells))
     if not lines:
-        raise UserError(f"{', '.join(map(str, files))}: no line of text.")
+        raise UserError(f"{', '.join(map(str, files))}: no text found.")
     return [Item(line, plain_text(line)) for line in lines]
 
 

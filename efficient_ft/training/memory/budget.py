@@ -119,12 +119,7 @@ class Predictor:
         return replace(shared, **{name: step[name] for name in _OF_A_STEP})
 
     def around(self, config: Config, methods: Sequence[Method] = ()) -> Demand:
-        """Count the memory in each phase of a run except the training step.
-
-        Args:
-            config: the configuration of the run.
-            methods: the methods that change the evaluated network.
-        """
+        """Count the memory in each phase except the training step. `methods` may change the evaluated network."""
         training, evaluation = self.readings(config)
         network, spec = self.network(config), step_spec(config)
         batch, evaluated = _samples(config, self._images)
@@ -238,8 +233,8 @@ def require_within_budget(config: Config, images: RunData, folder: Path | None) 
     limit = memory_limit_bytes()
     if on_cpu and budget > limit:
         say(
-            f"memory={config.memory} ({format_bytes(budget)}) is more than this machine or its container has:"
-            f" {format_bytes(limit)}, which counts."
+            f"memory={config.memory} ({format_bytes(budget)}) is more than this machine or its container has. The"
+            f" budget is {format_bytes(limit)}."
         )
         budget = limit
     predictor = Predictor(config, images, 0, device, folder)
@@ -270,7 +265,7 @@ def _too_much(config: Config, predicted: Prediction, budget: int, on_cpu: bool) 
     phase = f"{predicted.phase}{_decided_by(config, predicted.phase)}"
     return (
         f"memory={config.memory} ({format_bytes(budget)}): the run would take about"
-        f" {format_bytes(predicted.peak_bytes)}{base}. Most is needed for {phase}."
+        f" {format_bytes(predicted.peak_bytes)}{base}. The largest phase is {phase}."
     )
 
 
@@ -303,16 +298,7 @@ def _what_fits(config: Config, predictor: Predictor, budget: int) -> str:
 
 
 def fitting(config: Config, predictor: Predictor, budget: int) -> Config | None:
-    """Halve the sizes that determine the largest phase until the run fits into the budget.
-
-    Args:
-        config: the configuration of the run.
-        predictor: predicts the memory of the run.
-        budget: number of bytes.
-
-    Returns:
-        The changed configuration; None if no sizes fit.
-    """
+    """Halve the sizes that determine the largest phase until the run fits into `budget` bytes; None if no sizes fit."""
     try:
         changed: Config | None = config
         while changed is not None:
@@ -361,11 +347,7 @@ def _changes(config: Config, fits: Config) -> str:
 
 
 def _require_room(config: Config, predictor: Predictor, predicted: Prediction, device: torch.device) -> None:
-    """Print the memory of the workers, and reject a run that does not fit into its container together with them.
-
-    Raises:
-        UserError: If the sum exceeds the limit of the container, the machine or the process.
-    """
+    """Print the memory of the workers, and reject a run that does not fit into its container together with them."""
     workers = predictor.workers(config)
     count = config.data.num_workers
     if workers:
@@ -379,7 +361,7 @@ def _require_room(config: Config, predictor: Predictor, predicted: Prediction, d
         raise UserError(
             f"data.num_workers={count}: the run needs about {format_bytes(own)} and its worker processes"
             f" {format_bytes(workers)}, together more than this machine or its container has: {format_bytes(limit)}."
-            f" Use data.num_workers=0, or smaller batches."
+            " Use data.num_workers=0, or smaller batches."
         )
     if allowed is not None and own > allowed:
         raise UserError(
@@ -389,9 +371,7 @@ def _require_room(config: Config, predictor: Predictor, predicted: Prediction, d
 
 
 def smaller_evaluation(config: Config, device: torch.device, base_bytes: int, room: int) -> int | None:
-    """Return an evaluation batch size that is predicted to fit, if only evaluation is too large. For `Args`, see
-    `largest_batch`.
-    """
+    """Return an evaluation batch size that is predicted to fit into `room`, if only evaluation is too large."""
     fits = fitting(config, Predictor(config, None, base_bytes, device), room)
     if fits is None or fits.data.batch_size != config.data.batch_size or fits == config:
         return None

@@ -18,12 +18,7 @@ _KERNELS = "numba"
 
 
 def libraries(state_bits: int, methods: Iterable[Method]) -> tuple[str, ...]:
-    """Return the names of the modules that steps on a CPU load in addition to those of every run.
-
-    Args:
-        state_bits: number of bits of the optimizer state.
-        methods: the methods of the run.
-    """
+    """Return the names of the modules that steps on a CPU load in addition to those of every run."""
     of_optimizer = (_KERNELS,) if state_bits < 32 else ()
     return tuple(dict.fromkeys([*of_optimizer, *(name for method in methods for name in method.libraries)]))
 

@@ -37,9 +37,6 @@ def out_of_memory(config: Config) -> Iterator[None]:
 
     The prediction is the same as for the setting ``memory``. The objects of the block are freed before it is computed.
 
-    Args:
-        config: the configuration of the run that trains inside the block.
-
     Raises:
         UserError: If the device or the process has too little memory, or if a data-loading process was killed.
     """
@@ -124,7 +121,7 @@ def _what_fits(config: Config, device: torch.device) -> str:
         largest = largest_batch(config, device, resident_bytes(), room)
         if largest == config.data.batch_size:
             return (
-                f"A step is predicted to fit into {format_bytes(room)}: close what else takes memory, or reduce"
+                f"A step is predicted to fit into {format_bytes(room)}: close other programs that use memory, or reduce"
                 f" data.batch_size or data.eval_batch_size; or {plan}"
             )
         if largest:

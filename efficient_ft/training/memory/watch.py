@@ -87,7 +87,7 @@ def within_budget(config: Config, device: torch.device, *, armed: bool = True) -
         try:
             yield
         except _PassedError:
-            raise _passed(config, watch.seen, "taken by the process") from None
+            raise _passed(config, watch.seen, "used by the process") from None
         finally:
             watch.end()
             signal.signal(_SIGNAL, before)
@@ -102,16 +102,16 @@ def stop_from_now_on(config: Config) -> None:
     watch = _Watch.running
     if watch is not None:
         if watch.seen:
-            raise _passed(config, watch.seen, "taken by the process while the data were read")
+            raise _passed(config, watch.seen, "used by the process while the data were read")
         watch.armed = True
 
 
 def _passed(config: Config, size: int, how: str) -> UserError:
     return UserError(
-        f"memory={config.memory} ({format_bytes(budget_of(config) or 0)}): stopped, since {format_bytes(size)} were"
-        f" {how}. Pass a larger memory=, or a recipe that takes less: efficient-ft plan with the same model, data and"
-        f" memory={config.memory} finds some. The same command with a larger memory= continues from the last"
-        " checkpoint."
+        f"memory={config.memory} ({format_bytes(budget_of(config) or 0)}): stopped, because {format_bytes(size)} were"
+        f" {how}. Pass a larger memory=, or a recipe that needs less memory: efficient-ft plan with the same model,"
+        f" data and memory={config.memory} finds recipes. The same command with a larger memory= continues from the"
+        " last checkpoint."
     )
 
 

@@ -44,10 +44,6 @@ def read(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
 
     The file cannot run code. Its checksums are compared, because `torch.load` would load a changed value.
 
-    Args:
-        path: the checkpoint.
-        map_location: see `torch.load`.
-
     Raises:
         OtherVersionError: If another version of this package wrote the checkpoint.
         UserError: If neither checkpoint can be read.
@@ -63,7 +59,7 @@ def read(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
             failures.append(f"{candidate}: {why_unreadable(error)}")
             continue
         if not _has_weights(checkpoint):
-            failures.append(f"{candidate}: it is no checkpoint of a run")
+            failures.append(f"{candidate}: it is not a checkpoint of a run")
             continue
         check_format(candidate, checkpoint.get(_FORMAT_KEY), START_AGAIN)
         if failures:
@@ -76,12 +72,7 @@ def read(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
 
 
 def _require_checksums(file: Path) -> None:
-    """Compare the parts of a file with their checksums.
-
-    Raises:
-        ValueError: If a part differs.
-        zipfile.BadZipFile: If the file is damaged in another way.
-    """
+    """Raise ValueError or BadZipFile if a part of a file differs from its checksum."""
     with zipfile.ZipFile(file) as archive:
         damaged = archive.testzip()
     if damaged is not None:
@@ -96,11 +87,7 @@ def noted_run(checkpoint: dict[str, Any]) -> str | None:
 
 
 def refuse_another_run(path: Path, checkpoint: dict[str, Any]) -> None:
-    """Reject a checkpoint that another run wrote.
-
-    Args:
-        path: the checkpoint's file in the run folder.
-        checkpoint: the contents of the checkpoint.
+    """Reject a checkpoint at `path` that another run wrote.
 
     Raises:
         UserError: If the ids of the run and of the checkpoint differ.

@@ -81,12 +81,7 @@ def cost_table(cost: dict[str, Any], method: str, batch: int, sample: str = "ima
 
 
 def memory_table(memory: dict[str, Any], batch: int) -> str:
-    """Return the table of the process memory before and during training, and of the tensors in a step.
-
-    Args:
-        memory: a `record.results.MemoryReport`.
-        batch: number of images per batch.
-    """
+    """Return the table of the process memory before and during training, and of the tensors in a step."""
     growth, counted, device = memory["growth_bytes"], memory["counted_bytes"], memory["device"]
     rows = [
         ["memory", ""],
@@ -103,12 +98,7 @@ def memory_table(memory: dict[str, Any], batch: int) -> str:
 
 
 def results_text(results: dict[str, Any], folder: Path) -> str:
-    """Return the text at the end of a run: trained parameters, accuracy, cost and memory.
-
-    Args:
-        results: a `record.results.Results`.
-        folder: the run folder.
-    """
+    """Return the text at the end of a run: trained parameters, accuracy, cost and memory."""
     config, accuracy = results["config"], results["accuracy"]
     method = "+".join(config["method"])
     sample = TASKS[config.get("task", "classification")].sample

@@ -185,14 +185,14 @@ def _metadata(run: Path, file: Path) -> dict[str, str]:
     if not file.is_file():
         if not run.exists():
             raise UserError(f"{run}: no such folder. Pass the run folder printed when training ended.")
-        raise UserError(f"{run} holds no {NAME}: the run has finished no epoch.")
+        raise UserError(f"{run} holds no {NAME}, because no epoch was finished.")
     try:
         with safe_open(file, "pt") as opened:
             about = dict(opened.metadata() or {})
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file} cannot be read ({error}).") from error
     if "architecture" not in about or "class_names" not in about:
-        raise UserError(f"{file} was not written by a run: its metadata names no architecture and classes.")
+        raise UserError(f"{file} was not written by a run: its metadata do not name an architecture and classes.")
     return about
 
 
@@ -245,9 +245,9 @@ class _About(BaseModel):
     def _fits(self) -> _About:
         texts = self.tokenizer is not None
         if texts != (len(self.image_size) == 1):
-            raise ValueError("image_size is one number with a tokenizer, and else two")
+            raise ValueError("image_size must be one number with a tokenizer, and otherwise two")
         if len(self.mean) != len(self.std) or len(self.mean) not in ((0,) if texts else (1, 3)):
-            raise ValueError("mean and std have one number per channel")
+            raise ValueError("mean and std must have one number per channel")
         if self.class_colors is not None and len(self.class_colors) != len(self.class_names):
             raise ValueError("class_colors must have one color per class")
         return self
@@ -271,23 +271,19 @@ def _checked(file: Path, metadata: dict[str, str]) -> _About:
 
 def _altered(file: Path, why: str) -> UserError:
     return UserError(
-        f"{file} cannot be used: {why.rstrip('.')}. It is not as the run wrote it; restore it, or train again."
+        f"{file} cannot be used: {why.rstrip('.')}. It was changed after the run wrote it. Restore it, or train again."
     )
 
 
 def _require_same_shapes(file: Path, model: nn.Module) -> None:
-    """Reject a file whose tensors do not have the model's shapes, e.g. a head with another number of classes.
-
-    Raises:
-        UserError: If a tensor differs.
-    """
+    """Raise UserError if tensors in a file have other shapes than the model, e.g. a head for other classes."""
     own = model.state_dict()
     with safe_open(file, "pt") as opened:
         shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     for name, shape in shapes.items():
         if name in own and tuple(own[name].shape) != shape:
             found, expected = ("×".join(map(str, of)) for of in (shape, own[name].shape))
-            raise UserError(f"its {name} is {found}, by its metadata {expected}")
+            raise UserError(f"its {name} has the shape {found}, but its metadata require {expected}")
 
 
 def _noted_method(file: Path, part: _Added) -> Method:
@@ -295,15 +291,15 @@ def _noted_method(file: Path, part: _Added) -> Method:
     name, settings = part.method, part.settings
     do = "Train again with this version, or use the version that wrote the file."
     if name not in METHODS:
-        raise OtherVersionError(file, f"it notes the method {name}, unknown to this version", do)
+        raise OtherVersionError(file, f"it contains the method {name}, unknown to this version", do)
     unknown = sorted(set(settings) - set(inspect.signature(METHODS[name]).parameters))
     if unknown:
         which = ", ".join(f"method.{name}.{setting}" for setting in unknown)
-        raise OtherVersionError(file, f"it notes {which}, unknown to this version", do)
+        raise OtherVersionError(file, f"it contains {which}, unknown to this version", do)
     try:
         return METHODS[name](**settings)
     except UserError as error:
-        raise OtherVersionError(file, f"it notes the method {name} with {error}", do) from error
+        raise OtherVersionError(file, f"it contains the method {name} with {error}", do) from error
 
 
 def require_finite(logits: Tensor) -> None:
@@ -314,6 +310,6 @@ def require_finite(logits: Tensor) -> None:
     """
     if not bool(logits.isfinite().all()):
         raise UserError(
-            "The network's outputs are not finite: the weights or the mean and std in model.safetensors are of no use."
+            "The network's outputs are not finite. The weights, mean or std in model.safetensors cannot be used."
             " Train again."
         )

@@ -27,10 +27,10 @@ _LOST_PROCESS = ("Connection closed by peer", "Connection reset by peer", "Broke
 def _continues(folder: Path | None) -> str:
     """Return a sentence that describes the effect of the same command. `folder` is None if it is not known."""
     if folder is None:
-        return "The same command continues from the last checkpoint, or starts again where there is none."
+        return "The same command continues from the last checkpoint, or starts again if there is none."
     if checkpoint.exists(folder / checkpoint.NAME):
-        return "What was saved before is kept, and the same command continues from it."
-    return "Nothing had been saved yet: the same command starts again."
+        return "Saved files are kept, and the same command continues from the last checkpoint."
+    return "Nothing was saved yet, so the same command starts again."
 
 
 def require_folder(folder: Path) -> None:
@@ -41,9 +41,9 @@ def require_folder(folder: Path) -> None:
     """
     if not (folder / config_file.NAME).is_file():
         raise UserError(
-            f"{folder} is no longer the folder of this run: it was removed, moved, or replaced by something else while"
-            " the run was writing into it. Nothing was written to another place. Move it back, and the same command"
-            " continues; or the same command starts again."
+            f"{folder} is no longer the folder of this run: it was removed, moved or replaced while the run was writing"
+            " into it. Nothing was written to another place. If you move it back, the same command continues."
+            " Otherwise, the same command starts again."
         )
 
 
@@ -58,8 +58,8 @@ def refuse_lost_process(error: BaseException) -> None:
         if stopping.asked:
             raise stopping.ending(stopping.asked[-1]) from None
         raise UserError(
-            "Another process of this run has ended: it failed, as it says above, or was killed, e.g. for lack of"
-            f" memory. {_continues(None)}"
+            "Another process of this run has ended. It failed with the message above, or it was killed, e.g. because"
+            f" memory ran out. {_continues(None)}"
         ) from error
 
 
@@ -67,9 +67,7 @@ def refuse_lost_process(error: BaseException) -> None:
 def faults_of_the_system(folder: Path, begun: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Convert system errors in the run folder inside the block to a message that names the folder.
 
-    Args:
-        folder: the run folder.
-        begun: returns True if the run has written its configuration into the folder.
+    `begun` returns True if the run has written its configuration into the folder.
 
     Raises:
         UserError: If the disk is full, the folder was removed, a permission is missing, or another process has ended.
@@ -100,7 +98,7 @@ def _reason(error: Exception, folder: Path) -> str | None:
             return f"{os.fsdecode(error.filename2 or name or folder)} {said.replace('is a directory', 'is a folder')}"
         return f"{said}{free_space(folder) if error.errno in (errno.ENOSPC, errno.EDQUOT) else ''}"
     if any(text in str(error) for text in _FAILED_WRITES):
-        return f"the system did not take all bytes{free_space(folder)}"
+        return f"the system did not write all bytes{free_space(folder)}"
     return None
 
 

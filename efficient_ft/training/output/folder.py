@@ -120,8 +120,9 @@ def refuse_other_images(config: Config, folder: Path, digest: str) -> None:
         raise UserError(f"{file} is damaged: it is not text. {START_AGAIN}") from error
     if noted != digest:
         raise UserError(
-            f"The images in {', '.join(image_folders(config))} are not those that the run in {folder} was trained on:"
-            f" another copy of the data set, or files that were added, removed or replaced since. {START_AGAIN}"
+            f"The images in {', '.join(image_folders(config))} differ from the training images of the run in {folder}."
+            " The data set is another copy, or files have been added, removed or replaced since the run began."
+            f" {START_AGAIN}"
         )
 
 
@@ -135,9 +136,7 @@ def differences(stored: Config, config: Config) -> str:
 class RunFolder:
     """A run folder locked by this process, with the files that are written before the first step.
 
-    Args:
-        path: the folder.
-        lock: the lock of the folder; None in further processes of a run, which write nothing.
+    `lock` is None in further processes of a run, which write nothing.
     """
 
     def __init__(self, path: Path, lock: FileLock | None) -> None:
@@ -224,17 +223,13 @@ class RunFolder:
 
 
 def _acquired(folder: Path) -> FileLock:
-    """Acquire the lock of a folder.
-
-    Raises:
-        UserError: If another process holds the lock.
-    """
+    """Acquire the lock of a folder, or raise UserError if another process holds it."""
     lock = FileLock(folder / LOCK, timeout=0)
     try:
         lock.acquire()
     except Timeout:
         raise UserError(
-            f"{folder} is in use: the same command is running in another process. Wait for it, or choose another"
+            f"{folder} is in use: the same command is running in another process. Wait until it ends, or choose another"
             " hydra.run.dir."
         ) from None
     return lock

@@ -80,11 +80,7 @@ def start_loggers(config: Config, folder: Path, run_id: str, arguments: Sequence
 
 
 def _require_key(mode: str) -> None:
-    """Reject an online run without a key at once, because wandb itself waits 90 seconds for a key.
-
-    Raises:
-        UserError: If no key is configured.
-    """
+    """Raise UserError for an online run without a key, because wandb itself waits 90 seconds for a key."""
     if mode != "online" or os.environ.get("WANDB_MODE", "online") not in ("online", "shared"):
         return
     import wandb
@@ -140,17 +136,10 @@ def summary_of(results: Mapping[str, Any]) -> dict[str, Any]:
 def write_summary(
     loggers: Sequence[Logger], results: Mapping[str, Any], text: str, step: int, samples: Sequence[Sample] = ()
 ) -> None:
-    """Write the results of a run to the loggers, and close the loggers.
+    """Write the results of a run and the `text` at its end to the loggers, and close the loggers.
 
     wandb's summary and TensorBoard's table of hyperparameters receive accuracy, cost and totals. Both loggers receive
-    samples with predictions. TensorBoard also receives the text at the end of the run.
-
-    Args:
-        loggers: loggers from `start_loggers`.
-        results: a `record.results.Results`.
-        text: the tables at the end of the run.
-        step: the last optimizer step.
-        samples: predictions for single samples.
+    samples with predictions. TensorBoard also receives the text.
     """
     for logger in loggers:
         experiment: Any = getattr(logger, "experiment", None)

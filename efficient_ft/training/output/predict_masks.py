@@ -65,13 +65,7 @@ def mask_image(indices: np.ndarray, ids: Sequence[int], colors: Sequence[Sequenc
 
 
 def overlay(image: Image.Image, indices: np.ndarray, count: int) -> Image.Image:
-    """Return the image blended with the colors of the predicted classes.
-
-    Args:
-        image: an RGB image.
-        indices: class indices (H, W).
-        count: number of classes.
-    """
+    """Return the image blended with the colors of the predicted classes."""
     colors = Image.fromarray(class_colors(count)[indices])
     return Image.blend(image, colors, _OPACITY)
 

@@ -11,14 +11,7 @@ from efficient_ft.training.output import export
 
 
 def samples_of(kind: Kind, run: Path, data: RunData, device: torch.device) -> list[Sample]:
-    """Return evenly spread samples of the split that selects the best epoch, with predictions of model.safetensors.
-
-    Args:
-        kind: the kind of the run.
-        run: the run folder.
-        data: the data of the run.
-        device: the device that predicts.
-    """
+    """Return evenly spread samples of the split that selects the best epoch, with predictions of model.safetensors."""
     found = []
     for name, part in data.parts.items():
         samples = kind.samples(export.load(run, name or None), part, device)
