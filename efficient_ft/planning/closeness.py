@@ -14,7 +14,6 @@ from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
 from efficient_ft.models.view import view
 from efficient_ft.task import moved
-from efficient_ft.training.datamodule import open_images
 from efficient_ft.training.kinds.registry import kind_of
 
 #: Batch size.
@@ -31,7 +30,8 @@ class Closeness:
 
     def __init__(self, config: Config, device: torch.device) -> None:
         data = config.data.model_copy(update={"batch_size": IMAGES, "num_workers": 0})
-        images = open_images(config.model_copy(update={"data": data, "tasks": {}}), factory.input_of(config.model))
+        single = config.model_copy(update={"data": data, "tasks": {}})
+        images = kind_of(single).open(single, factory.input_of(config.model))
         inputs, targets = next(iter(images.train_loader()))
         self._batch = moved(inputs, device), targets.to(device)
         kind = kind_of(config)

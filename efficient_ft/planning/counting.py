@@ -15,9 +15,9 @@ from efficient_ft.cost.probe import Probe, undisturbed
 from efficient_ft.methods.base import Method
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models.view import view
+from efficient_ft.training.costs import step_spec
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.optimizer import build_optimizer
-from efficient_ft.training.run_task import step_spec
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from efficient_ft.config import Config
 from efficient_ft.cost import Demand
 from efficient_ft.models import factory
 from efficient_ft.planning.counting import Counted
-from efficient_ft.training.datamodule import missing_images, open_images
+from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory.budget import Predictor
 
 
@@ -24,7 +24,8 @@ class RunPhases:
     """
 
     def __init__(self, base: Config) -> None:
-        images = None if missing_images(base) else open_images(base, factory.input_of(base.model))
+        kind = kind_of(base)
+        images = None if kind.missing(base) else kind.open(base, factory.input_of(base.model))
         self._predictor = Predictor(base, images, 0, torch.device("cpu"))
         self._shared: dict[str, Demand] = {}
 

@@ -35,7 +35,8 @@ from efficient_ft.planning.options import Excluded, Option, preference, recommen
 from efficient_ft.planning.phases import RunPhases
 from efficient_ft.planning.studies import points_lost
 from efficient_ft.planning.timing import Trial, step_seconds
-from efficient_ft.training.datamodule import missing_images, open_images, run_length
+from efficient_ft.training.datamodule import run_length
+from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory.libraries import LibrarySizes, libraries
 from efficient_ft.training.trainer import on_device
 
@@ -466,7 +467,7 @@ class _Planner:
         if self.chosen:
             measurable.append(Exactness.PART)
         open_ = [pair for pair in fitting if pair[1].exactness in measurable and pair[0].micro_batches == 1]
-        if not open_ or factory.missing_weights(self.base.model) is not None or missing_images(self.base):
+        if not open_ or factory.missing_weights(self.base.model) is not None or kind_of(self.base).missing(self.base):
             return fitting
         if not self.base.model.pretrained and self.base.model.weights is None:
             return fitting  # gradients of random weights are meaningless
@@ -488,9 +489,9 @@ class _Planner:
 
 def _run_steps(config: Config) -> int | None:
     """Return the number of optimizer steps of the run; None without its images."""
-    if missing_images(config):
+    if kind_of(config).missing(config):
         return None
-    return run_length(config, open_images(config, factory.input_of(config.model)), 1)[1]
+    return run_length(config, kind_of(config).open(config, factory.input_of(config.model)), 1)[1]
 
 
 def _rough(candidate: Candidate, option: Option) -> tuple[int, float]:

@@ -18,10 +18,10 @@ from efficient_ft.cost.step import forward_and_loss
 from efficient_ft.methods.base import apply_methods
 from efficient_ft.methods.build import build_methods
 from efficient_ft.planning.counting import Counter
+from efficient_ft.training.costs import step_spec
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory.libraries import libraries, load
 from efficient_ft.training.optimizer import build_optimizer
-from efficient_ft.training.run_task import step_spec
 from efficient_ft.training.trainer import on_device, use_channels_last
 
 #: Maximum number of timed steps, for a plan and in a trial.

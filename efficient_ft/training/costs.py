@@ -12,6 +12,7 @@ from torch import nn
 from efficient_ft import cost
 from efficient_ft.config import Config
 from efficient_ft.core.process_memory import release_freed_memory, resident_bytes
+from efficient_ft.cost import StepSpec
 from efficient_ft.methods.base import Method
 from efficient_ft.methods.build import baseline_methods, build_methods
 from efficient_ft.models import factory
@@ -21,7 +22,21 @@ from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory.watch import budget_of
 from efficient_ft.training.optimizer import build_optimizer
 from efficient_ft.training.output.console import cost_table, say
-from efficient_ft.training.run_task import step_spec
+
+
+def step_spec(config: Config) -> StepSpec:
+    """Return the settings of a run's training step."""
+    spec = factory.input_of(config.model)
+    return StepSpec(
+        config.data.batch_size,
+        spec.size,
+        config.trainer.precision,
+        label_smoothing=config.optim.label_smoothing,
+        in_chans=len(spec.mean),
+        frozen_bn=config.model.frozen_bn,
+        grad_clip_norm=config.optim.grad_clip_norm,
+        task=kind_of(config).task_of(config),
+    )
 
 
 @dataclass(frozen=True)

@@ -11,27 +11,15 @@ from torch.utils.data import DataLoader
 
 from efficient_ft.config import Config
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.text import printable
 from efficient_ft.data import read_data
 from efficient_ft.data.contents import Contents, files_contents, joined, looked_at
 from efficient_ft.data.summary import Summary
 from efficient_ft.training.kinds.base import RunData, settings_of_task
-from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.optimizer import WARMUP_AT_MOST
 
 if TYPE_CHECKING:
     from efficient_ft.training.features.prefix import RunFeatures
-
-
-def missing_images(config: Config) -> list[str]:
-    """Return a message for each data set of the run that is not on this machine."""
-    return kind_of(config).missing(config)
-
-
-def open_images(config: Config, spec: InputSpec) -> RunData:
-    """Open the data of the run. See `training.kinds.base.Kind.open`."""
-    return kind_of(config).open(config, spec)
 
 
 def run_contents(config: Config, images: RunData | None = None) -> Contents:

@@ -16,7 +16,7 @@ from efficient_ft.core.text import spelled, table
 from efficient_ft.record.config_file import read_config
 from efficient_ft.record.formats import PASS_A_RUN, USE_ITS_VERSION
 from efficient_ft.record.results import DataReport, flatten
-from efficient_ft.training.datamodule import missing_images, open_images, summaries, summary_text
+from efficient_ft.training.datamodule import summaries, summary_text
 from efficient_ft.training.kinds.base import Evaluated, RunData
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.output import export
@@ -45,10 +45,10 @@ def evaluate(run: Path, config: Config | None = None) -> Evaluated:
         config = stored
     _refuse_changes(run, stored, config)
     trained = export.load(run)
-    missing = missing_images(config)
+    missing = kind_of(config).missing(config)
     if missing:
         raise UserError("\n".join(missing))
-    images = open_images(config, trained.input)
+    images = kind_of(config).open(config, trained.input)
     if images.class_names != (trained.tasks or trained.class_names):
         roots = ", ".join(data.root for data in data_configs(config))
         raise UserError(

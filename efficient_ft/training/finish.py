@@ -20,11 +20,12 @@ from efficient_ft.record.results import Accuracy, AppliedReport, Results, write_
 from efficient_ft.training.callbacks.recorder import Recorder
 from efficient_ft.training.costs import Timing, cost_report
 from efficient_ft.training.evaluate import data_report
+from efficient_ft.training.kinds.base import Sample
 from efficient_ft.training.memory.measured import accumulated_gradients
 from efficient_ft.training.memory.watch import budget_of
+from efficient_ft.training.output import export
 from efficient_ft.training.output.console import results_text, say
 from efficient_ft.training.output.loggers import write_summary
-from efficient_ft.training.output.samples import samples_of
 from efficient_ft.training.train import Fitted, Training
 
 #: Steps of the cost report are timed for at most this fraction of the training time, or for these seconds if longer.
@@ -52,8 +53,12 @@ def finish(run: Training, fitted: Fitted, arguments: Sequence[str], predicted: P
     if not trainer.is_global_zero:
         return {"accuracy": accuracy}
     device = trainer.strategy.root_device
-    _free_training_state(fitted)
-    counts = _parameter_counts(run)
+    for optimizer in trainer.optimizers:
+        if isinstance(optimizer, SteppedInBackward):
+            optimizer.remove()
+    trainer.optimizers = []  # free the optimizer state and the gradients before the cost is measured
+    fitted.module.model.zero_grad(set_to_none=True)
+    parameters = list(run.network.parameters())
     release_freed_memory()
     data = data_report(run.config, folder, run.data, device)
     data["summary"] = {task: one.record() for task, one in run.understood.items()}
@@ -72,19 +77,15 @@ def finish(run: Training, fitted: Fitted, arguments: Sequence[str], predicted: P
         "accuracy": {**accuracy, "test": data["accuracy"].get("test")},
         "cost": cost,
         "totals": taken,
-        "trainable_parameters": counts[0],
-        "total_parameters": counts[1],
+        "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
+        "total_parameters": sum(p.numel() for p in parameters),
         "methods": {m.name: _applied_report(m.applied) for m in run.methods if m.applied is not None},
         "data": data,
         "seed": run.config.seed,
         "arguments": list(arguments),
         "changed": run.config.changed(),
         "config": run.config.model_dump(mode="json"),
-        "environment": environment(
-            device,
-            packages=("torch", "timm", "lightning"),
-            allocator=allocator_in_use(),
-        ),
+        "environment": environment(device, packages=("torch", "timm", "lightning"), allocator=allocator_in_use()),
     }
     _add_parts(results, run, fitted)
     _add_memory(results, run, fitted, predicted)
@@ -94,21 +95,6 @@ def finish(run: Training, fitted: Fitted, arguments: Sequence[str], predicted: P
         results["memory"]["peak_bytes"] = lifetime_peak_bytes()
     _write(results, run, fitted, device)
     return dict(results)
-
-
-def _free_training_state(fitted: Fitted) -> None:
-    """Free the optimizer state and the gradients before the cost is measured. They are no longer needed."""
-    for optimizer in fitted.trainer.optimizers:
-        if isinstance(optimizer, SteppedInBackward):
-            optimizer.remove()
-    fitted.trainer.optimizers = []
-    fitted.module.model.zero_grad(set_to_none=True)
-
-
-def _parameter_counts(run: Training) -> tuple[int, int]:
-    """Return the numbers of trained and of all parameters."""
-    parameters = list(run.network.parameters())
-    return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
 
 
 def _add_parts(results: Results, run: Training, fitted: Fitted) -> None:
@@ -141,9 +127,18 @@ def _write(results: Results, run: Training, fitted: Fitted, device: torch.device
     folder, plain = run.held.path, dict(results)
     text = results_text(plain, folder)
     write_results(folder, results)
-    samples = samples_of(run.kind, folder, run.data, device) if fitted.loggers else ()
+    samples = _samples(run, device) if fitted.loggers else ()
     write_summary(fitted.loggers, results, text, fitted.trainer.global_step, samples)
     say(text)
+
+
+def _samples(run: Training, device: torch.device) -> list[Sample]:
+    """Return samples of each data set with predictions of model.safetensors."""
+    found = []
+    for name, part in run.data.parts.items():
+        samples = run.kind.samples(export.load(run.held.path, name or None), part, device)
+        found += [one._replace(caption=f"{name}: {one.caption}") for one in samples] if name else samples
+    return found
 
 
 def _accuracy(recorder: Recorder) -> Accuracy:

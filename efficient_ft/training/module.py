@@ -70,17 +70,10 @@ class FineTuner(L.LightningModule):
     features: RunFeatures | PrefixInput | None = None
 
     def __init__(
-        self,
-        network: nn.Module,
-        config: Config,
-        num_classes: int | Mapping[str, int],
-        total_steps: int,
-    ):
+        self, network: nn.Module, config: Config, num_classes: int | Mapping[str, int], total_steps: int
+    ) -> None:
         super().__init__()
-        self.model = network
-        self.config = config
-        self.total_steps = total_steps
-        self.tasks = tasks_of(network)
+        self.model, self.config, self.total_steps, self.tasks = network, config, total_steps, tasks_of(network)
         counts = [num_classes] if isinstance(num_classes, int) else list(num_classes.values())
         self.task = kind_of(config).task_of(config)
         # The metrics per data set are modules, so that Lightning moves them to the device.
@@ -104,7 +97,6 @@ class FineTuner(L.LightningModule):
         self._unread: list[tuple[Tensor, Tensor]] = []  # losses and their numbers of items, on the device
         self._sums = {"epoch": [0.0, 0], "window": [0.0, 0]}  # sum of the losses, and number of items
 
-    # ------------------------------------------------------------------ training
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Build the optimizer with `build_optimizer`. `on_train_batch_start` sets the scheduled learning rate."""
         return build_optimizer(self.model, self.config.optim, self.config.trainer.precision)
@@ -154,15 +146,11 @@ class FineTuner(L.LightningModule):
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute gradients. The last optimizer step of an epoch averages over the batches that it has."""
-        factor = self._of_last_step()
-        super().backward(loss if factor == 1 else loss * factor, *args, **kwargs)
-
-    def _of_last_step(self) -> float:
-        """Return the factor for a loss that Lightning divided by `grad_accum_steps` although fewer batches remain."""
         accumulated, batches = self.trainer.accumulate_grad_batches, int(self.trainer.num_training_batches)
         left = batches % accumulated
-        in_last_step = self.trainer.fit_loop.batch_idx >= batches - left
-        return accumulated / left if left and in_last_step else 1.0
+        if left and self.trainer.fit_loop.batch_idx >= batches - left:  # Lightning has divided by `accumulated`
+            loss = loss * (accumulated / left)
+        super().backward(loss, *args, **kwargs)
 
     def on_total_loss(self, loss: Tensor) -> None:
         """Record the loss of a micro-batch including the losses of methods. `MethodCallback` calls this function.
@@ -194,19 +182,15 @@ class FineTuner(L.LightningModule):
         self._unread.clear()
         for back, value in enumerate(reversed(values)):
             if not math.isfinite(value):
-                self._stop_training(value, batch_idx - back)
+                bad = batch_idx - back
+                later = (self.trainer.fit_loop.batch_idx - bad) // self.config.trainer.grad_accum_steps
+                where = f"step {self.global_step + 1 - later} (epoch {self.current_epoch + 1}, batch {bad + 1})"
+                raise self._diverged(f"The loss is {value} at {where}")
         if self._first_loss is None:
             self._first_loss = values[0]
         for sums in self._sums.values():
             sums[0] += sum(value * weight for value, weight in zip(values, weights, strict=True))
             sums[1] += sum(weights)
-
-    def _stop_training(self, loss: float, batch_idx: int) -> None:
-        accumulated = self.config.trainer.grad_accum_steps
-        step = self.global_step + 1 - (self.trainer.fit_loop.batch_idx - batch_idx) // accumulated
-        raise self._diverged(
-            f"The loss is {loss} at step {step} (epoch {self.current_epoch + 1}, batch {batch_idx + 1})"
-        )
 
     def require_finite(self) -> None:
         """Reject trained parameters that are not finite, before they are saved.
@@ -286,7 +270,6 @@ class FineTuner(L.LightningModule):
         self._sums[over] = [0.0, 0]
         return total / count if count else None
 
-    # ------------------------------------------------------------------ evaluation
     #: Indices of the evaluation loaders whose batches do not count in this process. See `RunDataModule.repeated`.
     _repeated: frozenset[int] = frozenset()
 
@@ -343,9 +326,10 @@ class FineTuner(L.LightningModule):
         if self.trainer.world_size > 1:
             torch.distributed.all_reduce(ranges, op=torch.distributed.ReduceOp.MIN)
         self._classes = {}
-        constant = [low for low, high, first, last in ranges.tolist() if low == -high and first < -last]
         least = max(MEANINGFUL_STEPS, warmup_steps(self.config.optim, self.total_steps))
-        constant = constant if self.trainer.global_step >= least else []
+        constant = [low for low, high, first, last in ranges.tolist() if low == -high and first < -last]
+        if self.trainer.global_step < least:
+            constant = []
         if constant and not self._constant:
             self._warn(
                 f"Epoch {self.current_epoch + 1}: every {self.task.item} of the evaluation is predicted as"
@@ -353,7 +337,6 @@ class FineTuner(L.LightningModule):
             )
         self._constant = bool(constant)
 
-    # ------------------------------------------------------------------ state
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["losses"] = {over: list(sums) for over, sums in self._sums.items()}
         checkpoint["first_loss"], checkpoint["warnings"] = self._first_loss, list(self.warnings)

@@ -24,10 +24,11 @@ from efficient_ft.record import config_file
 from efficient_ft.record import results as results_file
 from efficient_ft.record.results import read_results
 from efficient_ft.training.costs import cost_only
-from efficient_ft.training.datamodule import missing_images, open_images, run_contents
+from efficient_ft.training.datamodule import run_contents
 from efficient_ft.training.evaluate import evaluate
 from efficient_ft.training.finish import finish
 from efficient_ft.training.kinds.base import RunData
+from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory.budget import require_within_budget
 from efficient_ft.training.memory.out_of_memory import out_of_memory
 from efficient_ft.training.memory.watch import stop_from_now_on, within_budget
@@ -88,7 +89,7 @@ def _run(config: Config, folder: Path, arguments: Sequence[str], begun: Callable
     if (folder / results_file.NAME).is_file() and config.resume == "auto":
         results = dict(read_results(folder))
         noted = [(folder / name).is_file() for name in (IMAGES, CONTENTS)]
-        if any(noted) and not missing_images(config) and factory.missing_weights(config.model) is None:
+        if any(noted) and not kind_of(config).missing(config) and factory.missing_weights(config.model) is None:
             refuse_changed_contents(folder, run_contents(config))
             if image_folders(config_file.read_config(folder)) != image_folders(config):
                 digests = (read_data(data).digest() for data in data_configs(config))
@@ -96,7 +97,7 @@ def _run(config: Config, folder: Path, arguments: Sequence[str], begun: Callable
         say("This run has already finished. To train again, use resume=never. Its results:")
         say(results_text(results, folder))
         return results
-    missing = [factory.missing_weights(config.model), *missing_images(config)]
+    missing = [factory.missing_weights(config.model), *kind_of(config).missing(config)]
     if any(missing):
         raise UserError("\n".join(message for message in missing if message is not None))
     with faults_of_the_system(folder, lambda: False), single_values():
@@ -113,7 +114,7 @@ def _opened_within_budget(config: Config, folder: Path) -> tuple[RunData | None,
     if config.memory is None:
         return None, None
     with out_of_memory(config):
-        images = open_images(config, factory.input_of(config.model))
+        images = kind_of(config).open(config, factory.input_of(config.model))
         predicted = require_within_budget(config, images, folder)
         stop_from_now_on(config)
         return images, predicted

@@ -20,7 +20,7 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.process_memory import HighWaterMark, lifetime_peak_bytes, release_freed_memory, resident_bytes
 from efficient_ft.cost import Demand, Forward, Prediction, predict
 from efficient_ft.models import factory
-from efficient_ft.training.datamodule import open_images
+from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory import budget
 from efficient_ft.training.memory import watch as memory_watch
 from efficient_ft.training.memory.budget import Predictor
@@ -102,7 +102,7 @@ def test_the_rejection_names_workers_and_the_image_size(monkeypatch: pytest.Monk
 @pytest.mark.slow
 def test_evaluation_and_smaller_parts_count() -> None:
     config = of_run("data.batch_size=128", "data.eval_batch_size=8", memory="1TB")
-    images = open_images(config, factory.input_of(config.model))
+    images = kind_of(config).open(config, factory.input_of(config.model))
     predictor = Predictor(config, images, 0, torch.device("cpu"))
 
     def demand(**sizes: int) -> Demand:

@@ -85,7 +85,6 @@ class Recorder(L.Callback):
         #: The handler for signals that request a stop; None while no training runs.
         self.handler: Callable[[int, Any], None] | None = None
 
-    # ------------------------------------------------------------------ steps
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._saved = time.monotonic()
         if self.handler is not None:
@@ -102,7 +101,15 @@ class Recorder(L.Callback):
         step = trainer.global_step
         whole = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         if whole and step % self.every == 0:
-            self._record_step(trainer, pl_module, batch_idx)
+            pl_module.read_losses(batch_idx)
+            row = {
+                "step": step,
+                "epoch": trainer.current_epoch + 1,
+                "train_loss": pl_module.mean_loss("window"),
+                "lr": max(g["lr"] for g in trainer.optimizers[0].param_groups),
+                **self._so_far(),
+            }
+            self._log(trainer, row)
         # The last batch is followed by the epoch's evaluation, its checkpoint and the decision to stop.
         within = whole and batch_idx + 1 < trainer.num_training_batches
         if within and step % RECORD_EVERY == 0 and self._due(trainer, STEP_CHECKPOINT_SECONDS):
@@ -134,19 +141,6 @@ class Recorder(L.Callback):
             from_first()  # no process may end before the first one has asked Slurm
         raise KeyboardInterrupt
 
-    def _record_step(self, trainer: L.Trainer, module: FineTuner, batch_idx: int) -> None:
-        module.read_losses(batch_idx)
-        self._log(
-            trainer,
-            {
-                "step": trainer.global_step,
-                "epoch": trainer.current_epoch + 1,
-                "train_loss": module.mean_loss("window"),
-                "lr": max(g["lr"] for g in trainer.optimizers[0].param_groups),
-                **self._so_far(),
-            },
-        )
-
     def _due(self, trainer: L.Trainer, seconds: float) -> bool:
         # All ranks write a checkpoint together, so the first rank's clock decides.
         due = time.monotonic() - self._saved >= seconds
@@ -160,7 +154,6 @@ class Recorder(L.Callback):
         trainer.save_checkpoint(self.folder / checkpoint.NAME)
         self._saved = time.monotonic()
 
-    # ------------------------------------------------------------------ epochs
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # The evaluation has just run, as the last part of the epoch's loop.
         assert isinstance(pl_module, FineTuner)
@@ -226,7 +219,6 @@ class Recorder(L.Callback):
         # Raise at once, because Lightning ends this process a few seconds after another process is lost.
         refuse_lost_process(exception)
 
-    # ------------------------------------------------------------------ state
     def state_dict(self) -> dict[str, Any]:
         """Return the accuracies so far, and `extra`."""
         return {

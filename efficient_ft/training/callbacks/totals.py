@@ -88,7 +88,6 @@ class Totals(L.Callback):
         self._images += int(all_reduce_sum(torch.tensor(self._own_images)))
         self._own_images = 0
 
-    # ------------------------------------------------------------------ steps
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         device = trainer.strategy.root_device
         self._world, self._started = trainer.world_size, time.monotonic()
@@ -121,7 +120,6 @@ class Totals(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._flops.close()
 
-    # ------------------------------------------------------------------ state
     def state_dict(self) -> dict[str, Any]:
         """Return the totals so far, and the state from which the FLOPs of further batches are computed."""
         return {**self.values(), "run_flops": self._flops.state_dict()}

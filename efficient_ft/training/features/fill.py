@@ -17,7 +17,6 @@ from efficient_ft.data import ImageData
 from efficient_ft.integrations.session import MethodSession
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
-from efficient_ft.training.datamodule import missing_images, open_images
 from efficient_ft.training.features.prefix import RunFeatures, run_features, run_prefix, set_form
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.trainer import on_device, use_channels_last
@@ -37,11 +36,11 @@ def fill_features(config: Config) -> RunFeatures:
     kind = kind_of(config)
     if not kind.supports("cache_features"):
         raise UserError(f"Features cannot be stored for task={config.task}. Train without stored features.")
-    missing = [factory.missing_weights(config.model), *missing_images(config)]
+    missing = [factory.missing_weights(config.model), *kind_of(config).missing(config)]
     if any(missing):
         raise UserError("\n".join(message for message in missing if message is not None))
     L.seed_everything(config.seed, verbose=False)  # the same random weights as in the run
-    images: Any = open_images(config, factory.input_of(config.model))
+    images: Any = kind_of(config).open(config, factory.input_of(config.model))
     network = kind.network(config.model, images.num_classes)
     device = on_device(config)
     if use_channels_last(config, device):

@@ -31,6 +31,7 @@ from efficient_ft.methods.base import Method
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
 from efficient_ft.task import tensors_of
+from efficient_ft.training.costs import step_spec
 from efficient_ft.training.kinds.base import RunData
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory.libraries import LibrarySizes, libraries
@@ -40,7 +41,6 @@ from efficient_ft.training.optimizer import build_optimizer
 from efficient_ft.training.output import checkpoint
 from efficient_ft.training.output.console import say
 from efficient_ft.training.processes import world_size
-from efficient_ft.training.run_task import step_spec
 from efficient_ft.training.trainer import on_device
 
 #: Bytes of a data-loading process without its batches. The process is a fork that writes to few pages.

@@ -53,7 +53,6 @@ class MemoryMeter(L.Callback):
         counted = int(step_peak_bytes) + measured["optimizer_bytes"] + accumulated_bytes
         return cast(MemoryReport, {**measured, "counted_bytes": counted})
 
-    # ------------------------------------------------------------------ steps
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._measured:
             return
@@ -106,7 +105,6 @@ class MemoryMeter(L.Callback):
             "device": None if process.device is None else asdict(process.device),
         }
 
-    # ------------------------------------------------------------------ state
     def state_dict(self) -> dict[str, Any]:
         """Return the measured sizes; empty before the measurement."""
         return dict(self._measured)

@@ -53,7 +53,10 @@ def read(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
         if not candidate.is_file():
             continue
         try:
-            _require_checksums(candidate)
+            with zipfile.ZipFile(candidate) as archive:
+                damaged = archive.testzip()
+            if damaged is not None:
+                raise ValueError(f"the checksum of {damaged} differs")
             checkpoint = torch.load(candidate, map_location=map_location, weights_only=True)
         except Exception as error:  # a damaged file raises zip, pickle, EOF, key or value errors
             failures.append(f"{candidate}: {why_unreadable(error)}")
@@ -69,14 +72,6 @@ def read(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
         return dict(checkpoint)
     found_text = "\n  ".join(failures) or f"no file {path}"
     raise UserError(f"No checkpoint can be read:\n  {found_text}\n{START_AGAIN}")
-
-
-def _require_checksums(file: Path) -> None:
-    """Raise ValueError or BadZipFile if a part of a file differs from its checksum."""
-    with zipfile.ZipFile(file) as archive:
-        damaged = archive.testzip()
-    if damaged is not None:
-        raise ValueError(f"the checksum of {damaged} differs")
 
 
 def noted_run(checkpoint: dict[str, Any]) -> str | None:

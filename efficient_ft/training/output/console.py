@@ -45,7 +45,6 @@ def quiet_lightning() -> None:
         warnings.filterwarnings("ignore", message=message)
 
 
-# ---------------------------------------------------------------------------------------------- tables
 _COSTS = (
     ("executed", "forward_flops", "forward FLOPs / {sample}", format_number),
     ("executed", "backward_flops", "backward FLOPs / {sample}", format_number),
