@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,23 +38,6 @@ def step_spec(config: Config) -> StepSpec:
     )
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Settings for the measurement of training steps.
-
-    Attributes:
-        device: the device that takes the steps.
-        steps: number of timed steps; 0 to count only.
-        max_seconds: time after which no further step is timed; None for no limit.
-        largest_batch: maximum number of samples per batch, the size of the training split; None for no limit.
-    """
-
-    device: torch.device
-    steps: int = 0
-    max_seconds: float | None = None
-    largest_batch: int | None = None
-
-
 def cost_only(config: Config) -> dict[str, Any]:
     """Count and print the cost of a training step and of its baseline, without data and weights.
 
@@ -70,7 +52,7 @@ def cost_only(config: Config) -> dict[str, Any]:
     network = kind.random_network(config.model, classes)
     methods = build_methods(config)
     kind.refuse_methods(methods)
-    report = cost_report(config, network, methods, classes, Timing(torch.device("cpu")))
+    report = cost_report(config, network, methods, classes, torch.device("cpu"))
     shown = classes if isinstance(classes, int) else "+".join(map(str, classes.values()))
     say(
         f"{config.model.name}, {spec}, {shown} classes, batch {config.data.batch_size},"
@@ -85,7 +67,10 @@ def cost_report(
     network: nn.Module,
     methods: Sequence[Method],
     classes: int | Mapping[str, int],
-    timing: Timing,
+    device: torch.device,
+    steps: int = 0,
+    max_seconds: float | None = None,
+    largest_batch: int | None = None,
 ) -> CostReport:
     """Return the costs of a training step of `network` with its methods and of the baseline (`cost.baseline`).
 
@@ -94,7 +79,10 @@ def cost_report(
         network: the model. With several tasks, a step of the first task is counted.
         methods: the methods, which may already be applied to the model.
         classes: number of classes, or a mapping from tasks to numbers of classes.
-        timing: settings for timing the steps.
+        device: the device that takes the steps.
+        steps: number of timed steps; 0 to count only.
+        max_seconds: time after which no further step is timed; None for no limit.
+        largest_batch: maximum number of samples per batch, the size of the training split; None for no limit.
 
     Raises:
         SettingError: If `cost.baseline` does not name a selection.
@@ -112,44 +100,36 @@ def cost_report(
         methods,
         None if selection is None or is_baseline else lambda: kind_of(config).random_network(config.model, classes),
         baseline_methods=selection or (),
-        batch_size=min(spec.batch_size, timing.largest_batch or spec.batch_size),
+        batch_size=min(spec.batch_size, largest_batch or spec.batch_size),
         input_size=spec.input_size,
-        steps=timing.steps,
-        max_seconds=timing.max_seconds,
+        steps=steps,
+        max_seconds=max_seconds,
         precision=spec.precision,
         label_smoothing=spec.label_smoothing,
         in_chans=spec.in_chans,
         task=spec.task,
         frozen_bn=spec.frozen_bn,
-        device=timing.device,
+        device=device,
         grad_clip_norm=spec.grad_clip_norm,
         build_optimizer=lambda model: build_optimizer(model, config.optim, config.trainer.precision),
         baseline_optimizer=lambda model: build_optimizer(model, plain, config.trainer.precision),
-        room=_room_of(config),
+        room=None if budget_of(config) is None else lambda: _room(config),
     )
     for name, one in found.items():
         if one.note:
             step = config.cost.baseline if name == "baseline" else "+".join(config.method)
             say(f"The step of {step} is {one.note}.")
-    method = _step_cost(found["method"])
-    if is_baseline:
-        return {**method, "baseline": {"name": config.cost.baseline, **_step_cost(found["method"])}}
-    if "baseline" not in found:
-        return {**method, "baseline": None}
-    return {**method, "baseline": {"name": config.cost.baseline, **_step_cost(found["baseline"])}}
+    method, whole = _step_cost(found["method"]), found["method"] if is_baseline else found.get("baseline")
+    return {
+        **method,
+        "baseline": None if whole is None else {"name": config.cost.baseline, **_step_cost(whole)},
+    }
 
 
-def _room_of(config: Config) -> Callable[[], int] | None:
-    """Return a function that returns the remaining bytes of the run's budget; None without a budget."""
-    budget = budget_of(config)
-    if budget is None:
-        return None
-
-    def room() -> int:
-        release_freed_memory()
-        return max(0, budget - resident_bytes())
-
-    return room
+def _room(config: Config) -> int:
+    """Return the remaining bytes of the run's budget."""
+    release_freed_memory()
+    return max(0, (budget_of(config) or 0) - resident_bytes())
 
 
 def _step_cost(found: cost.Cost) -> StepCost:

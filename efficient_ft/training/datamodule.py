@@ -15,7 +15,7 @@ from efficient_ft.core.text import printable
 from efficient_ft.data import read_data
 from efficient_ft.data.contents import Contents, files_contents, joined, looked_at
 from efficient_ft.data.summary import Summary
-from efficient_ft.training.kinds.base import RunData, settings_of_task
+from efficient_ft.training.kinds.base import RunData
 from efficient_ft.training.optimizer import WARMUP_AT_MOST
 
 if TYPE_CHECKING:
@@ -62,11 +62,7 @@ def summary_text(found: Mapping[str, Summary]) -> str:
 
 
 def refuse_unusable(config: Config, found: Mapping[str, Summary]) -> None:
-    """Reject data with samples that the inspection found to be unusable.
-
-    Raises:
-        UserError: If there are unusable samples that ``data.on_corrupt`` does not skip.
-    """
+    """Raise UserError if the inspection found unusable samples that ``data.on_corrupt`` does not skip."""
     for task, one in found.items():
         data, setting = (config.tasks[task], f"tasks.{task}") if task else (config.data, "data")
         problems = one.inspection.problems
@@ -79,17 +75,6 @@ def refuse_unusable(config: Config, found: Mapping[str, Summary]) -> None:
             f"{why if why.startswith(shown) else f'{shown}: {why}.'} Correct such files{more}. To skip them, set"
             f" {setting}.on_corrupt=skip."
         )
-
-
-def keep_decoded(images: RunData, epochs: int) -> None:
-    """Keep the decoded images of each data set on disk. See `ImageData.keep_decoded`.
-
-    Raises:
-        SettingError: See `ImageData.keep_decoded`. With several tasks, the message names ``tasks.TASK``.
-    """
-    for task, part in images.parts.items():
-        with settings_of_task(task):
-            part.keep_decoded(epochs)
 
 
 def run_length(config: Config, images: RunData, world: int) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from efficient_ft.record.environment import environment
 from efficient_ft.record.formats import FORMAT
 from efficient_ft.record.results import Accuracy, AppliedReport, Results, write_results
 from efficient_ft.training.callbacks.recorder import Recorder
-from efficient_ft.training.costs import Timing, cost_report
+from efficient_ft.training.costs import cost_report
 from efficient_ft.training.evaluate import data_report
 from efficient_ft.training.kinds.base import Sample
 from efficient_ft.training.memory.measured import accumulated_gradients
@@ -34,12 +34,6 @@ COST_SHARE, COST_SECONDS = 0.1, 2.0
 
 def finish(run: Training, fitted: Fitted, arguments: Sequence[str], predicted: Prediction | None) -> dict[str, Any]:
     """Evaluate, measure the cost, and write the results after the training has ended.
-
-    Args:
-        run: the run.
-        fitted: the training that has ended.
-        arguments: the settings given on the command line, which are recorded.
-        predicted: the predicted memory; None without a budget.
 
     Returns:
         The contents of results.json (`record.results.Results`). Other processes than the first return the accuracy
@@ -63,13 +57,16 @@ def finish(run: Training, fitted: Fitted, arguments: Sequence[str], predicted: P
     data = data_report(run.config, folder, run.data, device)
     data["summary"] = {task: one.record() for task, one in run.understood.items()}
     release_freed_memory()
-    timing = Timing(
+    cost = cost_report(
+        run.config,
+        run.network,
+        run.methods,
+        run.data.num_classes,
         device,
         run.config.cost.steps,
         max(COST_SECONDS, COST_SHARE * taken["seconds"]),
         run.kind.largest_batch(run.data),
     )
-    cost = cost_report(run.config, run.network, run.methods, run.data.num_classes, timing)
     if run.kind.task.metric != "accuracy":
         accuracy["metric"] = run.kind.task.metric
     results: Results = {

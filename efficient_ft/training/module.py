@@ -193,11 +193,7 @@ class FineTuner(L.LightningModule):
             sums[1] += sum(weights)
 
     def require_finite(self) -> None:
-        """Reject trained parameters that are not finite, before they are saved.
-
-        Raises:
-            DivergedError: If a trained parameter is not finite.
-        """
+        """Raise DivergedError if a trained parameter is not finite. Call this function before parameters are saved."""
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         finite = [p.detach().isfinite().all() for p in trained.values()]
         if finite and not bool(torch.stack(finite).all()):
@@ -208,11 +204,7 @@ class FineTuner(L.LightningModule):
             )
 
     def require_finite_evaluation(self, split: str) -> None:
-        """Reject an evaluation with outputs that are not finite.
-
-        Raises:
-            DivergedError: If the mean loss is not finite.
-        """
+        """Raise DivergedError if the mean loss on `split` is not finite."""
         losses = [of.loss for of in (self.evaluated, *self.evaluated_tasks.values()) if of is not None]
         if bad := [loss for loss in losses if not math.isfinite(loss)]:
             raise self._diverged(f"The {split} loss is {bad[0]} after epoch {self.current_epoch + 1}")

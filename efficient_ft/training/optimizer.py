@@ -26,15 +26,10 @@ def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
 
 
 def lr_factor(step: int, total_steps: int, optim: OptimConfig) -> float:
-    """Return the learning rate of an optimizer step as a fraction of `optim.lr`.
+    """Return the learning rate of optimizer step `step`, counted from 0, as a fraction of `optim.lr`.
 
     The learning rate increases linearly from `optim.warmup_start_factor` over `warmup_steps`. Then it follows a cosine
     down to `optim.min_lr_ratio`, or it is constant.
-
-    Args:
-        step: index of the step, starting at 0.
-        total_steps: optimizer steps of the whole run.
-        optim: the optimizer's configuration.
     """
     warmup = min(warmup_steps(optim, total_steps), total_steps)
     if step < warmup:

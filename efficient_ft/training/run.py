@@ -101,23 +101,14 @@ def _run(config: Config, folder: Path, arguments: Sequence[str], begun: Callable
     if any(missing):
         raise UserError("\n".join(message for message in missing if message is not None))
     with faults_of_the_system(folder, lambda: False), single_values():
-        data, predicted = _opened_within_budget(config, folder)
+        data, predicted = None, None
+        if config.memory is not None:
+            with out_of_memory(config):
+                data = kind_of(config).open(config, factory.input_of(config.model))
+                predicted = require_within_budget(config, data, folder)
+                stop_from_now_on(config)
         with locked(folder) as held, faults_of_the_system(folder, lambda: held.begun), out_of_memory(config):
             return _train(config, held, arguments, begun, data, predicted)
-
-
-def _opened_within_budget(config: Config, folder: Path) -> tuple[RunData | None, Prediction | None]:
-    """If the run has a memory budget, open the data and predict the memory before anything is written.
-
-    Otherwise, return (None, None).
-    """
-    if config.memory is None:
-        return None, None
-    with out_of_memory(config):
-        images = kind_of(config).open(config, factory.input_of(config.model))
-        predicted = require_within_budget(config, images, folder)
-        stop_from_now_on(config)
-        return images, predicted
 
 
 def _train(

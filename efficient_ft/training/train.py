@@ -15,7 +15,6 @@ from torch import nn
 from efficient_ft import __version__
 from efficient_ft.config import Config
 from efficient_ft.core import stopping
-from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.process_memory import release_freed_memory, resident_bytes
 from efficient_ft.core.terminal import shown_path
 from efficient_ft.data.loader import refuse_killed_worker
@@ -32,7 +31,6 @@ from efficient_ft.training.callbacks.step_stats import StepStats
 from efficient_ft.training.callbacks.totals import Totals
 from efficient_ft.training.datamodule import (
     RunDataModule,
-    keep_decoded,
     refuse_unusable,
     run_contents,
     run_length,
@@ -40,7 +38,7 @@ from efficient_ft.training.datamodule import (
     summary_text,
 )
 from efficient_ft.training.features.prefix import FeatureCallback
-from efficient_ft.training.kinds.base import Kind, RunData
+from efficient_ft.training.kinds.base import Kind, RunData, settings_of_task
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory.measured import MemoryMeter
 from efficient_ft.training.module import FineTuner
@@ -65,17 +63,8 @@ _LIGHTNINGS = {True: signal.SIGTERM, False: signal.SIGINT}
 
 @dataclass(frozen=True)
 class Training:
-    """The parts of a run before its first step.
-
-    Attributes:
-        config: the configuration of the run.
-        held: the locked run folder.
-        kind: the kind of task.
-        data: the opened data.
-        understood: the summary of each data set; empty in other processes than the first.
-        network: the network with its weights, without methods.
-        methods: the methods of the run.
-        before_model: resident memory before the network was built, in bytes.
+    """The parts of a run before its first step: the locked run folder, the opened data, the network with its weights
+    and without methods, and the resident memory before the network was built, in bytes.
     """
 
     config: Config
@@ -86,11 +75,6 @@ class Training:
     network: nn.Module
     methods: Sequence[Method]
     before_model: int
-
-    @property
-    def input(self) -> InputSpec:
-        """The input of the network."""
-        return self.kind.network_input(factory.input_of(self.config.model), self.data)
 
 
 @dataclass(frozen=True)
@@ -107,13 +91,9 @@ class Fitted:
 
 
 def prepare(config: Config, held: RunFolder, begun: Callable[[], None], opened: RunData | None) -> Training:
-    """Open the data, build the network and the methods, and begin the run folder.
+    """Open the data (unless `opened` contains them), build the network and the methods, and begin the run folder.
 
-    Args:
-        config: the configuration of the run.
-        held: the locked run folder.
-        begun: called in the first process when the folder belongs to this run.
-        opened: the data if they are already open.
+    The first process calls `begun` when the folder belongs to this run.
 
     Raises:
         UserError: If the data cannot be used, if they have changed since the run began, or if the network cannot be
@@ -122,7 +102,9 @@ def prepare(config: Config, held: RunFolder, begun: Callable[[], None], opened: 
     L.seed_everything(config.seed, verbose=False)
     kind, folder = kind_of(config), held.path
     data = kind.open(config, factory.input_of(config.model)) if opened is None else opened
-    keep_decoded(data, config.trainer.epochs)
+    for task, part in data.parts.items():
+        with settings_of_task(task):
+            part.keep_decoded(config.trainer.epochs)
     digest, contents = images_digest(data.report()), run_contents(config, data)
     if config.resume != "never":
         refuse_changed_contents(folder, contents)
@@ -215,8 +197,8 @@ def export_network(run: Training, notes: dict[str, Any]) -> None:
     notes |= run.kind.notes(run.config, run.data)
     weights = plain_state_dict(run.network, run.methods, copy_weights=False)
     model = run.kind.portable(run.config, run.network)
-    file = run.held.path / export.NAME
-    export.save(file, weights, model, run.data.class_names, run.input, notes, run.methods)
+    spec = run.kind.network_input(factory.input_of(run.config.model), run.data)
+    export.save(run.held.path / export.NAME, weights, model, run.data.class_names, spec, notes, run.methods)
 
 
 def _feature_callback(run: Training, epochs: int) -> FeatureCallback | None:

@@ -32,15 +32,7 @@ def build_trainer(
     loggers: list[Logger],
     epochs: int,
 ) -> L.Trainer:
-    """Build the Trainer for `config.trainer`.
-
-    Args:
-        config: the run's configuration.
-        folder: the run folder.
-        methods: the methods of the run, which declare if DDP must search for unused parameters.
-        callbacks: the callbacks, in the order in which Lightning calls them.
-        loggers: started loggers.
-        epochs: number of epochs.
+    """Build the Trainer for `config.trainer`. Lightning calls the callbacks in their order.
 
     Raises:
         UserError: If the accelerator, devices or precision are not available on this machine.

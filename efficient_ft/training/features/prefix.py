@@ -181,12 +181,8 @@ class PrefixInput:
 class FeatureCallback(L.Callback):
     """A callback that passes the features to the run's module and data. Place it after `MethodCallback`.
 
-    Args:
-        config: the configuration of the run. It uses stored features or a form of the prefix other than ``fp32``.
-        images: the data of the run.
-        methods: the methods of the run.
-        epochs: number of epochs.
-        folder: the run folder, which stores the form of the prefix for a resumed run.
+    The run uses stored features or a form of the prefix other than ``fp32``. `folder` stores the form of the prefix for
+    a resumed run.
     """
 
     def __init__(self, config: Config, images: ImageData, methods: Sequence[Method], epochs: int, folder: Path) -> None:

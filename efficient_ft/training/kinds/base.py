@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NotRequired, TypedDict
@@ -12,11 +12,13 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 import torch
 from PIL import Image
 from torch import nn
+from torch.utils.data import DataLoader
 
 from efficient_ft.config import Config, ModelConfig, data_configs
 from efficient_ft.config.kinds import KindRules
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.input_spec import InputSpec
+from efficient_ft.cost.executed import AUTOCAST
 from efficient_ft.data import Decoding, RoundRobinData, class_count, missing_data
 from efficient_ft.data.opened import OpenedData
 from efficient_ft.data.reading import Reading
@@ -24,8 +26,7 @@ from efficient_ft.data.sources import DataSource
 from efficient_ft.methods.base import Method
 from efficient_ft.methods.declarations import Axis
 from efficient_ft.models import factory
-from efficient_ft.task import Task
-from efficient_ft.training.kinds import scoring
+from efficient_ft.task import Task, moved
 from efficient_ft.training.trainer import use_channels_last
 
 #: The data of a run: one data set, or several data sets in turn.
@@ -276,7 +277,7 @@ class Kind(ABC):
             model.to(memory_format=torch.channels_last)
         classes, limit = part.num_classes, options.limit_eval_batches
         each = {
-            split: scoring.scores(task, model, part.eval_loader(split), classes, device, options.precision, limit)
+            split: scores(task, model, part.eval_loader(split), classes, device, options.precision, limit)
             for split in ("val", "test")
             if split in part.splits
         }
@@ -346,6 +347,40 @@ class Kind(ABC):
             evaluation: the memory for reading evaluation batches.
         """
         return None
+
+
+@torch.inference_mode()
+def scores(
+    task: Task,
+    model: nn.Module,
+    loader: DataLoader,
+    classes: int,
+    device: torch.device,
+    precision: str,
+    limit: int | None = None,
+) -> dict[str, float]:
+    """Return the metrics of a task for at most `limit` batches (inputs, targets). The network is moved to `device`.
+
+    `precision` is ``fp32``, or the autocast type ``bf16`` or ``fp16``.
+
+    Raises:
+        UserError: If an output is not finite.
+    """
+    model.eval().to(device)
+    found = task.scores(classes, local=True).to(device)  # other processes of the run may have ended
+    dtype = AUTOCAST[precision]
+    finite = torch.ones((), dtype=torch.bool, device=device)
+    for number, (inputs, targets) in enumerate(loader):
+        if number == limit:
+            break
+        with torch.autocast(device.type, dtype=dtype) if dtype is not None else nullcontext():
+            logits = task.evaluation_logits(model, moved(inputs, device))
+        finite &= logits.isfinite().all()
+        found.update(logits.float(), targets.to(device, non_blocking=True))
+    if not finite:
+        half = f" Try fp32 instead of trainer.precision={precision}." if dtype is not None else ""
+        raise UserError(f"The network's outputs are not finite, so its weights cannot be used.{half}")
+    return found.compute()
 
 
 @contextmanager

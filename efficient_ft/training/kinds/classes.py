@@ -27,12 +27,7 @@ SAMPLES = 8
 
 @torch.inference_mode()
 def probabilities(task: Task, model: nn.Module, inputs: Inputs) -> Tensor:
-    """Return probabilities (B, classes) on the CPU, computed on the model's device.
-
-    Args:
-        task: the task, which runs the network.
-        model: the network in evaluation mode.
-        inputs: images (B, 3, H, W), or tensors of texts by name.
+    """Return probabilities (B, classes) on the CPU for images (B, 3, H, W) or a mapping of text tensors.
 
     Raises:
         UserError: If an output is not finite.
@@ -86,14 +81,7 @@ class ClassKind(Kind):
 
 
 class ClassPredictions(Predictions):
-    """The most probable classes of each sample, and the accuracy over the labeled samples.
-
-    Args:
-        kind: the kind, which reads the samples.
-        trained: the network.
-        items: the samples.
-        options: the number of classes and the batch size.
-    """
+    """The most probable classes of each sample, and the accuracy over the labeled samples."""
 
     def __init__(self, kind: ClassKind, trained: Trained, items: Sequence[Item], options: PredictOptions) -> None:
         self._kind, self._trained, self._items, self._batch = kind, trained, items, options.batch_size

@@ -69,11 +69,9 @@ class TextKind(ClassKind):
 
 
 def read_lines(files: Sequence[Path], columns: int) -> list[Item]:
-    """Return the non-empty lines of text files.
+    """Return the non-empty lines of text files, with `columns` texts per line separated by tabs.
 
-    Args:
-        files: the files; ``-`` is the standard input.
-        columns: number of texts per line, separated by tabs.
+    The file ``-`` is the standard input.
 
     Raises:
         UserError: If a file cannot be read, or if a line has another number of texts.

@@ -10,7 +10,9 @@ import gc
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,8 +49,6 @@ from efficient_ft.training.trainer import on_device
 _WORKER = 96 * 2**20
 #: Number of batches that each process loads in advance (torch's ``prefetch_factor``).
 _AHEAD = 2
-#: The counts of `Demand` that depend on the training step.
-_OF_A_STEP = ("model_bytes", "batch_bytes", "step_bytes", "largest_bytes", "optimizer_bytes", "gradient_bytes")
 
 
 class Predictor:
@@ -70,7 +70,8 @@ class Predictor:
         self._kind = kind_of(config)
         self._classes = self._kind.classes(config) if images is None else images.num_classes
         self._networks: dict[str, nn.Module] = {}
-        self._steps: dict[str, Demand] = {}
+        #: The counts of `Demand` that depend on the training step.
+        self._steps: dict[str, dict[str, Any]] = {}
         self._forwards: dict[tuple[str, int, tuple[int, ...]], Forward] = {}
         self._examples: dict[tuple[int, int], Forward] = {}
         self._inspection: int | None = None
@@ -114,9 +115,7 @@ class Predictor:
         key = config.model_dump_json(include={"method", "optim", "trainer", "data", "model"})
         if key not in self._steps:
             self._steps[key] = self._step(config)
-        step = vars(self._steps[key])
-        shared = self.around(config, build_methods(config))
-        return replace(shared, **{name: step[name] for name in _OF_A_STEP})
+        return replace(self.around(config, build_methods(config)), **self._steps[key])
 
     def around(self, config: Config, methods: Sequence[Method] = ()) -> Demand:
         """Count the memory in each phase except the training step. `methods` may change the evaluated network."""
@@ -154,7 +153,7 @@ class Predictor:
             resumed=self._resumed,
         )
 
-    def _step(self, config: Config) -> Demand:
+    def _step(self, config: Config) -> dict[str, Any]:
         network, spec = self.network(config), step_spec(config)
         batch, _ = _samples(config, self._images)
         counted = executed(
@@ -171,15 +170,14 @@ class Predictor:
         )
         gradients = accumulated_gradients(network, config.trainer.grad_accum_steps)
         optimizer = counted.optimizer_bytes or 0
-        return Demand(
-            weights_bytes=0,
-            model_bytes=counted.model_bytes,
-            batch_bytes=counted.batch_bytes,
-            step_bytes=counted.step_peak_bytes + optimizer + gradients,
-            largest_bytes=counted.largest_bytes,
-            optimizer_bytes=optimizer,
-            gradient_bytes=gradients,
-        )
+        return {
+            "model_bytes": counted.model_bytes,
+            "batch_bytes": counted.batch_bytes,
+            "step_bytes": counted.step_peak_bytes + optimizer + gradients,
+            "largest_bytes": counted.largest_bytes,
+            "optimizer_bytes": optimizer,
+            "gradient_bytes": gradients,
+        }
 
     def _forward(self, config: Config, samples: int, size: tuple[int, ...], methods: Sequence[Method]) -> Forward:
         key = (config.model_dump_json(include={"model", *(("method",) if methods else ())}), samples, size)
@@ -212,15 +210,10 @@ def _samples(config: Config, images: RunData | None) -> tuple[int, int]:
 
 
 def require_within_budget(config: Config, images: RunData, folder: Path | None) -> Prediction | None:
-    """Reject a run that is predicted to exceed its budget. Call this function before anything is written.
+    """Return the predicted memory of a run, or reject the run if it exceeds its budget. Call it before anything is
+    written.
 
-    Args:
-        config: the configuration of the run.
-        images: the opened data of the run.
-        folder: the run folder; None for a run that does not train.
-
-    Returns:
-        The prediction; None for a run without a budget.
+    `folder` is None for a run that does not train. The result is None for a run without a budget.
 
     Raises:
         UserError: If the prediction exceeds the budget, or if the run and its workers need more memory than the
@@ -241,32 +234,21 @@ def require_within_budget(config: Config, images: RunData, folder: Path | None) 
     predictor.demand(config)  # loads libraries of the run, which are measured below
     predictor.forget()
     if on_cpu:
-        predictor.base_bytes = _base_bytes(config)
+        LibrarySizes()(libraries(config.optim.state_bits, build_methods(config)))  # loads the libraries
+        release_freed_memory()
+        predictor.base_bytes = resident_bytes()
     predicted = predictor(config)
     if predicted.peak_bytes > budget:
-        text = _too_much(config, predicted, budget, on_cpu)
-        raise UserError(f"{text} {_what_fits(config, predictor, budget)}")
+        base = f", {format_bytes(predicted.base_bytes)} of them for the interpreter and its libraries" if on_cpu else ""
+        raise UserError(
+            f"memory={config.memory} ({format_bytes(budget)}): the run would take about"
+            f" {format_bytes(predicted.peak_bytes)}{base}. The largest phase is"
+            f" {predicted.phase}{_decided_by(config, predicted.phase)}. {_what_fits(config, predictor, budget)}"
+        )
     _require_room(config, predictor, predicted, device)
     predictor.forget()
     release_freed_memory()
     return predicted
-
-
-def _base_bytes(config: Config) -> int:
-    """Return the resident memory without the model, including the libraries that the run loads later."""
-    LibrarySizes()(libraries(config.optim.state_bits, build_methods(config)))  # loads the libraries
-    release_freed_memory()
-    return resident_bytes()
-
-
-def _too_much(config: Config, predicted: Prediction, budget: int, on_cpu: bool) -> str:
-    """Return sentences with the prediction, the largest phase, and the settings that determine this phase."""
-    base = f", {format_bytes(predicted.base_bytes)} of them for the interpreter and its libraries" if on_cpu else ""
-    phase = f"{predicted.phase}{_decided_by(config, predicted.phase)}"
-    return (
-        f"memory={config.memory} ({format_bytes(budget)}): the run would take about"
-        f" {format_bytes(predicted.peak_bytes)}{base}. The largest phase is {phase}."
-    )
 
 
 def _decided_by(config: Config, phase: str) -> str:
@@ -336,14 +318,15 @@ def _smaller(config: Config, phase: str) -> Config | None:
 
 def _changes(config: Config, fits: Config) -> str:
     """Return the settings that differ between `config` and `fits`, as on the command line."""
-    keys: Sequence[tuple[str, object, object]] = (
-        ("model.image_size", config.model.image_size, fits.model.image_size),
-        ("data.batch_size", config.data.batch_size, fits.data.batch_size),
-        ("trainer.grad_accum_steps", config.trainer.grad_accum_steps, fits.trainer.grad_accum_steps),
-        ("data.eval_batch_size", config.data.eval_batch_size, fits.data.eval_batch_size),
-        ("data.num_workers", config.data.num_workers, fits.data.num_workers),
+    names = (
+        "model.image_size",
+        "data.batch_size",
+        "trainer.grad_accum_steps",
+        "data.eval_batch_size",
+        "data.num_workers",
     )
-    return " ".join(f"{name}={new}" for name, old, new in keys if old != new)
+    values = {name: attrgetter(name) for name in names}
+    return " ".join(f"{name}={value(fits)}" for name, value in values.items() if value(fits) != value(config))
 
 
 def _require_room(config: Config, predictor: Predictor, predicted: Prediction, device: torch.device) -> None:

@@ -27,11 +27,8 @@ class MemoryMeter(L.Callback):
     """Measure some early optimizer steps, each from its first to its last micro-batch.
 
     If the first evaluation comes earlier, the last steps before it are measured. Place this callback before callbacks
-    that write checkpoints. A resumed run keeps the sizes measured before.
-
-    Args:
-        methods: the run's methods.
-        before_model_bytes: resident memory before the model was built.
+    that write checkpoints. A resumed run keeps the sizes measured before. `before_model_bytes` is the resident memory
+    before the model was built.
     """
 
     def __init__(self, methods: Sequence[Method], before_model_bytes: int) -> None:

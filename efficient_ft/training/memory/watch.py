@@ -50,13 +50,8 @@ def within_budget(config: Config, device: torch.device, *, armed: bool = True) -
 
     A thread polls the size of the process and interrupts the main thread, which stops between two operations. The files
     of the run are kept, and the same command with a larger budget continues from the last checkpoint. Nested uses have
-    no effect.
-
-    Args:
-        config: the configuration of the run.
-        device: the training device.
-        armed: False to stop the code only after `stop_from_now_on`. A run is predicted first, and the message for a
-            prediction above the budget is more helpful.
+    no effect. Without `armed`, the code is only stopped after `stop_from_now_on`: a run is predicted first, and the
+    message for a prediction above the budget is more helpful.
 
     Raises:
         UserError: If the run exceeds the budget.
@@ -94,11 +89,7 @@ def within_budget(config: Config, device: torch.device, *, armed: bool = True) -
 
 
 def stop_from_now_on(config: Config) -> None:
-    """Arm the watch of `within_budget`.
-
-    Raises:
-        UserError: If the budget was already exceeded.
-    """
+    """Arm the watch of `within_budget`, or raise UserError if the budget was already exceeded."""
     watch = _Watch.running
     if watch is not None:
         if watch.seen:

@@ -82,11 +82,7 @@ def noted_run(checkpoint: dict[str, Any]) -> str | None:
 
 
 def refuse_another_run(path: Path, checkpoint: dict[str, Any]) -> None:
-    """Reject a checkpoint at `path` that another run wrote.
-
-    Raises:
-        UserError: If the ids of the run and of the checkpoint differ.
-    """
+    """Raise UserError if the ids of the run and of the checkpoint at `path` differ."""
     file, found = path.with_name(RUN_ID), noted_run(checkpoint)
     noted = file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
     if found is not None and noted and noted != found:

@@ -58,11 +58,7 @@ _COSTS = (
 def cost_table(cost: dict[str, Any], method: str, batch: int, sample: str = "image") -> str:
     """Return the table of FLOPs, saved bytes, peak and step time, with columns for the baseline and the ratio.
 
-    Args:
-        cost: a `record.results.CostReport`.
-        method: header of the method's column.
-        batch: number of samples per batch.
-        sample: the noun for one sample: image or text.
+    `cost` is a `record.results.CostReport`, `method` is the header of its column, and `sample` is image or text.
     """
     baseline = cost.get("baseline")
     if baseline and all(baseline[group] == cost[group] for group in ("executed", "measured")):
@@ -97,7 +93,9 @@ def memory_table(memory: dict[str, Any], batch: int) -> str:
 
 
 def results_text(results: dict[str, Any], folder: Path) -> str:
-    """Return the text at the end of a run: trained parameters, accuracy, cost and memory."""
+    """Return the text at the end of a run for a `record.results.Results`: trained parameters, accuracy, cost and
+    memory.
+    """
     config, accuracy = results["config"], results["accuracy"]
     method = "+".join(config["method"])
     sample = TASKS[config.get("task", "classification")].sample

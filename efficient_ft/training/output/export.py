@@ -303,11 +303,7 @@ def _noted_method(file: Path, part: _Added) -> Method:
 
 
 def require_finite(logits: Tensor) -> None:
-    """Reject outputs that are not finite.
-
-    Raises:
-        UserError: If an output is not finite.
-    """
+    """Raise UserError if an output is not finite."""
     if not bool(logits.isfinite().all()):
         raise UserError(
             "The network's outputs are not finite. The weights, mean or std in model.safetensors cannot be used."

@@ -34,11 +34,7 @@ def _continues(folder: Path | None) -> str:
 
 
 def require_folder(folder: Path) -> None:
-    """Reject writing if the run folder was replaced after the run started.
-
-    Raises:
-        UserError: If the folder was removed, moved or replaced.
-    """
+    """Raise UserError if the run folder was removed, moved or replaced after the run started."""
     if not (folder / config_file.NAME).is_file():
         raise UserError(
             f"{folder} is no longer the folder of this run: it was removed, moved or replaced while the run was writing"

@@ -57,10 +57,9 @@ def refuse_another_run(config: Config, folder: Path) -> None:
 
 
 def refuse_split_run(folder: Path) -> None:
-    """Reject a folder that contains only a part of a run, for example after an incomplete copy.
+    """Raise UserError for a folder that contains a part of a run but no config.yaml, e.g. after an incomplete copy.
 
-    Raises:
-        UserError: If the folder, or the folder to which its run was moved, contains files of a run but no config.yaml.
+    The folder to which an earlier run was moved is checked as well.
     """
     folder = folder.absolute()
     places = [folder]
@@ -86,11 +85,7 @@ def _traces(folder: Path) -> list[str]:
 
 
 def refuse_changed_contents(folder: Path, contents: Contents) -> None:
-    """Reject a run whose data or weights have changed since it began.
-
-    Raises:
-        UserError: If the contents differ from those recorded by the run, or if the record is damaged.
-    """
+    """Raise UserError if a run's data or weights have changed since it began, or if their record is damaged."""
     file = folder / CONTENTS
     if not file.is_file():  # an older version wrote no record
         return
@@ -106,11 +101,7 @@ def refuse_changed_contents(folder: Path, contents: Contents) -> None:
 
 
 def refuse_other_images(config: Config, folder: Path, digest: str) -> None:
-    """Reject a folder whose run was trained on images with a digest different from `digest`.
-
-    Raises:
-        UserError: If the digests differ, or if the record is damaged.
-    """
+    """Raise UserError if the images of the run in a folder have another digest, or if the record is damaged."""
     file = folder / IMAGES
     if not file.is_file():
         return

@@ -21,11 +21,7 @@ from efficient_ft.training.output.console import say
 def start_loggers(config: Config, folder: Path, run_id: str, arguments: Sequence[str] = ()) -> list[Logger]:
     """Start the chosen logger before training, so that a mistake in its settings is reported at once.
 
-    Args:
-        config: the run's configuration. `config.logger` selects the logger.
-        folder: the run folder.
-        run_id: the run id, which a resumed run keeps.
-        arguments: the settings given on the command line, which are part of the run's name.
+    A resumed run keeps its `run_id`. The run's name contains the `arguments` of the command line.
 
     Raises:
         UserError: If the logger's package is not installed, or if the logger cannot start.
@@ -144,7 +140,14 @@ def write_summary(
     for logger in loggers:
         experiment: Any = getattr(logger, "experiment", None)
         if hasattr(experiment, "summary"):
-            _samples_to_wandb(experiment, samples)
+            import wandb
+
+            images = [wandb.Image(one.image, caption=one.caption) for one in samples if one.image is not None]
+            texts = [[one.text, one.caption] for one in samples if one.image is None]
+            if images:
+                experiment.log({"samples": images})
+            if texts:
+                experiment.log({"samples": wandb.Table(columns=["text", "classes"], data=texts)})
             experiment.summary.update(summary_of(results))
             if experiment.offline:
                 command = f"wandb sync {shown_path(experiment.settings.sync_dir)}"
@@ -152,17 +155,6 @@ def write_summary(
         else:
             _write_board(logger, results, text, step, samples)
     close_loggers(loggers, failed=False)
-
-
-def _samples_to_wandb(experiment: Any, samples: Sequence[Sample]) -> None:
-    import wandb
-
-    images = [wandb.Image(one.image, caption=one.caption) for one in samples if one.image is not None]
-    texts = [[one.text, one.caption] for one in samples if one.image is None]
-    if images:
-        experiment.log({"samples": images})
-    if texts:
-        experiment.log({"samples": wandb.Table(columns=["text", "classes"], data=texts)})
 
 
 def _write_board(board: Any, results: Mapping[str, Any], text: str, step: int, samples: Sequence[Sample]) -> None:

@@ -27,13 +27,7 @@ _OPACITY = 0.5
 
 @torch.inference_mode()
 def predict_mask(model: nn.Module, image: Image.Image, input: InputSpec) -> np.ndarray:
-    """Return the class index of every pixel, uint8 (H, W).
-
-    Args:
-        model: the network in evaluation mode.
-        image: RGB image of any size, which is processed as a whole.
-        input: normalization of the network's input.
-    """
+    """Return the class index of every pixel, uint8 (H, W), for an RGB image of any size."""
     device = next(model.parameters()).device
     pixels = Transform(InputSpec(input.size, input.mean, input.std)).normalize([image]).to(device)
     height, width = pixels.shape[-2:]
@@ -65,7 +59,7 @@ def mask_image(indices: np.ndarray, ids: Sequence[int], colors: Sequence[Sequenc
 
 
 def overlay(image: Image.Image, indices: np.ndarray, count: int) -> Image.Image:
-    """Return the image blended with the colors of the predicted classes."""
+    """Return the image blended with the colors of the predicted classes, given class indices (H, W)."""
     colors = Image.fromarray(class_colors(count)[indices])
     return Image.blend(image, colors, _OPACITY)
 
@@ -81,11 +75,7 @@ def examples_image(
 ) -> Image.Image:
     """Return a picture with one row per image: the image, its mask, and the predicted mask.
 
-    Args:
-        model: the network in evaluation mode.
-        pairs: images and masks with class indices. Pixels without a label are 255.
-        input: normalization of the network's input.
-        count: number of classes.
+    `pairs` contains images, and masks with class indices or 255 for pixels without a label.
     """
     rows = []
     for image, mask in pairs:
