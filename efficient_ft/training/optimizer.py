@@ -55,18 +55,13 @@ class SGD(torch.optim.SGD):
 
 
 def build_optimizer(network: nn.Module, optim: OptimConfig, precision: str = "fp32") -> torch.optim.Optimizer:
-    """Build the optimizer for the parameters of `network` that require gradients.
+    """Build the optimizer for the parameters of `network` that require gradients, after the methods have been applied.
 
     As in timm, norms and biases have no weight decay, and layer decay increases the learning rate with the depth of the
-    layer. `optim.head_lr_mult` multiplies the classifier's learning rate.
+    layer. `optim.head_lr_mult` multiplies the classifier's learning rate. Fused kernels are used in fp32 only.
 
     With `optim.state_bits` below 32, the moments are stored in blocks (`optim.LowBitAdamW`). With `optim.in_backward`,
     the backward pass updates the parameters (`optim.step_in_backward`).
-
-    Args:
-        network: the model, to which the methods have been applied.
-        optim: the optimizer's configuration.
-        precision: precision of the run. Fused kernels are used in fp32 only.
 
     Raises:
         UserError: If no parameter requires gradients.

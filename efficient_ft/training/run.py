@@ -1,12 +1,10 @@
 """One run, from a checked configuration to its results: train, evaluate, or count the cost.
 
-The run folder contains `config.yaml`, `metrics.jsonl` (the primary record), `metrics.csv`, `step_stats.jsonl` (with
-`step_stats.interval`), `checkpoint.ckpt` (for continuing an interrupted run), the previous checkpoint, and
-`model.safetensors`. A finished run also contains `results.json`.
+The run folder contains `config.yaml`, `metrics.jsonl` (the primary record), `metrics.csv`, `step_stats.jsonl`,
+`checkpoint.ckpt`, the previous checkpoint, and `model.safetensors`. A finished run also contains `results.json`.
 
 `model.safetensors` contains the weights of the epoch with the best accuracy on the split `data.select_best_on`, because
-the papers report that epoch. With several tasks, the mean accuracy of the tasks decides. results.json contains the
-accuracies of the best and of the last epoch, and the checkpoint contains the last weights.
+the papers report that epoch. With several tasks, the mean accuracy decides. The checkpoint contains the last weights.
 """
 
 from __future__ import annotations

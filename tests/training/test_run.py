@@ -128,7 +128,7 @@ def test_the_number_of_a_process_left_in_the_environment_is_named(tmp_path, conf
     """The first process prepares the folder; there would be none."""
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(rank_zero_only, "rank", 1)
-    with pytest.raises(UserError, match=r"^LOCAL_RANK=1 in the environment says .* Unset LOCAL_RANK\.$"):
+    with pytest.raises(UserError, match=r"^LOCAL_RANK=1 in the environment means .* Unset LOCAL_RANK\.$"):
         run(configuration(), tmp_path)
     assert not list(tmp_path.iterdir())
 

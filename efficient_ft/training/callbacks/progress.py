@@ -104,19 +104,16 @@ class ProgressBar(L.Callback):
         _shorten(more, terminal_width(least=1) - len(f"{line}, "))
         show(", ".join([line, *more]))
 
-    def _close(self) -> None:
+    @rank_zero_only
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._bar is not None:
             self._bar.leave = False  # only the lines of the epochs remain
             self._bar.close()
             self._bar = None
 
     @rank_zero_only
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._close()
-
-    @rank_zero_only
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._close()
+        self.on_train_end(trainer, pl_module)
 
 
 def _shorten(parts: list[str], width: int, least: int = 0) -> None:

@@ -49,13 +49,11 @@ class Recorder(L.Callback):
     """Write the metrics, save the weights of the best epoch, and write checkpoints.
 
     Args:
-        folder: the run folder.
         split: the split on which the run evaluates during training.
         keep_best: called with the module, the epoch (from 1) and its accuracy, to write the network's weights.
         extra: further entries of every checkpoint, in plain containers.
         totals: the callback with the totals of the training. It must precede this callback.
         every: optimizer steps between two rows of training loss. See `rows_every`.
-        class_names: class names, for the per-class values in loggers.
     """
 
     def __init__(

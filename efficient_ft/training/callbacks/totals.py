@@ -39,11 +39,7 @@ class Totals(L.Callback):
 
     FLOPs are counted for forward and backward passes, as in `cost.executed` (`RunFlops`). Evaluation adds to the
     seconds and the energy, but not to the FLOPs. With several processes, the FLOPs of the first process are multiplied
-    by their number.
-
-    Args:
-        methods: the run's methods, before they are applied.
-        batches: number of training batches of one process in the whole run.
+    by their number. `batches` is the number of training batches of one process in the whole run.
     """
 
     def __init__(self, methods: Sequence[Method], batches: int) -> None:

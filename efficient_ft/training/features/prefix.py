@@ -57,11 +57,7 @@ PREFIX = "prefix.json"
 class FeatureDataset(Dataset[Any]):
     """The samples of a split by (epoch, index): stored features, or the images if these are not stored yet.
 
-    Args:
-        images: the split.
-        store: the stored features.
-        first: row of the first image in the first view.
-        views: number of views. Epoch e uses view e mod `views`.
+    `first` is the row of the first image in the first view. Epoch e uses view e mod `views`.
     """
 
     def __init__(self, images: SplitDataset, store: RowStore, first: int, views: int) -> None:
@@ -71,12 +67,10 @@ class FeatureDataset(Dataset[Any]):
         return len(self._images)
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor] | LoadFailure:
-        """Load a batch.
+        """Load a batch (inputs, labels, rows), or return the failure to read a file.
 
-        Returns:
-            A tuple (inputs, labels, rows), or the failure to read a file. The inputs are rows of the store, uint8 (B,
-            bytes),
-            or the images, float32 (B, C, H, W), if a row is missing. Labels and row numbers are int64 (B,).
+        The inputs are rows of the store, uint8 (B, bytes), or the images, float32 (B, C, H, W), if a row is missing.
+        Labels and row numbers are int64 (B,).
         """
         keys = [(epoch % self._views, index) for epoch, index in keys]
         rows = [self._first + view * len(self) + index for view, index in keys]
@@ -88,15 +82,7 @@ class FeatureDataset(Dataset[Any]):
 
 
 class RunFeatures:
-    """The features of one run, and the network's computation from them.
-
-    Args:
-        prefix: the frozen prefix of the network.
-        form: the storage form of the features.
-        store: the store for the features.
-        views: number of views of each training image.
-        train: number of training images.
-    """
+    """The features of one run with `views` views of `train` training images, and the computation from them."""
 
     def __init__(self, prefix: FrozenPrefix, form: RowForm, store: RowStore, views: int, train: int) -> None:
         self.prefix, self.form, self.store, self.views = prefix, form, store, views
@@ -119,9 +105,7 @@ class RunFeatures:
     def input(self, images: Tensor, rows: Tensor) -> Iterator[Tensor]:
         """Run the network from the features of a batch inside a ``with`` block, which receives the network's input.
 
-        Args:
-            images: images or stored rows, as `FeatureDataset` loads them.
-            rows: row numbers of the images.
+        `images` contains images or stored rows with the numbers `rows`, as `FeatureDataset` loads them.
         """
         if images.dtype == torch.uint8:
             self._read += len(rows)
@@ -371,8 +355,7 @@ def run_features(
     *,
     must_gain: bool = False,
 ) -> RunFeatures:
-    """Open the features of a run, whose prefix has its form set. With `must_gain`, reject features that would save no
-    time.
+    """Open the features of a run, whose prefix has its form set.
 
     Raises:
         SettingError: If the features need more space than the settings or the disk allow.

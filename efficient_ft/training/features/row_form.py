@@ -16,12 +16,9 @@ _GROUP = 64
 
 
 class RowForm:
-    """The storage form of a row of values.
+    """The storage form of a row of `values` values.
 
-    Args:
-        name: one of `FORMS`. ``int8`` stores groups of 64 values in 8 bits each, and a minimum and a step per group in
-            fp16.
-        values: number of values in a row.
+    ``int8`` stores groups of 64 values in 8 bits each, and a minimum and a step per group in fp16.
     """
 
     def __init__(self, name: str, values: int) -> None:

@@ -170,11 +170,7 @@ class Kind(ABC):
         return what not in self.rules.unsupported
 
     def refuse_methods(self, methods: Sequence[Method]) -> None:
-        """Reject methods that the kind does not support.
-
-        Raises:
-            UserError: If a method is not supported.
-        """
+        """Raise UserError if the kind does not support one of the methods."""
         for method in methods:
             if not self.supports("tokens") and Axis.TOKENS in (method.axis, *method.other_axes):
                 hint = self.rules.unsupported["tokens"] or ""
@@ -189,11 +185,7 @@ class Kind(ABC):
 
     @abstractmethod
     def open(self, config: Config, spec: InputSpec) -> RunData:
-        """Open the data of a run.
-
-        Args:
-            config: the configuration of the run.
-            spec: the input of the network.
+        """Open the data of a run for a network with the input `spec`.
 
         Raises:
             SettingError: If a setting of the data set cannot be used.
@@ -212,8 +204,8 @@ class Kind(ABC):
         """Build a network, with the weights that the configuration names.
 
         Args:
-            model: The ``model`` section of the configuration.
-            classes: Number of outputs, or a mapping from data sets to numbers of outputs.
+            model: the ``model`` section of the configuration.
+            classes: number of outputs, or a mapping from data sets to numbers of outputs.
             report: True to log which weights were loaded.
 
         Raises:
@@ -226,11 +218,7 @@ class Kind(ABC):
         return factory.random_model(model, classes)
 
     def check_network(self, network: nn.Module, data: RunData) -> None:  # noqa: B027 (optional)
-        """Reject data that the network cannot process.
-
-        Raises:
-            UserError: If the network does not fit the data.
-        """
+        """Raise UserError if the network cannot process the data."""
 
     def network_input(self, spec: InputSpec, data: RunData) -> InputSpec:
         """Return the input of the network, to which the data may add a tokenizer."""
@@ -250,24 +238,12 @@ class Kind(ABC):
         return {"decoding": changed} if changed else {}
 
     def check_notes(self, notes: Mapping[str, Any], classes: int) -> None:  # noqa: B027 (optional)
-        """Check the metadata of a model.safetensors.
-
-        Args:
-            notes: the validated metadata.
-            classes: number of classes.
-
-        Raises:
-            ValueError: If the metadata do not fit the kind.
-        """
+        """Raise ValueError if the validated metadata of a model.safetensors do not fit the kind."""
 
     def evaluate(self, config: Config, model: nn.Module, data: RunData, device: torch.device) -> Evaluated:
-        """Evaluate a network on every split except the training split.
+        """Evaluate a network on every split except the training split. The network is moved to `device`.
 
-        Args:
-            config: the configuration of the run, which sets the precision and the number of batches.
-            model: the network, which is moved to `device`.
-            data: the data of the run.
-            device: the device that evaluates.
+        The configuration of the run sets the precision and the number of batches.
 
         Raises:
             UserError: If an output is not finite.
@@ -295,23 +271,15 @@ class Kind(ABC):
         """Write figures of the finished run into its folder. By default, there are none."""
 
     def samples(self, trained: Trained, data: OpenedData[Any, Any], device: torch.device) -> list[Sample]:
-        """Return some samples with predictions for loggers, from the split that selects the best epoch. By default,
-        none.
+        """Return some samples of a data set with predictions, for loggers. By default, there are none.
 
-        Args:
-            trained: the network of the run.
-            data: a data set of the run.
-            device: the device that predicts.
+        The samples belong to the split that selects the best epoch.
         """
         return []
 
     @abstractmethod
     def predictions(self, trained: Trained, options: PredictOptions) -> Predictions:
-        """Predict the samples in files.
-
-        Args:
-            trained: the network, on the device that predicts.
-            options: the files and the number of predictions.
+        """Return the predictions for the files in `options`. The network is on the device that predicts.
 
         Raises:
             UserError: If a file cannot be used.
@@ -343,8 +311,7 @@ class Kind(ABC):
     def figure_input(self, evaluation: Reading) -> tuple[tuple[int, int], int] | None:
         """Return the size of the largest input for `write_figures`, and the bytes for reading it; None without figures.
 
-        Args:
-            evaluation: the memory for reading evaluation batches.
+        `evaluation` is the memory for reading evaluation batches.
         """
         return None
 

@@ -55,10 +55,8 @@ class Predictor:
     """Predict the memory of a run, and of the same run with other sizes.
 
     Args:
-        config: the configuration of the run.
         images: the opened data; None if they are missing. Evaluation images then have the size of training images.
         base_bytes: resident memory before the model is built, in bytes; 0 on a GPU.
-        device: the training device.
         folder: the run folder, whose checkpoint is loaded; None if there is none.
     """
 
@@ -91,10 +89,8 @@ class Predictor:
         gc.collect()
 
     def __call__(self, config: Config) -> Prediction:
-        """Predict the memory of a run on the same data.
-
-        Raises:
-            UserError: If the methods cannot be built or applied to the network.
+        """Predict the memory of a run on the same data, or raise UserError if the methods cannot be applied to the
+        network.
         """
         return predict(self.demand(config), self.base_bytes, allocator_in_use(), self._device.type)
 
@@ -362,13 +358,8 @@ def smaller_evaluation(config: Config, device: torch.device, base_bytes: int, ro
 
 
 def largest_batch(config: Config, device: torch.device, base_bytes: int, room: int) -> int:
-    """Return the largest batch size up to the configured one that is predicted to fit; 0 if none fits.
-
-    Args:
-        config: the configuration of the run.
-        device: the training device.
-        base_bytes: resident memory before the model is built, in bytes.
-        room: number of bytes that the process or the device may use.
+    """Return the largest batch size up to the configured one that is predicted to fit into `room` bytes; 0 if none
+    fits.
     """
     predictor = Predictor(config, None, base_bytes, device)
 

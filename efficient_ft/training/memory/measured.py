@@ -46,9 +46,8 @@ class MemoryMeter(L.Callback):
         """
         if not self._measured:
             return None
-        measured = self._measured
-        counted = int(step_peak_bytes) + measured["optimizer_bytes"] + accumulated_bytes
-        return cast(MemoryReport, {**measured, "counted_bytes": counted})
+        counted = int(step_peak_bytes) + self._measured["optimizer_bytes"] + accumulated_bytes
+        return cast(MemoryReport, {**self._measured, "counted_bytes": counted})
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._measured:
@@ -85,8 +84,7 @@ class MemoryMeter(L.Callback):
 
     def _finish(self, trainer: L.Trainer) -> None:
         assert self._memory is not None
-        process = self._memory.measured(self._warmup)
-        self._memory = None
+        process, self._memory = self._memory.measured(self._warmup), None
         if process is None:
             return
         self._measured = {

@@ -52,7 +52,8 @@ def out_of_memory(config: Config) -> Iterator[None]:
         device = on_device(config)
         if "DefaultCPUAllocator" in text or isinstance(error, MemoryError):
             device = torch.device("cpu")
-        free = max(0, _room(device) - _taken(device))
+        taken = torch.cuda.memory_reserved(device) if device.type == "cuda" else resident_bytes()
+        free = max(0, _room(device) - taken)
         _forget(error)
     asked = _asked(text)
     data, size = config.data, config.model.image_size
@@ -93,11 +94,6 @@ def _named(device: torch.device) -> str:
     if device.type != "cuda":
         return {"cpu": "the CPU", "mps": "Apple's GPU"}.get(device.type, str(device))
     return f"the GPU ({torch.cuda.get_device_name(device)})"
-
-
-def _taken(device: torch.device) -> int:
-    """Return the bytes that this process uses on a device."""
-    return torch.cuda.memory_reserved(device) if device.type == "cuda" else resident_bytes()
 
 
 def _room(device: torch.device) -> int:

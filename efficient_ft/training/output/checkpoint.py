@@ -93,7 +93,7 @@ def refuse_another_run(path: Path, checkpoint: dict[str, Any]) -> None:
 
 
 def _has_weights(checkpoint: Any) -> bool:
-    """Return True for a mapping from names to tensors. Values of ``_extra_state`` may have other types."""
+    """Return True if the state is a mapping from names to tensors. ``_extra_state`` may have other types."""
     held = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
     return isinstance(held, dict) and all(
         isinstance(name, str) and (isinstance(value, torch.Tensor) or name.endswith("_extra_state"))

@@ -115,11 +115,9 @@ def _without_shared_storages(weights: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def load(run: Path, task: str | None = None) -> Trained:
-    """Load the trained network of a run.
+    """Load the trained network of a run, given its folder or its model.safetensors.
 
-    Args:
-        run: a run folder, or its model.safetensors.
-        task: with several tasks, the task whose classes are returned; None for the first task.
+    With several tasks, `task` is the task whose classes are returned; None for the first task.
 
     Raises:
         OtherVersionError: If the file names a method or a setting that this version does not know.

@@ -139,14 +139,11 @@ class RunFolder:
         self._before: dict[Path, bytes] | None = None
 
     def begin(self, config: Config, notes: Mapping[str, str], record: Callable[[], None]) -> None:
-        """Write config.yaml, `notes` and the record of the command, after all checks of the user's input.
+        """Write config.yaml, `notes` (texts by file name) and the record of the command, after all checks of the user's
+        input.
 
-        With ``resume=never``, an existing run folder is first moved away in a single rename.
-
-        Args:
-            config: the configuration of the run.
-            notes: texts by file name. Existing files are not overwritten.
-            record: called when the folder belongs to the run.
+        With ``resume=never``, an existing run folder is first moved away in a single rename. Existing notes are not
+        overwritten. `record` is called when the folder belongs to the run.
 
         Raises:
             UserError: If another process has taken the folder.
