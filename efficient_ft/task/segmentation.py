@@ -11,8 +11,7 @@ from efficient_ft.task.base import Inputs, Scores, Task, at_size
 
 
 class Segmentation(Task):
-    """Segmentation with logits (B, classes, h, w) resized to the masks, cross-entropy over labeled pixels, and mean
-    IoU.
+    """Segmentation with logits (B, classes, h, w) resized to the masks, pixel-wise cross-entropy, and mean IoU.
 
     Args:
         window: size (h, w) of the windows in evaluation, which overlap by at least a third. The logits of a pixel are

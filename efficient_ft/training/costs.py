@@ -16,7 +16,7 @@ from efficient_ft.methods.base import Method
 from efficient_ft.methods.build import baseline_methods, build_methods
 from efficient_ft.models import factory
 from efficient_ft.models.tasks import tasks_of
-from efficient_ft.record.results import CostReport, ExecutedCost, StepCost
+from efficient_ft.record.results import BaselineCost, CostReport, ExecutedCost, StepCost
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory.watch import budget_of
 from efficient_ft.training.optimizer import build_optimizer
@@ -119,11 +119,9 @@ def cost_report(
         if one.note:
             step = config.cost.baseline if name == "baseline" else "+".join(config.method)
             say(f"The step of {step} is {one.note}.")
-    method, whole = _step_cost(found["method"]), found["method"] if is_baseline else found.get("baseline")
-    return {
-        **method,
-        "baseline": None if whole is None else {"name": config.cost.baseline, **_step_cost(whole)},
-    }
+    whole = found["method"] if is_baseline else found.get("baseline")
+    baseline: BaselineCost | None = None if whole is None else {"name": config.cost.baseline, **_step_cost(whole)}
+    return {**_step_cost(found["method"]), "baseline": baseline}
 
 
 def _room(config: Config) -> int:

@@ -44,9 +44,7 @@ def run_contents(config: Config, images: RunData | None = None) -> Contents:
 
 
 def summaries(images: RunData, *, thorough: bool = False) -> dict[str, Summary]:
-    """Return the summary of each data set by task. A single data set has the key "". For `thorough`, see
-    `data.opened.OpenedData.inspect`.
-    """
+    """Return the summary of each data set by task (see `OpenedData.inspect`). A single data set has the key ""."""
     return {task: part.summary(thorough=thorough) for task, part in images.parts.items()}
 
 
@@ -78,8 +76,7 @@ def refuse_unusable(config: Config, found: Mapping[str, Summary]) -> None:
 
 
 def run_length(config: Config, images: RunData, world: int) -> tuple[int, int]:
-    """Return the numbers of epochs and optimizer steps with `world` processes. Remaining batches of an epoch form a
-    step.
+    """Return the numbers of epochs and optimizer steps. Remaining batches at the end of an epoch form a step.
 
     Raises:
         SettingError: If an epoch has fewer batches than an optimizer step needs, or if the whole run is warm-up.

@@ -255,9 +255,7 @@ class FineTuner(L.LightningModule):
         return total / count if count else None
 
     def mean_loss(self, over: str) -> float | None:
-        """Return the mean training loss since the last call with the same `over` (``epoch`` or ``window``), and reset
-        it.
-        """
+        """Return the mean training loss since the last call for the same `over` (epoch or window), and reset it."""
         total, count = self._sums[over]
         self._sums[over] = [0.0, 0]
         return total / count if count else None

@@ -63,8 +63,10 @@ _LIGHTNINGS = {True: signal.SIGTERM, False: signal.SIGINT}
 
 @dataclass(frozen=True)
 class Training:
-    """The parts of a run before its first step: the locked run folder, the opened data, the network with its weights
-    and without methods, and the resident memory before the network was built, in bytes.
+    """The parts of a run before its first step.
+
+    `network` has its weights, but the methods are not applied. `before_model` is the resident memory before the network
+    was built, in bytes.
     """
 
     config: Config
@@ -133,7 +135,12 @@ def fit(run: Training, arguments: Sequence[str]) -> Fitted:
     config, folder = run.config, run.held.path
     name = run_id(folder)
     epochs, total_steps = run_length(config, run.data, world_size(config))
-    _warn_of_warmup(config, total_steps)
+    if warmup_steps(config.optim, total_steps) >= total_steps:
+        say(
+            f"warning: trainer.max_steps={config.trainer.max_steps} ends the run within its warm-up of"
+            f" optim.warmup_steps={config.optim.warmup_steps}: the learning rate never reaches"
+            f" optim.lr={config.optim.lr:g}."
+        )
     totals = Totals(run.methods, total_steps * config.trainer.grad_accum_steps)
 
     def keep_best(module: L.LightningModule, epoch: int, accuracy: float) -> None:
@@ -150,14 +157,13 @@ def fit(run: Training, arguments: Sequence[str]) -> Fitted:
     recorder = Recorder(folder, run.data.best_split, keep_best, extra, totals, every, of_classes)
     loggers = start_loggers(config, folder, name, arguments)
     memory = MemoryMeter(run.methods, run.before_model)
-    features = _feature_callback(run, epochs)
-    callbacks: list[L.Callback] = [
-        memory,
-        run.held.started(),
-        SameStart(),
-        MethodCallback(run.methods, frozen_bn=config.model.frozen_bn),
-    ]
-    if features is not None:
+    apply = MethodCallback(run.methods, frozen_bn=config.model.frozen_bn)
+    callbacks: list[L.Callback] = [memory, run.held.started(), SameStart(), apply]
+    features = None
+    uses_prefix = config.trainer.cache_features != "off" or config.trainer.prefix != "fp32"
+    if uses_prefix and run.kind.supports("prefix"):
+        data: Any = run.data
+        features = FeatureCallback(config, data, run.methods, epochs, folder)
         callbacks.append(features)
     if config.step_stats.interval:  # runs after the methods have prepared the step, and before checkpoints are written
         callbacks.append(StepStats(folder, run.methods, config.step_stats.interval))
@@ -199,23 +205,3 @@ def export_network(run: Training, notes: dict[str, Any]) -> None:
     model = run.kind.portable(run.config, run.network)
     spec = run.kind.network_input(factory.input_of(run.config.model), run.data)
     export.save(run.held.path / export.NAME, weights, model, run.data.class_names, spec, notes, run.methods)
-
-
-def _feature_callback(run: Training, epochs: int) -> FeatureCallback | None:
-    """Return the callback for the frozen prefix; None if the prefix is not used or not supported."""
-    options = run.config.trainer
-    used = options.cache_features != "off" or options.prefix != "fp32"
-    if not used or not run.kind.supports("prefix"):
-        return None
-    data: Any = run.data
-    return FeatureCallback(run.config, data, run.methods, epochs, run.held.path)
-
-
-def _warn_of_warmup(config: Config, total_steps: int) -> None:
-    """Warn if the run ends within its warm-up."""
-    if warmup_steps(config.optim, total_steps) >= total_steps:
-        say(
-            f"warning: trainer.max_steps={config.trainer.max_steps} ends the run within its warm-up of"
-            f" optim.warmup_steps={config.optim.warmup_steps}: the learning rate never reaches"
-            f" optim.lr={config.optim.lr:g}."
-        )

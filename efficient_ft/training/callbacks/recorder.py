@@ -121,9 +121,7 @@ class Recorder(L.Callback):
             trainer.should_stop = True
 
     def _stop(self, trainer: L.Trainer) -> int | None:
-        """Return the signal that any process received; None to continue. Collective: all processes return the same
-        value.
-        """
+        """Return the signal that any process received, the same in all processes; None to continue. Collective."""
         if trainer.world_size == 1:
             return self.stop_requested
         # A signal reaches the processes in different steps, and a checkpoint is written by all of them.

@@ -34,8 +34,7 @@ def same_each_step(methods: Sequence[Method]) -> bool:
 
 
 class Totals(L.Callback):
-    """Sum the cost of the training. Place this callback after `MethodCallback`, and before callbacks that read
-    `values`.
+    """Sum the cost of the training. Place this callback after `MethodCallback`, and before readers of `values`.
 
     FLOPs are counted for forward and backward passes, as in `cost.executed` (`RunFlops`). Evaluation adds to the
     seconds and the energy, but not to the FLOPs. With several processes, the FLOPs of the first process are multiplied

@@ -68,9 +68,7 @@ class SegmentationKind(Kind):
             raise ValueError("class_ids must have one number per class")
 
     def further_scores(self, scores: Mapping[str, float], class_names: Sequence[str]) -> dict[str, Any]:
-        """Return the metrics with the IoU by class name. It is None if neither the masks nor the predictions contain
-        the class.
-        """
+        """Return the metrics with the IoU by class name, which is None for absent classes."""
         each = {name: scores.get(f"iou_{k}") for k, name in enumerate(class_names)}
         return {**{k: v for k, v in scores.items() if not k.startswith("iou_")}, "iou": each}
 

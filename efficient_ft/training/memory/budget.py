@@ -89,9 +89,7 @@ class Predictor:
         gc.collect()
 
     def __call__(self, config: Config) -> Prediction:
-        """Predict the memory of a run on the same data, or raise UserError if the methods cannot be applied to the
-        network.
-        """
+        """Predict the memory of a run on the same data, or raise UserError if the methods do not fit the network."""
         return predict(self.demand(config), self.base_bytes, allocator_in_use(), self._device.type)
 
     def readings(self, config: Config) -> tuple[Reading, Reading]:
@@ -206,8 +204,7 @@ def _samples(config: Config, images: RunData | None) -> tuple[int, int]:
 
 
 def require_within_budget(config: Config, images: RunData, folder: Path | None) -> Prediction | None:
-    """Return the predicted memory of a run, or reject the run if it exceeds its budget. Call it before anything is
-    written.
+    """Return the predicted memory of a run before anything is written, or reject a run that exceeds its budget.
 
     `folder` is None for a run that does not train. The result is None for a run without a budget.
 
@@ -358,9 +355,7 @@ def smaller_evaluation(config: Config, device: torch.device, base_bytes: int, ro
 
 
 def largest_batch(config: Config, device: torch.device, base_bytes: int, room: int) -> int:
-    """Return the largest batch size up to the configured one that is predicted to fit into `room` bytes; 0 if none
-    fits.
-    """
+    """Return the largest batch size up to the configured one that is predicted to fit into `room` bytes; 0 if none."""
     predictor = Predictor(config, None, base_bytes, device)
 
     def predicted(batch: int) -> int:

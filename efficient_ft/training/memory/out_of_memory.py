@@ -140,9 +140,7 @@ def _what_fits(config: Config, device: torch.device) -> str:
 
 
 def _same_steps(config: Config, largest: int) -> str:
-    """Return settings that give the same optimizer steps with micro-batches of at most `largest` images, in
-    parentheses.
-    """
+    """Return settings for the same optimizer steps with micro-batches of at most `largest` images, in parentheses."""
     batch, accumulate = config.data.batch_size, config.trainer.grad_accum_steps
     if config.optim.in_backward:
         return ""

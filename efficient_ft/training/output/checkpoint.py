@@ -102,9 +102,7 @@ def _has_weights(checkpoint: Any) -> bool:
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """Lightning's checkpoint plugin, which saves with `write_atomically`, keeps the previous file, and loads with
-    `read`.
-    """
+    """Lightning's checkpoint plugin, which saves atomically, keeps the previous file, and loads with `read`."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write `checkpoint` with the format number to `path`."""

@@ -93,9 +93,7 @@ def memory_table(memory: dict[str, Any], batch: int) -> str:
 
 
 def results_text(results: dict[str, Any], folder: Path) -> str:
-    """Return the text at the end of a run for a `record.results.Results`: trained parameters, accuracy, cost and
-    memory.
-    """
+    """Return the text at the end of a run for a `record.results.Results`."""
     config, accuracy = results["config"], results["accuracy"]
     method = "+".join(config["method"])
     sample = TASKS[config.get("task", "classification")].sample

@@ -139,8 +139,7 @@ class RunFolder:
         self._before: dict[Path, bytes] | None = None
 
     def begin(self, config: Config, notes: Mapping[str, str], record: Callable[[], None]) -> None:
-        """Write config.yaml, `notes` (texts by file name) and the record of the command, after all checks of the user's
-        input.
+        """Write config.yaml, `notes` (texts by file name) and the record of the command, after the input was checked.
 
         With ``resume=never``, an existing run folder is first moved away in a single rename. Existing notes are not
         overwritten. `record` is called when the folder belongs to the run.
