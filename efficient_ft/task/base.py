@@ -54,11 +54,7 @@ class Task(ABC):
     input_dimensions: ClassVar[int] = 2
 
     def logits(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """Run a network.
-
-        Args:
-            model: a network that returns logits, or an object with the attribute `logits` (models from `transformers`).
-            inputs: a batch.
+        """Run a network that returns logits, or an object with the attribute `logits` (models from `transformers`).
 
         Returns:
             The logits (B, classes, ...). Further dimensions are positions.
@@ -79,12 +75,8 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
-        """Return the mean loss of a batch, a scalar.
-
-        Args:
-            logits: output of the method `logits`.
-            targets: int64 (B, ...). Further dimensions are positions.
-            label_smoothing: label smoothing of the cross-entropy.
+        """Return the mean loss of a batch, a scalar, for targets of type int64 (B, ...). Further dimensions are
+        positions.
         """
 
     def labeled(self, targets: Tensor) -> Tensor | None:
@@ -110,20 +102,13 @@ class Task(ABC):
 
     @abstractmethod
     def scores(self, num_classes: int, *, local: bool = False) -> Scores:
-        """Return new metrics for the predictions of a network.
-
-        Args:
-            num_classes: number of classes.
-            local: True to measure this process only, False to measure all processes of a run.
-        """
+        """Return new metrics for the predictions of a network, of this process only if `local` is True."""
 
     @abstractmethod
     def example_targets(self, batch_size: int, input_size: tuple[int, ...]) -> Tensor:
         """Return targets of class 0 for a batch, with which training steps are counted without data.
 
-        Args:
-            batch_size: number of samples B.
-            input_size: (H, W) for images, (length,) for sequences.
+        `input_size` is (H, W) for images and (length,) for sequences.
         """
 
     def example_inputs(

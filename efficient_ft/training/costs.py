@@ -74,10 +74,9 @@ def cost_report(
 ) -> CostReport:
     """Return the costs of a training step of `network` with its methods and of the baseline (`cost.baseline`).
 
+    With several tasks, a step of the first task is counted. The methods may already be applied.
+
     Args:
-        config: the configuration of the run.
-        network: the model. With several tasks, a step of the first task is counted.
-        methods: the methods, which may already be applied to the model.
         classes: number of classes, or a mapping from tasks to numbers of classes.
         device: the device that takes the steps.
         steps: number of timed steps; 0 to count only.

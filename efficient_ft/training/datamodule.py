@@ -121,21 +121,18 @@ class RunDataModule(L.LightningDataModule):
         self.images = images
 
     def train_dataloader(self) -> DataLoader:
-        trainer = self.trainer
-        assert trainer is not None
-        place = trainer.global_rank, trainer.world_size
+        trainer: Any = self.trainer
         wrap: dict[str, Any] = {} if self.features is None else {"wrap": self.features.training}
-        loader = self.images.train_loader(*place, **wrap)
-        epochs: Any = trainer.fit_loop.epoch_progress.current
+        loader = self.images.train_loader(trainer.global_rank, trainer.world_size, **wrap)
+        epochs = trainer.fit_loop.epoch_progress.current
         if epochs.started > epochs.processed:  # resumed in the middle of an epoch
-            batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+            batches = trainer.fit_loop.epoch_loop.batch_progress.current
             sampler: Any = loader.sampler
             sampler.start = batches.processed * int(loader.batch_size or 1)
         return loader
 
     def val_dataloader(self) -> Sequence[DataLoader]:
-        trainer = self.trainer
-        assert trainer is not None
+        trainer: Any = self.trainer
         own = self._eval_loaders(trainer.global_rank)
         self.repeated = frozenset(index for index, loader in enumerate(own) if not len(loader))
         # Lightning would skip the whole evaluation in this process, and the other processes would wait for its scores.

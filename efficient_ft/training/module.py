@@ -51,17 +51,14 @@ class Evaluation(NamedTuple):
 
 
 class FineTuner(L.LightningModule):
-    """Fine-tune `network` with the loss of its task.
+    """Fine-tune `network`, which maps images (B, 3, H, W) to logits, with the loss of its task.
 
     A batch is (images, labels). With several tasks, it is (images, labels, task), and the loss of the task's classifier
     is computed. With stored features, it is (images or stored rows, labels, row numbers). `MethodCallback` applies the
     methods before the optimizer is built.
 
-    Args:
-        network: a network that maps images (B, 3, H, W) to logits of the task.
-        config: the run's configuration.
-        num_classes: number of classes. With several tasks (`models.tasks`), a mapping from tasks to numbers of classes.
-        total_steps: optimizer steps of the whole run, for the schedule.
+    With several tasks (`models.tasks`), `num_classes` is a mapping from tasks to numbers of classes. The schedule needs
+    the `total_steps` of the whole run.
 
     Attributes:
         features: the frozen prefix with stored features or in another form; None if the network is unchanged.

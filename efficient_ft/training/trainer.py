@@ -32,7 +32,7 @@ def build_trainer(
     loggers: list[Logger],
     epochs: int,
 ) -> L.Trainer:
-    """Build the Trainer for `config.trainer`. Lightning calls the callbacks in their order.
+    """Build the Trainer for `config.trainer`. Lightning calls the callbacks in the given order.
 
     Raises:
         UserError: If the accelerator, devices or precision are not available on this machine.

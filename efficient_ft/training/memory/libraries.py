@@ -6,7 +6,7 @@ size does not depend on the batch. A prediction adds it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from importlib import import_module
 
 from efficient_ft.core.process_memory import release_freed_memory, resident_bytes
@@ -29,18 +29,16 @@ class LibrarySizes:
     def __init__(self) -> None:
         self._bytes: dict[str, int] = {}
 
-    def __call__(self, names: Iterable[str]) -> int:
+    def __call__(self, names: Collection[str]) -> int:
         """Return the total bytes of these libraries. A library that was loaded before counts as 0 bytes."""
-        return sum(self._one(name) for name in names)
-
-    def _one(self, name: str) -> int:
-        if name not in self._bytes:
-            release_freed_memory()
-            before = resident_bytes()
-            load(name)
-            release_freed_memory()
-            self._bytes[name] = max(resident_bytes() - before, 0)
-        return self._bytes[name]
+        for name in names:
+            if name not in self._bytes:
+                release_freed_memory()
+                before = resident_bytes()
+                load(name)
+                release_freed_memory()
+                self._bytes[name] = max(resident_bytes() - before, 0)
+        return sum(self._bytes[name] for name in names)
 
 
 def load(name: str) -> None:

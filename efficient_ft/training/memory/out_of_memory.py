@@ -58,8 +58,11 @@ def out_of_memory(config: Config) -> Iterator[None]:
     asked = _asked(text)
     data, size = config.data, config.model.image_size
     shape = "the network's own" if size is None else size
+    where = {"cpu": "the CPU", "mps": "Apple's GPU"}.get(device.type, str(device))
+    if device.type == "cuda":
+        where = f"the GPU ({torch.cuda.get_device_name(device)})"
     raise UserError(
-        f"Out of memory on {_named(device)}:{'' if asked is None else f' tried to allocate {format_bytes(asked)};'}"
+        f"Out of memory on {where}:{'' if asked is None else f' tried to allocate {format_bytes(asked)};'}"
         f" {format_bytes(free)} are free. The memory of a step depends on data.batch_size={data.batch_size},"
         f" model.image_size ({shape}) and method={'+'.join(config.method)}, and the memory of evaluation on"
         f" data.eval_batch_size ({data.eval_batch_size or data.batch_size})."
@@ -88,12 +91,6 @@ def _asked(text: str) -> int | None:
     with suppress(UserError):
         return parse_bytes("memory", f"{found[1]}{found[2]}")
     return None
-
-
-def _named(device: torch.device) -> str:
-    if device.type != "cuda":
-        return {"cpu": "the CPU", "mps": "Apple's GPU"}.get(device.type, str(device))
-    return f"the GPU ({torch.cuda.get_device_name(device)})"
 
 
 def _room(device: torch.device) -> int:

@@ -73,7 +73,7 @@ def within_budget(config: Config, device: torch.device, *, armed: bool = True) -
     watch = _Watch(budget, armed)
 
     def stop(number: int, frame: Any) -> None:
-        if watch.seen and not watch.ended:
+        if watch.seen and not watch.ended.is_set():
             raise _PassedError
 
     before = signal.signal(_SIGNAL, stop)
@@ -118,7 +118,9 @@ class _Watch(threading.Thread):
 
     def __init__(self, budget: int, armed: bool) -> None:
         super().__init__(name="memory budget", daemon=True)
-        self._budget, self.armed, self._ended = budget, armed, threading.Event()
+        #: Set at the end of the block. Pending interrupts then have no effect.
+        self.ended = threading.Event()
+        self._budget, self.armed = budget, armed
         #: The largest size above the budget; 0 if the budget was not exceeded.
         self.seen = 0
         _Watch.running = self
@@ -126,7 +128,7 @@ class _Watch(threading.Thread):
     def run(self) -> None:
         """Poll until the end."""
         process, released, size = psutil.Process(), 0.0, 0
-        while not self._ended.wait(CLOSE_INTERVAL if size > _CLOSE * self._budget else INTERVAL):
+        while not self.ended.wait(CLOSE_INTERVAL if size > _CLOSE * self._budget else INTERVAL):
             size = process.memory_info().rss
             near = size > _NEAR * self._budget and time.monotonic() - released > _RELEASE_INTERVAL
             if near or size > self._budget:
@@ -136,16 +138,11 @@ class _Watch(threading.Thread):
                 self.seen = max(self.seen, size)
                 if self.armed:
                     _thread.interrupt_main(_SIGNAL)
-                    if self._ended.wait(_AGAIN):
+                    if self.ended.wait(_AGAIN):
                         return
-
-    @property
-    def ended(self) -> bool:
-        """True after the end of the block. Pending interrupts then have no effect."""
-        return self._ended.is_set()
 
     def end(self) -> None:
         """Stop polling."""
-        self._ended.set()
+        self.ended.set()
         self.join()
         _Watch.running = None

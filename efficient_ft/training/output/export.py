@@ -44,17 +44,11 @@ def save(
     notes: dict[str, Any],
     methods: Sequence[Method] = (),
 ) -> None:
-    """Write `weights`, with the metadata for `load`.
+    """Write `weights`, a state dict with timm's parameter names (`plain_state_dict`), with the metadata for `load`.
 
-    Args:
-        path: the file.
-        weights: state dict with timm's parameter names (`plain_state_dict`).
-        model: the model's configuration.
-        class_names: class names by output index, or a mapping from tasks to class names.
-        input: size and normalization of the images.
-        notes: further metadata.
-        methods: the methods of the run. The metadata contain the settings of methods that cannot be merged into the
-            model's weights, and of the selection that chose the layers of adapters.
+    `class_names` are ordered by output index; with several tasks, they are a mapping from tasks. The metadata contain
+    the settings of methods that cannot be merged into the weights, and of the selection that chose the layers of
+    adapters.
     """
     adapted = any(m.axis == "adapters" and not m.merges for m in methods)
     added = [m for m in in_order(methods) if not m.merges or (adapted and m.axis == "selection")]
