@@ -42,7 +42,7 @@ def finish(run: Training, fitted: Fitted, arguments: Sequence[str], predicted: P
     Raises:
         UserError: If no epoch was finished, or if the network's outputs are not finite.
     """
-    trainer, folder = fitted.trainer, run.held.path
+    trainer, folder, config = fitted.trainer, run.held.path, run.config
     accuracy, taken = _accuracy(fitted.recorder), fitted.totals.values()
     if not trainer.is_global_zero:
         return {"accuracy": accuracy}
@@ -52,21 +52,14 @@ def finish(run: Training, fitted: Fitted, arguments: Sequence[str], predicted: P
             optimizer.remove()
     trainer.optimizers = []  # free the optimizer state and the gradients before the cost is measured
     fitted.module.model.zero_grad(set_to_none=True)
-    parameters = list(run.network.parameters())
+    sizes = [(p.numel(), p.requires_grad) for p in run.network.parameters()]
     release_freed_memory()
-    data = data_report(run.config, folder, run.data, device)
+    data = data_report(config, folder, run.data, device)
     data["summary"] = {task: one.record() for task, one in run.understood.items()}
     release_freed_memory()
-    cost = cost_report(
-        run.config,
-        run.network,
-        run.methods,
-        run.data.num_classes,
-        device,
-        run.config.cost.steps,
-        max(COST_SECONDS, COST_SHARE * taken["seconds"]),
-        run.kind.largest_batch(run.data),
-    )
+    seconds, largest = max(COST_SECONDS, COST_SHARE * taken["seconds"]), run.kind.largest_batch(run.data)
+    classes, steps = run.data.num_classes, config.cost.steps
+    cost = cost_report(config, run.network, run.methods, classes, device, steps, seconds, largest)
     if run.kind.task.metric != "accuracy":
         accuracy["metric"] = run.kind.task.metric
     results: Results = {
@@ -74,14 +67,14 @@ def finish(run: Training, fitted: Fitted, arguments: Sequence[str], predicted: P
         "accuracy": {**accuracy, "test": data["accuracy"].get("test")},
         "cost": cost,
         "totals": taken,
-        "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
-        "total_parameters": sum(p.numel() for p in parameters),
+        "trainable_parameters": sum(size for size, trains in sizes if trains),
+        "total_parameters": sum(size for size, _ in sizes),
         "methods": {m.name: _applied_report(m.applied) for m in run.methods if m.applied is not None},
         "data": data,
-        "seed": run.config.seed,
+        "seed": config.seed,
         "arguments": list(arguments),
-        "changed": run.config.changed(),
-        "config": run.config.model_dump(mode="json"),
+        "changed": config.changed(),
+        "config": config.model_dump(mode="json"),
         "environment": environment(device, packages=("torch", "timm", "lightning"), allocator=allocator_in_use()),
     }
     _add_parts(results, run, fitted)

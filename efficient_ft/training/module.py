@@ -261,7 +261,6 @@ class FineTuner(L.LightningModule):
     _repeated: frozenset[int] = frozenset()
 
     def on_validation_start(self) -> None:
-        """Get the indices of the loaders that repeat the samples of another process."""
         self._repeated = getattr(self.trainer.datamodule, "repeated", frozenset())  # type: ignore[attr-defined]
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -291,10 +290,7 @@ class FineTuner(L.LightningModule):
         self._warn_if_constant()
 
     def _keep_range(self, task: int, predicted: Tensor | None, labels: Tensor) -> None:
-        """Track the minimum and the negated maximum class index of the predictions and of the labels, on their device.
-
-        Because the maximum is negated, one minimum combines batches and processes.
-        """
+        """Track the minimum and the negated maximum class, so that one minimum combines batches and processes."""
         if predicted is None:
             return
         labeled = labels != IGNORED

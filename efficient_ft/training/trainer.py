@@ -82,10 +82,7 @@ def build_trainer(
 
 
 def bf16_is_emulated(device: torch.device) -> bool:
-    """Return True if PyTorch emulates matrix products in bfloat16 on `device`.
-
-    Return False if PyTorch does not report it, i.e. without oneDNN and on devices other than CPU and CUDA.
-    """
+    """Return True if PyTorch reports (on CUDA, and on a CPU with oneDNN) that it emulates bfloat16 products."""
     if device.type == "cuda":
         return not torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type == "cpu" and torch.backends.mkldnn.is_available():

@@ -216,7 +216,6 @@ class Recorder(L.Callback):
         refuse_lost_process(exception)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the accuracies so far, and `extra`."""
         return {
             "best": self.best,
             "best_epoch": self.best_epoch,
@@ -226,7 +225,6 @@ class Recorder(L.Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from the state returned by `state_dict()`."""
         self.best = state_dict["best"]
         self.best_epoch = state_dict["best_epoch"]
         self.last = state_dict["last"]

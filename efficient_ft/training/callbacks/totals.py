@@ -23,10 +23,7 @@ LAST_STEPS = 1000
 
 
 def same_each_step(methods: Sequence[Method]) -> bool:
-    """Return True if every training step with `methods`, which are not yet applied, has the same cost.
-
-    Steps differ if a method makes a choice at the beginning of each step, or profiles the first steps.
-    """
+    """Return True if every step costs the same, because no method makes a choice in each step or profiles steps."""
     return not any(
         method.warmup_steps or method.cost_steps > 1 or type(method).step_begin is not Method.step_begin
         for method in methods
@@ -76,10 +73,7 @@ class Totals(L.Callback):
         }
 
     def gather(self) -> None:
-        """Add the images of the other processes. Collective.
-
-        Until then, `values` assumes that every process had the same number of images.
-        """
+        """Add the images of the other processes, which `values` only estimates until then. Collective."""
         self._images += int(all_reduce_sum(torch.tensor(self._own_images)))
         self._own_images = 0
 
@@ -116,11 +110,9 @@ class Totals(L.Callback):
         self._flops.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the totals so far, and the state from which the FLOPs of further batches are computed."""
         return {**self.values(), "run_flops": self._flops.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from the state returned by `state_dict()`."""
         self._images, self._batches, self._steps = (state_dict[key] for key in ("images", "batches", "steps"))
         self._seconds_before = state_dict["seconds"]
         self._flops.load_state_dict(state_dict["run_flops"])

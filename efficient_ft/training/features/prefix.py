@@ -286,10 +286,7 @@ def set_form(config: Config, images: ImageData, prefix: FrozenPrefix, device: to
 
 
 def measure_form(config: Config, prefix: FrozenPrefix, device: torch.device) -> PrefixReport:
-    """Set the form of the prefix to `trainer.prefix`. With ``auto``, measure the forms and select the fastest one.
-
-    A measurement moves the network to `device`.
-    """
+    """Set the form of the prefix to `trainer.prefix`. With ``auto``, select the fastest form measured on `device`."""
     options = config.trainer
     if options.prefix != "auto":
         prefix.form = Form(options.prefix)

@@ -311,14 +311,8 @@ def _smaller(config: Config, phase: str) -> Config | None:
 
 def _changes(config: Config, fits: Config) -> str:
     """Return the settings that differ between `config` and `fits`, as on the command line."""
-    names = (
-        "model.image_size",
-        "data.batch_size",
-        "trainer.grad_accum_steps",
-        "data.eval_batch_size",
-        "data.num_workers",
-    )
-    values = {name: attrgetter(name) for name in names}
+    names = "model.image_size data.batch_size trainer.grad_accum_steps data.eval_batch_size data.num_workers"
+    values = {name: attrgetter(name) for name in names.split()}
     return " ".join(f"{name}={value(fits)}" for name, value in values.items() if value(fits) != value(config))
 
 

@@ -101,11 +101,9 @@ class MemoryMeter(L.Callback):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the measured sizes; empty before the measurement."""
         return dict(self._measured)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the sizes that were measured before the run was interrupted."""
         self._measured = dict(state_dict)
 
 

@@ -109,8 +109,7 @@ def _passed(config: Config, size: int, how: str) -> UserError:
 class _Watch(threading.Thread):
     """Poll the resident memory of the process, and interrupt the main thread if it exceeds `budget`.
 
-    Near the budget, freed memory is returned to the system. Otherwise, fragmentation makes the process grow slowly
-    although the bytes in use stay constant.
+    Near the budget, freed memory is returned to the system, because fragmentation makes the process grow slowly.
     """
 
     #: The watch of this process; None if there is none.

@@ -105,7 +105,6 @@ class AtomicCheckpointIO(CheckpointIO):
     """Lightning's checkpoint plugin, which saves atomically, keeps the previous file, and loads with `read`."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write `checkpoint` with the format number to `path`."""
         target = Path(path)
 
         def write(temporary: Path) -> None:
@@ -118,12 +117,10 @@ class AtomicCheckpointIO(CheckpointIO):
         write_atomically(target, write)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint of this run with `read`."""
         checkpoint = read(Path(path), map_location or "cpu")
         refuse_another_run(Path(path), checkpoint)
         return checkpoint
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove the checkpoint and the previous one."""
         for file in (Path(path), previous(Path(path))):
             file.unlink(missing_ok=True)

@@ -102,11 +102,11 @@ def results_text(results: dict[str, Any], folder: Path) -> str:
     batch = min(config["data"]["batch_size"], results["data"].get("splits", {}).get("train", float("inf")))
     split = accuracy["split"]
     chosen = "\n(the best epoch was chosen on the test split: data.select_best_on=test)" if split == "test" else ""
-    lines = [
-        "",
-        f"{config['model']['name']} on {data} with {method}:"
-        f" {_share(results['trainable_parameters'], results['total_parameters'])} parameters trained",
-    ]
+    trained, total = (format_number(results[f"{name}_parameters"]) for name in ("trainable", "total"))
+    share = (
+        f"all {total}" if results["trainable_parameters"] == results["total_parameters"] else f"{trained} of {total}"
+    )
+    lines = ["", f"{config['model']['name']} on {data} with {method}: {share} parameters trained"]
     limit = config["trainer"].get("limit_eval_batches")
     if limit is not None:
         chosen += _seen(limit, config["data"], results["data"], sample)
@@ -126,10 +126,6 @@ def results_text(results: dict[str, Any], folder: Path) -> str:
         f" {'epoch of the best mean' if tasks else 'best epoch'})",
     ]
     return "\n".join(lines)
-
-
-def _share(trained: int, total: int) -> str:
-    return f"all {format_number(total)}" if trained == total else f"{format_number(trained)} of {format_number(total)}"
 
 
 def _seen(limit: int, settings: dict[str, Any], data: dict[str, Any], sample: str) -> str:

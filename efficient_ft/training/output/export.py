@@ -82,10 +82,7 @@ def save(
 
 
 def _sort_metadata(file: Path) -> None:
-    """Sort the metadata in the header of a .safetensors file, so that equal weights give equal bytes.
-
-    The library writes the metadata in an order that differs between processes.
-    """
+    """Sort the metadata in a .safetensors file, because the library's order differs between processes."""
     with open(file, "rb+") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))

@@ -125,10 +125,7 @@ def differences(stored: Config, config: Config) -> str:
 
 
 class RunFolder:
-    """A run folder locked by this process, with the files that are written before the first step.
-
-    `lock` is None in further processes of a run, which write nothing.
-    """
+    """A run folder with the files written before the first step. `lock` is None except in the first process."""
 
     def __init__(self, path: Path, lock: FileLock | None) -> None:
         self.path, self._lock = path, lock
