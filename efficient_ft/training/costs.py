@@ -39,10 +39,7 @@ def step_spec(config: Config) -> StepSpec:
 
 
 def cost_only(config: Config) -> dict[str, Any]:
-    """Count and print the cost of a training step and of its baseline, without data and weights.
-
-    Returns:
-        A `record.results.CostReport`.
+    """Print and return the cost of a training step and of its baseline, counted without data and weights.
 
     Raises:
         UserError: If the model or a method cannot be built, or if a method cannot be applied to the model.

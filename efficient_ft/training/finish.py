@@ -33,11 +33,9 @@ COST_SHARE, COST_SECONDS = 0.1, 2.0
 
 
 def finish(run: Training, fitted: Fitted, arguments: Sequence[str], predicted: Prediction | None) -> dict[str, Any]:
-    """Evaluate, measure the cost, and write the results after the training has ended.
+    """Evaluate, measure the cost, write the results, and return them (`record.results.Results`).
 
-    Returns:
-        The contents of results.json (`record.results.Results`). Other processes than the first return the accuracy
-        only.
+    Processes other than the first one return the accuracy only.
 
     Raises:
         UserError: If no epoch was finished, or if the network's outputs are not finite.

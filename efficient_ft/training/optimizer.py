@@ -14,7 +14,7 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.models.view import view
 from efficient_ft.optim import LowBitAdam, LowBitAdamW, step_in_backward
 
-#: Without `optim.warmup_steps`, the warm-up is the run divided by the first number, up to the second number of steps.
+#: Without `optim.warmup_steps`, the warm-up is a quarter of the run and at most 100 optimizer steps.
 WARMUP_SHARE, WARMUP_AT_MOST = 4, 100
 
 

@@ -114,7 +114,7 @@ def prepare(config: Config, held: RunFolder, begun: Callable[[], None], opened: 
     understood = summaries(data) if rank() == 0 else {}
     refuse_unusable(config, understood)
     say(summary_text(understood))
-    release_freed_memory()  # building the lists leaves 75 MiB of freed memory per million images
+    release_freed_memory()  # reading a list of a million images leaves 75 MiB of freed memory
     before_model = resident_bytes()
     network = kind.network(config.model, data.num_classes)
     kind.check_network(network, data)

@@ -235,17 +235,16 @@ class Recorder(L.Callback):
 def stop_on_interrupt(recorder: Recorder) -> Iterator[None]:
     """Stop after the present step, with a checkpoint, on the first Ctrl-C, and immediately on the second.
 
-    The other signals that request an end (`core.stopping`) have the effect of the first Ctrl-C. In a Slurm job, so do
-    SIGUSR1 and SIGUSR2, which announce its end (``--signal``), and the job is requeued.
+    Other signals that request an end (`core.stopping`), and SIGUSR1 and SIGUSR2 in a Slurm job (``--signal``), have the
+    same effect as the first Ctrl-C. Slurm requeues the job.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-
     process, asked_before = os.getpid(), len(stopping.asked)
 
     def request(number: int, frame: Any) -> None:
-        if os.getpid() != process:  # a data-loading worker, which its parent ends
+        if os.getpid() != process:  # data-loading workers are ended by their parent
             return
         stopping.asked.append(number)
         if recorder.stop_requested is not None:

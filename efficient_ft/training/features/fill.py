@@ -23,10 +23,9 @@ from efficient_ft.training.trainer import on_device, use_channels_last
 
 
 def fill_features(config: Config) -> RunFeatures:
-    """Compute the features of a run that are not stored yet. If a call is interrupted, the next call continues.
+    """Compute and return the features of a run. All of them are stored unless the disk is full.
 
-    Returns:
-        The features, all of them stored unless the disk is full.
+    Stored features are not computed again, so that an interrupted call can be repeated.
 
     Raises:
         UserError: If weights or images are missing, or if no features can be stored for this run.

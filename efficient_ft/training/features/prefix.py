@@ -352,7 +352,7 @@ def run_features(
     *,
     must_gain: bool = False,
 ) -> RunFeatures:
-    """Open the features of a run, whose prefix has its form set.
+    """Open the features of a run. The form of the prefix must already be set.
 
     Raises:
         SettingError: If the features need more space than the settings or the disk allow.
@@ -412,8 +412,8 @@ def _key(about: dict[str, Any], form: Form) -> str:
 def _share_of_step(prefix: FrozenPrefix, images: Tensor) -> float:
     """Return the prefix's share of the FLOPs in a training step.
 
-    The backward pass counts as two forward passes. FLOPs are counted and not timed, because storing features changes
-    the results slightly: the decision must be the same on every machine and after every interruption.
+    The backward pass counts as two forward passes. Times would make the decision depend on the machine, and storing
+    features changes the results slightly.
     """
     with torch.random.fork_rng(devices=[]):
         with FlopsCounter() as below:

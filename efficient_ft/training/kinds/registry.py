@@ -25,10 +25,7 @@ _registered: dict[str, Kind] = {}
 
 
 def register(kind: Kind) -> Kind:
-    """Register a kind of task under the name in its rules.
-
-    Returns:
-        The kind, so that an entry point can name it.
+    """Register a kind of task under the name in its rules, and return it, so that an entry point can name it.
 
     Raises:
         UserError: If the name of the kind or of one of its data sets is already registered.
@@ -48,7 +45,7 @@ def register(kind: Kind) -> Kind:
 
 
 def kind_named(name: str) -> Kind:
-    """Return the kind with a name, which is the value of ``task``.
+    """Return the kind with the name `name`, the value of ``task``.
 
     Raises:
         SettingError: If there is no such kind.

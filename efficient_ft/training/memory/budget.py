@@ -80,7 +80,7 @@ class Predictor:
         key = config.model.model_dump_json() + str(warm)
         if key not in self._networks:
             network = self._kind.random_network(config.model, self._classes)
-            self._networks = {key: network if warm else network.to("meta")}  # the last one is enough
+            self._networks = {key: network if warm else network.to("meta")}  # only the last network is needed
         return self._networks[key]
 
     def forget(self) -> None:
@@ -188,7 +188,7 @@ class Predictor:
         step, total = self.demand(config), 0
         readings, sizes = self.readings(config), _samples(config, self._images)
         batches = step.batch_bytes, step.evaluation.batch_bytes
-        for reading, samples, batch in zip(readings, sizes, batches, strict=True):  # both kinds stay alive
+        for reading, samples, batch in zip(readings, sizes, batches, strict=True):  # all worker processes stay alive
             total += count * (_WORKER + reading.load_bytes(samples) + (1 + _AHEAD) * batch)
         return total
 
@@ -349,7 +349,7 @@ def smaller_evaluation(config: Config, device: torch.device, base_bytes: int, ro
 
 
 def largest_batch(config: Config, device: torch.device, base_bytes: int, room: int) -> int:
-    """Return the largest batch size up to the configured one that is predicted to fit into `room` bytes; 0 if none."""
+    """Return the largest batch size, at most the configured one, that is predicted to fit into `room` bytes, or 0."""
     predictor = Predictor(config, None, base_bytes, device)
 
     def predicted(batch: int) -> int:

@@ -42,7 +42,7 @@ def exists(path: Path) -> bool:
 def read(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
     """Load the checkpoint at `path`, or the previous one with a warning if the file is damaged.
 
-    The file cannot run code. Its checksums are compared, because `torch.load` would load a changed value.
+    Code in the file is not executed. The checksums are compared, because `torch.load` would load a changed value.
 
     Raises:
         OtherVersionError: If another version of this package wrote the checkpoint.

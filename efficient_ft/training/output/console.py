@@ -102,10 +102,8 @@ def results_text(results: dict[str, Any], folder: Path) -> str:
     batch = min(config["data"]["batch_size"], results["data"].get("splits", {}).get("train", float("inf")))
     split = accuracy["split"]
     chosen = "\n(the best epoch was chosen on the test split: data.select_best_on=test)" if split == "test" else ""
-    trained, total = (format_number(results[f"{name}_parameters"]) for name in ("trainable", "total"))
-    share = (
-        f"all {total}" if results["trainable_parameters"] == results["total_parameters"] else f"{trained} of {total}"
-    )
+    trained, total = results["trainable_parameters"], results["total_parameters"]
+    share = f"{'all' if trained == total else f'{format_number(trained)} of'} {format_number(total)}"
     lines = ["", f"{config['model']['name']} on {data} with {method}: {share} parameters trained"]
     limit = config["trainer"].get("limit_eval_batches")
     if limit is not None:

@@ -32,6 +32,7 @@ from efficient_ft.training.kinds.base import Trained
 from efficient_ft.training.kinds.registry import kind_named
 
 NAME = "model.safetensors"
+_Channel = Annotated[int, Field(ge=0, le=255)]
 _Names = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
 
 
@@ -188,9 +189,6 @@ def _metadata(run: Path, file: Path) -> dict[str, str]:
 #: Metadata that `Trained.notes` does not contain.
 _READ = ("format", "architecture", "encoder", "model_kwargs", "class_names", "image_size", "mean", "std",
          "interpolation", "added", "decoding", TOKENIZER)  # fmt: skip
-
-
-_Channel = Annotated[int, Field(ge=0, le=255)]
 
 
 class _Added(BaseModel):

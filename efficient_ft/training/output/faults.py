@@ -99,6 +99,6 @@ def _reason(error: Exception, folder: Path) -> str | None:
 
 
 def free_space(folder: Path) -> str:
-    """Return the free space on the disk of a folder as a clause. The folder need not exist."""
+    """Return a clause with the free space on a folder's disk. The folder need not exist."""
     place = next((one for one in (folder, *folder.parents) if one.is_dir()), None)
     return "" if place is None else f"; {format_bytes(shutil.disk_usage(place).free)} are free"

@@ -53,7 +53,10 @@ def refuse_another_run(config: Config, folder: Path) -> None:
     stored = config_file.read_config(folder)
     if fingerprint(stored) == fingerprint(config):
         return
-    raise UserError(f"{folder} holds another run ({differences(stored, config)}). {START_AGAIN}")
+    old, new = (flatten(one.model_dump(mode="json")) for one in (stored, config))
+    changed = [key for key in {**old, **new} if old.get(key) != new.get(key)][:3]
+    texts = (f"{key} is {old.get(key)} in that run and {new.get(key)} in this run" for key in changed)
+    raise UserError(f"{folder} holds another run ({', '.join(texts)}). {START_AGAIN}")
 
 
 def refuse_split_run(folder: Path) -> None:
@@ -115,13 +118,6 @@ def refuse_other_images(config: Config, folder: Path, digest: str) -> None:
             " The data set is another copy, or files have been added, removed or replaced since the run began."
             f" {START_AGAIN}"
         )
-
-
-def differences(stored: Config, config: Config) -> str:
-    """Return the first three settings that differ, for a message."""
-    old, new = (flatten(one.model_dump(mode="json")) for one in (stored, config))
-    changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    return ", ".join(f"{key} is {old.get(key)} there, {new.get(key)} here" for key in changed[:3])
 
 
 class RunFolder:

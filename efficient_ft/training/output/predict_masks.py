@@ -75,7 +75,7 @@ def examples_image(
 ) -> Image.Image:
     """Return a picture with one row per image: the image, its mask, and the predicted mask.
 
-    `pairs` contains images, and masks with class indices or 255 for pixels without a label.
+    Each pair consists of an image and a mask with class indices. Unlabeled pixels have the index 255.
     """
     rows = []
     for image, mask in pairs:
