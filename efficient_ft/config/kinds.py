@@ -31,7 +31,7 @@ class KindRules:
         name: the value of ``task``.
         data: names of its data sets (``data.name``).
         family: the family of its networks, see `config.schema.ModelConfig.family`.
-        networks: names of the networks (``model.name``) in a family that the kind adds; empty if it adds none.
+        networks: names of the networks (``model.name``) that the kind adds. Their family has the name of the kind.
         section: the section of ``data`` with the settings of its data sets, ``masks`` or ``text``; empty if there is
             none.
         section_words: the constraint of the section, for messages.

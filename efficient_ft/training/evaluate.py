@@ -24,7 +24,7 @@ from efficient_ft.training.output.console import say
 
 
 def evaluate(run: Path, config: Config | None = None) -> Evaluated:
-    """Print and return the accuracy of a run's best weights (model.safetensors) on every split except for training.
+    """Print and return the accuracy of a run's best weights on every split except the training split.
 
     RUN/config.yaml determines the data, splits, model and methods. `config` may change the folder and the loading of
     the images (or name another data set with the same classes), `trainer.precision`, `trainer.accelerator` and

@@ -86,7 +86,6 @@ def finish(run: Training, fitted: Fitted, arguments: Sequence[str], predicted: P
 
 
 def _add_parts(results: Results, run: Training, fitted: Fitted) -> None:
-    """Add the reports that only some runs have."""
     if (loaded := factory.loading_report(run.network)) is not None:
         results["weights"] = loaded.as_dict()
     if fitted.module.warnings:
@@ -99,7 +98,6 @@ def _add_parts(results: Results, run: Training, fitted: Fitted) -> None:
 
 
 def _add_memory(results: Results, run: Training, fitted: Fitted, predicted: Prediction | None) -> None:
-    """Add the memory of the process, and its prediction."""
     gradients = accumulated_gradients(run.network, run.config.trainer.grad_accum_steps)
     measured = fitted.memory.report(results["cost"]["executed"]["step_peak_bytes"], gradients)
     if measured is None:
@@ -130,7 +128,6 @@ def _samples(run: Training, device: torch.device) -> list[Sample]:
 
 
 def _accuracy(recorder: Recorder) -> Accuracy:
-    """Return the best and the last accuracy."""
     if recorder.best is None or recorder.last is None:
         raise UserError("No epoch was finished, so there is no result. Run the same command again to continue.")
     accuracy: Accuracy = {"best": recorder.best, "last": recorder.last, "split": recorder.split, "test": None}

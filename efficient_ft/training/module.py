@@ -235,7 +235,6 @@ class FineTuner(L.LightningModule):
         )
 
     def _tries(self) -> list[str]:
-        """Return settings to try after divergence."""
         optim, trainer = self.config.optim, self.config.trainer
         tries = [f"a smaller optim.lr (now {optim.lr:g})"]
         if optim.grad_clip_norm is None:

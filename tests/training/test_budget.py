@@ -76,7 +76,7 @@ def test_the_rejection_names_the_batch_that_would_fit(monkeypatch: pytest.Monkey
     text = _rejected(tmp_path, "data.batch_size=32")
     assert [one.data.batch_size for one in asked] == [32, 32, 16, 8]
     assert "The largest phase is training (data.batch_size=32, model.image_size=32)." in text
-    assert "data.batch_size=8 trainer.grad_accum_steps=4 would fit; or efficient-ft plan" in text
+    assert "data.batch_size=8 trainer.grad_accum_steps=4 would fit. To find recipes that fit, use" in text
 
 
 def test_the_rejection_names_the_evaluation_batch_that_would_fit(
@@ -88,7 +88,7 @@ def test_the_rejection_names_the_evaluation_batch_that_would_fit(
     _predicting(monkeypatch, phases)
     text = _rejected(tmp_path, "data.eval_batch_size=64")
     assert "The largest phase is evaluation (data.eval_batch_size=64, model.image_size=32)." in text
-    assert "data.eval_batch_size=16 would fit; or efficient-ft plan" in text
+    assert "data.eval_batch_size=16 would fit. To find recipes that fit, use" in text
 
 
 @pytest.mark.slow

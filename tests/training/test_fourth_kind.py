@@ -139,18 +139,18 @@ class _Networks:
 
 
 class _KindWithNetworks(ClassificationKind):
-    rules = KindRules("numbers", (), family="linear", networks=("linear_48",))
+    rules = KindRules("numbers", (), family="numbers", networks=("linear_48",))
     family = _Networks()
 
 
 def test_a_kind_adds_a_family_of_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     for known, name in ((registry._registered, "numbers"), (RULES, "numbers"), (TASKS, "numbers")):
         monkeypatch.delitem(known, name, raising=False)  # pytest removes the entries that the test adds
-    monkeypatch.delitem(factory.FAMILIES, "linear", raising=False)
+    monkeypatch.delitem(factory.FAMILIES, "numbers", raising=False)
     monkeypatch.delitem(NETWORKS, "linear_48", raising=False)
     kind = registry.register(_KindWithNetworks())
     model = ModelConfig(name="linear_48", pretrained=False)
-    assert model.family == "linear"
+    assert model.family == "numbers"
     assert factory.input_of(model).size == (4, 4)
     assert factory.missing_weights(model) == "no weights"
     for network in (kind.network(model, 3), kind.random_network(model, 3)):

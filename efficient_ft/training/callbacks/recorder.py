@@ -129,7 +129,7 @@ class Recorder(L.Callback):
         return next((number for number, count in zip(_STOP, asked, strict=True) if count), None)
 
     def _leave(self, stop: int) -> None:
-        """Stop for the signal `stop` after a checkpoint. If Slurm sent the signal, ask Slurm to run the job again."""
+        """End the run after a checkpoint because of the signal `stop`. If Slurm sent the signal, requeue the job."""
         self.stop_requested = stop  # in every process
         if stop in REQUEUE and "SLURM_JOB_ID" in os.environ:
             if rank() == 0:

@@ -319,7 +319,6 @@ def measure_form(config: Config, prefix: FrozenPrefix, device: torch.device) -> 
 
 
 def _forms(config: Config, device: torch.device) -> list[Form]:
-    """Return the forms from which ``auto`` chooses."""
     in_bf16 = config.trainer.precision == "fp32" and not bf16_is_emulated(device)
     return [Form.FP32, Form.FOLDED, *([Form.BF16] if in_bf16 else [])]
 
@@ -365,7 +364,7 @@ def run_features(
         with _in_training_mode(prefix.model):
             share = _share_of_step(prefix, _noise(config, _IMAGES).to(prefix.device))
         if share < _WORTH:
-            raise UserError(f"they are {format_percent(share)} of the FLOPs of a training step ({prefix.reason}).")
+            raise UserError(f"they take {format_percent(share)} of the FLOPs of a training step ({prefix.reason}).")
     train, evaluated = images.splits["train"], images.splits[images.best_split]
     form = RowForm(options.cache_dtype, prefix.values)
     about = {**_about(config, images, prefix, device), "form": str(prefix.form)}
@@ -403,7 +402,6 @@ def _about(config: Config, images: ImageData, prefix: FrozenPrefix, device: torc
 
 
 def _key(about: dict[str, Any], form: Form) -> str:
-    """Return the folder name of stored features."""
     text = json.dumps({**about, "form": str(form)}, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 

@@ -32,7 +32,7 @@ from efficient_ft.training.trainer import use_channels_last
 #: The data of a run: one data set, or several data sets in turn.
 RunData = OpenedData[Any, Any] | RoundRobinData
 
-#: Number of classes that is assumed if the data are missing, as in ImageNet.
+#: Assumed number of classes if the data are missing, as in ImageNet.
 UNKNOWN_CLASSES = 1000
 #: Scale factors of the image size that are tried if no batch size fits into memory.
 _SMALLER_IMAGES = (0.75, 0.5)
@@ -299,7 +299,7 @@ class Kind(ABC):
         return self.size_setting(config)
 
     def smaller_inputs(self, config: Config) -> list[Config]:
-        """Return configurations of the run with smaller square images, which a message suggests."""
+        """Return configurations with smaller square images, which the message of a memory budget suggests."""
         size, found = factory.input_of(config.model).size, []
         for factor in _SMALLER_IMAGES if size[0] == size[-1] else ():
             side = max(32, int(size[0] * factor) // 32 * 32)

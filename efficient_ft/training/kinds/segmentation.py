@@ -136,7 +136,7 @@ def mask_files(paths: Sequence[Path], options: PredictOptions) -> dict[Path, Pat
     out = options.out
     if out is None:
         out = (options.run if options.run.is_dir() else options.run.parent) / "masks"
-        refuse_link(out)  # a run folder may come from somebody else
+        refuse_link(out)  # the run folder may come from another user
     stem, number = Counter(path.stem for path in paths).most_common(1)[0]
     if number > 1:
         raise UserError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -235,8 +236,8 @@ def require_within_budget(config: Config, images: RunData, folder: Path | None) 
         base = f", {format_bytes(predicted.base_bytes)} of them for the interpreter and its libraries" if on_cpu else ""
         raise UserError(
             f"memory={config.memory} ({format_bytes(budget)}): the run would take about"
-            f" {format_bytes(predicted.peak_bytes)}{base}. The largest phase is"
-            f" {predicted.phase}{_decided_by(config, predicted.phase)}. {_what_fits(config, predictor, budget)}"
+            f" {format_bytes(predicted.peak_bytes)}{base}. The largest phase is {predicted.phase}"
+            f"{_decided_by(config, predicted.phase)}. {_what_fits(config, predictor, budget)}"
         )
     _require_room(config, predictor, predicted, device)
     predictor.forget()
@@ -264,25 +265,23 @@ def _what_fits(config: Config, predictor: Predictor, budget: int) -> str:
     """Return sentences that suggest settings within the budget, and the command that finds more."""
     if predictor.base_bytes + predictor.demand(config).weights_bytes > budget:
         return "No recipe of this model fits. Pass a larger memory=, or choose a smaller model."
-    plan = f"efficient-ft plan with the same model, data and memory={config.memory} finds recipes that fit."
+    plan = f"To find recipes that fit, use efficient-ft plan with the same model, data and memory={config.memory}."
     for start in (config, *kind_of(config).smaller_inputs(config)):
         fits = fitting(start, predictor, budget)
         if fits is not None:
-            return f"{_changes(config, fits)} would fit; or {plan}"
+            return f"{_changes(config, fits)} would fit. {plan}"
     return plan
 
 
 def fitting(config: Config, predictor: Predictor, budget: int) -> Config | None:
     """Halve the sizes that determine the largest phase until the run fits into `budget` bytes; None if no sizes fit."""
-    try:
-        changed: Config | None = config
+    changed: Config | None = config
+    with suppress(UserError):  # the network cannot process images of this size
         while changed is not None:
             predicted = predictor(changed)
             if predicted.peak_bytes <= budget:
                 return changed
             changed = _smaller(changed, predicted.phase)
-    except UserError:  # the network cannot process images of this size
-        pass
     return None
 
 

@@ -1,7 +1,7 @@
 """The callback that measures the memory of the training process during optimizer steps of the run.
 
 It measures steps of the training and not the steps of the cost report: memory that the allocator kept from the training
-would hide the growth. The steps precede the first evaluation, whose kept memory would count as the step's.
+would hide the growth. The steps precede the first evaluation, because memory kept from it would count for a step.
 """
 
 from __future__ import annotations

@@ -104,23 +104,24 @@ def _room(device: torch.device) -> int:
 def _what_fits(config: Config, device: torch.device) -> str:
     """Return sentences that suggest a batch size or method that fits, and the command that finds others."""
     room = _room(device)
-    plan = f"efficient-ft plan with the same model, data and memory={bytes_setting(room)} finds recipes that fit."
+    memory = bytes_setting(room)
+    plan = f"To find recipes that fit, use efficient-ft plan with the same model, data and memory={memory}."
     if config.tasks:
-        return f"Reduce data.batch_size; or {plan}"
+        return f"Reduce data.batch_size. {plan}"
     try:
         evaluated = smaller_evaluation(config, device, resident_bytes(), room)
         if evaluated is not None:
-            return f"data.eval_batch_size={evaluated} is predicted to fit; or {plan}"
+            return f"data.eval_batch_size={evaluated} is predicted to fit. {plan}"
         largest = largest_batch(config, device, resident_bytes(), room)
         if largest == config.data.batch_size:
             return (
                 f"A step is predicted to fit into {format_bytes(room)}: close other programs that use memory, or reduce"
-                f" data.batch_size or data.eval_batch_size; or {plan}"
+                f" data.batch_size or data.eval_batch_size. {plan}"
             )
         if largest:
             wanted = config.data.eval_batch_size
             also = f" data.eval_batch_size={largest}" if wanted is not None and wanted > largest else ""
-            return f"data.batch_size={largest}{also} is predicted to fit{_same_steps(config, largest)}; or {plan}"
+            return f"data.batch_size={largest}{also} is predicted to fit{_same_steps(config, largest)}. {plan}"
         for methods, about in _SMALLER:
             smaller = config.model_copy(update={"method": {name: {} for name in methods}})
             if set(methods) != set(config.method) and (
@@ -129,11 +130,11 @@ def _what_fits(config: Config, device: torch.device) -> str:
                 names = methods[0] if len(methods) == 1 else f"[{','.join(methods)}]"
                 return (
                     f"No batch size is predicted to fit with this method; method={names} data.batch_size={largest}"
-                    f" would ({about}); or {plan}"
+                    f" would ({about}). {plan}"
                 )
     except (UserError, RuntimeError, MemoryError):  # no prediction, also for lack of memory
-        return f"Reduce data.batch_size; or {plan}"
-    return f"No batch size is predicted to fit. Choose a smaller model or model.image_size; or {plan}"
+        return f"Reduce data.batch_size. {plan}"
+    return f"No batch size is predicted to fit. Choose a smaller model or model.image_size. {plan}"
 
 
 def _same_steps(config: Config, largest: int) -> str:

@@ -31,7 +31,7 @@ _CLOSE = 0.85
 _NEAR, _RELEASE_INTERVAL = 0.97, 0.5
 #: Seconds until a run that did not stop is interrupted again. Python ignores exceptions in finalizers.
 _AGAIN = 5.0
-#: The signal that interrupts the main thread. A run uses it for nothing else.
+#: The signal that interrupts the main thread. A run does not use it otherwise.
 _SIGNAL: signal.Signals = getattr(signal, "SIGUSR2", None) or getattr(signal, "SIGBREAK")  # noqa: B009 (Windows)
 
 
@@ -50,8 +50,8 @@ def within_budget(config: Config, device: torch.device, *, armed: bool = True) -
 
     A thread polls the size of the process and interrupts the main thread, which stops between two operations. The files
     of the run are kept, and the same command with a larger budget continues from the last checkpoint. Nested uses have
-    no effect. Without `armed`, the code is only stopped after `stop_from_now_on`: a run is predicted first, and the
-    message for a prediction above the budget is more helpful.
+    no effect. If `armed` is False, the code is stopped only after `stop_from_now_on`, because the message for a
+    prediction above the budget is more helpful.
 
     Raises:
         UserError: If the run exceeds the budget.

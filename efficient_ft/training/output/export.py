@@ -47,7 +47,7 @@ def save(
 ) -> None:
     """Write `weights`, a state dict with timm's parameter names (`plain_state_dict`), with the metadata for `load`.
 
-    `class_names` are ordered by output index; with several tasks, they are a mapping from tasks. The metadata contain
+    `class_names` is a list by output index, or a mapping from tasks to such lists. The metadata contain
     the settings of methods that cannot be merged into the weights, and of the selection that chose the layers of
     adapters.
     """
