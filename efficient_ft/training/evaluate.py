@@ -74,7 +74,7 @@ def _by_task(found: Evaluated) -> dict[str, dict[str, float]]:
 
 
 def _refuse_changes(run: Path, stored: Config, config: Config) -> None:
-    """Reject another model, methods or tasks, and splits that could evaluate on training images."""
+    """Reject a changed model, method or task, and splits that could evaluate on training images."""
     had, got = ("+".join(one.method) for one in (stored, config))
     if had != got:
         raise UserError(

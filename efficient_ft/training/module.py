@@ -209,10 +209,9 @@ class FineTuner(L.LightningModule):
     def warn_if_diverged(self, mean: float | None) -> None:
         """Warn once if the training loss has diverged but is still finite.
 
-        The mean loss of the epoch must exceed both `DIVERGED` times the loss of the first batch, which precedes the
-        first update, and `DIVERGED` times the chance loss, e.g. log(classes). The mean does not depend on single hard
-        batches. The chance loss prevents a warning for a small increase when a network with a very small initial loss
-        is trained further.
+        The mean loss of the epoch must exceed `DIVERGED` times the loss of the first batch, which precedes the first
+        update, because the mean does not depend on single hard batches. It must also exceed `DIVERGED` times the chance
+        loss, e.g. log(classes). Otherwise, a small increase would cause a warning if the initial loss is very small.
         """
         warned = any("has diverged" in text for text in self.warnings)
         if mean is None or self._first_loss is None or warned:
@@ -329,7 +328,7 @@ class FineTuner(L.LightningModule):
 
 
 def likely_causes(module: FineTuner) -> list[str]:
-    """Return sentences with causes for the prediction of one class, the most likely cause first."""
+    """Return likely causes of equal predictions for all samples as sentences, the most likely cause first."""
     config = module.config
     warmup = f"optim.warmup_steps (now {warmup_steps(config.optim, module.total_steps)})"
     found = []

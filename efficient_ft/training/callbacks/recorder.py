@@ -24,8 +24,8 @@ from efficient_ft.training.output.console import rank, say
 from efficient_ft.training.output.faults import refuse_lost_process, require_folder
 from efficient_ft.training.processes import from_first, requeue
 
-#: Maximum number of optimizer steps between two rows of training loss, and number of steps between two that may write
-#: a checkpoint. A short run has at least `LEAST_ROWS` rows.
+#: Maximum number of optimizer steps between two rows of training loss. A short run has at least `LEAST_ROWS` rows.
+#: Within an epoch, checkpoints are written only after multiples of this number of steps.
 RECORD_EVERY = 50
 LEAST_ROWS = 20
 #: Maximum number of classes for which loggers receive the values of single classes.
@@ -86,8 +86,8 @@ class Recorder(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._saved = time.monotonic()
         if self.handler is not None:
-            # Replaces Lightning's handler, which broadcasts in the middle of a step, when other processes expect a
-            # different exchange, and ends a single process even if nothing has been saved since the last checkpoint.
+            # Lightning's handler broadcasts in the middle of a step, when other processes expect a different exchange.
+            # In addition, it ends a single process without a checkpoint.
             signal.signal(signal.SIGTERM, self.handler)
         if trainer.is_global_zero:
             self.metrics.rewind(trainer.global_step)
@@ -124,7 +124,7 @@ class Recorder(L.Callback):
         """Return the signal that any process received, the same in all processes; None to continue. Collective."""
         if trainer.world_size == 1:
             return self.stop_requested
-        # A signal reaches the processes in different steps, and a checkpoint is written by all of them.
+        # A signal reaches the processes in different steps, but they must write a checkpoint in the same step.
         asked = all_reduce_sum(torch.tensor([float(self.stop_requested == number) for number in _STOP])).tolist()
         return next((number for number, count in zip(_STOP, asked, strict=True) if count), None)
 

@@ -129,7 +129,7 @@ class RunFeatures:
             self.full = True
             say(
                 f"The disk of {shown_path(self.store.folder)} is full. Features that are not stored are computed in"
-                " every epoch; the run continues."
+                " every epoch, and the run continues."
             )
 
     def report(self) -> FeaturesReport:

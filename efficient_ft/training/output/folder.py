@@ -125,7 +125,7 @@ class RunFolder:
 
     def __init__(self, path: Path, lock: FileLock | None) -> None:
         self.path, self._lock = path, lock
-        #: True after the run has written its configuration, and True after its first step, when the folder is kept.
+        #: `begun` is True after the configuration was written, and `trains` is True after the training has started.
         self.begun = self.trains = False
         #: The folder to which an earlier run was moved, and the contents of the files before this command.
         self._moved: Path | None = None
@@ -248,7 +248,7 @@ def locked(folder: Path) -> Iterator[RunFolder]:
 
 
 def run_id(folder: Path) -> str:
-    """Return the run id for loggers. The folder and every checkpoint store it, so that a resumed run keeps its id."""
+    """Return the run id for loggers. The folder and every checkpoint store the id, so that a resumed run keeps it."""
     state, file = folder / checkpoint.NAME, folder / checkpoint.RUN_ID
     if file.is_file() and (found := file.read_text(encoding="utf-8", errors="replace").strip()).isalnum():
         return found  # a damaged file is ignored, because the checkpoint contains the id
