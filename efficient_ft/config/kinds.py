@@ -31,6 +31,7 @@ class KindRules:
         name: Value of ``task``.
         data: Names of the kind's data sets (``data.name``).
         family: Family of the kind's networks, see `config.schema.ModelConfig.family`.
+        networks: Names of the networks (``model.name``) that the kind adds. Their family has the name of the kind.
         section: Section of ``data`` with the settings of the data sets (``masks`` or ``text``), or "".
         section_words: Constraint of the section for messages.
         data_words: Property of the data sets and a hint, for messages. None for the default kind, because its messages
@@ -44,6 +45,7 @@ class KindRules:
     name: str
     data: tuple[str, ...]
     family: str = "classification"
+    networks: tuple[str, ...] = ()
     section: str = ""
     section_words: str = "a mapping"
     data_words: tuple[str, str] | None = None

@@ -35,6 +35,10 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, protected_namespaces=())
 
 
+#: The families of networks that kinds of other packages add, by ``model.name`` (`training.kinds.registry.register`).
+NETWORKS: dict[str, str] = {}
+
+
 class ModelConfig(Section):
     """The network and its weights. `name` is a timm name, ``vit_digits`` or ``vit_micro``."""
 
@@ -66,7 +70,9 @@ class ModelConfig(Section):
 
     @property
     def family(self) -> str:
-        """The family of the network: ``classification`` (images), ``segmentation`` or ``text``."""
+        """The family of the network: ``classification`` (images), ``segmentation``, ``text``, or one of `NETWORKS`."""
+        if self.name in NETWORKS:
+            return NETWORKS[self.name]
         if self.max_length is not None:
             return "text"
         segmenter = self.encoder is not None or self.name.startswith("segformer_")

@@ -14,7 +14,6 @@ from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
 from efficient_ft.models.view import view
 from efficient_ft.task import moved
-from efficient_ft.training.datamodule import open_images
 from efficient_ft.training.kinds.registry import kind_of
 
 #: Batch size.
@@ -26,12 +25,14 @@ class Closeness:
 
     def __init__(self, config: Config, device: torch.device) -> None:
         data = config.data.model_copy(update={"batch_size": IMAGES, "num_workers": 0})
-        images = open_images(config.model_copy(update={"data": data, "tasks": {}}), factory.input_of(config.model))
+        single = config.model_copy(update={"data": data, "tasks": {}})
+        images = kind_of(single).open(single, factory.input_of(config.model))
         inputs, targets = next(iter(images.train_loader()))
         self._batch = moved(inputs, device), targets.to(device)
-        self._task = kind_of(config).task_of(config)
+        kind = kind_of(config)
+        self._task = kind.task_of(config)
         torch.manual_seed(config.seed)
-        self._plain = factory.create_model(config.model, images.num_classes).to(device)
+        self._plain = kind.network(config.model, images.num_classes).to(device)
         for name in view(self._plain).head:
             weight = getattr(self._plain.get_submodule(name), "weight", None)
             if weight is not None and not weight.any():  # a head of zeros would block all gradients

@@ -18,10 +18,10 @@ from efficient_ft.methods.base import Method
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
 from efficient_ft.models.view import view
-from efficient_ft.training.datamodule import missing_images, open_images
+from efficient_ft.training.costs import step_spec
+from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory.budget import Predictor
 from efficient_ft.training.optimizer import build_optimizer
-from efficient_ft.training.run_task import step_spec
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Counter:
 
     def network(self) -> nn.Module:
         """Return a new network on the CPU, with random weights."""
-        return factory.random_model(self._config.model, self.classes)
+        return kind_of(self._config).random_network(self._config.model, self.classes)
 
     def __call__(self, config: Config, methods: list[Method] | None = None) -> Counted:
         """Count a step of the run `config`, which uses the network of this counter.
@@ -140,7 +140,8 @@ class RunPhases:
     """
 
     def __init__(self, base: Config) -> None:
-        images = None if missing_images(base) else open_images(base, factory.input_of(base.model))
+        kind = kind_of(base)
+        images = None if kind.missing(base) else kind.open(base, factory.input_of(base.model))
         self._predictor = Predictor(base, images, 0, torch.device("cpu"))
         self._shared: dict[str, Demand] = {}
 

@@ -33,7 +33,8 @@ from efficient_ft.planning.closeness import Closeness
 from efficient_ft.planning.counting import Counter, RunPhases
 from efficient_ft.planning.options import Excluded, Option, points_lost, preference, recommend, with_cosine, with_front
 from efficient_ft.planning.timing import Trial, step_seconds
-from efficient_ft.training.datamodule import missing_images, open_images, run_length
+from efficient_ft.training.datamodule import run_length
+from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory.libraries import LibrarySizes, libraries
 from efficient_ft.training.trainer import on_device
 
@@ -170,8 +171,8 @@ def make_plan(
     if device.type == "cpu":
         memory_bytes = min(memory_bytes, memory_limit_bytes())
     steps = None
-    if not missing_images(base):
-        steps = run_length(base, open_images(base, factory.input_of(base.model)), 1)[1]
+    if not kind_of(base).missing(base):
+        steps = run_length(base, kind_of(base).open(base, factory.input_of(base.model)), 1)[1]
     if limits.seconds is not None and steps is None:
         given = format_seconds(limits.seconds)
         raise SettingError("time", given, "left out without images", "Images determine the number of steps.")
@@ -452,7 +453,7 @@ class _Planner:
         if self.chosen:
             measurable.append(Exactness.PART)
         open_ = [pair for pair in fitting if pair[1].exactness in measurable and pair[0].micro_batches == 1]
-        if not open_ or factory.missing_weights(self.base.model) is not None or missing_images(self.base):
+        if not open_ or factory.missing_weights(self.base.model) is not None or kind_of(self.base).missing(self.base):
             return fitting
         if not self.base.model.pretrained and self.base.model.weights is None:
             return fitting  # gradients of random weights are meaningless

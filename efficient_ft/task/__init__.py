@@ -1,11 +1,10 @@
-"""The tasks: run a network, compute the loss, and measure the predictions."""
+"""Tasks, which run a network, compute its loss, and measure its predictions."""
 
 from __future__ import annotations
 
 from efficient_ft.task.base import Inputs, Scores, Task, moved, tensors_of
-from efficient_ft.task.classification import Classification
+from efficient_ft.task.classification import Classification, TextClassification
 from efficient_ft.task.segmentation import Segmentation
-from efficient_ft.task.text import TextClassification
 
 __all__ = [
     "TASKS",
@@ -19,5 +18,5 @@ __all__ = [
     "tensors_of",
 ]
 
-#: The tasks by name; `training.kinds.registry.register` adds those of other packages.
+#: The tasks by name. `training.kinds.registry.register` adds the tasks of other packages.
 TASKS: dict[str, Task] = {task.name: task for task in (Classification(), Segmentation(), TextClassification())}

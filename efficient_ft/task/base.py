@@ -1,4 +1,4 @@
-"""The interface of a task: how to run a network, its loss, and its metrics."""
+"""The interface of a task."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.nn import functional as F
 
 from efficient_ft.core.errors import UserError
 
-#: The input of a network: a batch of images, or tensors by the names of its arguments.
+#: The input of a network: a batch of images, or a mapping from argument names to tensors.
 Inputs = Tensor | Mapping[str, Tensor]
 
 
 def tensors_of(inputs: Inputs) -> list[Tensor]:
-    """Return the tensors of a batch of inputs."""
+    """Return the tensors in a batch of inputs."""
     return list(inputs.values()) if isinstance(inputs, Mapping) else [inputs]
 
 
@@ -30,7 +30,7 @@ def moved(inputs: Inputs, device: torch.device | str) -> Inputs:
 
 
 def at_size(logits: Tensor, targets: Tensor) -> Tensor:
-    """Resize logits (B, classes, h, w) to the size of masks (B, H, W), bilinearly."""
+    """Resize logits (B, classes, h, w) bilinearly to the size of masks (B, H, W)."""
     if logits.shape[-2:] == targets.shape[-2:]:
         return logits
     return F.interpolate(logits, size=targets.shape[-2:], mode="bilinear", align_corners=False)
@@ -44,7 +44,7 @@ class Task(ABC):
         metric: name of the metric that selects the best epoch; a fraction, larger is better.
         item: the noun for the unit that has one class: image, pixel or text.
         sample: the noun for one sample of a batch: image or text.
-        input_dimensions: number of entries of an input size: 2 of images (height, width), 1 of sequences (length).
+        input_dimensions: number of entries of an input size: 2 for images (height, width), 1 for sequences (length).
     """
 
     name: ClassVar[str]
@@ -54,17 +54,13 @@ class Task(ABC):
     input_dimensions: ClassVar[int] = 2
 
     def logits(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """Run a network.
-
-        Args:
-            model: returns logits, or an object with the attribute `logits` (models of transformers).
-            inputs: a batch.
+        """Run a network that returns logits, or an object with the attribute `logits` (models from `transformers`).
 
         Returns:
-            The logits (B, classes, ...); further dimensions are positions.
+            The logits (B, classes, ...). Further dimensions are positions.
 
         Raises:
-            UserError: the network returns something else.
+            UserError: If the output has another type or another number of dimensions.
         """
         output: Any = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
         logits = getattr(output, "logits", output)
@@ -73,68 +69,60 @@ class Task(ABC):
             raise UserError(f"{type(model).__name__} must return logits {self._shape}, got {found}.")
         return logits
 
-    #: The number of dimensions of the logits, and these dimensions in words.
+    #: The number of dimensions of the logits, and the names of these dimensions for messages.
     _dimensions: ClassVar[int]
     _shape: ClassVar[str]
 
     @abstractmethod
     def loss(self, logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
-        """Return the mean loss of a batch, a scalar.
-
-        Args:
-            logits: output of the method `logits`.
-            targets: int64 (B, ...); further dimensions are positions.
-            label_smoothing: label smoothing of the cross-entropy.
+        """Return the mean loss of a batch, a scalar, for targets of type int64 (B, ...). Further dimensions are
+        positions.
         """
 
     def labeled(self, targets: Tensor) -> Tensor | None:
-        """Return the number of items in the mean of `loss`, a scalar; None for one item per sample."""
+        """Return the number of items in the mean of `loss`, a scalar; None if each sample is one item."""
         return None
 
     def predicted(self, logits: Tensor) -> Tensor | None:
-        """Return the predicted class of each item, int64; None if predictions are not classes."""
+        """Return the predicted class of each item, int64; None if the predictions are not classes."""
         return logits.argmax(1)
 
     def chance_loss(self, num_classes: int) -> float:
-        """Return the loss of predictions that know nothing, here of equal probabilities."""
+        """Return the loss of predictions that do not depend on the input, by default of equal probabilities."""
         return math.log(num_classes)
 
     @property
     def class_metric(self) -> str:
-        """The name of the metric of a single class."""
+        """The name of the metric for a single class."""
         return self.metric
 
     def evaluation_logits(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """Run a network as in evaluation; see `logits`."""
+        """Run a network as in evaluation. See `logits`."""
         return self.logits(model, inputs)
 
     @abstractmethod
     def scores(self, num_classes: int, *, local: bool = False) -> Scores:
-        """Return new metrics for the predictions of a network.
-
-        Args:
-            num_classes: number of classes.
-            local: True to measure this process only, False for all processes of a run.
-        """
+        """Return new metrics for the predictions of a network, of this process only if `local` is True."""
 
     @abstractmethod
     def example_targets(self, batch_size: int, input_size: tuple[int, ...]) -> Tensor:
-        """Return targets of class 0 for a batch, to count training steps without data.
+        """Return targets of class 0 for a batch, with which training steps are counted without data.
 
-        Args:
-            batch_size: B.
-            input_size: (H, W) of images; (length,) of sequences.
+        `input_size` is (H, W) for images and (length,) for sequences.
         """
 
     def example_inputs(
         self, batch_size: int, channels: int, input_size: tuple[int, ...], generator: torch.Generator | None = None
     ) -> Inputs:
-        """Return random inputs of a batch: images (B, C, H, W), or token ids and their mask (B, L) by name."""
+        """Return a random batch: images (B, C, H, W), or a mapping with token ids and their attention mask (B, L)."""
         return torch.randn(batch_size, channels, *input_size, generator=generator)
 
 
 class Scores(nn.Module, ABC):
-    """Collects the predictions of one evaluation; a module, so that Lightning moves its metrics to the device."""
+    """Metrics that collect the predictions of one evaluation.
+
+    This class is a module, so that Lightning moves the metrics to the device.
+    """
 
     @abstractmethod
     def update(self, logits: Tensor, targets: Tensor) -> None:
@@ -142,12 +130,12 @@ class Scores(nn.Module, ABC):
 
     @abstractmethod
     def compute(self) -> dict[str, float]:
-        """Return the metrics of all batches since the last `reset`; the first one is the task's `metric`."""
+        """Return the metrics of all batches since the last `reset`. The first one is the task's `metric`."""
 
     @abstractmethod
     def each_class(self) -> dict[int, float]:
-        """Return the metric of each class in the batches or predictions, by class number."""
+        """Return the metric of each class that occurs in the targets or predictions, by class index."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Start again."""
+        """Remove all batches."""

@@ -1,4 +1,4 @@
-"""Image classification: one class per image."""
+"""Classification of images and of texts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from efficient_ft.task.base import Scores, Task
+from efficient_ft.task.base import Inputs, Scores, Task
+
+#: Upper bound of the token ids in example texts. Every vocabulary contains the smaller ids.
+_EXAMPLE_IDS = 4
 
 
 class Classification(Task):
-    """Logits (B, classes), cross-entropy, top-1 accuracy."""
+    """Image classification with logits (B, classes), cross-entropy and top-1 accuracy."""
 
     name = "classification"
     metric = "accuracy"
@@ -28,3 +31,18 @@ class Classification(Task):
 
     def example_targets(self, batch_size: int, input_size: tuple[int, ...]) -> Tensor:
         return torch.zeros(batch_size, dtype=torch.long)
+
+
+class TextClassification(Classification):
+    """Classification of texts or pairs of texts, with token ids and an attention mask (B, L) as input."""
+
+    name = "text"
+    item = sample = "text"
+    input_dimensions = 1
+    _shape = "(texts, classes)"
+
+    def example_inputs(
+        self, batch_size: int, channels: int, input_size: tuple[int, ...], generator: torch.Generator | None = None
+    ) -> Inputs:
+        ids = torch.randint(1, _EXAMPLE_IDS, (batch_size, *input_size), generator=generator)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

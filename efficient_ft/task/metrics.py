@@ -1,4 +1,4 @@
-"""The metrics of the tasks. Imported only on use, because torchmetrics takes seconds to import."""
+"""The metrics of the tasks. Import this module only on use, because importing torchmetrics takes seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from efficient_ft.task.base import Scores, at_size
 
 
 class _Counts(Metric):
-    """Numbers of images and of correct predictions for each class."""
+    """The number of images and of correct predictions per class."""
 
     right: Tensor
     support: Tensor
@@ -30,9 +30,9 @@ class _Counts(Metric):
 
 
 class MeanLoss(Metric):
-    """The mean loss of all items, given the mean losses of batches of different sizes."""
+    """The mean loss of all items, computed from the mean losses of batches."""
 
-    # MeanMetric of torchmetrics ignores weights with nan_strategy="disable".
+    # torchmetrics' MeanMetric ignores the weights if nan_strategy="disable".
     total: Tensor
     items: Tensor
 
@@ -42,17 +42,17 @@ class MeanLoss(Metric):
         self.add_state("items", torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
 
     def update(self, mean: Tensor, items: Tensor | int) -> None:
-        """Add the mean loss and the number of items of a batch."""
+        """Add a batch by its mean loss and its number of items."""
         self.total += mean * items
         self.items += items
 
     def compute(self) -> Tensor:
-        """Return the mean loss of all items so far."""
+        """Return the mean loss of all items since the last reset."""
         return self.total / self.items.clamp(min=1)
 
 
 class Accuracy(Scores):
-    """The share of correct predictions."""
+    """The fraction of correct predictions."""
 
     def __init__(self, num_classes: int, local: bool = False) -> None:
         super().__init__()
@@ -74,9 +74,9 @@ class Accuracy(Scores):
 
 
 class Overlap(Scores):
-    """Intersection over union of each class, over all images together.
+    """The intersection over union (IoU) of each class, computed over all images together.
 
-    The mean ignores classes that occur neither in the masks nor in the predictions.
+    The mean excludes classes that occur neither in the masks nor in the predictions.
     """
 
     def __init__(self, num_classes: int, ignored: int, local: bool = False) -> None:
@@ -90,11 +90,11 @@ class Overlap(Scores):
 
     def compute(self) -> dict[str, float]:
         counts = self._matrix.compute().double()  # (true, predicted)
-        found = {
+        return {
             "mean_iou": float(_overlaps(counts).nanmean()),
             "pixel_accuracy": float(counts.diagonal().sum() / counts.sum()),
+            **{f"iou_{number}": value for number, value in self.each_class().items()},
         }
-        return {**found, **{f"iou_{number}": value for number, value in self.each_class().items()}}
 
     def each_class(self) -> dict[int, float]:
         overlaps = _overlaps(self._matrix.compute().double()).tolist()
@@ -105,6 +105,6 @@ class Overlap(Scores):
 
 
 def _overlaps(counts: Tensor) -> Tensor:
-    """Return the intersection over union of each class from counts (true, predicted); NaN for absent classes."""
+    """Return the IoU of each class from counts (true, predicted); NaN for absent classes."""
     both = counts.diagonal()
     return both / (counts.sum(0) + counts.sum(1) - both)

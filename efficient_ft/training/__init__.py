@@ -1,1 +1,1 @@
-"""Training runs: `run.run(config, folder)` trains, evaluates or counts the cost, as the configuration asks."""
+"""The training engine. `run.run(config, folder)` trains, evaluates or counts the cost, as configured."""

@@ -1,9 +1,8 @@
-"""The cost of a training step of a run and of its baseline."""
+"""The cost of a run's training step and of its baseline."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,50 +11,45 @@ from torch import nn
 from efficient_ft import cost
 from efficient_ft.config import Config
 from efficient_ft.core.process_memory import release_freed_memory, resident_bytes
+from efficient_ft.cost import StepSpec
 from efficient_ft.methods.base import Method
 from efficient_ft.methods.build import baseline_methods, build_methods
 from efficient_ft.models import factory
 from efficient_ft.models.tasks import tasks_of
-from efficient_ft.record.results import CostReport, ExecutedCost, StepCost
+from efficient_ft.record.results import BaselineCost, CostReport, ExecutedCost, StepCost
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory.watch import budget_of
 from efficient_ft.training.optimizer import build_optimizer
 from efficient_ft.training.output.console import cost_table, say
-from efficient_ft.training.run_task import step_spec
 
 
-@dataclass(frozen=True)
-class Timing:
-    """The measurement of training steps, in addition to their count.
-
-    Attributes:
-        device: takes the steps.
-        steps: number of timed steps; 0 to count only.
-        max_seconds: no further step is timed after this time; None for no limit.
-        largest_batch: maximum number of samples in a batch, the size of the training split; None for no limit.
-    """
-
-    device: torch.device
-    steps: int = 0
-    max_seconds: float | None = None
-    largest_batch: int | None = None
+def step_spec(config: Config) -> StepSpec:
+    """Return the settings of a run's training step."""
+    spec = factory.input_of(config.model)
+    return StepSpec(
+        config.data.batch_size,
+        spec.size,
+        config.trainer.precision,
+        label_smoothing=config.optim.label_smoothing,
+        in_chans=len(spec.mean),
+        frozen_bn=config.model.frozen_bn,
+        grad_clip_norm=config.optim.grad_clip_norm,
+        task=kind_of(config).task_of(config),
+    )
 
 
 def cost_only(config: Config) -> dict[str, Any]:
-    """Count and print the cost of a training step and of its baseline. Needs neither data nor weights.
-
-    Returns:
-        A `record.results.CostReport`.
+    """Print and return the cost of a training step and of its baseline, counted without data and weights.
 
     Raises:
-        UserError: the model or a method cannot be built, or a method cannot be applied to the model.
+        UserError: If the model or a method cannot be built, or if a method cannot be applied to the model.
     """
     kind = kind_of(config)
     classes, spec = kind.classes(config), factory.input_of(config.model)
-    network = factory.random_model(config.model, classes)
+    network = kind.random_network(config.model, classes)
     methods = build_methods(config)
     kind.refuse_methods(methods)
-    report = cost_report(config, network, methods, classes, Timing(torch.device("cpu")))
+    report = cost_report(config, network, methods, classes, torch.device("cpu"))
     shown = classes if isinstance(classes, int) else "+".join(map(str, classes.values()))
     say(
         f"{config.model.name}, {spec}, {shown} classes, batch {config.data.batch_size},"
@@ -70,20 +64,25 @@ def cost_report(
     network: nn.Module,
     methods: Sequence[Method],
     classes: int | Mapping[str, int],
-    timing: Timing,
+    device: torch.device,
+    steps: int = 0,
+    max_seconds: float | None = None,
+    largest_batch: int | None = None,
 ) -> CostReport:
     """Return the costs of a training step of `network` with its methods and of the baseline (`cost.baseline`).
 
+    With several tasks, a step of the first task is counted. The methods may already be applied.
+
     Args:
-        config: the configuration of the run.
-        network: the model; with several tasks the step is one of the first task.
-        methods: the methods to apply, or applied, to it.
         classes: number of classes, or a mapping from tasks to numbers of classes.
-        timing: how steps are timed.
+        device: the device that takes the steps.
+        steps: number of timed steps; 0 to count only.
+        max_seconds: time after which no further step is timed; None for no limit.
+        largest_batch: maximum number of samples per batch, the size of the training split; None for no limit.
 
     Raises:
-        SettingError: `cost.baseline` names no selection.
-        UserError: the baseline's selection cannot be applied to the model.
+        SettingError: If `cost.baseline` does not name a selection.
+        UserError: If the baseline's selection cannot be applied to the model.
     """
     switch, spec = tasks_of(network), step_spec(config)
     if switch is not None:
@@ -95,46 +94,36 @@ def cost_report(
     found = cost.compare(
         network,
         methods,
-        None if selection is None or is_baseline else lambda: factory.random_model(config.model, classes),
+        None if selection is None or is_baseline else lambda: kind_of(config).random_network(config.model, classes),
         baseline_methods=selection or (),
-        batch_size=min(spec.batch_size, timing.largest_batch or spec.batch_size),
+        batch_size=min(spec.batch_size, largest_batch or spec.batch_size),
         input_size=spec.input_size,
-        steps=timing.steps,
-        max_seconds=timing.max_seconds,
+        steps=steps,
+        max_seconds=max_seconds,
         precision=spec.precision,
         label_smoothing=spec.label_smoothing,
         in_chans=spec.in_chans,
         task=spec.task,
         frozen_bn=spec.frozen_bn,
-        device=timing.device,
+        device=device,
         grad_clip_norm=spec.grad_clip_norm,
         build_optimizer=lambda model: build_optimizer(model, config.optim, config.trainer.precision),
         baseline_optimizer=lambda model: build_optimizer(model, plain, config.trainer.precision),
-        room=_room_of(config),
+        room=None if budget_of(config) is None else lambda: _room(config),
     )
     for name, one in found.items():
         if one.note:
             step = config.cost.baseline if name == "baseline" else "+".join(config.method)
             say(f"The step of {step} is {one.note}.")
-    method = _step_cost(found["method"])
-    if is_baseline:
-        return {**method, "baseline": {"name": config.cost.baseline, **_step_cost(found["method"])}}
-    if "baseline" not in found:
-        return {**method, "baseline": None}
-    return {**method, "baseline": {"name": config.cost.baseline, **_step_cost(found["baseline"])}}
+    whole = found["method"] if is_baseline else found.get("baseline")
+    baseline: BaselineCost | None = None if whole is None else {"name": config.cost.baseline, **_step_cost(whole)}
+    return {**_step_cost(found["method"]), "baseline": baseline}
 
 
-def _room_of(config: Config) -> Callable[[], int] | None:
-    """Return a function that gives the bytes left of the run's budget; None: it has none."""
-    budget = budget_of(config)
-    if budget is None:
-        return None
-
-    def room() -> int:
-        release_freed_memory()
-        return max(0, budget - resident_bytes())
-
-    return room
+def _room(config: Config) -> int:
+    """Return the remaining bytes of the run's budget."""
+    release_freed_memory()
+    return max(0, (budget_of(config) or 0) - resident_bytes())
 
 
 def _step_cost(found: cost.Cost) -> StepCost:

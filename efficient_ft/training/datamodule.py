@@ -1,4 +1,4 @@
-"""The data of a run: their summaries and contents, the length of the run, and the loaders for Lightning."""
+"""The data of a run: summaries, contents, the length of the run, and the loaders for Lightning."""
 
 from __future__ import annotations
 
@@ -11,38 +11,24 @@ from torch.utils.data import DataLoader
 
 from efficient_ft.config import Config
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.text import printable
 from efficient_ft.data import read_data
 from efficient_ft.data.contents import Contents, files_contents, joined, looked_at
 from efficient_ft.data.inspection import Summary
-from efficient_ft.training.kinds.base import RunData, settings_of_task
-from efficient_ft.training.kinds.registry import kind_of
+from efficient_ft.training.kinds.base import RunData
 from efficient_ft.training.optimizer import WARMUP_AT_MOST
 
 if TYPE_CHECKING:
     from efficient_ft.training.features.prefix import RunFeatures
 
 
-def missing_images(config: Config) -> list[str]:
-    """Return a message for every data set of the run that is not on this machine."""
-    return kind_of(config).missing(config)
-
-
-def open_images(config: Config, spec: InputSpec) -> RunData:
-    """Open the data set or data sets of the run; see `training.kinds.base.Kind.open`."""
-    return kind_of(config).open(config, spec)
-
-
 def run_contents(config: Config, images: RunData | None = None) -> Contents:
-    """Read the contents of the data and of the weights that a run begins with.
+    """Read the contents of the data and weights at the beginning of a run.
 
-    Args:
-        config: the configuration of the run.
-        images: the opened data; None to list the data without opening them.
+    If `images` is None, the data are listed without being opened.
 
     Raises:
-        UserError: see `data.read_data`.
+        UserError: See `data.read_data`.
     """
     if images is None:
         data = {task: (one, read_data(one)) for task, one in (config.tasks or {"": config.data}).items()}
@@ -58,12 +44,7 @@ def run_contents(config: Config, images: RunData | None = None) -> Contents:
 
 
 def summaries(images: RunData, *, thorough: bool = False) -> dict[str, Summary]:
-    """Return the summary of each data set of the run, by task; a single data set has the key "".
-
-    Args:
-        images: the data of the run.
-        thorough: see `data.opened.OpenedData.inspect`.
-    """
+    """Return the summary of each data set by task (see `OpenedData.inspect`). A single data set has the key ""."""
     return {task: part.summary(thorough=thorough) for task, part in images.parts.items()}
 
 
@@ -79,15 +60,7 @@ def summary_text(found: Mapping[str, Summary]) -> str:
 
 
 def refuse_unusable(config: Config, found: Mapping[str, Summary]) -> None:
-    """Reject data with samples that the inspection found to be unusable.
-
-    Args:
-        config: the configuration of the run.
-        found: the summaries of the data sets, by task.
-
-    Raises:
-        UserError: there are such samples, and ``data.on_corrupt`` does not leave them out.
-    """
+    """Raise UserError if the inspection found unusable samples that ``data.on_corrupt`` does not skip."""
     for task, one in found.items():
         data, setting = (config.tasks[task], f"tasks.{task}") if task else (config.data, "data")
         problems = one.inspection.problems
@@ -97,36 +70,16 @@ def refuse_unusable(config: Config, found: Mapping[str, Summary]) -> None:
         shown = printable(path)
         more = f"; `efficient-ft check` lists the {len(problems):,} found" if len(problems) > 1 else ""
         raise UserError(
-            f"{why if why.startswith(shown) else f'{shown}: {why}.'} Correct such files{more}. Or leave them out:"
+            f"{why if why.startswith(shown) else f'{shown}: {why}.'} Correct such files{more}. To skip them, set"
             f" {setting}.on_corrupt=skip."
         )
 
 
-def keep_decoded(images: RunData, epochs: int) -> None:
-    """Keep decoded images of each data set on disk; see `ImageData.keep_decoded`.
-
-    Args:
-        images: the data of the run.
-        epochs: number of epochs.
-
-    Raises:
-        SettingError: see `ImageData.keep_decoded`; with several tasks the message names ``tasks.TASK``.
-    """
-    for task, part in images.parts.items():
-        with settings_of_task(task):
-            part.keep_decoded(epochs)
-
-
 def run_length(config: Config, images: RunData, world: int) -> tuple[int, int]:
-    """Epochs and optimizer steps of the run. Batches left over at the end of an epoch make a step.
-
-    Args:
-        config: the run's configuration.
-        images: its images.
-        world: number of processes.
+    """Return the numbers of epochs and optimizer steps. Remaining batches at the end of an epoch form a step.
 
     Raises:
-        SettingError: an epoch has fewer batches than an optimizer step takes, or all epochs are warm-up.
+        SettingError: If an epoch has fewer batches than an optimizer step needs, or if the whole run is warm-up.
     """
     accumulated = config.trainer.grad_accum_steps
     batches = len(images.train_loader(0, world))
@@ -154,13 +107,10 @@ class RunDataModule(L.LightningDataModule):
 
     When a run resumes, the training loader continues with the next batch, even in the middle of an epoch.
 
-    Args:
-        images: the run's images.
-
     Attributes:
-        features: stored features that are loaded instead of images; None: there are none.
-        repeated: indices of the evaluation loaders without samples for this process, which repeat the samples of
-            another process and do not count.
+        features: stored features, which are loaded instead of images; None if there are none.
+        repeated: indices of evaluation loaders without samples for this process. They repeat the samples of another
+            process, and their batches do not count.
     """
 
     features: RunFeatures | None = None
@@ -171,29 +121,26 @@ class RunDataModule(L.LightningDataModule):
         self.images = images
 
     def train_dataloader(self) -> DataLoader:
-        trainer = self.trainer
-        assert trainer is not None
-        place = trainer.global_rank, trainer.world_size
+        trainer: Any = self.trainer
         wrap: dict[str, Any] = {} if self.features is None else {"wrap": self.features.training}
-        loader = self.images.train_loader(*place, **wrap)
-        epochs: Any = trainer.fit_loop.epoch_progress.current
+        loader = self.images.train_loader(trainer.global_rank, trainer.world_size, **wrap)
+        epochs = trainer.fit_loop.epoch_progress.current
         if epochs.started > epochs.processed:  # resumed in the middle of an epoch
-            batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+            batches = trainer.fit_loop.epoch_loop.batch_progress.current
             sampler: Any = loader.sampler
             sampler.start = batches.processed * int(loader.batch_size or 1)
         return loader
 
     def val_dataloader(self) -> Sequence[DataLoader]:
-        trainer = self.trainer
-        assert trainer is not None
+        trainer: Any = self.trainer
         own = self._eval_loaders(trainer.global_rank)
         self.repeated = frozenset(index for index, loader in enumerate(own) if not len(loader))
-        # Lightning would skip the whole evaluation here, and the other processes would wait for its scores.
+        # Lightning would skip the whole evaluation in this process, and the other processes would wait for its scores.
         of_first = self._eval_loaders(0) if self.repeated else own
         return [of_first[i] if i in self.repeated else loader for i, loader in enumerate(own)]
 
     def _eval_loaders(self, rank: int) -> Sequence[DataLoader]:
-        """Return the evaluation loaders of a process, one for each data set of the run."""
+        """Return the evaluation loaders of a process, one per data set."""
         assert self.trainer is not None
         wrap: dict[str, Any] = {} if self.features is None else {"wrap": self.features.evaluation}
         return self.images.eval_loaders(self.images.best_split, rank, self.trainer.world_size, **wrap)

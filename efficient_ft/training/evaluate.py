@@ -1,4 +1,4 @@
-"""Evaluate the weights of a run: at its end, and later with ``evaluate=RUN``."""
+"""Evaluate the weights of a run at its end, or later with ``evaluate=RUN``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from efficient_ft.core.text import spelled, table
 from efficient_ft.record.config_file import read_config
 from efficient_ft.record.formats import PASS_A_RUN, USE_ITS_VERSION
 from efficient_ft.record.results import DataReport, flatten
-from efficient_ft.training.datamodule import missing_images, open_images, summaries, summary_text
+from efficient_ft.training.datamodule import summaries, summary_text
 from efficient_ft.training.kinds.base import Evaluated, RunData
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.output import export
@@ -24,20 +24,19 @@ from efficient_ft.training.output.console import say
 
 
 def evaluate(run: Path, config: Config | None = None) -> Evaluated:
-    """Print and return the accuracy of a run's best weights (model.safetensors) on every split of its images.
+    """Print and return the accuracy of a run's best weights on every split except the training split.
 
-    RUN/config.yaml says which data, splits, model and methods are meant. `config` may differ from it in where the
-    images are and how they are loaded (or name another data set with the same classes), and in `trainer.precision`,
-    `trainer.accelerator` and `trainer.limit_eval_batches`; it may not change model, methods or splits. Settings that
-    evaluation does not use (`optim`, `cost`, …) are ignored.
+    RUN/config.yaml determines the data, splits, model and methods. `config` may change the folder and the loading of
+    the images (or name another data set with the same classes), `trainer.precision`, `trainer.accelerator` and
+    `trainer.limit_eval_batches`. Settings that evaluation does not use (`optim`, `cost`, …) are ignored.
 
     Args:
         run: the folder of a finished or interrupted run.
-        config: RUN/config.yaml with changes; None: as stored.
+        config: RUN/config.yaml with changes; None for the stored configuration.
 
     Raises:
-        OtherVersionError: another version of this package wrote the run folder.
-        UserError: `run` is not a run folder, `config` changes settings that are fixed, or the images are missing or
+        OtherVersionError: If another version of this package wrote the run folder.
+        UserError: If `run` is not a run folder, if `config` changes fixed settings, or if the images are missing or
             have other classes.
     """
     stored = read_config(run, PASS_A_RUN, USE_ITS_VERSION)
@@ -45,15 +44,15 @@ def evaluate(run: Path, config: Config | None = None) -> Evaluated:
         config = stored
     _refuse_changes(run, stored, config)
     trained = export.load(run)
-    missing = missing_images(config)
+    missing = kind_of(config).missing(config)
     if missing:
         raise UserError("\n".join(missing))
-    images = open_images(config, trained.input)
+    images = kind_of(config).open(config, trained.input)
     if images.class_names != (trained.tasks or trained.class_names):
         roots = ", ".join(data.root for data in data_configs(config))
         raise UserError(
-            f"evaluate={run}: the classes in {roots} must be those of the run, but they differ. Set data.root to images"
-            " of the same classes."
+            f"evaluate={run}: the classes in {roots} must be the classes of the run, but they differ. Set data.root to"
+            " images of the same classes."
         )
     say(summary_text(summaries(images)))
     kind = kind_of(config)
@@ -70,12 +69,12 @@ def evaluate(run: Path, config: Config | None = None) -> Evaluated:
 
 
 def _by_task(found: Evaluated) -> dict[str, dict[str, float]]:
-    """Return the metric by task and split; a single data set has the key ""."""
+    """Return the metric by task and split. A single data set has the key ""."""
     return found.get("tasks", {"": found["accuracy"]})
 
 
 def _refuse_changes(run: Path, stored: Config, config: Config) -> None:
-    """Reject another model, methods or tasks, and splits that could evaluate on training images."""
+    """Reject a changed model, method or task, and splits that could evaluate on training images."""
     had, got = ("+".join(one.method) for one in (stored, config))
     if had != got:
         raise UserError(
@@ -110,14 +109,7 @@ def _fixed(config: Config, other: Config) -> dict[str, Any]:
 
 
 def data_report(config: Config, folder: Path, data: RunData, device: torch.device) -> DataReport:
-    """Return the sizes of the splits, the number of samples left out, and the metric of model.safetensors by split.
-
-    Args:
-        config: the configuration of the run.
-        folder: the run folder.
-        data: the data of the run.
-        device: evaluates.
-    """
+    """Return the split sizes, the number of skipped samples, and the metric of model.safetensors by split."""
     found = kind_of(config).evaluate(config, export.load(folder).model, data, device)
     each: dict[str, Any] = {}
     for task, accuracy in _by_task(found).items():

@@ -18,52 +18,46 @@ from efficient_ft.record.environment import environment
 from efficient_ft.record.formats import FORMAT
 from efficient_ft.record.results import Accuracy, AppliedReport, Results, write_results
 from efficient_ft.training.callbacks.recorder import Recorder
-from efficient_ft.training.costs import Timing, cost_report
+from efficient_ft.training.costs import cost_report
 from efficient_ft.training.evaluate import data_report
+from efficient_ft.training.kinds.base import Sample
 from efficient_ft.training.memory.measured import accumulated_gradients
 from efficient_ft.training.memory.watch import budget_of
+from efficient_ft.training.output import export
 from efficient_ft.training.output.console import results_text, say
 from efficient_ft.training.output.loggers import write_summary
-from efficient_ft.training.output.samples import samples_of
 from efficient_ft.training.train import Fitted, Training
 
-#: Steps of the cost report are timed for at most this share of the training time, or for these seconds.
+#: Steps of the cost report are timed for at most this fraction of the training time, or for these seconds if longer.
 COST_SHARE, COST_SECONDS = 0.1, 2.0
 
 
 def finish(run: Training, fitted: Fitted, arguments: Sequence[str], predicted: Prediction | None) -> dict[str, Any]:
-    """Evaluate, measure the cost, and write the results of a training that has ended.
+    """Evaluate, measure the cost, write the results, and return them (`record.results.Results`).
 
-    Args:
-        run: the run.
-        fitted: its training.
-        arguments: the settings given on the command line, for the record.
-        predicted: the prediction of the memory; None without a budget.
-
-    Returns:
-        The contents of results.json (`record.results.Results`); in other processes than the first, the accuracy.
+    Processes other than the first one return the accuracy only.
 
     Raises:
-        UserError: no epoch was finished, or the network's outputs are not finite.
+        UserError: If no epoch was finished, or if the network's outputs are not finite.
     """
-    trainer, folder = fitted.trainer, run.held.path
+    trainer, folder, config = fitted.trainer, run.held.path, run.config
     accuracy, taken = _accuracy(fitted.recorder), fitted.totals.values()
     if not trainer.is_global_zero:
         return {"accuracy": accuracy}
     device = trainer.strategy.root_device
-    _free_training_state(fitted)
-    counts = _parameter_counts(run)
+    for optimizer in trainer.optimizers:
+        if isinstance(optimizer, SteppedInBackward):
+            optimizer.remove()
+    trainer.optimizers = []  # free the optimizer state and the gradients before the cost is measured
+    fitted.module.model.zero_grad(set_to_none=True)
+    sizes = [(p.numel(), p.requires_grad) for p in run.network.parameters()]
     release_freed_memory()
-    data = data_report(run.config, folder, run.data, device)
+    data = data_report(config, folder, run.data, device)
     data["summary"] = {task: one.record() for task, one in run.understood.items()}
     release_freed_memory()
-    timing = Timing(
-        device,
-        run.config.cost.steps,
-        max(COST_SECONDS, COST_SHARE * taken["seconds"]),
-        run.kind.largest_batch(run.data),
-    )
-    cost = cost_report(run.config, run.network, run.methods, run.data.num_classes, timing)
+    seconds, largest = max(COST_SECONDS, COST_SHARE * taken["seconds"]), run.kind.largest_batch(run.data)
+    classes, steps = run.data.num_classes, config.cost.steps
+    cost = cost_report(config, run.network, run.methods, classes, device, steps, seconds, largest)
     if run.kind.task.metric != "accuracy":
         accuracy["metric"] = run.kind.task.metric
     results: Results = {
@@ -71,19 +65,15 @@ def finish(run: Training, fitted: Fitted, arguments: Sequence[str], predicted: P
         "accuracy": {**accuracy, "test": data["accuracy"].get("test")},
         "cost": cost,
         "totals": taken,
-        "trainable_parameters": counts[0],
-        "total_parameters": counts[1],
+        "trainable_parameters": sum(size for size, trains in sizes if trains),
+        "total_parameters": sum(size for size, _ in sizes),
         "methods": {m.name: _applied_report(m.applied) for m in run.methods if m.applied is not None},
         "data": data,
-        "seed": run.config.seed,
+        "seed": config.seed,
         "arguments": list(arguments),
-        "changed": run.config.changed(),
-        "config": run.config.model_dump(mode="json"),
-        "environment": environment(
-            device,
-            packages=("torch", "timm", "lightning"),
-            allocator=allocator_in_use(),
-        ),
+        "changed": config.changed(),
+        "config": config.model_dump(mode="json"),
+        "environment": environment(device, packages=("torch", "timm", "lightning"), allocator=allocator_in_use()),
     }
     _add_parts(results, run, fitted)
     _add_memory(results, run, fitted, predicted)
@@ -95,23 +85,7 @@ def finish(run: Training, fitted: Fitted, arguments: Sequence[str], predicted: P
     return dict(results)
 
 
-def _free_training_state(fitted: Fitted) -> None:
-    """Free the optimizer state and the gradients before the cost is measured. They are no longer needed."""
-    for optimizer in fitted.trainer.optimizers:
-        if isinstance(optimizer, SteppedInBackward):
-            optimizer.remove()
-    fitted.trainer.optimizers = []
-    fitted.module.model.zero_grad(set_to_none=True)
-
-
-def _parameter_counts(run: Training) -> tuple[int, int]:
-    """Return the numbers of trained and of all parameters."""
-    parameters = list(run.network.parameters())
-    return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
-
-
 def _add_parts(results: Results, run: Training, fitted: Fitted) -> None:
-    """Add the reports that only some runs have."""
     if (loaded := factory.loading_report(run.network)) is not None:
         results["weights"] = loaded.as_dict()
     if fitted.module.warnings:
@@ -124,7 +98,6 @@ def _add_parts(results: Results, run: Training, fitted: Fitted) -> None:
 
 
 def _add_memory(results: Results, run: Training, fitted: Fitted, predicted: Prediction | None) -> None:
-    """Add the memory of the process, and its prediction."""
     gradients = accumulated_gradients(run.network, run.config.trainer.grad_accum_steps)
     measured = fitted.memory.report(results["cost"]["executed"]["step_peak_bytes"], gradients)
     if measured is None:
@@ -136,17 +109,25 @@ def _add_memory(results: Results, run: Training, fitted: Fitted, predicted: Pred
 
 
 def _write(results: Results, run: Training, fitted: Fitted, device: torch.device) -> None:
-    """Write results.json and the summary of the loggers, and print the results."""
+    """Write results.json and the loggers' summary, and print the results."""
     folder, plain = run.held.path, dict(results)
     text = results_text(plain, folder)
     write_results(folder, results)
-    samples = samples_of(run.kind, folder, run.data, device) if fitted.loggers else ()
+    samples = _samples(run, device) if fitted.loggers else ()
     write_summary(fitted.loggers, results, text, fitted.trainer.global_step, samples)
     say(text)
 
 
+def _samples(run: Training, device: torch.device) -> list[Sample]:
+    """Return samples of each data set with predictions of model.safetensors."""
+    found = []
+    for name, part in run.data.parts.items():
+        samples = run.kind.samples(export.load(run.held.path, name or None), part, device)
+        found += [one._replace(caption=f"{name}: {one.caption}") for one in samples] if name else samples
+    return found
+
+
 def _accuracy(recorder: Recorder) -> Accuracy:
-    """Return the best and the last accuracy."""
     if recorder.best is None or recorder.last is None:
         raise UserError("No epoch was finished, so there is no result. Run the same command again to continue.")
     accuracy: Accuracy = {"best": recorder.best, "last": recorder.last, "split": recorder.split, "test": None}

@@ -1,7 +1,7 @@
 """The Lightning module of a run.
 
-Nothing is logged per step through Lightning, no metric runs in training, and the learning rate is a function of the
-step, so that a step costs at most a few percent more than in a bare loop.
+To keep the overhead per step at a few percent of a plain loop, nothing is logged per step through Lightning, no metric
+is computed in training, and the learning rate is a function of the step.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Evaluation", "FineTuner", "build_optimizer", "lr_factor"]
 
-#: The training has diverged if the mean loss of an epoch exceeds the first loss and the chance loss by this factor.
+#: Training has diverged if the mean loss of an epoch exceeds the first loss and the chance loss by this factor.
 DIVERGED = 10.0
 
-#: On an accelerator, losses are read once per this many batches, because reading synchronizes; on a CPU in each.
+#: Number of batches between two reads of losses on an accelerator, because reading synchronizes.
 READ_EVERY = 50
-#: Larger than the number of any class.
+#: A number larger than any class index.
 NO_CLASS = 2**31
 #: Number of optimizer steps before which equal predictions for all samples are normal.
 MEANINGFUL_STEPS = 50
 
 
 class Evaluation(NamedTuple):
-    """The task's metric (accuracy, a fraction) and the mean loss of one evaluation, and the task's further measures."""
+    """The task's metric (a fraction), the mean loss, and the task's further metrics of one evaluation."""
 
     accuracy: float
     loss: float
@@ -51,69 +51,58 @@ class Evaluation(NamedTuple):
 
 
 class FineTuner(L.LightningModule):
-    """Fine-tune `network` by the loss of its task.
+    """Fine-tune `network`, which maps images (B, 3, H, W) to logits, with the loss of its task.
 
-    A batch is (images, labels); with several tasks (images, labels, task), and the loss is that of the task's
-    classifier; with stored features (images or stored rows, labels, numbers of the rows). `MethodCallback` applies the
+    A batch is (images, labels). With several tasks, it is (images, labels, task), and the loss of the task's classifier
+    is computed. With stored features, it is (images or stored rows, labels, row numbers). `MethodCallback` applies the
     methods before the optimizer is built.
 
-    Args:
-        network: maps images (B, 3, H, W) to logits of the task.
-        config: the run's configuration.
-        num_classes: number of classes; with several tasks (`models.tasks`) a mapping from tasks to numbers.
-        total_steps: optimizer steps of the whole run, for the schedule.
+    With several tasks (`models.tasks`), `num_classes` is a mapping from tasks to numbers of classes. The schedule needs
+    the `total_steps` of the whole run.
 
     Attributes:
-        features: the frozen prefix, with stored features or in another form; None if the network is unchanged.
+        features: the frozen prefix with stored features or in another form; None if the network is unchanged.
     """
 
     features: RunFeatures | PrefixInput | None = None
 
     def __init__(
-        self,
-        network: nn.Module,
-        config: Config,
-        num_classes: int | Mapping[str, int],
-        total_steps: int,
-    ):
+        self, network: nn.Module, config: Config, num_classes: int | Mapping[str, int], total_steps: int
+    ) -> None:
         super().__init__()
-        self.model = network
-        self.config = config
-        self.total_steps = total_steps
-        self.tasks = tasks_of(network)
+        self.model, self.config, self.total_steps, self.tasks = network, config, total_steps, tasks_of(network)
         counts = [num_classes] if isinstance(num_classes, int) else list(num_classes.values())
         self.task = kind_of(config).task_of(config)
-        # One metric per data set; as modules, so that Lightning moves them to the device.
+        # The metrics per data set are modules, so that Lightning moves them to the device.
         self.scores: Any = nn.ModuleList(self.task.scores(n) for n in counts)
         self.eval_loss: Any = nn.ModuleList(MeanLoss() for _ in counts)
-        #: The last evaluation; with several tasks the mean, and each task's.
+        #: The last evaluation. With several tasks, it is the mean of `evaluated_tasks`.
         self.evaluated: Evaluation | None = None
         self.evaluated_tasks: dict[str, Evaluation] = {}
-        #: The metric of each class in the last evaluation, by class number; empty with several tasks.
+        #: The metric of each class in the last evaluation, by class index; empty with several tasks.
         self.evaluated_classes: dict[int, float] = {}
-        #: The ranges of classes in the current evaluation by task; see `_keep_range`.
+        #: The class ranges in the current evaluation by task. See `_keep_range`.
         self._classes: dict[int, Tensor] = {}
         self._chance = max(map(self.task.chance_loss, counts))
         self._first_loss: float | None = None
-        #: Warnings of the training, for results.json.
+        #: Warnings during training, for results.json.
         self.warnings: list[str] = []
-        self._constant = False  # whether the last evaluation predicted one class for all images
-        #: The items of the current batch in all processes, and the share of the other processes in the mean loss.
+        self._constant = False  # True if the last evaluation predicted one class for all images
+        #: The items of the current batch in all processes, and the contribution of other processes to the mean loss.
         self._weight = torch.ones(())
         self._elsewhere: Tensor | None = None
-        self._unread: list[tuple[Tensor, Tensor]] = []  # losses and their items, still on the device
-        self._sums = {"epoch": [0.0, 0], "window": [0.0, 0]}  # of the items read: sum of their losses, and number
+        self._unread: list[tuple[Tensor, Tensor]] = []  # losses and their numbers of items, on the device
+        self._sums = {"epoch": [0.0, 0], "window": [0.0, 0]}  # sum of the losses, and number of items
 
-    # ------------------------------------------------------------------ training
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Build the optimizer with `build_optimizer`; `on_train_batch_start` sets the scheduled learning rate."""
+        """Build the optimizer with `build_optimizer`. `on_train_batch_start` sets the scheduled learning rate."""
         return build_optimizer(self.model, self.config.optim, self.config.trainer.precision)
 
     def on_fit_start(self) -> None:
         self.train()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        # Dropout, drop path and stochastic rounding are seeded by counters: a resumed run draws the same numbers.
+        # Random operations are seeded by a counter, so that a resumed run draws the same numbers.
         batches = self.trainer.num_training_batches
         counter = self.trainer.current_epoch * int(batches) + batch_idx
         seed_step(seed_of(self.config.seed, self.global_rank, counter), self.device)
@@ -122,7 +111,7 @@ class FineTuner(L.LightningModule):
             group["lr"] = group["initial_lr"] * factor
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """The loss of a batch; `MethodCallback` adds the methods' own."""
+        """Return the loss of a batch, to which `MethodCallback` adds the losses of methods."""
         images, labels, *more = batch
         if self.tasks is not None:
             (self.tasks.active,) = more
@@ -144,7 +133,7 @@ class FineTuner(L.LightningModule):
         return share
 
     def _items(self, labels: Tensor) -> Tensor:
-        """Return the number of items in the mean loss of a batch, on the device of the labels."""
+        """Return the number of items in a batch's mean loss, on the device of the labels."""
         items = self.task.labeled(labels)
         return torch.full((), len(labels), device=labels.device) if items is None else items
 
@@ -153,19 +142,15 @@ class FineTuner(L.LightningModule):
         return nullcontext(images) if self.features is None else self.features.input(images, *more)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients, with the last optimizer step of an epoch averaged over the batches that it has."""
-        factor = self._of_last_step()
-        super().backward(loss if factor == 1 else loss * factor, *args, **kwargs)
-
-    def _of_last_step(self) -> float:
-        """Return the factor for a loss that Lightning divided by `grad_accum_steps` although fewer batches are left."""
+        """Compute gradients. The last optimizer step of an epoch averages over the batches that it has."""
         accumulated, batches = self.trainer.accumulate_grad_batches, int(self.trainer.num_training_batches)
         left = batches % accumulated
-        in_last_step = self.trainer.fit_loop.batch_idx >= batches - left
-        return accumulated / left if left and in_last_step else 1.0
+        if left and self.trainer.fit_loop.batch_idx >= batches - left:  # Lightning has divided by `accumulated`
+            loss = loss * (accumulated / left)
+        super().backward(loss, *args, **kwargs)
 
     def on_total_loss(self, loss: Tensor) -> None:
-        """Record the loss of a micro-batch with the losses of methods; `MethodCallback` calls this.
+        """Record the loss of a micro-batch including the losses of methods. `MethodCallback` calls this function.
 
         The loss is the mean over the items of all processes, plus the losses of methods in this process.
         """
@@ -175,21 +160,18 @@ class FineTuner(L.LightningModule):
             self.read_losses(self.trainer.fit_loop.batch_idx)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        # Lightning frees the gradients of a step only after the next forward pass, where they would add to its peak.
-        # The callbacks have seen them by now.
+        # Lightning frees gradients only after the next forward pass, where they would increase the peak memory.
+        # All callbacks have already used them.
         last = (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0
         if last or batch_idx + 1 == self.trainer.num_training_batches:
             for optimizer in self.trainer.optimizers:
                 optimizer.zero_grad(set_to_none=True)
 
     def read_losses(self, batch_idx: int) -> None:
-        """Add the losses since the last call to the sums.
-
-        Args:
-            batch_idx: the batch of the last of these losses.
+        """Add the losses since the last call, up to the batch with the index `batch_idx`, to the sums.
 
         Raises:
-            DivergedError: one of them is not finite.
+            DivergedError: If a loss is not finite.
         """
         if not self._unread:
             return
@@ -197,26 +179,18 @@ class FineTuner(L.LightningModule):
         self._unread.clear()
         for back, value in enumerate(reversed(values)):
             if not math.isfinite(value):
-                self._stop_training(value, batch_idx - back)
+                bad = batch_idx - back
+                later = (self.trainer.fit_loop.batch_idx - bad) // self.config.trainer.grad_accum_steps
+                where = f"step {self.global_step + 1 - later} (epoch {self.current_epoch + 1}, batch {bad + 1})"
+                raise self._diverged(f"The loss is {value} at {where}")
         if self._first_loss is None:
             self._first_loss = values[0]
         for sums in self._sums.values():
             sums[0] += sum(value * weight for value, weight in zip(values, weights, strict=True))
             sums[1] += sum(weights)
 
-    def _stop_training(self, loss: float, batch_idx: int) -> None:
-        accumulated = self.config.trainer.grad_accum_steps
-        step = self.global_step + 1 - (self.trainer.fit_loop.batch_idx - batch_idx) // accumulated
-        raise self._diverged(
-            f"The loss is {loss} at step {step} (epoch {self.current_epoch + 1}, batch {batch_idx + 1})"
-        )
-
     def require_finite(self) -> None:
-        """Reject trained parameters that are not finite, before they are saved.
-
-        Raises:
-            DivergedError: a trained parameter is not finite.
-        """
+        """Raise DivergedError if a trained parameter is not finite. Call this function before parameters are saved."""
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         finite = [p.detach().isfinite().all() for p in trained.values()]
         if finite and not bool(torch.stack(finite).all()):
@@ -227,28 +201,17 @@ class FineTuner(L.LightningModule):
             )
 
     def require_finite_evaluation(self, split: str) -> None:
-        """Reject an evaluation with outputs that are not finite.
-
-        Args:
-            split: the evaluated split.
-
-        Raises:
-            DivergedError: the mean loss is not finite.
-        """
+        """Raise DivergedError if the mean loss on `split` is not finite."""
         losses = [of.loss for of in (self.evaluated, *self.evaluated_tasks.values()) if of is not None]
         if bad := [loss for loss in losses if not math.isfinite(loss)]:
             raise self._diverged(f"The {split} loss is {bad[0]} after epoch {self.current_epoch + 1}")
 
     def warn_if_diverged(self, mean: float | None) -> None:
-        """Warn once when the training loss has diverged but is still finite.
+        """Warn once if the training loss has diverged but is still finite.
 
-        The mean loss of an epoch must exceed `DIVERGED` times the loss of the first batch, which precedes the first
-        update, and `DIVERGED` times that of equal probabilities, log(classes). The epoch mean does not depend on single
-        hard batches. A network whose initial loss is far below that of equal probabilities, e.g. one that is trained
-        further, does not trigger the warning by a small rise.
-
-        Args:
-            mean: the mean training loss of the epoch that ends.
+        The mean loss of the epoch must exceed `DIVERGED` times the loss of the first batch, which precedes the first
+        update, because the mean does not depend on single hard batches. It must also exceed `DIVERGED` times the chance
+        loss, e.g. log(classes). Otherwise, a small increase would cause a warning if the initial loss is very small.
         """
         warned = any("has diverged" in text for text in self.warnings)
         if mean is None or self._first_loss is None or warned:
@@ -264,14 +227,13 @@ class FineTuner(L.LightningModule):
         self.warnings.append(text)
 
     def _diverged(self, what: str) -> DivergedError:
-        """Return the error for a training that cannot continue, with settings to try."""
+        """Return the error for training that cannot continue, with settings to try."""
         return DivergedError(
-            f"{what}: training stopped. Try {', '.join(self._tries())}. Other settings start another run. This step"
+            f"{what}: training stopped. Try {', '.join(self._tries())}. Changed settings start a new run. This step"
             " was not saved."
         )
 
     def _tries(self) -> list[str]:
-        """Return settings to try after divergence."""
         optim, trainer = self.config.optim, self.config.trainer
         tries = [f"a smaller optim.lr (now {optim.lr:g})"]
         if optim.grad_clip_norm is None:
@@ -283,30 +245,24 @@ class FineTuner(L.LightningModule):
         return tries
 
     def loss_so_far(self) -> float | None:
-        """Return the mean training loss of the epoch so far, over the items read; None if none has been read."""
+        """Return the mean training loss of the current epoch over the items read; None if none has been read."""
         total, count = self._sums["epoch"]
         return total / count if count else None
 
     def mean_loss(self, over: str) -> float | None:
-        """Return the mean training loss since the last call with the same `over`, and restart; None without batches.
-
-        Args:
-            over: ``epoch`` or ``window``, two independent means.
-        """
+        """Return the mean training loss since the last call for the same `over` (epoch or window), and reset it."""
         total, count = self._sums[over]
         self._sums[over] = [0.0, 0]
         return total / count if count else None
 
-    # ------------------------------------------------------------------ evaluation
-    #: Indices of the evaluation loaders whose batches do not count in this process: `RunDataModule.repeated`.
+    #: Indices of the evaluation loaders whose batches do not count in this process. See `RunDataModule.repeated`.
     _repeated: frozenset[int] = frozenset()
 
     def on_validation_start(self) -> None:
-        """Ask the data which loaders repeat the samples of another process."""
         self._repeated = getattr(self.trainer.datamodule, "repeated", frozenset())  # type: ignore[attr-defined]
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Update the metrics of the task whose loader this is."""
+        """Update the metrics of the task to which the loader belongs."""
         if dataloader_idx in self._repeated:
             return
         images, labels, *more = batch
@@ -332,10 +288,7 @@ class FineTuner(L.LightningModule):
         self._warn_if_constant()
 
     def _keep_range(self, task: int, predicted: Tensor | None, labels: Tensor) -> None:
-        """Track the minimum and the negated maximum class index of the predictions and of the labels, on their device.
-
-        With the largest negated, one minimum combines batches and processes.
-        """
+        """Track the minimum and the negated maximum class, so that one minimum combines batches and processes."""
         if predicted is None:
             return
         labeled = labels != IGNORED
@@ -346,25 +299,25 @@ class FineTuner(L.LightningModule):
     def _warn_if_constant(self) -> None:
         """Warn if an evaluation predicts one class for all images, and name likely causes.
 
-        Before the end of the warmup and of `MEANINGFUL_STEPS` optimizer steps, this is normal: a network that starts
-        from random weights or has a new classifier has not learned anything yet.
+        Before the end of the warm-up and of `MEANINGFUL_STEPS` optimizer steps, such predictions are normal, because a
+        new classifier has not learned anything yet.
         """
-        none = torch.full((4,), NO_CLASS, device=self.device)  # a process may have no images of a task
+        none = torch.full((4,), NO_CLASS, device=self.device)  # for a process without images of a task
         ranges = torch.stack([self._classes.get(task, none) for task in range(len(self.scores))])
         if self.trainer.world_size > 1:
             torch.distributed.all_reduce(ranges, op=torch.distributed.ReduceOp.MIN)
         self._classes = {}
-        constant = [low for low, high, first, last in ranges.tolist() if low == -high and first < -last]
         least = max(MEANINGFUL_STEPS, warmup_steps(self.config.optim, self.total_steps))
-        constant = constant if self.trainer.global_step >= least else []
+        constant = [low for low, high, first, last in ranges.tolist() if low == -high and first < -last]
+        if self.trainer.global_step < least:
+            constant = []
         if constant and not self._constant:
             self._warn(
                 f"Epoch {self.current_epoch + 1}: every {self.task.item} of the evaluation is predicted as"
-                f" class {constant[0]}, so the network does not tell them apart. {' '.join(likely_causes(self))}"
+                f" class {constant[0]}, so the network does not distinguish them. {' '.join(likely_causes(self))}"
             )
         self._constant = bool(constant)
 
-    # ------------------------------------------------------------------ state
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["losses"] = {over: list(sums) for over, sums in self._sums.items()}
         checkpoint["first_loss"], checkpoint["warnings"] = self._first_loss, list(self.warnings)
@@ -375,7 +328,7 @@ class FineTuner(L.LightningModule):
 
 
 def likely_causes(module: FineTuner) -> list[str]:
-    """Return sentences with causes of one predicted class for all images, the likeliest first."""
+    """Return likely causes of equal predictions for all samples as sentences, the most likely cause first."""
     config = module.config
     warmup = f"optim.warmup_steps (now {warmup_steps(config.optim, module.total_steps)})"
     found = []

@@ -14,32 +14,22 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.models.view import view
 from efficient_ft.optim import LowBitAdam, LowBitAdamW, step_in_backward
 
-#: Without `optim.warmup_steps`, the warm-up is this share of the run, and at most this many optimizer steps.
+#: Without `optim.warmup_steps`, the warm-up is a quarter of the run and at most 100 optimizer steps.
 WARMUP_SHARE, WARMUP_AT_MOST = 4, 100
 
 
 def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
-    """Return the optimizer steps of the warm-up; without `optim.warmup_steps` a quarter of the run, and at most 100.
-
-    Args:
-        optim: the optimizer's configuration.
-        total_steps: optimizer steps of the whole run.
-    """
+    """Return the number of warm-up steps. Without `optim.warmup_steps`, it is a quarter of the run and at most 100."""
     if optim.warmup_steps is None:
         return min(WARMUP_AT_MOST, total_steps // WARMUP_SHARE)
     return optim.warmup_steps
 
 
 def lr_factor(step: int, total_steps: int, optim: OptimConfig) -> float:
-    """Return the learning rate of optimizer step `step` as a fraction of `optim.lr`.
+    """Return the learning rate of optimizer step `step`, counted from 0, as a fraction of `optim.lr`.
 
-    Linear warm-up from `optim.warmup_start_factor` over `warmup_steps`, then a cosine down to `optim.min_lr_ratio`,
-    or constant.
-
-    Args:
-        step: counted from 0.
-        total_steps: optimizer steps of the whole run.
-        optim: the optimizer's configuration.
+    The learning rate increases linearly from `optim.warmup_start_factor` over `warmup_steps`. Then it follows a cosine
+    down to `optim.min_lr_ratio`, or it is constant.
     """
     warmup = min(warmup_steps(optim, total_steps), total_steps)
     if step < warmup:
@@ -51,10 +41,10 @@ def lr_factor(step: int, total_steps: int, optim: OptimConfig) -> float:
 
 
 class SGD(torch.optim.SGD):
-    """`torch.optim.SGD` for parameters that get their first gradient in different steps.
+    """`torch.optim.SGD` for parameters that receive their first gradient in different steps.
 
-    The fused kernel fails if only some parameters have a momentum buffer. A buffer of zeros gives the same first step,
-    bit for bit.
+    The fused kernel fails if only some parameters have a momentum buffer. A buffer of zeros gives a bitwise identical
+    first step.
     """
 
     def _init_group(self, group: Any, *lists: Any) -> Any:
@@ -65,21 +55,16 @@ class SGD(torch.optim.SGD):
 
 
 def build_optimizer(network: nn.Module, optim: OptimConfig, precision: str = "fp32") -> torch.optim.Optimizer:
-    """Build the optimizer for the parameters of `network` that require gradients.
+    """Build the optimizer for the parameters of `network` that require gradients, after the methods have been applied.
 
-    As in timm, norms and biases have no weight decay; layer decay gives deeper layers a higher learning rate, by
-    timm's grouping of the model. `optim.head_lr_mult` multiplies the classifier's learning rate.
+    As in timm, norms and biases have no weight decay, and layer decay increases the learning rate with the depth of the
+    layer. `optim.head_lr_mult` multiplies the classifier's learning rate. Fused kernels are used in fp32 only.
 
-    With `optim.state_bits` below 32 the moments are kept in blocks (`optim.LowBitAdamW`); with `optim.in_backward` the
-    backward pass steps (`optim.step_in_backward`).
-
-    Args:
-        network: the model; methods have been applied to it.
-        optim: the optimizer's configuration.
-        precision: precision of the run; fused kernels are used in fp32 only.
+    With `optim.state_bits` below 32, the moments are stored in blocks (`optim.LowBitAdamW`). With `optim.in_backward`,
+    the backward pass updates the parameters (`optim.step_in_backward`).
 
     Raises:
-        UserError: no parameter requires a gradient.
+        UserError: If no parameter requires gradients.
     """
     if not any(p.requires_grad for p in network.parameters()):
         raise UserError(
@@ -114,7 +99,7 @@ def _build(groups: list[dict[str, Any]], optim: OptimConfig, device: str, precis
     if optim.state_bits < 32:
         low_bit = LowBitAdamW if optim.name == "adamw" else LowBitAdam
         return low_bit(groups, lr=optim.lr, betas=optim.betas, bits=optim.state_bits)
-    # Lightning does not clip with fused kernels under autocast, because they unscale fp16 gradients themselves.
+    # Under autocast, Lightning does not clip with fused kernels, because the kernels unscale fp16 gradients.
     fused = device in ("cpu", "cuda") and precision == "fp32"
     if optim.name == "sgd":
         return SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=fused)

@@ -1,7 +1,7 @@
 """The processes of a run: their number, their launcher, and their connection.
 
-The first process starts the others of its machine (Lightning does), unless torchrun or Slurm has started all of them,
-on one machine or several. They are connected before they read the run folder, which the first process prepares.
+The first process starts the others on its machine through Lightning, unless torchrun or Slurm has started all of them.
+The processes are connected before they read the run folder, which the first process prepares.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from efficient_ft.config import Config
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.training.output.console import rank, say
 
-#: Environment variables with the number of a process, in the order in which Lightning looks for them.
+#: Environment variables with the rank of a process, in the order in which Lightning reads them.
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 
 GUIDE = "See docs/guides/several-processes.md."
 
 
 def world_size(config: Config) -> int:
-    """Return the number of training processes on all nodes; needs no Trainer."""
+    """Return the number of training processes on all nodes. A Trainer is not needed."""
     options = config.trainer
     gpus = torch.cuda.device_count() if options.accelerator in ("auto", "gpu") else 0
     return (max(1, gpus) if options.devices == "auto" else options.devices) * options.num_nodes
@@ -37,7 +37,8 @@ def world_size(config: Config) -> int:
 class SameStart(L.Callback):
     """Restore the random state of its creation for the `setup` of later callbacks.
 
-    Lightning seeds again when it connects several processes, and adapters would start from different weights.
+    Lightning seeds again when it connects several processes. Without this callback, adapters would start from different
+    weights.
     """
 
     def __init__(self) -> None:
@@ -51,14 +52,14 @@ def environment() -> ClusterEnvironment:
     """Return the launcher of the processes: torchrun, Slurm (srun), or Lightning in the first process.
 
     Raises:
-        UserError: Slurm does not say how many processes it has started on each node.
+        UserError: If Slurm does not provide the number of processes per node.
     """
     if Torchrun.detect():
         return Torchrun()
     # Without srun a job has one process, regardless of the number of requested tasks.
     if SLURMEnvironment.detect() and "SLURM_STEP_ID" in os.environ:
         try:
-            return SLURMEnvironment(auto_requeue=False)  # the recorder saves and requeues, see `requeue`
+            return SLURMEnvironment(auto_requeue=False)  # the recorder saves and requeues
         except RuntimeError as error:
             raise UserError(f"Pass --ntasks-per-node to Slurm, not --ntasks alone. {GUIDE}") from error
     return LightningEnvironment()
@@ -68,8 +69,8 @@ def connect(config: Config) -> None:
     """Connect the processes that torchrun or Slurm started. Lightning connects the processes that it starts.
 
     Raises:
-        UserError: their number is not that of the settings, there are several nodes and neither started them, or the
-            environment gives the only process a rank other than 0.
+        UserError: If the number of processes differs from the settings, if neither torchrun nor Slurm started the
+            processes of several nodes, or if the environment gives the only process a rank other than 0.
     """
     options, started_by = config.trainer, environment()
     if isinstance(started_by, LightningEnvironment):
@@ -80,15 +81,15 @@ def connect(config: Config) -> None:
         if rank() > 0 and world_size(config) == 1:
             name = next(name for name in _RANKS if name in os.environ)
             raise UserError(
-                f"{name}={os.environ[name]} in the environment says that this is not the first process of the run,"
-                f" which has one (trainer.devices). Unset {name}."
+                f"{name}={os.environ[name]} in the environment means that this is not the first process of the run, but"
+                f" the run has one process (trainer.devices). Unset {name}."
             )
         return
     found, asked = started_by.world_size(), world_size(config)
     name = "torchrun" if isinstance(started_by, Torchrun) else "Slurm"
     if config.evaluate is not None or config.cost_only:
         if found > 1:
-            raise UserError(f"{name} started {found} processes, and an evaluation or a cost report takes one.")
+            raise UserError(f"{name} started {found} processes, but an evaluation or a cost report needs one.")
         return
     if found != asked:
         raise SettingError(
@@ -102,7 +103,7 @@ def connect(config: Config) -> None:
     if cuda:
         torch.cuda.set_device(started_by.local_rank())
     os.environ.update(MASTER_ADDR=started_by.main_address, MASTER_PORT=str(started_by.main_port))
-    # Lightning uses the process group that there is.
+    # Lightning uses the existing process group.
     dist.init_process_group("nccl" if cuda else "gloo", rank=started_by.global_rank(), world_size=found)
     atexit.register(_disconnect)
 
@@ -113,7 +114,7 @@ def _disconnect() -> None:
 
 
 def from_first(value: Any = None) -> Any:
-    """Broadcast `value` from the first process, which the others wait for; alone, return it. Collective."""
+    """Broadcast `value` from the first process, and wait for it. Collective. A single process returns `value`."""
     if not (dist.is_available() and dist.is_initialized()):
         return value
     held = [value]
@@ -122,7 +123,7 @@ def from_first(value: Any = None) -> Any:
 
 
 def requeue() -> None:
-    """Ask Slurm to run this job again; call it in the first process, after the checkpoint is written."""
+    """Ask Slurm to run this job again. Call this function in the first process, after the checkpoint is written."""
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     job = os.environ["SLURM_JOB_ID"] if array is None else f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     try:
@@ -133,4 +134,4 @@ def requeue() -> None:
     if failed is None:
         say(f"Slurm was asked to run job {job} again; it continues from this checkpoint.")
     else:
-        say(f"warning: Slurm does not run job {job} again ({failed}). The same command continues from this checkpoint.")
+        say(f"warning: Slurm did not requeue job {job} ({failed}). The same command continues from this checkpoint.")

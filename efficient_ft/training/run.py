@@ -1,12 +1,10 @@
 """One run, from a checked configuration to its results: train, evaluate, or count the cost.
 
-The run folder holds `config.yaml`, `metrics.jsonl` (the source of truth) and `metrics.csv`, `step_stats.jsonl` (with
-`step_stats.interval`), `checkpoint.ckpt` (to continue an interrupted run) and the previous one, `model.safetensors`
-(the best epoch, under timm's own names) and, once the run has finished, `results.json`.
+The run folder contains `config.yaml`, `metrics.jsonl` (the primary record), `metrics.csv`, `step_stats.jsonl`,
+`checkpoint.ckpt`, the previous checkpoint, and `model.safetensors`. A finished run also contains `results.json`.
 
-`model.safetensors` holds the weights of the epoch with the best accuracy on the split that `data.select_best_on` names,
-because the papers report that epoch; results.json has the accuracy of the best and of the last epoch, and the
-checkpoint holds the last weights. With several tasks the best epoch has the highest mean of the tasks' accuracies.
+`model.safetensors` contains the weights of the epoch with the best accuracy on the split `data.select_best_on`, because
+the papers report that epoch. With several tasks, the mean accuracy decides. The checkpoint contains the last weights.
 """
 
 from __future__ import annotations
@@ -24,10 +22,11 @@ from efficient_ft.record import config_file
 from efficient_ft.record import results as results_file
 from efficient_ft.record.results import read_results
 from efficient_ft.training.costs import cost_only
-from efficient_ft.training.datamodule import missing_images, open_images, run_contents
+from efficient_ft.training.datamodule import run_contents
 from efficient_ft.training.evaluate import evaluate
 from efficient_ft.training.finish import finish
 from efficient_ft.training.kinds.base import RunData
+from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory.budget import require_within_budget
 from efficient_ft.training.memory.out_of_memory import out_of_memory
 from efficient_ft.training.memory.watch import stop_from_now_on, within_budget
@@ -51,22 +50,23 @@ from efficient_ft.training.trainer import on_device
 def run(
     config: Config, folder: Path, arguments: Sequence[str] = (), begun: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """Do what `config` asks, and print the outcome.
+    """Run `config`, and print the results.
 
     Args:
-        config: the checked configuration. With `evaluate` it is RUN/config.yaml and what evaluation may change: see
-            `training.evaluate.evaluate`.
-        folder: the run folder; not used with `evaluate` and `cost_only`.
-        arguments: settings given on the command line, stored with the run.
-        begun: called in the first process when the folder belongs to this run: to write more into it.
+        config: the checked configuration. With `evaluate`, it is RUN/config.yaml with the changes that
+            `training.evaluate.evaluate` allows.
+        folder: the run folder, which `evaluate` and `cost_only` do not use.
+        arguments: settings given on the command line, which are stored with the run.
+        begun: called in the first process when the folder belongs to this run, to write further files.
 
     Returns:
-        The contents of results.json (`record.results.Results`); with `evaluate`, accuracies by split; with `cost_only`,
+        The contents of results.json (`record.results.Results`). With `evaluate`, the accuracies by split. With
+        `cost_only`,
         the costs (`record.results.CostReport`).
 
     Raises:
-        UserError: a problem that the user can fix: weights or data are missing (both in one message),
-            the folder contains another run or one of another version, the loss is not finite, …
+        UserError: If the user must fix a problem, e.g. if weights or data are missing, if the folder contains another
+            run or a run of another version, or if the loss is not finite.
     """
     quiet_lightning()
     connect(config)
@@ -87,35 +87,26 @@ def _run(config: Config, folder: Path, arguments: Sequence[str], begun: Callable
     if (folder / results_file.NAME).is_file() and config.resume == "auto":
         results = dict(read_results(folder))
         noted = [(folder / name).is_file() for name in (IMAGES, CONTENTS)]
-        if any(noted) and not missing_images(config) and factory.missing_weights(config.model) is None:
+        if any(noted) and not kind_of(config).missing(config) and factory.missing_weights(config.model) is None:
             refuse_changed_contents(folder, run_contents(config))
             if image_folders(config_file.read_config(folder)) != image_folders(config):
                 digests = (read_data(data).digest() for data in data_configs(config))
                 refuse_other_images(config, folder, "+".join(digests))
-        say("This run has already finished; its results (to train again: resume=never):")
+        say("This run has already finished. To train again, use resume=never. Its results:")
         say(results_text(results, folder))
         return results
-    missing = [factory.missing_weights(config.model), *missing_images(config)]
+    missing = [factory.missing_weights(config.model), *kind_of(config).missing(config)]
     if any(missing):
         raise UserError("\n".join(message for message in missing if message is not None))
     with faults_of_the_system(folder, lambda: False), single_values():
-        data, predicted = _opened_within_budget(config, folder)
+        data, predicted = None, None
+        if config.memory is not None:
+            with out_of_memory(config):
+                data = kind_of(config).open(config, factory.input_of(config.model))
+                predicted = require_within_budget(config, data, folder)
+                stop_from_now_on(config)
         with locked(folder) as held, faults_of_the_system(folder, lambda: held.begun), out_of_memory(config):
             return _train(config, held, arguments, begun, data, predicted)
-
-
-def _opened_within_budget(config: Config, folder: Path) -> tuple[RunData | None, Prediction | None]:
-    """If the run has a memory budget, open the data and predict the memory before anything is written.
-
-    Otherwise, return (None, None).
-    """
-    if config.memory is None:
-        return None, None
-    with out_of_memory(config):
-        images = open_images(config, factory.input_of(config.model))
-        predicted = require_within_budget(config, images, folder)
-        stop_from_now_on(config)
-        return images, predicted
 
 
 def _train(

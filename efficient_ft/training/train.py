@@ -15,7 +15,6 @@ from torch import nn
 from efficient_ft import __version__
 from efficient_ft.config import Config
 from efficient_ft.core import stopping
-from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.process_memory import release_freed_memory, resident_bytes
 from efficient_ft.core.terminal import shown_path
 from efficient_ft.data.inspection import Summary
@@ -32,7 +31,6 @@ from efficient_ft.training.callbacks.step_stats import StepStats
 from efficient_ft.training.callbacks.totals import Totals
 from efficient_ft.training.datamodule import (
     RunDataModule,
-    keep_decoded,
     refuse_unusable,
     run_contents,
     run_length,
@@ -40,7 +38,7 @@ from efficient_ft.training.datamodule import (
     summary_text,
 )
 from efficient_ft.training.features.prefix import FeatureCallback
-from efficient_ft.training.kinds.base import Kind, RunData
+from efficient_ft.training.kinds.base import Kind, RunData, settings_of_task
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory.measured import MemoryMeter
 from efficient_ft.training.module import FineTuner
@@ -59,7 +57,7 @@ from efficient_ft.training.output.loggers import close_loggers, start_loggers
 from efficient_ft.training.processes import SameStart, from_first, world_size
 from efficient_ft.training.trainer import build_trainer, use_channels_last
 
-#: The signal that Lightning has answered, by whether it is SIGTERM.
+#: The signal that Lightning handled; the key is True for SIGTERM.
 _LIGHTNINGS = {True: signal.SIGTERM, False: signal.SIGINT}
 
 
@@ -67,15 +65,8 @@ _LIGHTNINGS = {True: signal.SIGTERM, False: signal.SIGINT}
 class Training:
     """The parts of a run before its first step.
 
-    Attributes:
-        config: the configuration of the run.
-        held: the run folder, locked.
-        kind: the kind of task.
-        data: the opened data.
-        understood: the summary of each data set; empty in other processes than the first.
-        network: the network with its weights, without methods.
-        methods: the methods of the run.
-        before_model: resident memory before the network was built, in bytes.
+    `network` has its weights, but the methods are not applied. `before_model` is the resident memory before the network
+    was built, in bytes.
     """
 
     config: Config
@@ -87,15 +78,10 @@ class Training:
     methods: Sequence[Method]
     before_model: int
 
-    @property
-    def input(self) -> InputSpec:
-        """The input of the network."""
-        return self.kind.network_input(factory.input_of(self.config.model), self.data)
-
 
 @dataclass(frozen=True)
 class Fitted:
-    """The objects that know what happened in a training that has ended."""
+    """The Trainer, callbacks and loggers of a training that has ended."""
 
     trainer: L.Trainer
     module: FineTuner
@@ -107,21 +93,20 @@ class Fitted:
 
 
 def prepare(config: Config, held: RunFolder, begun: Callable[[], None], opened: RunData | None) -> Training:
-    """Open the data, build network and methods, and begin the run folder.
+    """Open the data (unless `opened` contains them), build the network and the methods, and begin the run folder.
 
-    Args:
-        config: the configuration of the run.
-        held: the run folder, locked.
-        begun: called in the first process when the folder belongs to this run.
-        opened: the data, if they are open already.
+    The first process calls `begun` when the folder belongs to this run.
 
     Raises:
-        UserError: the data cannot be used or have changed since the run began, or the network cannot be built.
+        UserError: If the data cannot be used, if they have changed since the run began, or if the network cannot be
+            built.
     """
     L.seed_everything(config.seed, verbose=False)
     kind, folder = kind_of(config), held.path
     data = kind.open(config, factory.input_of(config.model)) if opened is None else opened
-    keep_decoded(data, config.trainer.epochs)
+    for task, part in data.parts.items():
+        with settings_of_task(task):
+            part.keep_decoded(config.trainer.epochs)
     digest, contents = images_digest(data.report()), run_contents(config, data)
     if config.resume != "never":
         refuse_changed_contents(folder, contents)
@@ -129,31 +114,33 @@ def prepare(config: Config, held: RunFolder, begun: Callable[[], None], opened: 
     understood = summaries(data) if rank() == 0 else {}
     refuse_unusable(config, understood)
     say(summary_text(understood))
-    release_freed_memory()  # allocators keep the memory of making the lists: 75 MiB for a million images
+    release_freed_memory()  # reading a list of a million images leaves 75 MiB of freed memory
     before_model = resident_bytes()
-    network = kind.network(config, data)
+    network = kind.network(config.model, data.num_classes)
+    kind.check_network(network, data)
     methods = build_methods(config)
     kind.refuse_methods(methods)
     held.begin(config, {IMAGES: digest, CONTENTS: json_text(contents.record())}, begun)
-    from_first()  # before the others look into the folder, the first process has prepared it
+    from_first()  # the other processes wait until the first one has prepared the folder
     return Training(config, held, kind, data, understood, network, methods, before_model)
 
 
 def fit(run: Training, arguments: Sequence[str]) -> Fitted:
-    """Train until the last step, from the last checkpoint if there is one.
-
-    Args:
-        run: the prepared run.
-        arguments: the settings given on the command line, for loggers.
+    """Train until the last step, starting from the last checkpoint if there is one.
 
     Raises:
-        UserError: a setting does not fit the machine or the data.
-        DivergedError: the loss is not finite.
+        UserError: If a setting does not fit the machine or the data.
+        DivergedError: If the loss is not finite.
     """
     config, folder = run.config, run.held.path
     name = run_id(folder)
     epochs, total_steps = run_length(config, run.data, world_size(config))
-    _warn_of_warmup(config, total_steps)
+    if warmup_steps(config.optim, total_steps) >= total_steps:
+        say(
+            f"warning: trainer.max_steps={config.trainer.max_steps} ends the run within its warm-up of"
+            f" optim.warmup_steps={config.optim.warmup_steps}: the learning rate never reaches"
+            f" optim.lr={config.optim.lr:g}."
+        )
     totals = Totals(run.methods, total_steps * config.trainer.grad_accum_steps)
 
     def keep_best(module: L.LightningModule, epoch: int, accuracy: float) -> None:
@@ -170,16 +157,15 @@ def fit(run: Training, arguments: Sequence[str]) -> Fitted:
     recorder = Recorder(folder, run.data.best_split, keep_best, extra, totals, every, of_classes)
     loggers = start_loggers(config, folder, name, arguments)
     memory = MemoryMeter(run.methods, run.before_model)
-    features = _feature_callback(run, epochs)
-    callbacks: list[L.Callback] = [
-        memory,
-        run.held.started(),
-        SameStart(),
-        MethodCallback(run.methods, frozen_bn=config.model.frozen_bn),
-    ]
-    if features is not None:
+    apply = MethodCallback(run.methods, frozen_bn=config.model.frozen_bn)
+    callbacks: list[L.Callback] = [memory, run.held.started(), SameStart(), apply]
+    features = None
+    uses_prefix = config.trainer.cache_features != "off" or config.trainer.prefix != "fp32"
+    if uses_prefix and run.kind.supports("prefix"):
+        data: Any = run.data
+        features = FeatureCallback(config, data, run.methods, epochs, folder)
         callbacks.append(features)
-    if config.step_stats.interval:  # after the methods have decided the step, before a checkpoint is written
+    if config.step_stats.interval:  # runs after the methods have prepared the step, and before checkpoints are written
         callbacks.append(StepStats(folder, run.methods, config.step_stats.interval))
     callbacks += [totals, recorder]
     if config.trainer.progress:
@@ -202,45 +188,20 @@ def _loop(run: Training, fitted: Fitted) -> None:
     with stop_on_interrupt(recorder):
         try:
             trainer.fit(fitted.module, datamodule=RunDataModule(run.data), ckpt_path=resume)
-            if recorder.stop_requested is not None:  # in the last step: everything is trained and saved
+            if recorder.stop_requested is not None:  # in the last step, after everything was saved
                 raise stopping.ending(recorder.stop_requested)
         except BaseException as error:
             close_loggers(fitted.loggers, failed=True)
             refuse_killed_worker(error)
-            if isinstance(error, SystemExit) and trainer.interrupted:  # Lightning turns signals into its own exits
+            if isinstance(error, SystemExit) and trainer.interrupted:  # Lightning converts signals to exits
                 raise stopping.ending(recorder.stop_requested or _LIGHTNINGS[trainer.received_sigterm]) from None
             raise
 
 
 def export_network(run: Training, notes: dict[str, Any]) -> None:
-    """Write model.safetensors with the present weights.
-
-    Args:
-        run: the run.
-        notes: metadata, to which those of the kind of task are added.
-    """
+    """Write model.safetensors with the present weights, and with `notes` and the kind's notes as metadata."""
     notes |= run.kind.notes(run.config, run.data)
     weights = plain_state_dict(run.network, run.methods, copy_weights=False)
     model = run.kind.portable(run.config, run.network)
-    file = run.held.path / export.NAME
-    export.save(file, weights, model, run.data.class_names, run.input, notes, run.methods)
-
-
-def _feature_callback(run: Training, epochs: int) -> FeatureCallback | None:
-    """Return the callback for the frozen prefix; None if it is not used or not supported."""
-    options = run.config.trainer
-    used = options.cache_features != "off" or options.prefix != "fp32"
-    if not used or not run.kind.supports("prefix"):
-        return None
-    data: Any = run.data
-    return FeatureCallback(run.config, data, run.methods, epochs, run.held.path)
-
-
-def _warn_of_warmup(config: Config, total_steps: int) -> None:
-    """Warn if the run ends within its warm-up."""
-    if warmup_steps(config.optim, total_steps) >= total_steps:
-        say(
-            f"warning: trainer.max_steps={config.trainer.max_steps} ends the run within its warm-up of"
-            f" optim.warmup_steps={config.optim.warmup_steps}: the learning rate never reaches"
-            f" optim.lr={config.optim.lr:g}."
-        )
+    spec = run.kind.network_input(factory.input_of(run.config.model), run.data)
+    export.save(run.held.path / export.NAME, weights, model, run.data.class_names, spec, notes, run.methods)

@@ -32,21 +32,13 @@ def build_trainer(
     loggers: list[Logger],
     epochs: int,
 ) -> L.Trainer:
-    """Build the Trainer for `config.trainer`.
-
-    Args:
-        config: the run's configuration.
-        folder: the run folder.
-        methods: the methods of the run, which declare whether DDP must search for unused parameters.
-        callbacks: in the order in which Lightning calls them.
-        loggers: started loggers.
-        epochs: the number of epochs.
+    """Build the Trainer for `config.trainer`. Lightning calls the callbacks in the given order.
 
     Raises:
-        UserError: the accelerator, devices or precision are not available on this machine.
+        UserError: If the accelerator, devices or precision are not available on this machine.
     """
     options = config.trainer
-    # Layers that are frozen per step, and classifiers of other tasks, have no gradient in some steps.
+    # In some steps, frozen layers and classifiers of other tasks receive no gradient.
     unused = bool(config.tasks) or any(getattr(m, "find_unused_parameters", False) for m in methods)
     ddp = options.strategy == "ddp" or world_size(config) > 1
     strategy = "ddp_find_unused_parameters_true" if unused and ddp else options.strategy
@@ -66,7 +58,7 @@ def build_trainer(
             callbacks=callbacks,
             plugins=[checkpoint.AtomicCheckpointIO(), environment()],
             logger=loggers or False,
-            use_distributed_sampler=False,  # the run's own sampler knows rank, world size and where to continue
+            use_distributed_sampler=False,  # the run's sampler handles ranks and resuming
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -90,10 +82,7 @@ def build_trainer(
 
 
 def bf16_is_emulated(device: torch.device) -> bool:
-    """Return True if PyTorch emulates matrix products in bfloat16 on `device`.
-
-    Return False if PyTorch does not report it: without oneDNN, and on devices other than a CPU and CUDA.
-    """
+    """Return True if PyTorch reports (on CUDA, and on a CPU with oneDNN) that it emulates bfloat16 products."""
     if device.type == "cuda":
         return not torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type == "cpu" and torch.backends.mkldnn.is_available():
@@ -102,13 +91,13 @@ def bf16_is_emulated(device: torch.device) -> bool:
 
 
 def use_channels_last(config: Config, device: torch.device) -> bool:
-    """Return True for the channels-last format: `trainer.channels_last`, or by default on a CPU."""
+    """Return `trainer.channels_last`. By default, the channels-last format is used on a CPU only."""
     chosen = config.trainer.channels_last
     return device.type == "cpu" if chosen is None else chosen
 
 
 def on_device(config: Config) -> torch.device:
-    """Return the device on which a run trains; needs no Trainer."""
+    """Return the device on which a run trains. A Trainer is not needed."""
     chosen = config.trainer.accelerator
     if chosen in ("auto", "gpu") and torch.cuda.is_available():
         return torch.device("cuda")

@@ -8,8 +8,8 @@ from efficient_ft.cost import executed
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
 from efficient_ft.planning.counting import Counter
+from efficient_ft.training.costs import step_spec
 from efficient_ft.training.optimizer import build_optimizer
-from efficient_ft.training.run_task import step_spec
 from tests.planning.common import SETTINGS, configure
 
 pytestmark = pytest.mark.usefixtures("wide")

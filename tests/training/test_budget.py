@@ -20,7 +20,7 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.process_memory import HighWaterMark, lifetime_peak_bytes, release_freed_memory, resident_bytes
 from efficient_ft.cost import Demand, Forward, Prediction, predict
 from efficient_ft.models import factory
-from efficient_ft.training.datamodule import open_images
+from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory import budget
 from efficient_ft.training.memory import watch as memory_watch
 from efficient_ft.training.memory.budget import Predictor
@@ -75,8 +75,8 @@ def test_the_rejection_names_the_batch_that_would_fit(monkeypatch: pytest.Monkey
     asked = _predicting(monkeypatch, lambda config: {"training": 250 * 10**9 * config.data.batch_size})
     text = _rejected(tmp_path, "data.batch_size=32")
     assert [one.data.batch_size for one in asked] == [32, 32, 16, 8]
-    assert "Most is needed for training (data.batch_size=32, model.image_size=32)." in text
-    assert "data.batch_size=8 trainer.grad_accum_steps=4 would fit; or efficient-ft plan" in text
+    assert "The largest phase is training (data.batch_size=32, model.image_size=32)." in text
+    assert "data.batch_size=8 trainer.grad_accum_steps=4 would fit. To find recipes that fit, use" in text
 
 
 def test_the_rejection_names_the_evaluation_batch_that_would_fit(
@@ -87,8 +87,8 @@ def test_the_rejection_names_the_evaluation_batch_that_would_fit(
 
     _predicting(monkeypatch, phases)
     text = _rejected(tmp_path, "data.eval_batch_size=64")
-    assert "Most is needed for evaluation (data.eval_batch_size=64, model.image_size=32)." in text
-    assert "data.eval_batch_size=16 would fit; or efficient-ft plan" in text
+    assert "The largest phase is evaluation (data.eval_batch_size=64, model.image_size=32)." in text
+    assert "data.eval_batch_size=16 would fit. To find recipes that fit, use" in text
 
 
 @pytest.mark.slow
@@ -102,7 +102,7 @@ def test_the_rejection_names_workers_and_the_image_size(monkeypatch: pytest.Monk
 @pytest.mark.slow
 def test_evaluation_and_smaller_parts_count() -> None:
     config = of_run("data.batch_size=128", "data.eval_batch_size=8", memory="1TB")
-    images = open_images(config, factory.input_of(config.model))
+    images = kind_of(config).open(config, factory.input_of(config.model))
     predictor = Predictor(config, images, 0, torch.device("cpu"))
 
     def demand(**sizes: int) -> Demand:
@@ -188,7 +188,7 @@ def test_workers_are_printed_and_count_in_the_container(
 def test_the_watch_covers_evaluation_and_costs(tmp_path: Path) -> None:
     run(_plain(["method=full", "trainer.progress=false"]), tmp_path / "run")
     for settings in (["cost_only=true"], [f"evaluate={tmp_path / 'run'}"]):
-        with pytest.raises(UserError, match=r"memory=1MB .*: stopped, since"):
+        with pytest.raises(UserError, match=r"memory=1MB .*: stopped, because"):
             run(of_run(*settings, memory="1MB"), tmp_path / "other")
 
 
@@ -206,7 +206,7 @@ def test_marks_before_a_measurement_count_in_the_peak() -> None:
 def test_a_run_is_stopped_when_it_passes_its_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     _predicting(monkeypatch, lambda config: {"training": 0})
     with pytest.raises(
-        UserError, match=r"memory=100MB \(95\.4 MiB\): stopped, since .* [MG]iB were taken by the process"
+        UserError, match=r"memory=100MB \(95\.4 MiB\): stopped, because .* [MG]iB were used by the process"
     ):
         run(of_run(memory="100MB"), tmp_path / "run")
 
@@ -264,7 +264,7 @@ def test_freed_memory_is_given_back_before_a_run_is_stopped(
 
     monkeypatch.setattr(memory_watch.psutil, "Process", Process)
     monkeypatch.setattr(memory_watch, "release_freed_memory", release)
-    expected = pytest.raises(UserError, match="taken by the process") if stopped else nullcontext()
+    expected = pytest.raises(UserError, match="used by the process") if stopped else nullcontext()
     with expected, within_budget(of_run(memory="100MB"), torch.device("cpu")):
         time.sleep(0.3)
     assert released == [8]

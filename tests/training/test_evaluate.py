@@ -41,7 +41,7 @@ def test_loading_precision_and_limits_may_be_changed(configuration, finished, mo
         seen.append((loader.batch_size, precision, limit))
         return {"accuracy": 0.5}
 
-    monkeypatch.setattr("efficient_ft.training.kinds.scoring.scores", scores)
+    monkeypatch.setattr("efficient_ft.training.kinds.base.scores", scores)
     changes = {
         "data__eval_batch_size": 7,
         "trainer__precision": "bf16",
@@ -61,7 +61,7 @@ def test_maps_are_stored_as_in_the_training(configuration, finished, monkeypatch
         found.append(bool(maps) and all(p.is_contiguous(memory_format=torch.channels_last) for p in maps))
         return {"accuracy": 0.5}
 
-    monkeypatch.setattr("efficient_ft.training.kinds.scoring.scores", scores)
+    monkeypatch.setattr("efficient_ft.training.kinds.base.scores", scores)
     evaluate(finished[0], configuration(trainer__channels_last=channels_last))
     assert found == [expected] * 2
 

@@ -105,7 +105,7 @@ def test_only_what_the_system_refuses_in_the_folder_is_renamed(tmp_path: Path) -
             raise error
         assert caught.value is error
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    for saved, then in ((False, "Nothing had been saved yet"), (True, "What was saved before is kept")):
+    for saved, then in ((False, "Nothing was saved yet"), (True, "Saved files are kept")):
         if saved:
             (tmp_path / checkpoint.NAME).touch()
         with (

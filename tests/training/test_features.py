@@ -149,7 +149,7 @@ def test_damaged_features_are_computed_again_and_it_is_said(
         file.write(b"\xff" * 4000)
     capsys.readouterr()
     results = run(small(), tmp_path / "damaged")
-    assert f"Stored features in {store} are damaged; they are computed again." in " ".join(
+    assert f"Stored features in {store} are damaged and are computed again." in " ".join(
         capsys.readouterr().out.split()
     )
     assert_same_training(tmp_path / "straight", tmp_path / "damaged")
@@ -192,7 +192,7 @@ def test_a_disk_that_fills_ends_the_filling_and_not_the_run(
             r"trainer\.cache_features=on: No part of the network can be computed once: .* trains.* Use"
             r" trainer\.cache_features=off, or a method that trains the last part",
         ),
-        ({"method": {"lisa": {}}}, r"Method lisa decides in each step what trains"),
+        ({"method": {"lisa": {}}}, r"Method lisa selects the trained parameters in each step"),
         (
             {"trainer__cache_limit": "1MB"},
             r"trainer\.cache_limit must be at least 0\.02GiB for these",
@@ -224,8 +224,8 @@ def test_a_disk_without_room_is_refused(
     ("changes", "reason"),
     [
         ({"method": {"full": {}}}, "No part of the network can be computed once"),
-        ({"trainer__epochs": 2}, "none would be used twice: trainer.epochs=2, trainer.views=2."),
-        ({"method": {"lisa": {}}}, "Method lisa decides in each step what trains"),
+        ({"trainer__epochs": 2}, "no features would be used twice: trainer.epochs=2, trainer.views=2."),
+        ({"method": {"lisa": {}}}, "Method lisa selects the trained parameters in each step"),
         ({"trainer__cache_limit": "1KB"}, "trainer.cache_limit must be at least"),
         ({"model__frozen_bn": False}, "of the FLOPs of a training step"),
     ],
@@ -283,7 +283,7 @@ def test_a_resumed_run_keeps_the_form_that_was_chosen(
     monkeypatch.setattr(features_module, "choose_form", lambda run, forms: (Form.FOLDED, {}, {"folded": 0.0}))
     run(config, tmp_path / "whole")
     interrupted_at(4, config, tmp_path / "resumed")
-    assert "computes in the form folded (trainer.prefix=auto)" in " ".join(capsys.readouterr().out.split())
+    assert "uses the form folded (trainer.prefix=auto)" in " ".join(capsys.readouterr().out.split())
     monkeypatch.setattr(features_module, "choose_form", lambda run, forms: pytest.fail("chosen twice"))
     results = run(config, tmp_path / "resumed")
     assert results["prefix"]["form"] == "folded"
@@ -323,4 +323,4 @@ def test_a_form_where_nothing_is_frozen_is_refused_and_auto_says_so(
         run(small(**settings, trainer__prefix="folded"), tmp_path / "refused")
     results = run(small(**settings, trainer__prefix="auto"), tmp_path / "auto")
     assert "prefix" not in results
-    assert "The network computes as it is (trainer.prefix=auto): No part" in " ".join(capsys.readouterr().out.split())
+    assert "The network is not changed (trainer.prefix=auto): No part" in " ".join(capsys.readouterr().out.split())

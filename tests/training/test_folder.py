@@ -265,7 +265,9 @@ def tree(place: Path) -> dict[str, bytes]:
 
 
 def test_another_run_in_the_folder_is_refused(configuration, finished):
-    with pytest.raises(UserError, match=r"optim\.lr is 0\.01 there, 0\.001 here.*hydra\.run\.dir, or resume=never"):
+    with pytest.raises(
+        UserError, match=r"optim\.lr is 0\.01 in that run and 0\.001 in this run.*hydra\.run\.dir, or resume=never"
+    ):
         run(configuration(optim__lr=1e-3), finished[0])
 
 

@@ -7,10 +7,29 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
+import torch
 from PIL import Image
+from torch import nn
+
+from efficient_ft.cli.hydra.compose import configured
+from efficient_ft.config import Config, ModelConfig
+from efficient_ft.config.kinds import RULES, KindRules
+from efficient_ft.config.schema import NETWORKS
+from efficient_ft.core.input_spec import InputSpec
+from efficient_ft.models import factory
+from efficient_ft.planning.counting import Counter
+from efficient_ft.planning.timing import try_recipe
+from efficient_ft.task import TASKS
+from efficient_ft.training import costs
+from efficient_ft.training.kinds import registry
+from efficient_ft.training.kinds.base import Kind
+from efficient_ft.training.kinds.classification import ClassificationKind
+from efficient_ft.training.memory.budget import Predictor
 
 HERE = Path(__file__).parent
 
@@ -95,3 +114,69 @@ def test_a_kind_of_another_package_trains_evaluates_and_predicts(tmp_path: Path)
     predicted = json.loads(shown[shown.index("[\n") : shown.index("]\n") + 1])
     assert abs(predicted[0]["number"] - true) < 0.3
     assert (tmp_path / "check" / "samples.png").is_file()
+    counted = _call(tmp_path, COMMAND, "cost", *data, *model)
+    assert "vit_digits, 32×32, 1 classes" in counted
+    planned = _call(
+        tmp_path, COMMAND, "plan", *data, "model=vit_digits", "memory=2GB", "loss=100", "--planning-time", "1s"
+    )
+    assert "method=" in planned
+
+
+class _Networks:
+    """A family of networks with a single linear layer."""
+
+    def input_of(self, config: ModelConfig) -> InputSpec:
+        return InputSpec((4, 4), (0.0,) * 3, (1.0,) * 3, "bilinear")
+
+    def build(self, config: ModelConfig, classes: int) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(48, classes))
+
+    def load(self, config: ModelConfig, classes: int, random: nn.Module) -> nn.Module:
+        return random
+
+    def missing(self, config: ModelConfig) -> str | None:
+        return "no weights"
+
+
+class _KindWithNetworks(ClassificationKind):
+    rules = KindRules("numbers", (), family="numbers", networks=("linear_48",))
+    family = _Networks()
+
+
+def test_a_kind_adds_a_family_of_networks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for known, name in ((registry._registered, "numbers"), (RULES, "numbers"), (TASKS, "numbers")):
+        monkeypatch.delitem(known, name, raising=False)  # pytest removes the entries that the test adds
+    monkeypatch.delitem(factory.FAMILIES, "numbers", raising=False)
+    monkeypatch.delitem(NETWORKS, "linear_48", raising=False)
+    kind = registry.register(_KindWithNetworks())
+    model = ModelConfig(name="linear_48", pretrained=False)
+    assert model.family == "numbers"
+    assert factory.input_of(model).size == (4, 4)
+    assert factory.missing_weights(model) == "no weights"
+    for network in (kind.network(model, 3), kind.random_network(model, 3)):
+        assert network(torch.zeros(2, 3, 4, 4)).shape == (2, 3)
+
+
+class _CalledError(Exception):
+    """The kind built a network."""
+
+
+@pytest.mark.parametrize(
+    "count",
+    [
+        costs.cost_only,
+        lambda config: Counter(config, 10),
+        lambda config: try_recipe(config, 10, 0.0),
+        lambda config: Predictor(config, None, 0, torch.device("cpu"))(config),
+    ],
+    ids=["cost", "plan", "trial", "budget"],
+)
+def test_the_kind_builds_every_counted_network(
+    count: Callable[[Config], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def called(*arguments: object) -> nn.Module:
+        raise _CalledError
+
+    monkeypatch.setattr(Kind, "random_network", called)
+    with pytest.raises(_CalledError):
+        count(configured(["model=vit_digits", "data=digits", "method=full"]))

@@ -78,10 +78,10 @@ def test_tensorboard_gets_curves_classes_samples_and_the_results(tmp_path, confi
 
 def validation_labels():
     """Labels of the validation images of the runs here."""
-    from efficient_ft.training.datamodule import open_images
+    from efficient_ft.training.kinds.registry import kind_of
 
     config = check(plain_config())
-    return open_images(config, factory.input_of(config.model)).eval_loader("val").dataset.labels.tolist()
+    return kind_of(config).open(config, factory.input_of(config.model)).eval_loader("val").dataset.labels.tolist()
 
 
 @pytest.mark.first(1, "slow")

@@ -128,7 +128,7 @@ def test_the_number_of_a_process_left_in_the_environment_is_named(tmp_path, conf
     """The first process prepares the folder; there would be none."""
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(rank_zero_only, "rank", 1)
-    with pytest.raises(UserError, match=r"^LOCAL_RANK=1 in the environment says .* Unset LOCAL_RANK\.$"):
+    with pytest.raises(UserError, match=r"^LOCAL_RANK=1 in the environment means .* Unset LOCAL_RANK\.$"):
         run(configuration(), tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -177,6 +177,6 @@ def test_files_known_to_be_unreadable_are_refused_before_anything_is_written(fol
     broken = sorted(root.rglob("*.png"))[0]
     broken.write_bytes(broken.read_bytes()[:40])
     data = {"name": "folder", "root": str(root), "num_workers": 0}
-    with pytest.raises(UserError, match=rf"{broken.name}: not readable .* Or leave them out: data\.on_corrupt=skip"):
+    with pytest.raises(UserError, match=rf"{broken.name}: not readable .* To skip them, set data\.on_corrupt=skip"):
         run(configuration(data=data), tmp_path / "run")
     assert not list((tmp_path / "run").glob("metrics*"))

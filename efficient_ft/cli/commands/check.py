@@ -53,16 +53,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     config = configured(words)
     from efficient_ft.models import factory
-    from efficient_ft.training.datamodule import missing_images, open_images, summaries, summary_text
+    from efficient_ft.training.datamodule import summaries, summary_text
     from efficient_ft.training.kinds.registry import kind_of
     from efficient_ft.training.output.console import say
 
-    missing = missing_images(config)
+    kind = kind_of(config)
+    missing = kind.missing(config)
     if missing:
         raise UserError("\n".join(missing))
     spec = factory.input_of(config.model)
     try:
-        data = open_images(kind_of(config).check_settings(config), spec)
+        data = kind.open(kind.check_settings(config), spec)
         found = summaries(data, thorough=True)
     except SettingError:
         raise

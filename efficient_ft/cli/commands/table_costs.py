@@ -316,7 +316,7 @@ def _counted(arguments: tuple[str, ...]) -> Executed:
     kind = kind_of(config)
     classes = kind.table_classes or class_count(config.data)
     assert classes is not None
-    model = factory.random_model(config.model, classes)
+    model = kind.random_network(config.model, classes)
     spec = factory.input_of(config.model)
     # FLOPs and saved bytes per image do not depend on the batch size.
     return executed(

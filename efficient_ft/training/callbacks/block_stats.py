@@ -1,4 +1,4 @@
-"""Observe a model's blocks in a forward pass: their inputs and outputs, and how much each adds to its input."""
+"""Observe the inputs and outputs of a model's blocks in a forward pass, and compare their magnitudes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from efficient_ft.ops.tokens import Tokens, pop_tokens
 
 
 class BlockIO(NamedTuple):
-    """Input and output of a block in one forward pass: detached, to be read only.
+    """Detached input and output of a block in one forward pass. Do not modify them.
 
     Attributes:
         x: the input.
-        before: grid positions of the input's tokens; None: all tokens are present, or nothing is known.
+        before: grid positions of the input's tokens; None if all tokens are present or positions are unknown.
         y: the output.
-        after: grid positions of the output's tokens; None as above.
+        after: grid positions of the output's tokens; None as for `before`.
     """
 
     x: Tensor
@@ -31,15 +31,10 @@ class BlockIO(NamedTuple):
 
 @contextmanager
 def observe_blocks(model: nn.Module, blocks: Sequence[str], callback: Callable[[int, BlockIO], None]) -> Iterator[None]:
-    """Call `callback` with the index and the `BlockIO` of each block that runs inside this context.
+    """Call `callback` with the index and the `BlockIO` of each block that runs inside this context, without gradients.
 
-    Forward passes that recompute activations inside backward are skipped, and so are blocks whose first input or
+    Forward passes that recompute activations inside backward are skipped, as are blocks whose first input or whose
     output is not a tensor. Nothing is saved for the backward pass.
-
-    Args:
-        model: the model; hooks are removed on exit.
-        blocks: full names of the blocks.
-        callback: runs without gradients.
     """
 
     def hook(index: int) -> Callable[..., None]:
@@ -61,10 +56,7 @@ def observe_blocks(model: nn.Module, blocks: Sequence[str], callback: Callable[[
 
 
 def channel_axis(block: nn.Module, dims: int) -> int:
-    """The channel axis of a block's output with `dims` dimensions.
-
-    1 for maps (4 dimensions) of a block whose first layer is a convolution, else the last one.
-    """
+    """Return the channel axis of a block's output: 1 for 4-dimensional outputs of convolutions, otherwise the last."""
     first = next((m for m in block.modules() if isinstance(m, nn.Linear | nn.Conv2d)), None)
     return 1 if dims == 4 and isinstance(first, nn.Conv2d) else dims - 1
 
@@ -72,19 +64,20 @@ def channel_axis(block: nn.Module, dims: int) -> int:
 def relative_magnitude(
     io: BlockIO, prefix: int, axis: int, present: Tensor | None = None
 ) -> tuple[Tensor, Tensor] | None:
-    """‖f(x)‖ / ‖f(x) + x‖, and the number of tokens compared.
+    """Return ‖f(x)‖ / ‖f(x) + x‖, and the number of compared tokens.
 
-    Norms are taken over channels, in single precision or higher; tokens whose output is zero are left out.
+    Norms are computed over channels in single precision or higher. Tokens with a zero output are excluded.
 
     Args:
         io: input and output of the block.
-        prefix: the number of the model's prefix tokens.
+        prefix: number of the model's prefix tokens.
         axis: the channel axis.
-        present: (B, N), 0 for padding, which is left out; None: there is none.
+        present: mask (B, N) with 0 for padding, which is excluded; None without padding.
 
     Returns:
-        The mean over images and tokens, and the tokens per image in that mean: two scalars on the block's device. None
-        if no token of the output was in the input.
+        The mean over images and tokens, and the number of tokens per image in that mean, as scalars on the block's
+        device.
+        None if no output token was in the input.
     """
     pair = _same_tokens(io, prefix)
     if pair is None:
@@ -101,7 +94,7 @@ def relative_magnitude(
 
 
 def _same_tokens(io: BlockIO, prefix: int) -> tuple[Tensor, Tensor, Tensor | bool] | None:
-    """Pair the output's tokens with the same tokens of the input: (x, y, mask of the valid pairs)."""
+    """Pair the output's tokens with the same tokens of the input, as (x, y, mask of the valid pairs)."""
     x, before, y, after = io
     if after is None or after is before:  # no token was dropped or merged, or positions are unknown
         if x.shape == y.shape:

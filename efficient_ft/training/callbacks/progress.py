@@ -1,4 +1,4 @@
-"""The progress of a run: a bar on a terminal, plain lines elsewhere, and a line at the end of each epoch."""
+"""The progress of a run: a bar on a terminal, lines of text elsewhere, and a line at the end of each epoch."""
 
 from __future__ import annotations
 
@@ -21,14 +21,10 @@ BAR_SECONDS, LINE_SECONDS = 0.5, 60.0
 
 
 class ProgressBar(L.Callback):
-    """Shows epoch, step, loss, learning rate, speed and time left.
+    """Show epoch, step, loss, learning rate, speed and remaining time.
 
-    The loss is the mean of the epoch so far, over the losses that have been read from the accelerator.
-
-    Args:
-        total_steps: optimizer steps of the run.
-        epochs: epochs of the run.
-        recorder: provides the row of each epoch; it must precede this callback.
+    The loss is the mean over the current epoch, for the losses that have been read from the accelerator. Place this
+    callback after `recorder`, which provides the row of each epoch.
     """
 
     def __init__(self, total_steps: int, epochs: int, recorder: Recorder) -> None:
@@ -36,7 +32,7 @@ class ProgressBar(L.Callback):
         self._bar: Any = None
         self._first = self._seen = 0
         self._start = self._last = 0.0
-        #: Seconds of evaluation, which the training speed excludes, and the start of the current evaluation.
+        #: Seconds spent in evaluation, which the training speed excludes, and the start of the current evaluation.
         self._paused, self._pause = 0.0, 0.0
 
     @rank_zero_only
@@ -108,22 +104,19 @@ class ProgressBar(L.Callback):
         _shorten(more, terminal_width(least=1) - len(f"{line}, "))
         show(", ".join([line, *more]))
 
-    def _close(self) -> None:
+    @rank_zero_only
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._bar is not None:
-            self._bar.leave = False  # the lines of the epochs stay
+            self._bar.leave = False  # only the lines of the epochs remain
             self._bar.close()
             self._bar = None
 
     @rank_zero_only
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._close()
-
-    @rank_zero_only
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._close()
+        self.on_train_end(trainer, pl_module)
 
 
 def _shorten(parts: list[str], width: int, least: int = 0) -> None:
-    """Remove parts until the line fits or `least` are left; the first and the last one stay longest."""
+    """Remove parts until the line fits or `least` parts are left. The first and the last part are removed last."""
     while len(parts) > least and len(", ".join(parts)) > width:
         del parts[-2 if len(parts) > 1 else -1]

@@ -1,4 +1,4 @@
-"""The callback that writes a run: metrics, the best epoch's weights, and checkpoints."""
+"""The callback that records a run: metrics, the weights of the best epoch, and checkpoints."""
 
 from __future__ import annotations
 
@@ -24,38 +24,36 @@ from efficient_ft.training.output.console import rank, say
 from efficient_ft.training.output.faults import refuse_lost_process, require_folder
 from efficient_ft.training.processes import from_first, requeue
 
-#: Maximum number of optimizer steps between two rows of training loss, and number of steps between two that may write
-#: a checkpoint. A short run has at least `LEAST_ROWS` rows.
+#: Maximum number of optimizer steps between two rows of training loss. A short run has at least `LEAST_ROWS` rows.
+#: Within an epoch, checkpoints are written only after multiples of this number of steps.
 RECORD_EVERY = 50
 LEAST_ROWS = 20
 #: Maximum number of classes for which loggers receive the values of single classes.
 LARGEST_CHART = 100
-#: A checkpoint is written at the end of an epoch, unless the last one is younger than this …
+#: Minimum age of the last checkpoint before another one is written at the end of an epoch.
 EPOCH_CHECKPOINT_SECONDS = 10.0
-#: … and within an epoch that takes longer than this.
+#: Minimum age of the last checkpoint before another one is written within an epoch.
 STEP_CHECKPOINT_SECONDS = 600.0
-#: Signals by which Slurm and submitit announce the end of a job. Windows has neither.
+#: Signals by which Slurm and submitit announce the end of a job. They do not exist on Windows.
 REQUEUE = tuple(number for name in ("SIGUSR1", "SIGUSR2") if (number := getattr(signal, name, None)) is not None)
 #: Signals after which a run saves and stops.
 _STOP = tuple(dict.fromkeys([*REQUEUE, *reversed(stopping.STOPPING)]))
 
 
 def rows_every(given: int | None, total_steps: int) -> int:
-    """Return the optimizer steps between two rows of training loss: `given`, or at most `RECORD_EVERY`."""
+    """Return the number of steps between two rows of training loss: `given`, or at most `RECORD_EVERY`."""
     return given or max(1, min(RECORD_EVERY, total_steps // LEAST_ROWS))
 
 
 class Recorder(L.Callback):
-    """Write the metrics, keep the best epoch's weights, and write checkpoints.
+    """Write the metrics, save the weights of the best epoch, and write checkpoints.
 
     Args:
-        folder: the run folder.
         split: the split on which the run evaluates during training.
-        keep_best: writes the network's weights; called with the module, the epoch (from 1) and its accuracy.
+        keep_best: called with the module, the epoch (from 1) and its accuracy, to write the network's weights.
         extra: further entries of every checkpoint, in plain containers.
-        totals: the callback that adds up what training takes, which comes before this one.
-        every: optimizer steps between two rows of training loss; see `rows_every`.
-        class_names: names of the classes, for the values of single classes in loggers.
+        totals: the callback with the totals of the training. It must precede this callback.
+        every: optimizer steps between two rows of training loss. See `rows_every`.
     """
 
     def __init__(
@@ -76,21 +74,20 @@ class Recorder(L.Callback):
         self.best: float | None = None
         self.best_epoch = 0
         self.last: float | None = None
-        #: With several tasks: each task's accuracy in the best and in the last epoch; `best` and `last` are means.
+        #: With several tasks, each task's accuracy in the best and in the last epoch. `best` and `last` are the means.
         self.best_tasks: dict[str, float] = {}
         self.last_tasks: dict[str, float] = {}
         self._saved = 0.0
-        #: Set by a signal, as its number: save after the present step, and stop.
+        #: The signal after which the run saves and stops; None to continue.
         self.stop_requested: int | None = None
-        #: The handler of signals that ask to stop, while the training runs.
+        #: The handler for signals that request a stop; None while no training runs.
         self.handler: Callable[[int, Any], None] | None = None
 
-    # ------------------------------------------------------------------ steps
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._saved = time.monotonic()
         if self.handler is not None:
-            # Replaces Lightning's handler, which broadcasts in the middle of a step, when other processes expect a
-            # different exchange, and ends a single process even if nothing has been saved since the last checkpoint.
+            # Lightning's handler broadcasts in the middle of a step, when other processes expect a different exchange.
+            # In addition, it ends a single process without a checkpoint.
             signal.signal(signal.SIGTERM, self.handler)
         if trainer.is_global_zero:
             self.metrics.rewind(trainer.global_step)
@@ -102,7 +99,15 @@ class Recorder(L.Callback):
         step = trainer.global_step
         whole = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         if whole and step % self.every == 0:
-            self._record_step(trainer, pl_module, batch_idx)
+            pl_module.read_losses(batch_idx)
+            row = {
+                "step": step,
+                "epoch": trainer.current_epoch + 1,
+                "train_loss": pl_module.mean_loss("window"),
+                "lr": max(g["lr"] for g in trainer.optimizers[0].param_groups),
+                **self._so_far(),
+            }
+            self._log(trainer, row)
         # The last batch is followed by the epoch's evaluation, its checkpoint and the decision to stop.
         within = whole and batch_idx + 1 < trainer.num_training_batches
         if within and step % RECORD_EVERY == 0 and self._due(trainer, STEP_CHECKPOINT_SECONDS):
@@ -116,49 +121,35 @@ class Recorder(L.Callback):
             trainer.should_stop = True
 
     def _stop(self, trainer: L.Trainer) -> int | None:
-        """Return the signal that any process received, the same in all of them; None to continue. Collective."""
+        """Return the signal that any process received, the same in all processes; None to continue. Collective."""
         if trainer.world_size == 1:
             return self.stop_requested
-        # A signal reaches the processes in different steps, and a checkpoint is written by all of them.
+        # A signal reaches the processes in different steps, but they must write a checkpoint in the same step.
         asked = all_reduce_sum(torch.tensor([float(self.stop_requested == number) for number in _STOP])).tolist()
         return next((number for number, count in zip(_STOP, asked, strict=True) if count), None)
 
     def _leave(self, stop: int) -> None:
-        """Stop for the signal `stop` after a checkpoint; let Slurm run the job again where it sent the signal."""
-        self.stop_requested = stop  # in each process, whichever got the signal
+        """End the run after a checkpoint because of the signal `stop`. If Slurm sent the signal, requeue the job."""
+        self.stop_requested = stop  # in every process
         if stop in REQUEUE and "SLURM_JOB_ID" in os.environ:
             if rank() == 0:
                 requeue()
-            from_first()  # before the first process has asked, none may end
+            from_first()  # no process may end before the first one has asked Slurm
         raise KeyboardInterrupt
 
-    def _record_step(self, trainer: L.Trainer, module: FineTuner, batch_idx: int) -> None:
-        module.read_losses(batch_idx)
-        self._log(
-            trainer,
-            {
-                "step": trainer.global_step,
-                "epoch": trainer.current_epoch + 1,
-                "train_loss": module.mean_loss("window"),
-                "lr": max(g["lr"] for g in trainer.optimizers[0].param_groups),
-                **self._so_far(),
-            },
-        )
-
     def _due(self, trainer: L.Trainer, seconds: float) -> bool:
-        # All ranks take part in a checkpoint, so the first rank's clock decides.
+        # All ranks write a checkpoint together, so the first rank's clock decides.
         due = time.monotonic() - self._saved >= seconds
         return bool(trainer.strategy.broadcast(due)) if trainer.world_size > 1 else due
 
     def _save(self, trainer: L.Trainer, module: FineTuner, batch_idx: int) -> None:
-        module.read_losses(batch_idx)  # raises for a NaN: such weights never replace good ones
+        module.read_losses(batch_idx)  # raises for a NaN, so that such weights are never saved
         module.require_finite()
         require_folder(self.folder)
         self.totals.gather()
         trainer.save_checkpoint(self.folder / checkpoint.NAME)
         self._saved = time.monotonic()
 
-    # ------------------------------------------------------------------ epochs
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # The evaluation has just run, as the last part of the epoch's loop.
         assert isinstance(pl_module, FineTuner)
@@ -198,16 +189,13 @@ class Recorder(L.Callback):
             self._leave(stop)
 
     def _so_far(self) -> dict[str, float]:
-        """Return images, FLOPs, seconds and joules (if the machine measures them) of the training so far.
-
-        Every process has to call it.
-        """
+        """Return the images, FLOPs, seconds and joules (if measured) of the training so far. Collective."""
         self.totals.gather()
         values: Any = self.totals.values()
         return {key: values[key] for key in ("images", "flops", "seconds", "joules") if values[key] is not None}
 
     def _each_class(self, module: FineTuner) -> dict[str, float]:
-        """Return the metric of single classes for loggers; empty with more classes than `LARGEST_CHART`."""
+        """Return the per-class metrics for loggers; empty with more classes than `LARGEST_CHART`."""
         named = len(self.class_names) <= LARGEST_CHART
         return {
             f"{self.split}_{module.task.class_metric}/{self.class_names[number]}": value
@@ -224,12 +212,10 @@ class Recorder(L.Callback):
             logger.log_metrics({**values, **more}, step=row["step"])
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        # At once: Lightning ends this process, too, a few seconds after it has noticed that another one is gone.
+        # Raise at once, because Lightning ends this process a few seconds after another process is lost.
         refuse_lost_process(exception)
 
-    # ------------------------------------------------------------------ state
     def state_dict(self) -> dict[str, Any]:
-        """Accuracies and training time so far, and `extra`."""
         return {
             "best": self.best,
             "best_epoch": self.best_epoch,
@@ -239,7 +225,6 @@ class Recorder(L.Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from the state of `state_dict()`."""
         self.best = state_dict["best"]
         self.best_epoch = state_dict["best_epoch"]
         self.last = state_dict["last"]
@@ -248,19 +233,18 @@ class Recorder(L.Callback):
 
 @contextmanager
 def stop_on_interrupt(recorder: Recorder) -> Iterator[None]:
-    """The first Ctrl-C stops after the present step, with a checkpoint; the second stops at once.
+    """Stop after the present step, with a checkpoint, on the first Ctrl-C, and immediately on the second.
 
-    The other signals that ask to end (`core.stopping`) stop as the first Ctrl-C does. In a job of Slurm, SIGUSR1 and
-    SIGUSR2 announce its end (``--signal``): they stop in the same way, and the job is requeued.
+    Other signals that request an end (`core.stopping`), and SIGUSR1 and SIGUSR2 in a Slurm job (``--signal``), have the
+    same effect as the first Ctrl-C. Slurm requeues the job.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-
     process, asked_before = os.getpid(), len(stopping.asked)
 
     def request(number: int, frame: Any) -> None:
-        if os.getpid() != process:  # a worker that loads images: its parent ends it
+        if os.getpid() != process:  # data-loading workers are ended by their parent
             return
         stopping.asked.append(number)
         if recorder.stop_requested is not None:
@@ -269,7 +253,7 @@ def stop_on_interrupt(recorder: Recorder) -> Iterator[None]:
             return
         recorder.stop_requested = number
         again = " (Ctrl-C again: at once)" if number == signal.SIGINT else ""
-        with suppress(OSError):  # of a terminal that was closed
+        with suppress(OSError):  # the terminal may be closed
             say(f"\nStopping after this step, with a checkpoint{again} …")
 
     recorder.handler = request

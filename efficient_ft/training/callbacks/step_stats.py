@@ -1,8 +1,8 @@
 """The callback that records step statistics: budgets, trained blocks, tokens and relative magnitudes per block.
 
-A recorded step computes two norms and a difference over each block's output and reads the results once, at the end of
-the batch (DeiT-S, 224 px, batch 16, on a CPU: below 1 % of a step of BSR or ALaST). Training does not depend on it,
-nothing is saved for the backward pass, and a step that is not recorded costs nothing.
+A recorded step computes two norms and a difference over each block's output, and reads the results once at the end of
+the batch. This takes less than 1 % of a step of BSR or ALaST (DeiT-S, 224 px, batch 16, on a CPU). The training does
+not depend on the statistics, and a step that is not recorded costs nothing.
 """
 
 from __future__ import annotations
@@ -28,15 +28,10 @@ log = logging.getLogger(__name__)
 
 
 class StepStats(L.Callback):
-    """Append a `StepStatsRow` to step_stats.jsonl in the first optimizer step and in every `interval`-th after it.
+    """Append a `StepStatsRow` to step_stats.jsonl in the first optimizer step and in every `interval`-th step after it.
 
-    Loggers receive ``budgets/BLOCK``, ``tokens/BLOCK`` and ``magnitudes/BLOCK``. A model without recognized blocks is
-    not recorded, with a warning. Place this callback after `MethodCallback`, which decides the step.
-
-    Args:
-        folder: the run folder.
-        methods: the run's methods.
-        interval: optimizer steps between two rows, at least 1.
+    Loggers receive ``budgets/BLOCK``, ``tokens/BLOCK`` and ``magnitudes/BLOCK``. If the model has no recognized blocks,
+    a warning is logged and nothing is recorded. Place this callback after `MethodCallback`, which prepares the step.
     """
 
     def __init__(self, folder: Path, methods: Sequence[Method], interval: int):
@@ -46,7 +41,7 @@ class StepStats(L.Callback):
         self._prefix = 0
         self._step: int | None = None
         self._row: dict[str, Any] | None = None  # the row of the step that is being recorded
-        #: Tokens, and (magnitude, tokens compared) if it is known, by index of the block.
+        #: The number of tokens, and (magnitude, number of compared tokens) or None, by block index.
         self._observed: dict[int, tuple[int, tuple[Tensor, Tensor] | None]] = {}
         self._observing = ExitStack()
 
@@ -106,7 +101,7 @@ class StepStats(L.Callback):
         if tasks is not None:
             row["task"] = tasks.active
         compared = {index: values for index, (_, values) in observed.items() if values is not None}
-        # One transfer for all blocks: an accelerator is synchronized once.
+        # One transfer for all blocks synchronizes an accelerator only once.
         read = torch.stack([torch.stack(values) for values in compared.values()]).tolist() if compared else []
         values = dict(zip(compared, read, strict=True))
         indices = range(len(self._blocks))

@@ -1,4 +1,4 @@
-"""The callback that adds up the steps, images, FLOPs, seconds and energy of the training."""
+"""The callback that sums the steps, images, FLOPs, seconds and energy of the training."""
 
 from __future__ import annotations
 
@@ -18,15 +18,12 @@ from efficient_ft.record.energy import EnergyMeter
 from efficient_ft.record.results import RunTotals
 from efficient_ft.task import tensors_of
 
-#: Optimizer steps whose median time is reported, the last ones.
+#: Number of the last optimizer steps whose median time is reported.
 LAST_STEPS = 1000
 
 
 def same_each_step(methods: Sequence[Method]) -> bool:
-    """Return True if every step of a training with `methods`, not yet applied, costs the same.
-
-    It does unless a method begins each step with a choice, or profiles the first steps.
-    """
+    """Return True if every step costs the same, because no method makes a choice in each step or profiles steps."""
     return not any(
         method.warmup_steps or method.cost_steps > 1 or type(method).step_begin is not Method.step_begin
         for method in methods
@@ -34,15 +31,11 @@ def same_each_step(methods: Sequence[Method]) -> bool:
 
 
 class Totals(L.Callback):
-    """Add up what training takes. Place it after `MethodCallback`, and before callbacks that read `values`.
+    """Sum the cost of the training. Place this callback after `MethodCallback`, and before readers of `values`.
 
-    FLOPs are those of forward and backward passes, counted as `cost.executed` does (`RunFlops`); evaluation adds to
-    the seconds and the energy, and not to the FLOPs. With several processes the first one's FLOPs are multiplied by
-    their number.
-
-    Args:
-        methods: the run's methods, before they are applied.
-        batches: batches of the whole training, of one process.
+    FLOPs are counted for forward and backward passes, as in `cost.executed` (`RunFlops`). Evaluation adds to the
+    seconds and the energy, but not to the FLOPs. With several processes, the FLOPs of the first process are multiplied
+    by their number. `batches` is the number of training batches of one process in the whole run.
     """
 
     def __init__(self, methods: Sequence[Method], batches: int) -> None:
@@ -53,7 +46,7 @@ class Totals(L.Callback):
         self._own_images = 0
         self._world = 1
         self._started: float | None = None
-        #: Before a resume.
+        #: Seconds and joules before a resume.
         self._seconds_before = 0.0
         self._joules_before: float | None = 0.0
         self._step_seconds: deque[float] = deque(maxlen=LAST_STEPS)
@@ -62,7 +55,7 @@ class Totals(L.Callback):
         self._waits = True
 
     def values(self) -> RunTotals:
-        """The totals so far."""
+        """Return the totals so far."""
         elapsed = 0.0 if self._started is None else time.monotonic() - self._started
         joules = self._energy.joules
         if joules is not None and self._joules_before is not None:
@@ -80,14 +73,10 @@ class Totals(L.Callback):
         }
 
     def gather(self) -> None:
-        """Add the images of the other processes. Every process has to call it.
-
-        Until then `values` assumes that all processes had as many images as this one.
-        """
+        """Add the images of the other processes, which `values` only estimates until then. Collective."""
         self._images += int(all_reduce_sum(torch.tensor(self._own_images)))
         self._own_images = 0
 
-    # ------------------------------------------------------------------ steps
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         device = trainer.strategy.root_device
         self._world, self._started = trainer.world_size, time.monotonic()
@@ -112,7 +101,7 @@ class Totals(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._step += time.perf_counter() - self._batch_started
-        if trainer.global_step > self._steps:  # not after the first of several micro-batches
+        if trainer.global_step > self._steps:  # after the last micro-batch
             if self._waits:
                 self._step_seconds.append(self._step)
             self._steps, self._step = trainer.global_step, 0.0
@@ -120,15 +109,12 @@ class Totals(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._flops.close()
 
-    # ------------------------------------------------------------------ state
     def state_dict(self) -> dict[str, Any]:
-        """Return the totals so far, and the state from which the FLOPs of further batches are computed."""
         return {**self.values(), "run_flops": self._flops.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from the state of `state_dict()`."""
         self._images, self._batches, self._steps = (state_dict[key] for key in ("images", "batches", "steps"))
         self._seconds_before = state_dict["seconds"]
         self._flops.load_state_dict(state_dict["run_flops"])
-        # Without the energy of one part the sum would be wrong.
+        # Without the energy of one part, the sum would be wrong.
         self._joules_before = state_dict["joules"]

@@ -1,4 +1,4 @@
-"""Compute and store the features of a run ahead of it."""
+"""Compute and store the features of a run before it trains."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from efficient_ft.config import Config
@@ -18,34 +17,30 @@ from efficient_ft.data import ImageData
 from efficient_ft.integrations.session import MethodSession
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
-from efficient_ft.training.datamodule import missing_images, open_images
 from efficient_ft.training.features.prefix import RunFeatures, run_features, run_prefix, set_form
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.trainer import on_device, use_channels_last
 
 
 def fill_features(config: Config) -> RunFeatures:
-    """Compute the features of a run that are not stored yet; interrupted, the next call continues.
+    """Compute and return the features of a run. All of them are stored unless the disk is full.
 
-    Args:
-        config: the configuration of the run.
-
-    Returns:
-        The features, all of them stored unless the disk is full.
+    Stored features are not computed again, so that an interrupted call can be repeated.
 
     Raises:
-        UserError: weights or images are missing, the run is on several tasks, or no features can be stored.
+        UserError: If weights or images are missing, or if no features can be stored for this run.
     """
     if config.tasks:
-        raise UserError("Features of a run on several tasks are not stored. Leave out tasks=.")
-    if not kind_of(config).supports("cache_features"):
-        raise UserError(f"Features of a run with task={config.task} are not stored. Train without stored features.")
-    missing = [factory.missing_weights(config.model), *missing_images(config)]
+        raise UserError("Features cannot be stored for a run on several tasks. Leave out tasks=.")
+    kind = kind_of(config)
+    if not kind.supports("cache_features"):
+        raise UserError(f"Features cannot be stored for task={config.task}. Train without stored features.")
+    missing = [factory.missing_weights(config.model), *kind_of(config).missing(config)]
     if any(missing):
         raise UserError("\n".join(message for message in missing if message is not None))
     L.seed_everything(config.seed, verbose=False)  # the same random weights as in the run
-    images: Any = open_images(config, factory.input_of(config.model))
-    network = factory.create_model(config.model, images.num_classes)
+    images: Any = kind_of(config).open(config, factory.input_of(config.model))
+    network = kind.network(config.model, images.num_classes)
     device = on_device(config)
     if use_channels_last(config, device):
         network.to(memory_format=torch.channels_last)
@@ -58,22 +53,18 @@ def fill_features(config: Config) -> RunFeatures:
     with tqdm(total=features.store.rows, unit=" images", disable=None) as bar:
         for loader in _loaders(images, features):
             for pixels, _, rows in loader:
-                with torch.autocast(device.type, dtype=dtype) if dtype is not None else nullcontext():
-                    _store(features, pixels.to(device), rows)
+                if pixels.dtype != torch.uint8:  # stored rows have this type
+                    autocast = torch.autocast(device.type, dtype=dtype) if dtype is not None else nullcontext()
+                    with autocast, features.input(pixels.to(device), rows):
+                        pass
                 bar.update(len(rows))
                 if features.full:
                     return features
     return features
 
 
-def _store(features: RunFeatures, pixels: Tensor, rows: Tensor) -> None:
-    if pixels.dtype != torch.uint8:  # else they are there
-        with features.input(pixels, rows):
-            pass
-
-
 def _loaders(images: ImageData, features: RunFeatures) -> Iterator[Any]:
-    """Yield a loader for each view of the training images, and one for the split that selects the best epoch."""
+    """Yield a loader per view of the training images, and one loader for the split that selects the best epoch."""
     for view in range(features.views):
         loader = images.train_loader(wrap=features.training)
         sampler: Any = loader.sampler

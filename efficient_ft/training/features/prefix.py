@@ -1,8 +1,8 @@
-"""Features of a run's frozen prefix: computed in its fastest form, and stored for each image and augmented view.
+"""Features of a run's frozen prefix, computed in its fastest form and stored for each image and augmented view.
 
-With ``trainer.cache_features`` epoch e trains on view e mod V of each image (V: ``trainer.views``), so from epoch V on
-every batch is read from the store, and the network runs from there. Newly computed
-features are rounded to the stored form as well, so that all epochs train on the same values.
+With ``trainer.cache_features``, epoch e trains on view e mod V of each image, where V is ``trainer.views``. From epoch
+V on, every batch is read from the store, and only the rest of the network runs. Newly computed features are also
+rounded to the storage form, so that all epochs train on the same values.
 """
 
 from __future__ import annotations
@@ -42,26 +42,22 @@ from efficient_ft.training.features.row_form import RowForm
 from efficient_ft.training.output.console import say
 from efficient_ft.training.trainer import bf16_is_emulated
 
-#: The format of a store. Increase it if the content of a store changes.
+#: Format number of a store. Increase it when the content of a store changes.
 _FORMAT = 1
-#: ``auto`` stores features if computing them takes at least this share of a training step's FLOPs.
+#: ``auto`` stores features if computing them takes at least this fraction of a training step's FLOPs.
 _WORTH = 0.1
 #: Batch size for finding the prefix.
 _IMAGES = 2
 #: Maximum batch size for timing the forms of the prefix.
 _TIMED = 16
-#: The file in the run folder with the chosen form of the prefix.
+#: File in the run folder that contains the chosen form of the prefix.
 PREFIX = "prefix.json"
 
 
 class FeatureDataset(Dataset[Any]):
-    """The images of a split by (epoch, index): their stored features, or the images while these are not there.
+    """The samples of a split by (epoch, index): stored features, or the images if these are not stored yet.
 
-    Args:
-        images: the split.
-        store: the stored features.
-        first: the row of the first view's first image.
-        views: the number of views; epoch e has view e mod `views`.
+    `first` is the row of the first image in the first view. Epoch e uses view e mod `views`.
     """
 
     def __init__(self, images: SplitDataset, store: RowStore, first: int, views: int) -> None:
@@ -71,11 +67,10 @@ class FeatureDataset(Dataset[Any]):
         return len(self._images)
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor] | LoadFailure:
-        """Load a batch.
+        """Load a batch (inputs, labels, rows), or return the failure to read a file.
 
-        Returns:
-            Rows of the store, uint8 (B, bytes), or the images, float32 (B, C, H, W), if one row is not there; the
-            labels, int64 (B,); the numbers of the rows, int64 (B,). Or the failure to read a file.
+        The inputs are rows of the store, uint8 (B, bytes), or the images, float32 (B, C, H, W), if a row is missing.
+        Labels and row numbers are int64 (B,).
         """
         keys = [(epoch % self._views, index) for epoch, index in keys]
         rows = [self._first + view * len(self) + index for view, index in keys]
@@ -87,22 +82,14 @@ class FeatureDataset(Dataset[Any]):
 
 
 class RunFeatures:
-    """The features of one run: where they come from, and the network's computation from them.
-
-    Args:
-        prefix: the frozen prefix of the network.
-        form: form in which the features are stored.
-        store: stores the features.
-        views: number of views of each training image.
-        train: the number of training images.
-    """
+    """The features of one run with `views` views of `train` training images, and the computation from them."""
 
     def __init__(self, prefix: FrozenPrefix, form: RowForm, store: RowStore, views: int, train: int) -> None:
         self.prefix, self.form, self.store, self.views = prefix, form, store, views
         self._evaluated = views * train
         self._known = store.written()
-        self._told = False
-        #: True after the disk had no space for a row.
+        self._warned = False
+        #: True if the disk had no space for a row.
         self.full = False
         self._computed = self._read = 0
 
@@ -116,14 +103,9 @@ class RunFeatures:
 
     @contextmanager
     def input(self, images: Tensor, rows: Tensor) -> Iterator[Tensor]:
-        """Let the network compute from the features of a batch inside a ``with`` block.
+        """Run the network from the features of a batch inside a ``with`` block, which receives the network's input.
 
-        Args:
-            images: images or stored rows, as `FeatureDataset` loads them.
-            rows: their numbers.
-
-        Yields:
-            The network's input.
+        `images` contains images or stored rows with the numbers `rows`, as `FeatureDataset` loads them.
         """
         if images.dtype == torch.uint8:
             self._read += len(rows)
@@ -136,9 +118,9 @@ class RunFeatures:
             yield placeholder
 
     def _write(self, rows: Tensor, stored: Tensor) -> None:
-        if self._known[rows.numpy()].all() and not self._told:
-            self._told = True
-            say(f"Stored features in {shown_path(self.store.folder)} are damaged; they are computed again.")
+        if self._known[rows.numpy()].all() and not self._warned:
+            self._warned = True
+            say(f"Stored features in {shown_path(self.store.folder)} are damaged and are computed again.")
         if self.full:
             return
         try:
@@ -147,7 +129,7 @@ class RunFeatures:
             self.full = True
             say(
                 f"The disk of {shown_path(self.store.folder)} is full. Features that are not stored are computed in"
-                " every epoch; the run continues."
+                " every epoch, and the run continues."
             )
 
     def report(self) -> FeaturesReport:
@@ -165,51 +147,42 @@ class RunFeatures:
 
 
 def from_stored(prefix: FrozenPrefix, form: RowForm, stored: Tensor) -> AbstractContextManager[Tensor]:
-    """Let the network compute from stored rows, uint8 (B, bytes), in a ``with`` block; yields the network's input."""
+    """Run the network from stored rows, uint8 (B, bytes), in a ``with`` block, which receives the network's input."""
     return prefix.replaced(prefix.from_rows(form.decode(stored)).to(prefix.dtype))
 
 
 class PrefixInput:
-    """The features of a run's batches, computed in each step in the form of the prefix, and not stored.
-
-    Args:
-        prefix: the frozen prefix of the network.
-    """
+    """The features of a run's batches, computed in each step by a form of the prefix and not stored."""
 
     def __init__(self, prefix: FrozenPrefix) -> None:
         self.prefix = prefix
 
     def input(self, images: Tensor) -> AbstractContextManager[Tensor]:
-        """Let the network compute from the features of `images` inside a ``with`` block; yields the network's input."""
+        """Run the network from the features of `images` inside a ``with`` block, which receives the network's input."""
         return self.prefix.replaced(self.prefix.features(images))
 
 
 class FeatureCallback(L.Callback):
-    """Give the run's module and data their features. Place it after `MethodCallback`, which applies the methods.
+    """A callback that passes the features to the run's module and data. Place it after `MethodCallback`.
 
-    Args:
-        config: the configuration of the run; `trainer.cache_features` is not ``off``, or `trainer.prefix` not ``fp32``.
-        images: the data of the run.
-        methods: the methods of the run.
-        epochs: number of epochs.
-        folder: the run folder; keeps the form of the prefix, which a resumed run has as well.
+    The run uses stored features or a form of the prefix other than ``fp32``. `folder` stores the form of the prefix for
+    a resumed run.
     """
 
     def __init__(self, config: Config, images: ImageData, methods: Sequence[Method], epochs: int, folder: Path) -> None:
         self._config, self._images, self._methods, self._epochs = config, images, methods, epochs
         self._file = folder / PREFIX
         self._ready = False
-        #: None: none are stored.
+        #: The stored features; None if no features are stored.
         self.features: RunFeatures | None = None
         #: The report of the frozen prefix; None without a frozen prefix.
         self.prefix: PrefixReport | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Find the prefix, choose its form and open the store, or say why there is none.
+        """Find the prefix, choose its form and open the store, or print the reason why this is not possible.
 
         Raises:
-            UserError: with ``trainer.cache_features=on`` where no features can be stored, or a form of the prefix where
-                there is no prefix.
+            UserError: If a setting requires stored features or a form of the prefix that the run does not support.
         """
         if stage != "fit" or self._ready:
             return
@@ -252,10 +225,10 @@ class FeatureCallback(L.Callback):
         if options.cache_features == "auto":
             say(f"Features are not stored (trainer.cache_features=auto): {error}")
         if options.prefix == "auto" and self.prefix is None:
-            say(f"The network computes as it is (trainer.prefix=auto): {error}")
+            say(f"The network is not changed (trainer.prefix=auto): {error}")
 
     def _choose(self, prefix: FrozenPrefix, trainer: L.Trainer) -> PrefixReport:
-        """Set the form of the prefix that the run chose before, or the choice of the first process."""
+        """Set the form of the prefix to the form chosen before, or to the form that the first process chooses."""
         if self._file.is_file():
             report = _read_choice(self._file)
             prefix.form = Form(report["form"])
@@ -271,11 +244,7 @@ class FeatureCallback(L.Callback):
 
 
 def _read_choice(file: Path) -> PrefixReport:
-    """Read the form of the prefix that a run has chosen.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """Read the form of the prefix that a run has chosen, or raise UserError if the file is damaged."""
     try:
         report: PrefixReport = parse_json(file.read_text(encoding="utf-8"))
         Form(report["form"])
@@ -289,35 +258,23 @@ def _read_choice(file: Path) -> PrefixReport:
 
 
 def run_prefix(config: Config, network: nn.Module, methods: Sequence[Method]) -> FrozenPrefix:
-    """Find the frozen prefix of a run's network.
-
-    Args:
-        config: the configuration of the run.
-        network: on the CPU, with the methods applied.
-        methods: the methods of the run.
+    """Find the frozen prefix of a run's network, which is on the CPU and has the methods applied.
 
     Raises:
-        UserError: there is none.
+        UserError: If the network has no frozen prefix.
     """
     for method in methods:
         if type(method).step_begin is not Method.step_begin and Axis.SELECTION in (method.axis, *method.other_axes):
             raise UserError(
-                f"Method {method.name} decides in each step what trains, so no part of the network is frozen"
-                " throughout."
+                f"Method {method.name} selects the trained parameters in each step, so no part of the network stays"
+                " frozen."
             )
     with _in_training_mode(network):
         return find_prefix(network, _noise(config, _IMAGES))
 
 
 def set_form(config: Config, images: ImageData, prefix: FrozenPrefix, device: torch.device) -> PrefixReport:
-    """Set the form of the prefix like `measure_form`, but let ``auto`` prefer a form whose features are stored.
-
-    Args:
-        config: the configuration of the run.
-        images: the data of the run.
-        prefix: the frozen prefix of the network.
-        device: the device of the network.
-    """
+    """Set the form of the prefix like `measure_form`, except that ``auto`` prefers a form whose features are stored."""
     options = config.trainer
     if options.prefix == "auto" and options.cache_features != "off":
         about = _about(config, images, prefix, device)
@@ -329,13 +286,7 @@ def set_form(config: Config, images: ImageData, prefix: FrozenPrefix, device: to
 
 
 def measure_form(config: Config, prefix: FrozenPrefix, device: torch.device) -> PrefixReport:
-    """Set the form of the prefix to `trainer.prefix`; ``auto`` selects the fastest form in a short measurement.
-
-    Args:
-        config: the configuration of the run.
-        prefix: the frozen prefix of the network, which is moved to `device` for a measurement.
-        device: the device of the network.
-    """
+    """Set the form of the prefix to `trainer.prefix`. With ``auto``, select the fastest form measured on `device`."""
     options = config.trainer
     if options.prefix != "auto":
         prefix.form = Form(options.prefix)
@@ -361,14 +312,13 @@ def measure_form(config: Config, prefix: FrozenPrefix, device: torch.device) -> 
         prefix.form, seconds, deviation = choose_form(run, _forms(config, device))
     times = ", ".join(f"{format_seconds(value)} {form}" for form, value in seconds.items())
     say(
-        f"The frozen prefix, up to {prefix.end}, computes in the form {prefix.form} (trainer.prefix=auto): {len(batch)}"
+        f"The frozen prefix, up to {prefix.end}, uses the form {prefix.form} (trainer.prefix=auto): {len(batch)}"
         f" images take {times}; its output deviates by {format_percent(deviation[prefix.form])}."
     )
     return {**_form_report(prefix), "seconds": seconds, "deviation": deviation}
 
 
 def _forms(config: Config, device: torch.device) -> list[Form]:
-    """Return the forms from which ``auto`` chooses."""
     in_bf16 = config.trainer.precision == "fp32" and not bf16_is_emulated(device)
     return [Form.FP32, Form.FOLDED, *([Form.BF16] if in_bf16 else [])]
 
@@ -401,28 +351,20 @@ def run_features(
     *,
     must_gain: bool = False,
 ) -> RunFeatures:
-    """Open the features of a run.
-
-    Args:
-        config: the configuration of the run.
-        images: the data of the run.
-        prefix: the frozen prefix, with its form set.
-        epochs: number of epochs.
-        device: the device of the network.
-        must_gain: refuse what would save no time.
+    """Open the features of a run. The form of the prefix must already be set.
 
     Raises:
-        SettingError: they take more room than the settings or the disk have.
-        UserError: with `must_gain`, they would save no time.
+        SettingError: If the features need more space than the settings or the disk allow.
+        UserError: If `must_gain` is True and the features would save no time.
     """
     options, views = config.trainer, config.trainer.views
     if must_gain:
         if epochs <= views:
-            raise UserError(f"none would be used twice: trainer.epochs={epochs}, trainer.views={views}.")
+            raise UserError(f"no features would be used twice: trainer.epochs={epochs}, trainer.views={views}.")
         with _in_training_mode(prefix.model):
             share = _share_of_step(prefix, _noise(config, _IMAGES).to(prefix.device))
         if share < _WORTH:
-            raise UserError(f"they are {format_percent(share)} of the FLOPs of a training step ({prefix.reason}).")
+            raise UserError(f"they take {format_percent(share)} of the FLOPs of a training step ({prefix.reason}).")
     train, evaluated = images.splits["train"], images.splits[images.best_split]
     form = RowForm(options.cache_dtype, prefix.values)
     about = {**_about(config, images, prefix, device), "form": str(prefix.form)}
@@ -435,13 +377,13 @@ def run_features(
         f"Features of {prefix.end} ({' × '.join(map(str, prefix.shape))}, {form.name}):"
         f" {views} view{'s' if views > 1 else ''} of {train} training images, and {evaluated} {images.best_split}"
         f" images, {format_bytes(rows * form.bytes)} in {shown_path(folder)};"
-        f" {'all are there' if not missing else f'{missing} of {rows} must be computed'}. {prefix.reason}."
+        f" {'all are stored' if not missing else f'{missing} of {rows} must be computed'}. {prefix.reason}."
     )
     return RunFeatures(prefix, form, store, views, train)
 
 
 def _about(config: Config, images: ImageData, prefix: FrozenPrefix, device: torch.device) -> dict[str, Any]:
-    """Return everything that stored features depend on, except for the form of the prefix."""
+    """Return all properties that stored features depend on, except for the form of the prefix."""
     options = config.trainer
     return {
         "format": _FORMAT,
@@ -460,17 +402,16 @@ def _about(config: Config, images: ImageData, prefix: FrozenPrefix, device: torc
 
 
 def _key(about: dict[str, Any], form: Form) -> str:
-    """Return the folder name of stored features."""
     text = json.dumps({**about, "form": str(form)}, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 @torch.no_grad()
 def _share_of_step(prefix: FrozenPrefix, images: Tensor) -> float:
-    """Return the share of the prefix in the FLOPs of a training step.
+    """Return the prefix's share of the FLOPs in a training step.
 
-    The backward pass is taken as twice the forward pass. FLOPs are counted instead of timed, because storing features
-    changes the results slightly: the decision must be the same on every machine and after every interruption.
+    The backward pass counts as two forward passes. Times would make the decision depend on the machine, and storing
+    features changes the results slightly.
     """
     with torch.random.fork_rng(devices=[]):
         with FlopsCounter() as below:

@@ -1,4 +1,4 @@
-"""How features are stored: rows of values in 32, 16 or 8 bits."""
+"""Storage forms for features: rows of values in 32, 16 or 8 bits."""
 
 from __future__ import annotations
 
@@ -8,33 +8,31 @@ from torch import Tensor
 from efficient_ft.core.errors import UserError
 from efficient_ft.ops.storage.groups import group_pack, group_unpack
 
-#: Storage types of values.
+#: Names of the storage forms.
 FORMS = ("fp32", "fp16", "int8")
 
-#: Number of values in a group of 8-bit values, which has a minimum and a step.
+#: Number of values in a group of 8-bit values. Each group has a minimum and a step.
 _GROUP = 64
 
 
 class RowForm:
-    """How a row of values is stored.
+    """The storage form of a row of `values` values.
 
-    Args:
-        name: one of `FORMS`. ``int8`` is groups of 64 values with 8 bits each, and a minimum and a step in fp16.
-        values: number of values in a row.
+    ``int8`` stores groups of 64 values in 8 bits each, and a minimum and a step per group in fp16.
     """
 
     def __init__(self, name: str, values: int) -> None:
         assert name in FORMS
         self.name, self.values = name, values
         self._groups = -(-values // _GROUP)
-        #: Bytes of a row.
+        #: Number of bytes in a row.
         self.bytes = {"fp32": 4 * values, "fp16": 2 * values, "int8": self._groups * (_GROUP + 4)}[name]
 
     def encode(self, values: Tensor) -> Tensor:
-        """Return values (B, n) of any floating type as bytes (B, `bytes`).
+        """Convert values (B, n) of any floating type to bytes (B, `bytes`).
 
         Raises:
-            UserError: a value is too large for the form.
+            UserError: If a value is too large for the form.
         """
         values = values.float()
         if self.name == "fp32":
@@ -50,7 +48,7 @@ class RowForm:
         return torch.cat([codes.view(len(values), -1), of_rows.view(torch.uint8)], 1)
 
     def decode(self, rows: Tensor) -> Tensor:
-        """Return the values (B, n), fp32, of bytes (B, `bytes`)."""
+        """Convert bytes (B, `bytes`) to values (B, n) in fp32."""
         if self.name == "fp32":
             return rows.view(torch.float32)
         if self.name == "fp16":

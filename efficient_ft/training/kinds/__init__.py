@@ -1,1 +1,1 @@
-"""The task kinds, one object per kind: classification, segmentation, text, and several data sets in alternation."""
+"""The kinds of task, one object per kind: classification, segmentation, text, and several data sets in turn."""

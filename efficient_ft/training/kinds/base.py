@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NotRequired, TypedDict
@@ -12,11 +12,13 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 import torch
 from PIL import Image
 from torch import nn
+from torch.utils.data import DataLoader
 
 from efficient_ft.config import Config, ModelConfig, data_configs
 from efficient_ft.config.kinds import KindRules
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.input_spec import InputSpec
+from efficient_ft.cost.executed import AUTOCAST
 from efficient_ft.data import Decoding, RoundRobinData, class_count, missing_data
 from efficient_ft.data.opened import OpenedData
 from efficient_ft.data.reading import Reading
@@ -24,20 +26,20 @@ from efficient_ft.data.sources import DataSource
 from efficient_ft.methods.base import Method
 from efficient_ft.methods.declarations import Axis
 from efficient_ft.models import factory
-from efficient_ft.task import Task
-from efficient_ft.training.kinds.scoring import split_scores
+from efficient_ft.task import Task, moved
+from efficient_ft.training.trainer import use_channels_last
 
-#: The data of a run: one data set, or several in turn.
+#: The data of a run: one data set, or several data sets in turn.
 RunData = OpenedData[Any, Any] | RoundRobinData
 
-#: Number of classes if the data are missing, the same as in ImageNet.
+#: Assumed number of classes if the data are missing, as in ImageNet.
 UNKNOWN_CLASSES = 1000
-#: Factors of the image size that are tried if no batch size fits into memory.
+#: Scale factors of the image size that are tried if no batch size fits into memory.
 _SMALLER_IMAGES = (0.75, 0.5)
 
 
 class Evaluated(TypedDict):
-    """The metric by split, further metrics by split, and the metric of each of several data sets."""
+    """The metric by split, further metrics by split, and the metric of each data set if there are several."""
 
     accuracy: dict[str, float]
     scores: NotRequired[dict[str, dict[str, Any]]]
@@ -45,7 +47,7 @@ class Evaluated(TypedDict):
 
 
 class Sample(NamedTuple):
-    """An image as the network sees it (None for a text), a text, and a caption with the label and the prediction."""
+    """A preprocessed image (None for a text), a text, and a caption with the label and the prediction."""
 
     image: Image.Image | None
     text: str
@@ -57,14 +59,13 @@ class Trained:
     """A trained network, ready to use.
 
     Attributes:
-        model: in evaluation mode, on the CPU; its parameters require no gradient.
-        class_names: class names by output index, of the chosen task if there are several.
-        input: size and normalization of the images; or length and tokenizer of the texts.
-        notes: further metadata of the file: epoch, accuracy, split.
-        tasks: class names by task, if there are several; `models.tasks.tasks_of(model).active` is the task that the
-            model works on.
+        model: the network in evaluation mode, on the CPU. Its parameters do not require gradients.
+        class_names: class names by output index. With several tasks, they belong to the chosen task.
+        input: size and normalization of the images, or length and tokenizer of the texts.
+        notes: further metadata of the file: epoch, accuracy and split.
+        tasks: class names by task, or an empty mapping. `models.tasks.tasks_of(model).active` is the active task.
         decoding: options for decoding image files.
-        task: the kind of task.
+        task: name of the kind of task.
     """
 
     model: nn.Module
@@ -83,11 +84,11 @@ class PredictOptions:
     Attributes:
         run: the run folder, or its model.safetensors.
         files: files and folders with the samples.
-        top: number of classes for each sample.
-        batch_size: samples in a batch.
+        top: number of classes reported for each sample.
+        batch_size: number of samples per batch.
         form: ``csv``, ``json``, or None for the terminal.
-        out: the folder of the files that the kind writes; None for the default.
-        overlay: True to write pictures over the images as well.
+        out: the folder for the files that the kind writes; None for the default.
+        overlay: True to also write the images blended with the predictions.
     """
 
     run: Path
@@ -101,11 +102,11 @@ class PredictOptions:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction of one sample.
+    """The prediction for one sample.
 
     Attributes:
-        heading: file name or text shown as the heading in the terminal.
-        values: names and values as text, which the terminal shows below the heading.
+        heading: file name or text, shown as the heading in the terminal.
+        values: names and values as text, shown below the heading.
         record: the object for JSON.
         row: the cells for CSV.
     """
@@ -129,7 +130,7 @@ class Predictions(ABC):
 
     @abstractmethod
     def __iter__(self) -> Iterator[Prediction]:
-        """Predict sample by sample."""
+        """Yield the prediction of each sample."""
 
     def summary(self) -> list[str]:
         """Return lines to print after the last prediction."""
@@ -137,17 +138,18 @@ class Predictions(ABC):
 
 
 class Kind(ABC):
-    """A kind of task: opens the data, builds the network, and provides loss, metric, predictions and figures.
+    """A kind of task, which opens the data, builds the network, and provides loss, metric, predictions and figures.
 
     A subclass sets `rules` and `task`, and implements `open` and `predictions`. All other functions have defaults for
-    networks of images with one output per class.
+    image networks with one output per class.
 
     Attributes:
         rules: the allowed data sets and networks, and the unsupported settings.
         task: loss and metric, with default settings.
         sources: data sets that the kind adds, by name.
+        family: functions that build the networks in `rules.networks`; None for a family of this package.
         decodes_files: True if samples are decoded when a batch is loaded, which worker processes can do.
-        table_classes: number of classes for the costs of published tables; None to count the classes of the data.
+        table_classes: number of classes for the costs in published tables; None to count the classes of the data.
         fixed_batches: True if all training batches have the same shape, so that a loop over them can be timed.
     """
 
@@ -155,11 +157,12 @@ class Kind(ABC):
     task: Task
     sources: Mapping[str, DataSource] = {}
     decodes_files: bool = True
+    family: factory.Family | None = None
     table_classes: int | None = None
     fixed_batches: bool = False
 
     def task_of(self, config: Config) -> Task:
-        """Return loss and metric as the configuration sets them."""
+        """Return the loss and the metric as configured."""
         return self.task
 
     def supports(self, what: str) -> bool:
@@ -167,11 +170,7 @@ class Kind(ABC):
         return what not in self.rules.unsupported
 
     def refuse_methods(self, methods: Sequence[Method]) -> None:
-        """Reject methods that the kind does not support.
-
-        Raises:
-            UserError: for the first such method.
-        """
+        """Raise UserError if the kind does not support one of the methods."""
         for method in methods:
             if not self.supports("tokens") and Axis.TOKENS in (method.axis, *method.other_axes):
                 hint = self.rules.unsupported["tokens"] or ""
@@ -186,15 +185,11 @@ class Kind(ABC):
 
     @abstractmethod
     def open(self, config: Config, spec: InputSpec) -> RunData:
-        """Open the data of a run.
-
-        Args:
-            config: the configuration of the run.
-            spec: the input of the network.
+        """Open the data of a run for a network with the input `spec`.
 
         Raises:
-            SettingError: a setting of the data set cannot be used.
-            UserError: the data are missing or damaged, or cannot be split as configured.
+            SettingError: If a setting of the data set cannot be used.
+            UserError: If the data are missing or damaged, or cannot be split as configured.
         """
 
     def check_settings(self, config: Config) -> Config:
@@ -202,15 +197,31 @@ class Kind(ABC):
         return config.model_copy(update={"data": config.data.model_copy(update={"on_corrupt": "stop"})})
 
     def classes(self, config: Config) -> int | dict[str, int]:
-        """Return the number of classes without opening the data; `UNKNOWN_CLASSES` if the data are missing."""
+        """Return the number of classes without opening the data. It is `UNKNOWN_CLASSES` if the data are missing."""
         return class_count(config.data) or UNKNOWN_CLASSES
 
-    def network(self, config: Config, data: RunData) -> nn.Module:
-        """Build the network of a run, with its weights."""
-        return factory.create_model(config.model, data.num_classes)
+    def network(self, model: ModelConfig, classes: int | Mapping[str, int], *, report: bool = True) -> nn.Module:
+        """Build a network, with the weights that the configuration names.
+
+        Args:
+            model: the ``model`` section of the configuration.
+            classes: number of outputs, or a mapping from data sets to numbers of outputs.
+            report: True to log which weights were loaded.
+
+        Raises:
+            UserError: If the network cannot be built, or if its weights are missing or do not fit.
+        """
+        return factory.create_model(model, classes, report=report)
+
+    def random_network(self, model: ModelConfig, classes: int | Mapping[str, int]) -> nn.Module:
+        """Build the same network with random weights, to load a file of a run or to count costs."""
+        return factory.random_model(model, classes)
+
+    def check_network(self, network: nn.Module, data: RunData) -> None:  # noqa: B027 (optional)
+        """Raise UserError if the network cannot process the data."""
 
     def network_input(self, spec: InputSpec, data: RunData) -> InputSpec:
-        """Return the input of the network, extended by the data (a tokenizer)."""
+        """Return the input of the network, to which the data may add a tokenizer."""
         return spec
 
     def portable(self, config: Config, network: nn.Module) -> ModelConfig:
@@ -227,31 +238,25 @@ class Kind(ABC):
         return {"decoding": changed} if changed else {}
 
     def check_notes(self, notes: Mapping[str, Any], classes: int) -> None:  # noqa: B027 (optional)
-        """Check the notes of a model.safetensors.
-
-        Args:
-            notes: the validated metadata.
-            classes: number of classes.
-
-        Raises:
-            ValueError: they do not fit.
-        """
+        """Raise ValueError if the validated metadata of a model.safetensors do not fit the kind."""
 
     def evaluate(self, config: Config, model: nn.Module, data: RunData, device: torch.device) -> Evaluated:
-        """Evaluate a network on every split but the training split.
+        """Evaluate a network on every split except the training split. The network is moved to `device`.
 
-        Args:
-            config: the configuration of the run; its precision and number of batches count.
-            model: the network; moved to `device`.
-            data: the data of the run.
-            device: evaluates.
+        The configuration of the run sets the precision and the number of batches.
 
         Raises:
-            UserError: an output is not finite.
+            UserError: If an output is not finite.
         """
-        task = self.task_of(config)
-        part = only(data)
-        each = split_scores(config, task, model, part, device)
+        task, part, options = self.task_of(config), only(data), config.trainer
+        if use_channels_last(config, device):  # as in training
+            model.to(memory_format=torch.channels_last)
+        classes, limit = part.num_classes, options.limit_eval_batches
+        each = {
+            split: scores(task, model, part.eval_loader(split), classes, device, options.precision, limit)
+            for split in ("val", "test")
+            if split in part.splits
+        }
         found: Evaluated = {"accuracy": {split: of[task.metric] for split, of in each.items()}}
         further = {split: self.further_scores(of, part.class_names) for split, of in each.items()}
         if any(further.values()):
@@ -259,49 +264,42 @@ class Kind(ABC):
         return found
 
     def further_scores(self, scores: Mapping[str, float], class_names: Sequence[str]) -> dict[str, Any]:
-        """Return the measures for results.json in addition to the metric; empty if there are none."""
+        """Return the metrics for results.json in addition to the task's metric; empty if there are none."""
         return dict(scores) if len(scores) > 1 else {}
 
     def write_figures(self, folder: Path, data: RunData, device: torch.device) -> None:  # noqa: B027 (optional)
-        """Write figures of the finished run into its folder; by default none."""
+        """Write figures of the finished run into its folder. By default, there are none."""
 
     def samples(self, trained: Trained, data: OpenedData[Any, Any], device: torch.device) -> list[Sample]:
-        """Return some samples of the split that selects the best epoch, with predictions, for loggers; by default none.
+        """Return some samples of a data set with predictions, for loggers. By default, there are none.
 
-        Args:
-            trained: the network of the run.
-            data: a data set of the run.
-            device: predicts.
+        The samples belong to the split that selects the best epoch.
         """
         return []
 
     @abstractmethod
     def predictions(self, trained: Trained, options: PredictOptions) -> Predictions:
-        """Predict the samples in files.
-
-        Args:
-            trained: the network, on the device that predicts.
-            options: the files, and how many predictions.
+        """Return the predictions for the files in `options`. The network is on the device that predicts.
 
         Raises:
-            UserError: a file cannot be used.
+            UserError: If a file cannot be used.
         """
 
     def largest_batch(self, data: RunData) -> int | None:
-        """Return the number of samples that a training batch can have at most; None if it is not limited."""
+        """Return the maximum number of samples in a training batch; None if it is not limited."""
         return int(only(data).splits["train"])
 
     def size_setting(self, config: Config) -> str:
-        """Return the setting of the input size with its value."""
+        """Return the setting for the input size with its value."""
         size = factory.input_of(config.model).size
         return f"model.image_size={size[0] if size[0] == size[-1] else list(size)}"
 
     def evaluation_size(self, config: Config) -> str:
-        """Return the setting or property that decides the size of evaluated samples."""
+        """Return the setting or property that determines the size of evaluated samples."""
         return self.size_setting(config)
 
     def smaller_inputs(self, config: Config) -> list[Config]:
-        """Return the run with smaller inputs, for a message: square images at two smaller sizes."""
+        """Return configurations with smaller square images, which the message of a memory budget suggests."""
         size, found = factory.input_of(config.model).size, []
         for factor in _SMALLER_IMAGES if size[0] == size[-1] else ():
             side = max(32, int(size[0] * factor) // 32 * 32)
@@ -311,17 +309,50 @@ class Kind(ABC):
         return found
 
     def figure_input(self, evaluation: Reading) -> tuple[tuple[int, int], int] | None:
-        """Return the size of the largest input for `write_figures`, and the bytes that reading takes; None: no figures.
+        """Return the size of the largest input for `write_figures`, and the bytes for reading it; None without figures.
 
-        Args:
-            evaluation: the memory of reading evaluation batches.
+        `evaluation` is the memory for reading evaluation batches.
         """
         return None
 
 
+@torch.inference_mode()
+def scores(
+    task: Task,
+    model: nn.Module,
+    loader: DataLoader,
+    classes: int,
+    device: torch.device,
+    precision: str,
+    limit: int | None = None,
+) -> dict[str, float]:
+    """Return the metrics of a task for at most `limit` batches (inputs, targets). The network is moved to `device`.
+
+    `precision` is ``fp32``, or the autocast type ``bf16`` or ``fp16``.
+
+    Raises:
+        UserError: If an output is not finite.
+    """
+    model.eval().to(device)
+    found = task.scores(classes, local=True).to(device)  # other processes of the run may have ended
+    dtype = AUTOCAST[precision]
+    finite = torch.ones((), dtype=torch.bool, device=device)
+    for number, (inputs, targets) in enumerate(loader):
+        if number == limit:
+            break
+        with torch.autocast(device.type, dtype=dtype) if dtype is not None else nullcontext():
+            logits = task.evaluation_logits(model, moved(inputs, device))
+        finite &= logits.isfinite().all()
+        found.update(logits.float(), targets.to(device, non_blocking=True))
+    if not finite:
+        half = f" Try fp32 instead of trainer.precision={precision}." if dtype is not None else ""
+        raise UserError(f"The network's outputs are not finite, so its weights cannot be used.{half}")
+    return found.compute()
+
+
 @contextmanager
 def settings_of_task(task: str) -> Iterator[None]:
-    """Rename ``data`` in errors about settings to ``tasks.TASK``, unless the name is empty."""
+    """Replace ``data`` in errors about settings by ``tasks.TASK``, unless the name is empty."""
     try:
         yield
     except SettingError as error:
@@ -333,6 +364,6 @@ def settings_of_task(task: str) -> Iterator[None]:
 
 
 def only(data: RunData) -> Any:
-    """Return the data set of a run on one data set."""
+    """Return the only data set of a run."""
     (part,) = data.parts.values()
     return part

@@ -1,4 +1,4 @@
-"""Predicted classes of images or texts: probabilities, the lines of a prediction, and samples for loggers."""
+"""Predicted classes of images or texts: probabilities, predictions for files, and samples for loggers."""
 
 from __future__ import annotations
 
@@ -15,34 +15,22 @@ from efficient_ft.core.format import format_percent
 from efficient_ft.core.text import plain_line, shortened, terminal_width
 from efficient_ft.data.opened import OpenedData
 from efficient_ft.task import Inputs, Task, moved
-from efficient_ft.training.kinds.base import (
-    Kind,
-    Prediction,
-    Predictions,
-    PredictOptions,
-    Sample,
-    Trained,
-)
+from efficient_ft.training.kinds.base import Kind, Prediction, Predictions, PredictOptions, Sample, Trained
 from efficient_ft.training.kinds.files import Item
 from efficient_ft.training.output import export
 
-#: Number of confusions in the output.
+#: Number of confused class pairs in the output.
 _CONFUSIONS = 5
-#: Number of samples for loggers of each data set.
+#: Number of samples per data set that loggers receive.
 SAMPLES = 8
 
 
 @torch.inference_mode()
 def probabilities(task: Task, model: nn.Module, inputs: Inputs) -> Tensor:
-    """Return probabilities (B, classes) on the CPU, computed on the device of the model.
-
-    Args:
-        task: runs the network.
-        model: in evaluation mode.
-        inputs: images (B, 3, H, W), or tensors of texts by name.
+    """Return probabilities (B, classes) on the CPU for images (B, 3, H, W) or a mapping of text tensors.
 
     Raises:
-        UserError: an output is not finite.
+        UserError: If an output is not finite.
     """
     device = next(model.parameters()).device
     logits = task.logits(model, moved(inputs, device)).float()
@@ -62,19 +50,21 @@ class ClassKind(Kind):
 
     @abstractmethod
     def inputs(self, trained: Trained, values: Sequence[Any]) -> Inputs:
-        """Return the network's input for some samples."""
+        """Return the network's input for the values of some samples."""
 
     def predictions(self, trained: Trained, options: PredictOptions) -> Predictions:
         if options.out is not None or options.overlay:
-            raise UserError(f"--out and --overlay are for runs with task=segmentation; {options.run} predicts classes.")
+            raise UserError(
+                f"--out and --overlay need a run with task=segmentation, but {options.run} predicts classes."
+            )
         return ClassPredictions(self, trained, self.items(trained, options), options)
 
     def heading(self, item: Item) -> str:
-        """Return the line above the classes of a sample."""
+        """Return the line above the predicted classes of a sample."""
         return item.shown
 
     def samples(self, trained: Trained, data: OpenedData[Any, Any], device: torch.device) -> list[Sample]:
-        """Return evenly spread samples of the split that selects the best epoch, with predictions."""
+        """Return evenly spaced samples of the split that selects the best epoch, with predictions."""
         dataset: Any = data.eval_loader(data.best_split).dataset
         last = len(dataset) - 1
         chosen = sorted({round(k * last / max(SAMPLES - 1, 1)) for k in range(SAMPLES)})
@@ -91,14 +81,7 @@ class ClassKind(Kind):
 
 
 class ClassPredictions(Predictions):
-    """The most probable classes of each sample, and the accuracy over those that have a label.
-
-    Args:
-        kind: reads the samples.
-        trained: the network.
-        items: the samples.
-        options: the number of classes and the batch size.
-    """
+    """The most probable classes of each sample, and the accuracy over the labeled samples."""
 
     def __init__(self, kind: ClassKind, trained: Trained, items: Sequence[Item], options: PredictOptions) -> None:
         self._kind, self._trained, self._items, self._batch = kind, trained, items, options.batch_size
@@ -137,11 +120,7 @@ class ClassPredictions(Predictions):
 
 
 class Confusions:
-    """Accuracy and confusions over the items that have a label.
-
-    Args:
-        total: number of all items.
-    """
+    """The accuracy and the confused classes of the labeled items, out of `total` items."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -157,14 +136,16 @@ class Confusions:
         labelled = sum(self._pairs.values())
         if not labelled:
             return []
-        right = sum(number for (label, predicted), number in self._pairs.items() if label == predicted)
+        sizes: Counter[str] = Counter()
+        wrong: Counter[tuple[str, str]] = Counter()
+        for (label, predicted), number in self._pairs.items():
+            sizes[label] += number
+            if label != predicted:
+                wrong[label, predicted] = number
         of = "" if labelled == self._total else f" (of {self._total})"
         images = "image" if labelled == 1 else "images"
-        lines = ["", f"accuracy over {labelled} {images}{of} in class folders: {format_percent(right / labelled)}"]
-        wrong = Counter({pair: number for pair, number in self._pairs.items() if pair[0] != pair[1]})
-        sizes: Counter[str] = Counter()
-        for (label, _), number in self._pairs.items():
-            sizes[label] += number
+        accuracy = format_percent((labelled - wrong.total()) / labelled)
+        lines = ["", f"accuracy over {labelled} {images}{of} in class folders: {accuracy}"]
         room = (terminal_width() - 30) // 2
         for (label, predicted), number in wrong.most_common(_CONFUSIONS):
             pair = f"{shortened(label, room)} → {shortened(predicted, room)}"

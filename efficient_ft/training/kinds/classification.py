@@ -20,7 +20,7 @@ from efficient_ft.training.kinds.registry import register
 
 
 class ClassificationKind(ClassKind):
-    """One class for each image."""
+    """Image classification, with one class per image."""
 
     rules, task = RULES["classification"], TASKS["classification"]
     table_classes, fixed_batches, item_key = 100, True, "path"

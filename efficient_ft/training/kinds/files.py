@@ -1,4 +1,4 @@
-"""The files that predictions read: image files and folders of them."""
+"""The files that predictions read: image files and folders of image files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Item:
     Attributes:
         value: the path, or the text.
         shown: the text for the terminal.
-        label: the class that a folder above it is named after; None if there is no such folder.
+        label: the class whose name a parent folder has; None if there is no such folder.
     """
 
     value: Path | str
@@ -30,11 +30,10 @@ class Item:
 
 
 def image_files(paths: Sequence[Path], names: Sequence[str]) -> Iterator[Item]:
-    """Yield the files in `paths`, and all image files in and below its folders, with their labels.
+    """Yield the files in `paths`, and all image files below its folders. Their labels are the folder names in `names`.
 
-    Args:
-        paths: files and folders.
-        names: names of the classes, which folders may be named after.
+    Raises:
+        UserError: If a path does not exist, or if a folder contains no images.
     """
     for path in paths:
         if path.is_dir():
@@ -53,7 +52,7 @@ def image_files(paths: Sequence[Path], names: Sequence[str]) -> Iterator[Item]:
 
 @cache
 def _label(folders: tuple[str, ...], names: tuple[str, ...]) -> str | None:
-    """Return the class that the nearest of `folders` is named after, ignoring case if the match is unique."""
+    """Return the class whose name the nearest of `folders` has. Case is ignored if the match is unique."""
     for folder in map(_key, folders):
         same = [name for name in names if _key(name) == folder]
         alike = [name for name in names if _key(name).casefold() == folder.casefold()]
@@ -64,11 +63,11 @@ def _label(folders: tuple[str, ...], names: tuple[str, ...]) -> str | None:
 
 @cache
 def _key(name: str) -> str:
-    """Normalize a name for comparison: some file systems store accents apart from their letters."""
+    """Normalize a name, because some file systems store accents separately from their letters."""
     return unicodedata.normalize("NFC", name)
 
 
 def short_path(path: Path) -> Path:
-    """Return a path relative to the current folder, if it is inside of it."""
+    """Return a path relative to the current folder if it is inside that folder."""
     here = Path(os.getcwd())
     return path.relative_to(here) if path.is_absolute() and path.is_relative_to(here) else path

@@ -1,8 +1,8 @@
-"""The registry of the kinds of task.
+"""The registry for kinds of task.
 
-The modules of this folder register the kinds of this package. A module of another package calls `register` with its
-own kind, and an entry point names it (see `config.kinds`). Training, evaluation, prediction and reports find the object
-with `kind_of` and never compare names.
+The modules in this folder register the kinds of this package. Other packages call `register` with their own kind, and
+name it in an entry point (see `config.kinds`). Training, evaluation, prediction and reports obtain the kind with
+`kind_of` and never compare names.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import importlib
 
 from efficient_ft.config import Config
 from efficient_ft.config.kinds import RULES, rules_of
+from efficient_ft.config.schema import NETWORKS
 from efficient_ft.core.errors import UserError
 from efficient_ft.data.sources import SOURCES
+from efficient_ft.models.factory import FAMILIES
 from efficient_ft.task import TASKS
 from efficient_ft.training.kinds.base import Kind
 
@@ -23,33 +25,30 @@ _registered: dict[str, Kind] = {}
 
 
 def register(kind: Kind) -> Kind:
-    """Register a kind of task under the name in its rules.
-
-    Args:
-        kind: the object.
-
-    Returns:
-        The object itself, so that an entry point can name it.
+    """Register a kind of task under the name in its rules, and return it, so that an entry point can name it.
 
     Raises:
-        UserError: the name of the kind, or of one of its data sets, is taken.
+        UserError: If the name of the kind or of one of its data sets is already registered.
     """
     name = kind.rules.name
     taken = [one for one in kind.sources for rules in RULES.values() if one in rules.data and rules is not kind.rules]
     if name in _registered or RULES.get(name, kind.rules) is not kind.rules or taken:
         what = f"data set {taken[0]}" if taken else f"kind of task {name}"
-        raise UserError(f"The {what} of {type(kind).__module__} exists already. Rename it.")
+        raise UserError(f"The {what} of {type(kind).__module__} already exists. Rename it.")
     _registered[name] = kind
     RULES[name], TASKS[name] = kind.rules, kind.task
     SOURCES.update(kind.sources)
+    if kind.family is not None:
+        FAMILIES[kind.rules.family] = kind.family
+        NETWORKS.update(dict.fromkeys(kind.rules.networks, kind.rules.family))
     return kind
 
 
 def kind_named(name: str) -> Kind:
-    """Return the kind with a name, the value of ``task``.
+    """Return the kind with the name `name`, the value of ``task``.
 
     Raises:
-        SettingError: there is no such kind.
+        SettingError: If there is no such kind.
     """
     rules_of(name)  # loads the package that adds it
     if name in _OWN:
@@ -58,10 +57,10 @@ def kind_named(name: str) -> Kind:
 
 
 def kind_of(config: Config) -> Kind:
-    """Return the kind of a run, which wraps the kind of its task if there are several data sets."""
+    """Return the kind of a run. With several data sets, it wraps the kind of their task."""
     kind = kind_named(config.task)
     if not config.tasks:
         return kind
-    several = importlib.import_module(f"{__package__}.several")
-    found: Kind = several.SeveralDataSets(kind)
-    return found
+    from efficient_ft.training.kinds.several import SeveralDataSets
+
+    return SeveralDataSets(kind)

@@ -39,12 +39,12 @@ from efficient_ft.training.kinds.files import image_files, short_path
 from efficient_ft.training.kinds.registry import register
 from efficient_ft.training.output.predict_masks import examples_image, mask_image, overlay, predict_mask, write_examples
 
-#: Number of images with masks in the figure of a run, and bytes per pixel of each while all are read.
+#: Number of images with masks in a run's figure, and bytes per pixel for each of them while they are read.
 _EXAMPLES, _EXAMPLE_BYTES = 4, 6
 
 
 class SegmentationKind(Kind):
-    """One class for each pixel."""
+    """Segmentation, with one class per pixel."""
 
     rules, task = RULES["segmentation"], TASKS["segmentation"]
 
@@ -65,10 +65,10 @@ class SegmentationKind(Kind):
 
     def check_notes(self, notes: Mapping[str, Any], classes: int) -> None:
         if len(notes["class_ids"] or ()) != classes:
-            raise ValueError("class_ids has one number per class")
+            raise ValueError("class_ids must have one number per class")
 
     def further_scores(self, scores: Mapping[str, float], class_names: Sequence[str]) -> dict[str, Any]:
-        """Return the measures with the IoU of each class by its name; None: neither masks nor predictions have it."""
+        """Return the metrics with the IoU by class name, which is None for absent classes."""
         each = {name: scores.get(f"iou_{k}") for k, name in enumerate(class_names)}
         return {**{k: v for k, v in scores.items() if not k.startswith("iou_")}, "iou": each}
 
@@ -95,12 +95,7 @@ class SegmentationKind(Kind):
 
 
 class MaskPredictions(Predictions):
-    """A mask for each image, written with the pixel values of the training masks, and the share of each class.
-
-    Args:
-        trained: the network.
-        options: the images, and the folder of the masks.
-    """
+    """A mask for each image, saved with the pixel values of the training masks, and the fraction of each class."""
 
     def __init__(self, trained: Trained, options: PredictOptions) -> None:
         self._trained, self._options = trained, options
@@ -133,18 +128,20 @@ def _write_png(image: Image.Image, file: Path) -> None:
 
 
 def mask_files(paths: Sequence[Path], options: PredictOptions) -> dict[Path, Path]:
-    """Create the output folder and return the path of the mask file for each image.
+    """Create the output folder, and return a mapping from each image to its mask file.
 
     Raises:
-        UserError: two masks would have the same file, or the folder contains an image.
+        UserError: If two masks would have the same file, or if the folder contains one of the images.
     """
     out = options.out
     if out is None:
         out = (options.run if options.run.is_dir() else options.run.parent) / "masks"
-        refuse_link(out)  # a run folder may come from somebody else
+        refuse_link(out)  # the run folder may come from another user
     stem, number = Counter(path.stem for path in paths).most_common(1)[0]
     if number > 1:
-        raise UserError(f"{number} images are named {stem}, so their masks would be one file. Predict them in turn.")
+        raise UserError(
+            f"{number} images are named {stem}, so their masks would have the same name. Predict them separately."
+        )
     inside = {path for path in paths if out.resolve() in path.resolve().parents}
     if inside:
         raise UserError(f"--out {out} holds the image {min(inside)}. Choose another folder.")

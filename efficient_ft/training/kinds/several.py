@@ -1,13 +1,14 @@
-"""Several data sets in turn: one network with a classifier for each."""
+"""Several data sets in turn, with one network that has a classifier per data set."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from efficient_ft.config import Config
+from efficient_ft.config import Config, ModelConfig
 from efficient_ft.config.kinds import SEVERAL
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.data import ImageData, RoundRobinData, class_count
@@ -27,11 +28,7 @@ from efficient_ft.training.kinds.base import (
 
 
 class SeveralDataSets(Kind):
-    """Data sets of one kind, whose optimizer steps take turns.
-
-    Args:
-        kind: the kind of each data set.
-    """
+    """Several data sets of one kind, which the optimizer steps use in turn."""
 
     rules = SEVERAL
 
@@ -48,6 +45,12 @@ class SeveralDataSets(Kind):
 
     def classes(self, config: Config) -> dict[str, int]:
         return {name: class_count(data) or UNKNOWN_CLASSES for name, data in config.tasks.items()}
+
+    def network(self, model: ModelConfig, classes: int | Mapping[str, int], *, report: bool = True) -> nn.Module:
+        return self._kind.network(model, classes, report=report)
+
+    def random_network(self, model: ModelConfig, classes: int | Mapping[str, int]) -> nn.Module:
+        return self._kind.random_network(model, classes)
 
     def evaluate(self, config: Config, model: nn.Module, data: RunData, device: torch.device) -> Evaluated:
         switch, found = tasks_of(model), {}
@@ -71,6 +74,6 @@ class SeveralDataSets(Kind):
 
 
 def mean_accuracies(found: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Return the mean over the data sets, for the splits that all of them have."""
+    """Return the mean accuracy over the data sets, for the splits that all data sets have."""
     splits = [s for s in ("val", "test") if all(s in of for of in found.values())]
     return {split: sum(of[split] for of in found.values()) / len(found) for split in splits}

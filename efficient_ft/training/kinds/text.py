@@ -26,7 +26,7 @@ from efficient_ft.training.kinds.registry import register
 
 
 class TextKind(ClassKind):
-    """One class for each text, or for each pair of texts."""
+    """Text classification, with one class per text or pair of texts."""
 
     rules, task = RULES["text"], TASKS["text"]
     decodes_files, item_key = False, "text"
@@ -36,13 +36,11 @@ class TextKind(ClassKind):
         return open_texts(config.data, tokenizer, spec.size[0], config.seed)
 
     def check_settings(self, config: Config) -> Config:
-        """Return the configuration that skips unusable texts: listing finds them, and would stop at the first."""
+        """Return the configuration that skips unusable texts, because opening the data would stop at the first one."""
         return config.model_copy(update={"data": config.data.model_copy(update={"on_corrupt": "skip"})})
 
-    def network(self, config: Config, data: RunData) -> nn.Module:
-        network = super().network(config, data)
+    def check_network(self, network: nn.Module, data: RunData) -> None:
         require_fitting(only(data).tokenizer, network)
-        return network
 
     def network_input(self, spec: InputSpec, data: RunData) -> InputSpec:
         return replace(spec, tokenizer=only(data).tokenizer)
@@ -67,28 +65,28 @@ class TextKind(ClassKind):
         return f"model.max_length={factory.input_of(config.model).size[0]}"
 
     def smaller_inputs(self, config: Config) -> list[Config]:
-        return []  # a shorter text has another meaning
+        return []  # truncating a text changes its meaning
 
 
 def read_lines(files: Sequence[Path], columns: int) -> list[Item]:
-    """Return the lines of text files that are not empty.
+    """Return the non-empty lines of text files, with `columns` texts per line separated by tabs.
 
-    Args:
-        files: the files; ``-`` is the standard input.
-        columns: number of texts in a line, separated by tabs.
+    The file ``-`` is the standard input.
 
     Raises:
-        UserError: a file cannot be read, or a line has another number of texts.
+        UserError: If a file cannot be read, or if a line has another number of texts.
     """
     lines: list[str] = []
     for path in files:
         try:
             raw = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
             if b"\0" in raw:
-                raise UserError(f"{path} cannot be read as UTF-8 text: it holds NUL characters. Save it as UTF-8.")
+                raise UserError(f"{path} cannot be read as UTF-8 text: it contains NUL characters. Save it as UTF-8.")
             text = raw.decode("utf-8-sig")
         except OSError as error:
-            raise UserError(f"{path}: {error.strerror}. A run with task=text reads files of lines.") from error
+            raise UserError(
+                f"{path}: {error.strerror}. A run with task=text reads text files with one sample per line."
+            ) from error
         except UnicodeDecodeError as error:
             raise UserError(f"{path} cannot be read as UTF-8 text ({first_line(error)}).") from error
         except MemoryError as error:
@@ -98,10 +96,10 @@ def read_lines(files: Sequence[Path], columns: int) -> list[Item]:
                 cells = [cell.strip() for cell in line.split("\t")]
                 if len(cells) != columns or not all(cells):
                     form = "FIRST<tab>SECOND" if columns == 2 else "one text, without tabs"
-                    raise UserError(f"{path}, line {number}: this run takes lines of the form {form}.")
+                    raise UserError(f"{path}, line {number}: lines must have the form {form}.")
                 lines.append("\t".join(cells))
     if not lines:
-        raise UserError(f"{', '.join(map(str, files))}: no line of text.")
+        raise UserError(f"{', '.join(map(str, files))}: no text found.")
     return [Item(line, plain_text(line)) for line in lines]
 
 

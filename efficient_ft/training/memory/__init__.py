@@ -1,1 +1,1 @@
-"""The memory of a run: prediction, budget, measurement, and messages when it runs out."""
+"""The memory of a run: prediction, budget, measurement, and out-of-memory messages."""

@@ -1,7 +1,7 @@
-"""The memory budget of a run (the setting ``memory``): a run that is predicted to exceed it is rejected.
+"""The memory budget of a run (the setting ``memory``). A run that is predicted to exceed its budget is rejected.
 
-The prediction (`cost.predict`) covers the run from start to end: loading, training, evaluation, reading images, and
-the cost report. `training.memory.watch` stops a run that still exceeds its budget.
+The prediction (`cost.predict`) covers the whole run: loading, training, evaluation, reading images, and the cost
+report. `training.memory.watch` stops a run that still exceeds its budget.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,6 +34,7 @@ from efficient_ft.methods.base import Method
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
 from efficient_ft.task import tensors_of
+from efficient_ft.training.costs import step_spec
 from efficient_ft.training.kinds.base import RunData
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory.libraries import LibrarySizes, libraries
@@ -40,25 +44,20 @@ from efficient_ft.training.optimizer import build_optimizer
 from efficient_ft.training.output import checkpoint
 from efficient_ft.training.output.console import say
 from efficient_ft.training.processes import world_size
-from efficient_ft.training.run_task import step_spec
 from efficient_ft.training.trainer import on_device
 
-#: Bytes of a data-loading process without its batches. It is a fork and writes to few pages.
+#: Bytes of a data-loading process without its batches. The process is a fork that writes to few pages.
 _WORKER = 96 * 2**20
-#: Number of batches that each process loads ahead (torch's ``prefetch_factor``).
+#: Number of batches that each process loads in advance (torch's ``prefetch_factor``).
 _AHEAD = 2
-#: The counts of `Demand` that depend on the training step.
-_OF_A_STEP = ("model_bytes", "batch_bytes", "step_bytes", "largest_bytes", "optimizer_bytes", "gradient_bytes")
 
 
 class Predictor:
     """Predict the memory of a run, and of the same run with other sizes.
 
     Args:
-        config: the configuration of the run.
         images: the opened data; None if they are missing. Evaluation images then have the size of training images.
-        base_bytes: resident memory before the model, in bytes; 0 on a GPU.
-        device: the training device.
+        base_bytes: resident memory before the model is built, in bytes; 0 on a GPU.
         folder: the run folder, whose checkpoint is loaded; None if there is none.
     """
 
@@ -70,7 +69,8 @@ class Predictor:
         self._kind = kind_of(config)
         self._classes = self._kind.classes(config) if images is None else images.num_classes
         self._networks: dict[str, nn.Module] = {}
-        self._steps: dict[str, Demand] = {}
+        #: The counts of `Demand` that depend on the training step.
+        self._steps: dict[str, dict[str, Any]] = {}
         self._forwards: dict[tuple[str, int, tuple[int, ...]], Forward] = {}
         self._examples: dict[tuple[int, int], Forward] = {}
         self._inspection: int | None = None
@@ -80,25 +80,21 @@ class Predictor:
         warm = any(method.warmup_steps for method in build_methods(config))
         key = config.model.model_dump_json() + str(warm)
         if key not in self._networks:
-            network = factory.random_model(config.model, self._classes)
-            self._networks = {key: network if warm else network.to("meta")}  # the last one is enough
+            network = self._kind.random_network(config.model, self._classes)
+            self._networks = {key: network if warm else network.to("meta")}  # only the last network is needed
         return self._networks[key]
 
     def forget(self) -> None:
-        """Free the networks; counts are kept."""
+        """Free the networks but keep the counts."""
         self._networks.clear()
         gc.collect()
 
     def __call__(self, config: Config) -> Prediction:
-        """Predict the memory of a run that has the same data.
-
-        Raises:
-            UserError: the methods cannot be built, or applied to the network.
-        """
+        """Predict the memory of a run on the same data, or raise UserError if the methods do not fit the network."""
         return predict(self.demand(config), self.base_bytes, allocator_in_use(), self._device.type)
 
     def readings(self, config: Config) -> tuple[Reading, Reading]:
-        """Return the memory of reading training batches and evaluation batches."""
+        """Return the memory for reading training batches and for reading evaluation batches."""
         size = factory.input_of(config.model).size
         if self._images is None:
             return Reading(size), Reading(size)
@@ -110,21 +106,14 @@ class Predictor:
         return found[0], found[1]
 
     def demand(self, config: Config) -> Demand:
-        """Count the phases of a run."""
+        """Count the memory in each phase of a run."""
         key = config.model_dump_json(include={"method", "optim", "trainer", "data", "model"})
         if key not in self._steps:
             self._steps[key] = self._step(config)
-        step = vars(self._steps[key])
-        shared = self.around(config, build_methods(config))
-        return replace(shared, **{name: step[name] for name in _OF_A_STEP})
+        return replace(self.around(config, build_methods(config)), **self._steps[key])
 
     def around(self, config: Config, methods: Sequence[Method] = ()) -> Demand:
-        """Count the phases of a run without its training step.
-
-        Args:
-            config: the configuration of the run.
-            methods: the methods that change the evaluated network.
-        """
+        """Count the memory in each phase except the training step. `methods` may change the evaluated network."""
         training, evaluation = self.readings(config)
         network, spec = self.network(config), step_spec(config)
         batch, evaluated = _samples(config, self._images)
@@ -159,7 +148,7 @@ class Predictor:
             resumed=self._resumed,
         )
 
-    def _step(self, config: Config) -> Demand:
+    def _step(self, config: Config) -> dict[str, Any]:
         network, spec = self.network(config), step_spec(config)
         batch, _ = _samples(config, self._images)
         counted = executed(
@@ -176,15 +165,14 @@ class Predictor:
         )
         gradients = accumulated_gradients(network, config.trainer.grad_accum_steps)
         optimizer = counted.optimizer_bytes or 0
-        return Demand(
-            weights_bytes=0,
-            model_bytes=counted.model_bytes,
-            batch_bytes=counted.batch_bytes,
-            step_bytes=counted.step_peak_bytes + optimizer + gradients,
-            largest_bytes=counted.largest_bytes,
-            optimizer_bytes=optimizer,
-            gradient_bytes=gradients,
-        )
+        return {
+            "model_bytes": counted.model_bytes,
+            "batch_bytes": counted.batch_bytes,
+            "step_bytes": counted.step_peak_bytes + optimizer + gradients,
+            "largest_bytes": counted.largest_bytes,
+            "optimizer_bytes": optimizer,
+            "gradient_bytes": gradients,
+        }
 
     def _forward(self, config: Config, samples: int, size: tuple[int, ...], methods: Sequence[Method]) -> Forward:
         key = (config.model_dump_json(include={"model", *(("method",) if methods else ())}), samples, size)
@@ -194,14 +182,14 @@ class Predictor:
         return self._forwards[key]
 
     def workers(self, config: Config) -> int:
-        """Return the bytes of the data-loading processes, which are not part of the budget; 0 if there are none."""
+        """Return the bytes of the data-loading processes, which the budget does not include."""
         count = config.data.num_workers
         if not count:
             return 0
         step, total = self.demand(config), 0
         readings, sizes = self.readings(config), _samples(config, self._images)
         batches = step.batch_bytes, step.evaluation.batch_bytes
-        for reading, samples, batch in zip(readings, sizes, batches, strict=True):  # both kinds stay alive
+        for reading, samples, batch in zip(readings, sizes, batches, strict=True):  # all worker processes stay alive
             total += count * (_WORKER + reading.load_bytes(samples) + (1 + _AHEAD) * batch)
         return total
 
@@ -209,7 +197,7 @@ class Predictor:
 def _samples(config: Config, images: RunData | None) -> tuple[int, int]:
     """Return the sizes of the largest training batch and of the largest evaluation batch."""
     train, evaluated = config.data.batch_size, config.data.eval_batch_size or config.data.batch_size
-    if images is None or len(images.parts) > 1:  # their batches have the sizes of the settings
+    if images is None or len(images.parts) > 1:  # batches have the configured sizes
         return train, evaluated
     (part,) = images.parts.values()
     others = [count for split, count in part.splits.items() if split != "train"]
@@ -217,19 +205,13 @@ def _samples(config: Config, images: RunData | None) -> tuple[int, int]:
 
 
 def require_within_budget(config: Config, images: RunData, folder: Path | None) -> Prediction | None:
-    """Reject a run that is predicted to exceed its budget. Call it before anything is written.
+    """Return the predicted memory of a run before anything is written, or reject a run that exceeds its budget.
 
-    Args:
-        config: the configuration of the run.
-        images: its opened data.
-        folder: the run folder; None: the run trains nothing.
-
-    Returns:
-        The prediction; None for a run without a budget.
+    `folder` is None for a run that does not train. The result is None for a run without a budget.
 
     Raises:
-        UserError: the prediction is above the budget; names settings that fit. Or the run and its workers need more
-            than the container has.
+        UserError: If the prediction exceeds the budget, or if the run and its workers need more memory than the
+            container has. The message suggests settings that fit.
     """
     budget, device = budget_of(config), on_device(config)
     if budget is None:
@@ -238,44 +220,33 @@ def require_within_budget(config: Config, images: RunData, folder: Path | None) 
     limit = memory_limit_bytes()
     if on_cpu and budget > limit:
         say(
-            f"memory={config.memory} ({format_bytes(budget)}) is more than this machine or its container has:"
-            f" {format_bytes(limit)}, which counts."
+            f"memory={config.memory} ({format_bytes(budget)}) is more than this machine or its container has. The"
+            f" budget is {format_bytes(limit)}."
         )
         budget = limit
     predictor = Predictor(config, images, 0, device, folder)
-    predictor.demand(config)  # loads the libraries of the run, which are measured below
+    predictor.demand(config)  # loads libraries of the run, which are measured below
     predictor.forget()
     if on_cpu:
-        predictor.base_bytes = _base_bytes(config)
+        LibrarySizes()(libraries(config.optim.state_bits, build_methods(config)))  # loads the libraries
+        release_freed_memory()
+        predictor.base_bytes = resident_bytes()
     predicted = predictor(config)
     if predicted.peak_bytes > budget:
-        text = _too_much(config, predicted, budget, on_cpu)
-        raise UserError(f"{text} {_what_fits(config, predictor, budget)}")
+        base = f", {format_bytes(predicted.base_bytes)} of them for the interpreter and its libraries" if on_cpu else ""
+        raise UserError(
+            f"memory={config.memory} ({format_bytes(budget)}): the run would take about"
+            f" {format_bytes(predicted.peak_bytes)}{base}. The largest phase is {predicted.phase}"
+            f"{_decided_by(config, predicted.phase)}. {_what_fits(config, predictor, budget)}"
+        )
     _require_room(config, predictor, predicted, device)
     predictor.forget()
     release_freed_memory()
     return predicted
 
 
-def _base_bytes(config: Config) -> int:
-    """Return the resident memory without the model, with the libraries that the run loads later."""
-    LibrarySizes()(libraries(config.optim.state_bits, build_methods(config)))  # loads them
-    release_freed_memory()
-    return resident_bytes()
-
-
-def _too_much(config: Config, predicted: Prediction, budget: int, on_cpu: bool) -> str:
-    """Return sentences with the prediction, the largest phase, and the settings that determine it."""
-    base = f", {format_bytes(predicted.base_bytes)} of them for the interpreter and its libraries" if on_cpu else ""
-    phase = f"{predicted.phase}{_decided_by(config, predicted.phase)}"
-    return (
-        f"memory={config.memory} ({format_bytes(budget)}): the run would take about"
-        f" {format_bytes(predicted.peak_bytes)}{base}. Most is needed for {phase}."
-    )
-
-
 def _decided_by(config: Config, phase: str) -> str:
-    """Return the settings that determine the memory of a phase, in parentheses."""
+    """Return the settings that determine a phase's memory, in parentheses."""
     data, kind = config.data, kind_of(config)
     noun = kind.task.sample
     if phase in ("training", "reading training batches"):
@@ -291,39 +262,31 @@ def _decided_by(config: Config, phase: str) -> str:
 
 
 def _what_fits(config: Config, predictor: Predictor, budget: int) -> str:
-    """Return sentences that name smaller sizes that fit the budget, and the command that finds more."""
+    """Return sentences that suggest settings within the budget, and the command that finds more."""
     if predictor.base_bytes + predictor.demand(config).weights_bytes > budget:
         return "No recipe of this model fits. Pass a larger memory=, or choose a smaller model."
-    plan = f"efficient-ft plan with the same model, data and memory={config.memory} finds recipes that fit."
+    plan = f"To find recipes that fit, use efficient-ft plan with the same model, data and memory={config.memory}."
     for start in (config, *kind_of(config).smaller_inputs(config)):
         fits = fitting(start, predictor, budget)
         if fits is not None:
-            return f"{_changes(config, fits)} would fit; or {plan}"
+            return f"{_changes(config, fits)} would fit. {plan}"
     return plan
 
 
 def fitting(config: Config, predictor: Predictor, budget: int) -> Config | None:
-    """Halve the sizes that decide the largest phase until the run fits the budget; None: no sizes fit.
-
-    Args:
-        config: the configuration of the run.
-        predictor: predicts its memory.
-        budget: bytes.
-    """
-    try:
-        changed: Config | None = config
+    """Halve the sizes that determine the largest phase until the run fits into `budget` bytes; None if no sizes fit."""
+    changed: Config | None = config
+    with suppress(UserError):  # the network cannot process images of this size
         while changed is not None:
             predicted = predictor(changed)
             if predicted.peak_bytes <= budget:
                 return changed
             changed = _smaller(changed, predicted.phase)
-    except UserError:  # the network cannot process images of this size
-        pass
     return None
 
 
 def _smaller(config: Config, phase: str) -> Config | None:
-    """Return the run with a setting that needs less memory in a phase; None if no setting does."""
+    """Return the run with one setting changed so that a phase needs less memory; None if there is no such setting."""
     data, trainer = config.data, config.trainer
     if phase.startswith("reading") and data.num_workers == 0 and kind_of(config).decodes_files:
         return config.model_copy(update={"data": data.model_copy(update={"num_workers": 1})})
@@ -347,22 +310,13 @@ def _smaller(config: Config, phase: str) -> Config | None:
 
 def _changes(config: Config, fits: Config) -> str:
     """Return the settings that differ between `config` and `fits`, as on the command line."""
-    keys: Sequence[tuple[str, object, object]] = (
-        ("model.image_size", config.model.image_size, fits.model.image_size),
-        ("data.batch_size", config.data.batch_size, fits.data.batch_size),
-        ("trainer.grad_accum_steps", config.trainer.grad_accum_steps, fits.trainer.grad_accum_steps),
-        ("data.eval_batch_size", config.data.eval_batch_size, fits.data.eval_batch_size),
-        ("data.num_workers", config.data.num_workers, fits.data.num_workers),
-    )
-    return " ".join(f"{name}={new}" for name, old, new in keys if old != new)
+    names = "model.image_size data.batch_size trainer.grad_accum_steps data.eval_batch_size data.num_workers"
+    values = {name: attrgetter(name) for name in names.split()}
+    return " ".join(f"{name}={value(fits)}" for name, value in values.items() if value(fits) != value(config))
 
 
 def _require_room(config: Config, predictor: Predictor, predicted: Prediction, device: torch.device) -> None:
-    """Print the memory of the workers, and reject a run that does not fit its container with them.
-
-    Raises:
-        UserError: the sum is above the limit of the container or machine, or of the process.
-    """
+    """Print the memory of the workers, and reject a run that does not fit into its container together with them."""
     workers = predictor.workers(config)
     count = config.data.num_workers
     if workers:
@@ -376,7 +330,7 @@ def _require_room(config: Config, predictor: Predictor, predicted: Prediction, d
         raise UserError(
             f"data.num_workers={count}: the run needs about {format_bytes(own)} and its worker processes"
             f" {format_bytes(workers)}, together more than this machine or its container has: {format_bytes(limit)}."
-            f" Use data.num_workers=0, or smaller batches."
+            " Use data.num_workers=0, or smaller batches."
         )
     if allowed is not None and own > allowed:
         raise UserError(
@@ -386,10 +340,7 @@ def _require_room(config: Config, predictor: Predictor, predicted: Prediction, d
 
 
 def smaller_evaluation(config: Config, device: torch.device, base_bytes: int, room: int) -> int | None:
-    """Return the evaluation batch size that is predicted to fit into `room`, if only evaluation is too large.
-
-    Args: see `largest_batch`.
-    """
+    """Return an evaluation batch size that is predicted to fit into `room`, if only evaluation is too large."""
     fits = fitting(config, Predictor(config, None, base_bytes, device), room)
     if fits is None or fits.data.batch_size != config.data.batch_size or fits == config:
         return None
@@ -397,14 +348,7 @@ def smaller_evaluation(config: Config, device: torch.device, base_bytes: int, ro
 
 
 def largest_batch(config: Config, device: torch.device, base_bytes: int, room: int) -> int:
-    """The largest batch size, at most the configured one, that is predicted to fit into `room`; 0: none does.
-
-    Args:
-        config: the configuration of the run.
-        device: the training device.
-        base_bytes: resident memory before the model, in bytes.
-        room: bytes that the process, or the device, may take.
-    """
+    """Return the largest batch size, at most the configured one, that is predicted to fit into `room` bytes, or 0."""
     predictor = Predictor(config, None, base_bytes, device)
 
     def predicted(batch: int) -> int:
@@ -418,7 +362,7 @@ def largest_batch(config: Config, device: torch.device, base_bytes: int, room: i
     low, high = predicted(1), predicted(2)
     if low > room:
         return 0
-    # Memory is nearly linear in the batch size. The guess is lowered until it fits.
+    # Memory is nearly linear in the batch size. The estimate is reduced until it fits.
     guess = min(most - 1, 1 + math.floor((room - low) / max(high - low, 1)))
     while guess > 1 and predicted(guess) > room:
         guess = guess * 9 // 10

@@ -1,8 +1,7 @@
 """The callback that measures the memory of the training process during optimizer steps of the run.
 
-Its own steps, and not the copies that the cost of a step is probed on after training: memory that the allocator kept
-from the training would hide what a copy's step takes. Early steps, before the first evaluation: kept memory of an
-evaluation would count as the step's.
+It measures steps of the training and not the steps of the cost report: memory that the allocator kept from the training
+would hide the growth. The steps precede the first evaluation, because memory kept from it would count for a step.
 """
 
 from __future__ import annotations
@@ -18,21 +17,18 @@ from efficient_ft.cost import StepMemory, optimizer_state_bytes
 from efficient_ft.methods.base import Method
 from efficient_ft.record.results import MemoryReport
 
-#: Optimizer steps before the measurement, which load kernels and create optimizer state. Methods may require more.
+#: Number of steps before the measurement. They load kernels and create optimizer state. Methods may require more.
 WARMUP = 2
 #: Number of measured optimizer steps.
 STEPS = 3
 
 
 class MemoryMeter(L.Callback):
-    """Measure a few early optimizer steps, each from its first micro-batch to its last.
+    """Measure some early optimizer steps, each from its first to its last micro-batch.
 
-    If there are fewer before the first evaluation, the last of them. Place it before callbacks that write checkpoints.
-    A resumed run keeps what was measured.
-
-    Args:
-        methods: the run's methods.
-        before_model_bytes: resident memory before the model was built.
+    If the first evaluation comes earlier, the last steps before it are measured. Place this callback before callbacks
+    that write checkpoints. A resumed run keeps the sizes measured before. `before_model_bytes` is the resident memory
+    before the model was built.
     """
 
     def __init__(self, methods: Sequence[Method], before_model_bytes: int) -> None:
@@ -46,19 +42,17 @@ class MemoryMeter(L.Callback):
 
         Args:
             step_peak_bytes: the counted peak without model and batch (`cost.Executed.step_peak_bytes`).
-            accumulated_bytes: gradients that live from micro-batch to micro-batch, see `accumulated_gradients`.
+            accumulated_bytes: bytes of the gradients kept between micro-batches. See `accumulated_gradients`.
         """
         if not self._measured:
             return None
-        measured = self._measured
-        counted = int(step_peak_bytes) + measured["optimizer_bytes"] + accumulated_bytes
-        return cast(MemoryReport, {**measured, "counted_bytes": counted})
+        counted = int(step_peak_bytes) + self._measured["optimizer_bytes"] + accumulated_bytes
+        return cast(MemoryReport, {**self._measured, "counted_bytes": counted})
 
-    # ------------------------------------------------------------------ steps
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._measured:
             return
-        loaded = sum(map(optimizer_state_bytes, trainer.optimizers))  # loaded by a resumed run
+        loaded = sum(map(optimizer_state_bytes, trainer.optimizers))  # a resumed run has loaded them
         self._memory = StepMemory(trainer.strategy.root_device, loaded)
         self._warmup = WARMUP + max((method.warmup_steps for method in self._methods), default=0)
 
@@ -90,8 +84,7 @@ class MemoryMeter(L.Callback):
 
     def _finish(self, trainer: L.Trainer) -> None:
         assert self._memory is not None
-        process = self._memory.measured(self._warmup)
-        self._memory = None
+        process, self._memory = self._memory.measured(self._warmup), None
         if process is None:
             return
         self._measured = {
@@ -107,18 +100,15 @@ class MemoryMeter(L.Callback):
             "device": None if process.device is None else asdict(process.device),
         }
 
-    # ------------------------------------------------------------------ state
     def state_dict(self) -> dict[str, Any]:
-        """Return the measured sizes; empty before the measurement."""
         return dict(self._measured)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the sizes that were measured before the run was interrupted."""
         self._measured = dict(state_dict)
 
 
 def accumulated_gradients(network: nn.Module, grad_accum_steps: int) -> int:
-    """Return the bytes of gradients that are kept between micro-batches; 0 without accumulation."""
+    """Return the bytes of the gradients that are kept between micro-batches; 0 without accumulation."""
     if grad_accum_steps == 1:
         return 0
     return sum(p.numel() * p.element_size() for p in network.parameters() if p.requires_grad)

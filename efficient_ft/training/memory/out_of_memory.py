@@ -1,4 +1,4 @@
-"""Messages for runs that are out of memory: the failed allocation, its settings, and a batch size that fits."""
+"""Out-of-memory messages: the failed allocation, the settings that determine it, and a batch size that fits."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from efficient_ft.data.loader import refuse_killed_worker
 from efficient_ft.training.memory.budget import largest_batch, smaller_evaluation
 from efficient_ft.training.trainer import on_device
 
-#: Texts of the errors of torch's allocators on a CPU and on Apple's GPUs, which have no class.
+#: Texts in errors of torch's allocators that have no class of their own.
 _TEXTS = ("DefaultCPUAllocator", "std::bad_alloc", "MPS backend out of memory", "CUDA out of memory")
-#: The size of the failed allocation in errors of torch and NumPy.
+#: Pattern for the size of the failed allocation in errors from torch and NumPy.
 _ASKED = re.compile(r"(?:tried to allocate|unable to allocate) ([\d.]+) ?([KMGT]i?B|bytes)", re.IGNORECASE)
-#: Methods to suggest if not even one image fits, in this order, with a short description.
+#: Methods to suggest, in this order, if not even one image fits, with short descriptions.
 _SMALLER = (
     (("full", "checkpointing"), "exact, computes each block twice"),
     (("last_stage",), "trains the last blocks"),
@@ -33,15 +33,12 @@ _SMALLER = (
 
 @contextmanager
 def out_of_memory(config: Config) -> Iterator[None]:
-    """Turn lack of memory inside the block into a message with the batch size that is predicted to fit.
+    """Convert out-of-memory errors inside the block to a message with a batch size that is predicted to fit.
 
-    The prediction is the same as for the setting ``memory``. The objects of the block are freed before it is made.
-
-    Args:
-        config: the configuration of the run that trains inside.
+    The prediction is the same as for the setting ``memory``. The objects of the block are freed before it is computed.
 
     Raises:
-        UserError: the device or the process has too little memory, or a process that loads data was killed.
+        UserError: If the device or the process has too little memory, or if a data-loading process was killed.
     """
     try:
         yield
@@ -55,13 +52,17 @@ def out_of_memory(config: Config) -> Iterator[None]:
         device = on_device(config)
         if "DefaultCPUAllocator" in text or isinstance(error, MemoryError):
             device = torch.device("cpu")
-        free = max(0, _room(device) - _taken(device))
+        taken = torch.cuda.memory_reserved(device) if device.type == "cuda" else resident_bytes()
+        free = max(0, _room(device) - taken)
         _forget(error)
     asked = _asked(text)
     data, size = config.data, config.model.image_size
     shape = "the network's own" if size is None else size
+    where = {"cpu": "the CPU", "mps": "Apple's GPU"}.get(device.type, str(device))
+    if device.type == "cuda":
+        where = f"the GPU ({torch.cuda.get_device_name(device)})"
     raise UserError(
-        f"Out of memory on {_named(device)}:{'' if asked is None else f' tried to allocate {format_bytes(asked)};'}"
+        f"Out of memory on {where}:{'' if asked is None else f' tried to allocate {format_bytes(asked)};'}"
         f" {format_bytes(free)} are free. The memory of a step depends on data.batch_size={data.batch_size},"
         f" model.image_size ({shape}) and method={'+'.join(config.method)}, and the memory of evaluation on"
         f" data.eval_batch_size ({data.eval_batch_size or data.batch_size})."
@@ -92,19 +93,8 @@ def _asked(text: str) -> int | None:
     return None
 
 
-def _named(device: torch.device) -> str:
-    if device.type != "cuda":
-        return {"cpu": "the CPU", "mps": "Apple's GPU"}.get(device.type, str(device))
-    return f"the GPU ({torch.cuda.get_device_name(device)})"
-
-
-def _taken(device: torch.device) -> int:
-    """Return the memory of a device that this process takes."""
-    return torch.cuda.memory_reserved(device) if device.type == "cuda" else resident_bytes()
-
-
 def _room(device: torch.device) -> int:
-    """Return the memory that this process may take in total: its present memory and the free memory."""
+    """Return the bytes that this process may use in total: its present memory and the free memory."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device)
@@ -112,25 +102,26 @@ def _room(device: torch.device) -> int:
 
 
 def _what_fits(config: Config, device: torch.device) -> str:
-    """Return sentences that name a batch size or method that fits, and the command that finds others."""
+    """Return sentences that suggest a batch size or method that fits, and the command that finds others."""
     room = _room(device)
-    plan = f"efficient-ft plan with the same model, data and memory={bytes_setting(room)} finds recipes that fit."
+    memory = bytes_setting(room)
+    plan = f"To find recipes that fit, use efficient-ft plan with the same model, data and memory={memory}."
     if config.tasks:
-        return f"Reduce data.batch_size; or {plan}"
+        return f"Reduce data.batch_size. {plan}"
     try:
         evaluated = smaller_evaluation(config, device, resident_bytes(), room)
         if evaluated is not None:
-            return f"data.eval_batch_size={evaluated} is predicted to fit; or {plan}"
+            return f"data.eval_batch_size={evaluated} is predicted to fit. {plan}"
         largest = largest_batch(config, device, resident_bytes(), room)
         if largest == config.data.batch_size:
             return (
-                f"A step is predicted to fit into {format_bytes(room)}: close what else takes memory, or reduce"
-                f" data.batch_size or data.eval_batch_size; or {plan}"
+                f"A step is predicted to fit into {format_bytes(room)}: close other programs that use memory, or reduce"
+                f" data.batch_size or data.eval_batch_size. {plan}"
             )
         if largest:
             wanted = config.data.eval_batch_size
             also = f" data.eval_batch_size={largest}" if wanted is not None and wanted > largest else ""
-            return f"data.batch_size={largest}{also} is predicted to fit{_same_steps(config, largest)}; or {plan}"
+            return f"data.batch_size={largest}{also} is predicted to fit{_same_steps(config, largest)}. {plan}"
         for methods, about in _SMALLER:
             smaller = config.model_copy(update={"method": {name: {} for name in methods}})
             if set(methods) != set(config.method) and (
@@ -139,15 +130,15 @@ def _what_fits(config: Config, device: torch.device) -> str:
                 names = methods[0] if len(methods) == 1 else f"[{','.join(methods)}]"
                 return (
                     f"No batch size is predicted to fit with this method; method={names} data.batch_size={largest}"
-                    f" would ({about}); or {plan}"
+                    f" would ({about}). {plan}"
                 )
     except (UserError, RuntimeError, MemoryError):  # no prediction, also for lack of memory
-        return f"Reduce data.batch_size; or {plan}"
-    return f"No batch size is predicted to fit. Choose a smaller model or model.image_size; or {plan}"
+        return f"Reduce data.batch_size. {plan}"
+    return f"No batch size is predicted to fit. Choose a smaller model or model.image_size. {plan}"
 
 
 def _same_steps(config: Config, largest: int) -> str:
-    """Return the settings for the same optimizer steps with micro-batches of at most `largest` images, as a clause."""
+    """Return settings for the same optimizer steps with micro-batches of at most `largest` images, in parentheses."""
     batch, accumulate = config.data.batch_size, config.trainer.grad_accum_steps
     if config.optim.in_backward:
         return ""

@@ -1,7 +1,8 @@
-"""Keep a run within its memory budget: watch the process, and stop the run when it passes the budget.
+"""Enforce the memory budget of a run.
 
-On a CPU the budget limits the resident memory of the training process, including the interpreter and libraries, but not
-the data-loading workers. On CUDA it limits the memory that PyTorch's allocator reserves, which the allocator enforces.
+On a CPU, the budget limits the resident memory of the training process, including the interpreter and libraries, but
+not the data-loading workers. On CUDA, it limits the memory that PyTorch's allocator reserves, which the allocator
+enforces.
 """
 
 from __future__ import annotations
@@ -23,42 +24,37 @@ from efficient_ft.core.format import format_bytes
 from efficient_ft.core.process_memory import release_freed_memory, return_freed_memory_on_request
 from efficient_ft.core.units import parse_bytes
 
-#: RSS polling intervals in seconds: far below the budget, and above the share `_CLOSE` of it.
+#: Polling intervals in seconds: the normal one, and the one above the fraction `_CLOSE` of the budget.
 INTERVAL, CLOSE_INTERVAL = 0.02, 0.002
 _CLOSE = 0.85
-#: Above this share of the budget, freed memory is returned to the system, at most once per this many seconds.
+#: Above this fraction of the budget, freed memory is returned to the system, at most once per interval (seconds).
 _NEAR, _RELEASE_INTERVAL = 0.97, 0.5
-#: Seconds until a run that did not stop is interrupted again, because Python ignores exceptions in finalizers.
+#: Seconds until a run that did not stop is interrupted again. Python ignores exceptions in finalizers.
 _AGAIN = 5.0
-#: The signal that wakes the main thread; nothing else in a run uses it.
+#: The signal that interrupts the main thread. A run does not use it otherwise.
 _SIGNAL: signal.Signals = getattr(signal, "SIGUSR2", None) or getattr(signal, "SIGBREAK")  # noqa: B009 (Windows)
 
 
 def budget_of(config: Config) -> int | None:
-    """Return the budget in bytes; None for a run without a budget."""
+    """Return the memory budget in bytes; None for a run without a budget."""
     return None if config.memory is None else parse_bytes("memory", config.memory)
 
 
 class _PassedError(BaseException):
-    """The budget was exceeded. A BaseException, so that no handler of errors in the block catches it."""
+    """The budget was exceeded. The base is BaseException, so that no error handler inside the block catches it."""
 
 
 @contextmanager
 def within_budget(config: Config, device: torch.device, *, armed: bool = True) -> Iterator[None]:
-    """Stop the code in the block with a UserError as soon as it passes the run's budget.
+    """Stop the code in the block with a UserError when the run exceeds its memory budget.
 
-    A thread looks at the size of the process, and wakes the main thread, which stops between two operations. The files
-    of the run stay; the same command with a larger budget continues from its last checkpoint. Nested uses have no
-    effect.
-
-    Args:
-        config: the configuration of the run.
-        device: the training device.
-        armed: False to stop the code only after `stop_from_now_on`. A run is predicted first, and a prediction above
-            the budget has the better message.
+    A thread polls the size of the process and interrupts the main thread, which stops between two operations. The files
+    of the run are kept, and the same command with a larger budget continues from the last checkpoint. Nested uses have
+    no effect. If `armed` is False, the code is stopped only after `stop_from_now_on`, because the message for a
+    prediction above the budget is more helpful.
 
     Raises:
-        UserError: the budget was passed.
+        UserError: If the run exceeds the budget.
     """
     budget = budget_of(config)
     if budget is None or threading.current_thread() is not threading.main_thread() or _Watch.running is not None:
@@ -77,7 +73,7 @@ def within_budget(config: Config, device: torch.device, *, armed: bool = True) -
     watch = _Watch(budget, armed)
 
     def stop(number: int, frame: Any) -> None:
-        if watch.seen and not watch.ended:
+        if watch.seen and not watch.ended.is_set():
             raise _PassedError
 
     before = signal.signal(_SIGNAL, stop)
@@ -86,55 +82,52 @@ def within_budget(config: Config, device: torch.device, *, armed: bool = True) -
         try:
             yield
         except _PassedError:
-            raise _passed(config, watch.seen, "taken by the process") from None
+            raise _passed(config, watch.seen, "used by the process") from None
         finally:
             watch.end()
             signal.signal(_SIGNAL, before)
 
 
 def stop_from_now_on(config: Config) -> None:
-    """Arm the watch of `within_budget`.
-
-    Raises:
-        UserError: the budget was passed before.
-    """
+    """Arm the watch of `within_budget`, or raise UserError if the budget was already exceeded."""
     watch = _Watch.running
     if watch is not None:
         if watch.seen:
-            raise _passed(config, watch.seen, "taken by the process while the data were read")
+            raise _passed(config, watch.seen, "used by the process while the data were read")
         watch.armed = True
 
 
 def _passed(config: Config, size: int, how: str) -> UserError:
     return UserError(
-        f"memory={config.memory} ({format_bytes(budget_of(config) or 0)}): stopped, since {format_bytes(size)} were"
-        f" {how}. Pass a larger memory=, or a recipe that takes less: efficient-ft plan with the same model, data and"
-        f" memory={config.memory} finds some. The same command with a larger memory= continues from the last"
-        " checkpoint."
+        f"memory={config.memory} ({format_bytes(budget_of(config) or 0)}): stopped, because {format_bytes(size)} were"
+        f" {how}. Pass a larger memory=, or a recipe that needs less memory: efficient-ft plan with the same model,"
+        f" data and memory={config.memory} finds recipes. The same command with a larger memory= continues from the"
+        " last checkpoint."
     )
 
 
 class _Watch(threading.Thread):
-    """Poll the resident memory of the process, and wake the main thread if it exceeds `budget`.
+    """Poll the resident memory of the process, and interrupt the main thread if it exceeds `budget`.
 
-    Near the budget, freed memory is returned to the system: it fragments from step to step, so that a process grows
-    slowly although the bytes in use do not.
+    Near the budget, freed memory is returned to the system, because fragmentation makes the process grow slowly.
     """
 
-    #: The watch of this process, if there is one.
+    #: The watch of this process; None if there is none.
     running: _Watch | None = None
 
     def __init__(self, budget: int, armed: bool) -> None:
         super().__init__(name="memory budget", daemon=True)
-        self._budget, self.armed, self._ended = budget, armed, threading.Event()
-        #: The size above the budget; 0 if the budget was not exceeded.
+        #: Set at the end of the block. Pending interrupts then have no effect.
+        self.ended = threading.Event()
+        self._budget, self.armed = budget, armed
+        #: The largest size above the budget; 0 if the budget was not exceeded.
         self.seen = 0
         _Watch.running = self
 
     def run(self) -> None:
         """Poll until the end."""
         process, released, size = psutil.Process(), 0.0, 0
-        while not self._ended.wait(CLOSE_INTERVAL if size > _CLOSE * self._budget else INTERVAL):
+        while not self.ended.wait(CLOSE_INTERVAL if size > _CLOSE * self._budget else INTERVAL):
             size = process.memory_info().rss
             near = size > _NEAR * self._budget and time.monotonic() - released > _RELEASE_INTERVAL
             if near or size > self._budget:
@@ -144,16 +137,11 @@ class _Watch(threading.Thread):
                 self.seen = max(self.seen, size)
                 if self.armed:
                     _thread.interrupt_main(_SIGNAL)
-                    if self._ended.wait(_AGAIN):
+                    if self.ended.wait(_AGAIN):
                         return
-
-    @property
-    def ended(self) -> bool:
-        """True after the end of the block; a pending request has no effect then."""
-        return self._ended.is_set()
 
     def end(self) -> None:
         """Stop polling."""
-        self._ended.set()
+        self.ended.set()
         self.join()
         _Watch.running = None

@@ -1,6 +1,6 @@
-"""Checkpoints that survive a kill at any moment; the previous one is kept.
+"""Atomic checkpoints, which survive a kill at any time. The previous checkpoint is kept.
 
-Lightning writes through $TMPDIR and copies if that is another filesystem: a kill then leaves half a file.
+Lightning writes through $TMPDIR and copies the file if that is another filesystem. A kill then leaves a partial file.
 """
 
 from __future__ import annotations
@@ -23,47 +23,46 @@ from efficient_ft.record.formats import FORMAT, START_AGAIN, check_format
 log = logging.getLogger(__name__)
 
 NAME = "checkpoint.ckpt"
-#: Holds the id of a run, which is in each of its checkpoints, too.
+#: File with the id of a run. Every checkpoint of the run contains the id as well.
 RUN_ID = "run_id"
-#: The key of the format number in a checkpoint.
+#: Key of the format number in a checkpoint.
 _FORMAT_KEY = "efficient_ft_format"
 
 
 def previous(path: Path) -> Path:
-    """The file that keeps the checkpoint before the one at `path`."""
+    """Return the file that keeps the checkpoint before the one at `path`."""
     return path.with_name(path.name + ".prev")
 
 
 def exists(path: Path) -> bool:
-    """Return True if a checkpoint exists. Between the two renames of a save, only the previous one does."""
+    """Return True if a checkpoint exists. Between the two renames of a save, only the previous one exists."""
     return path.is_file() or previous(path).is_file()
 
 
 def read(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
-    """Load the checkpoint at `path`, or the previous one with a warning if it is damaged. Runs no code from the file.
+    """Load the checkpoint at `path`, or the previous one with a warning if the file is damaged.
 
-    The checksums of the file are compared, which `torch.load` does not do: it would load a changed value.
-
-    Args:
-        path: the checkpoint.
-        map_location: see `torch.load`.
+    Code in the file is not executed. The checksums are compared, because `torch.load` would load a changed value.
 
     Raises:
-        OtherVersionError: another version of this package wrote it.
-        UserError: neither can be read.
+        OtherVersionError: If another version of this package wrote the checkpoint.
+        UserError: If neither checkpoint can be read.
     """
     failures = []
     for candidate in (path, previous(path)):
         if not candidate.is_file():
             continue
         try:
-            _require_checksums(candidate)
+            with zipfile.ZipFile(candidate) as archive:
+                damaged = archive.testzip()
+            if damaged is not None:
+                raise ValueError(f"the checksum of {damaged} differs")
             checkpoint = torch.load(candidate, map_location=map_location, weights_only=True)
         except Exception as error:  # a damaged file raises zip, pickle, EOF, key or value errors
             failures.append(f"{candidate}: {why_unreadable(error)}")
             continue
         if not _has_weights(checkpoint):
-            failures.append(f"{candidate}: it is no checkpoint of a run")
+            failures.append(f"{candidate}: it is not a checkpoint of a run")
             continue
         check_format(candidate, checkpoint.get(_FORMAT_KEY), START_AGAIN)
         if failures:
@@ -75,36 +74,15 @@ def read(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
     raise UserError(f"No checkpoint can be read:\n  {found_text}\n{START_AGAIN}")
 
 
-def _require_checksums(file: Path) -> None:
-    """Compare the parts of a file with their checksums.
-
-    Raises:
-        ValueError: a part differs.
-        zipfile.BadZipFile: the file is damaged otherwise.
-    """
-    with zipfile.ZipFile(file) as archive:
-        damaged = archive.testzip()
-    if damaged is not None:
-        raise ValueError(f"the checksum of {damaged} differs")
-
-
 def noted_run(checkpoint: dict[str, Any]) -> str | None:
-    """Return the id of the run that wrote a checkpoint; None: it has none."""
+    """Return the id of the run that wrote a checkpoint; None if the checkpoint has no id."""
     held = checkpoint.get("callbacks")
     states = held.values() if isinstance(held, dict) else ()
     return next((str(state[RUN_ID]) for state in states if isinstance(state, dict) and RUN_ID in state), None)
 
 
 def refuse_another_run(path: Path, checkpoint: dict[str, Any]) -> None:
-    """Refuse a checkpoint that another run wrote.
-
-    Args:
-        path: the checkpoint's file in the run folder.
-        checkpoint: its contents.
-
-    Raises:
-        UserError: the ids of the run and of the checkpoint differ.
-    """
+    """Raise UserError if the ids of the run and of the checkpoint at `path` differ."""
     file, found = path.with_name(RUN_ID), noted_run(checkpoint)
     noted = file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
     if found is not None and noted and noted != found:
@@ -115,7 +93,7 @@ def refuse_another_run(path: Path, checkpoint: dict[str, Any]) -> None:
 
 
 def _has_weights(checkpoint: Any) -> bool:
-    """Return True if a value is a mapping from names to tensors; ``_extra_state`` may have other values."""
+    """Return True if the state is a mapping from names to tensors. ``_extra_state`` may have other types."""
     held = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
     return isinstance(held, dict) and all(
         isinstance(name, str) and (isinstance(value, torch.Tensor) or name.endswith("_extra_state"))
@@ -124,10 +102,9 @@ def _has_weights(checkpoint: Any) -> bool:
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """Lightning's checkpoint plugin: writes with `write_atomically` and keeps the previous file, loads with `read`."""
+    """Lightning's checkpoint plugin, which saves atomically, keeps the previous file, and loads with `read`."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write `checkpoint`, with the format number, to `path`."""
         target = Path(path)
 
         def write(temporary: Path) -> None:
@@ -140,12 +117,10 @@ class AtomicCheckpointIO(CheckpointIO):
         write_atomically(target, write)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint of this run with `read`."""
         checkpoint = read(Path(path), map_location or "cpu")
         refuse_another_run(Path(path), checkpoint)
         return checkpoint
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove the checkpoint and the previous one."""
         for file in (Path(path), previous(Path(path))):
             file.unlink(missing_ok=True)

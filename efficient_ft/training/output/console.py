@@ -1,4 +1,4 @@
-"""Print the messages of a run in the first process, and format the tables at its end."""
+"""Print the messages of a run in the first process, and format the tables at the end of a run."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from efficient_ft.task import TASKS
 
 
 def rank() -> int:
-    """The rank of this process; known before there is a Trainer, from the environment of processes it started."""
+    """Return the rank of this process. Without a Trainer, it is read from the environment of the process."""
     return int(getattr(rank_zero_only, "rank", None) or 0)
 
 
 @rank_zero_only
 def say(text: str) -> None:
-    """Print `text`, wrapped, in the first process only; a leading ``warning:`` is colored on a terminal."""
+    """Print `text` in the first process, with wrapped lines. On a terminal, a leading ``warning:`` is colored."""
     show(text)
 
 
 def quiet_lightning() -> None:
-    """Silence advice that does not apply: the loaders, checkpoints and frozen BatchNorm layers are ours on purpose."""
-    logging.raiseExceptions = False  # a log file on a full disk must not end in a traceback
+    """Silence advice that does not apply to the loaders, checkpoints and frozen BatchNorm layers of this package."""
+    logging.raiseExceptions = False  # a log file on a full disk must not cause a traceback
     for name in ("lightning.pytorch", "lightning.fabric", "lightning", "timm"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # it warns of registrations by other libraries
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # warns about registrations by other libraries
     for message in (
         ".*does not have many workers.*",
         ".*module\\(s\\) in eval mode at the start of training.*",
@@ -45,7 +45,6 @@ def quiet_lightning() -> None:
         warnings.filterwarnings("ignore", message=message)
 
 
-# ---------------------------------------------------------------------------------------------- tables
 _COSTS = (
     ("executed", "forward_flops", "forward FLOPs / {sample}", format_number),
     ("executed", "backward_flops", "backward FLOPs / {sample}", format_number),
@@ -57,13 +56,9 @@ _COSTS = (
 
 
 def cost_table(cost: dict[str, Any], method: str, batch: int, sample: str = "image") -> str:
-    """Return the table of FLOPs, saved bytes, peak and step time, with columns for a baseline and the ratio to it.
+    """Return the table of FLOPs, saved bytes, peak and step time, with columns for the baseline and the ratio.
 
-    Args:
-        cost: a `record.results.CostReport`.
-        method: the header of its column.
-        batch: samples per batch.
-        sample: the noun for one sample: image or text.
+    `cost` is a `record.results.CostReport`, `method` is the header of its column, and `sample` is image or text.
     """
     baseline = cost.get("baseline")
     if baseline and all(baseline[group] == cost[group] for group in ("executed", "measured")):
@@ -81,12 +76,7 @@ def cost_table(cost: dict[str, Any], method: str, batch: int, sample: str = "ima
 
 
 def memory_table(memory: dict[str, Any], batch: int) -> str:
-    """Return the table of the memory of the process before training and in it, and of the tensors of a step.
-
-    Args:
-        memory: a `record.results.MemoryReport`.
-        batch: images per batch.
-    """
+    """Return the table of the process memory before and during training, and of the tensors in a step."""
     growth, counted, device = memory["growth_bytes"], memory["counted_bytes"], memory["device"]
     rows = [
         ["memory", ""],
@@ -103,12 +93,7 @@ def memory_table(memory: dict[str, Any], batch: int) -> str:
 
 
 def results_text(results: dict[str, Any], folder: Path) -> str:
-    """Return the text at the end of a run: trained parameters, accuracy and cost.
-
-    Args:
-        results: a `record.results.Results`.
-        folder: the run folder.
-    """
+    """Return the text at the end of a run for a `record.results.Results`."""
     config, accuracy = results["config"], results["accuracy"]
     method = "+".join(config["method"])
     sample = TASKS[config.get("task", "classification")].sample
@@ -117,11 +102,9 @@ def results_text(results: dict[str, Any], folder: Path) -> str:
     batch = min(config["data"]["batch_size"], results["data"].get("splits", {}).get("train", float("inf")))
     split = accuracy["split"]
     chosen = "\n(the best epoch was chosen on the test split: data.select_best_on=test)" if split == "test" else ""
-    lines = [
-        "",
-        f"{config['model']['name']} on {data} with {method}:"
-        f" {_share(results['trainable_parameters'], results['total_parameters'])} parameters trained",
-    ]
+    trained, total = results["trainable_parameters"], results["total_parameters"]
+    share = f"{'all' if trained == total else f'{format_number(trained)} of'} {format_number(total)}"
+    lines = ["", f"{config['model']['name']} on {data} with {method}: {share} parameters trained"]
     limit = config["trainer"].get("limit_eval_batches")
     if limit is not None:
         chosen += _seen(limit, config["data"], results["data"], sample)
@@ -143,12 +126,8 @@ def results_text(results: dict[str, Any], folder: Path) -> str:
     return "\n".join(lines)
 
 
-def _share(trained: int, total: int) -> str:
-    return f"all {format_number(total)}" if trained == total else f"{format_number(trained)} of {format_number(total)}"
-
-
 def _seen(limit: int, settings: dict[str, Any], data: dict[str, Any], sample: str) -> str:
-    """Return a note with the number of evaluated samples if a number of batches limits them."""
+    """Return a note with the number of evaluated samples if `trainer.limit_eval_batches` limits it."""
     size = limit * (settings["eval_batch_size"] or settings["batch_size"])
     splits = {split: count for split, count in data.get("splits", {}).items() if split != "train"}
     each = [f"{min(size, count)} of {count} {split} {sample}s" for split, count in splits.items()]
@@ -156,7 +135,7 @@ def _seen(limit: int, settings: dict[str, Any], data: dict[str, Any], sample: st
 
 
 def _accuracy_rows(accuracy: dict[str, Any], data: dict[str, Any], published: float | None) -> list[list[str]]:
-    """Return the rows of accuracies: best and last epoch, the best weights on the test split, and `published`."""
+    """Return the rows with the best and last accuracies, the test accuracy of the best weights, and `published`."""
     tasks, split = accuracy.get("tasks", {}), accuracy["split"]
     rows = [[spelled(accuracy.get("metric", "accuracy")), "best", "last"]]
     rows += [[f"{task}, {split}", format_percent(of["best"]), format_percent(of["last"])] for task, of in tasks.items()]

@@ -1,4 +1,4 @@
-"""``model.safetensors``: the trained weights under timm's names, with the metadata that is needed to use them."""
+"""``model.safetensors``: the trained weights under timm's names, with the metadata needed to use them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from efficient_ft.core.tokenizer import Tokenizer
 from efficient_ft.data.images import MAX_PIXELS, Decoding
 from efficient_ft.methods import METHODS
 from efficient_ft.methods.base import Method, in_order
-from efficient_ft.models.factory import create_model, random_model, read_state_dict
+from efficient_ft.models.factory import read_state_dict
 from efficient_ft.models.tasks import tasks_of
 from efficient_ft.models.text import TOKENIZER
 from efficient_ft.record.files import write_atomically
@@ -32,6 +32,7 @@ from efficient_ft.training.kinds.base import Trained
 from efficient_ft.training.kinds.registry import kind_named
 
 NAME = "model.safetensors"
+_Channel = Annotated[int, Field(ge=0, le=255)]
 _Names = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
 
 
@@ -44,17 +45,11 @@ def save(
     notes: dict[str, Any],
     methods: Sequence[Method] = (),
 ) -> None:
-    """Write `weights`, with the metadata for `load`.
+    """Write `weights`, a state dict with timm's parameter names (`plain_state_dict`), with the metadata for `load`.
 
-    Args:
-        path: the file.
-        weights: state dict with timm's parameter names (`plain_state_dict`).
-        model: the model's configuration.
-        class_names: class names by output index, or by task with several tasks.
-        input: size and normalization of the images.
-        notes: further metadata.
-        methods: the methods of the run. The metadata contain the settings of methods that cannot be merged into the
-            model's weights, and of the selection that chose the layers of adapters.
+    `class_names` is a list by output index, or a mapping from tasks to such lists. The metadata contain
+    the settings of methods that cannot be merged into the weights, and of the selection that chose the layers of
+    adapters.
     """
     adapted = any(m.axis == "adapters" and not m.merges for m in methods)
     added = [m for m in in_order(methods) if not m.merges or (adapted and m.axis == "selection")]
@@ -63,7 +58,7 @@ def save(
         **({} if model.encoder is None else {"encoder": model.encoder}),
         "model_kwargs": model.kwargs,
         "class_names": class_names,
-        "image_size": list(input.size),  # of texts the number of tokens, alone
+        "image_size": list(input.size),  # a single number of tokens for texts
         "mean": list(input.mean),
         "std": list(input.std),
         "interpolation": input.interpolation,
@@ -79,7 +74,7 @@ def save(
     def write(temporary: Path) -> None:
         save_file(separate, temporary, metadata)
         _sort_metadata(temporary)
-        # safetensors creates files that only their owner can read; use the umask as for any other file.
+        # safetensors creates files that only their owner can read. Apply the umask as for any other file.
         umask = os.umask(0)
         os.umask(umask)
         temporary.chmod(0o666 & ~umask)
@@ -88,22 +83,19 @@ def save(
 
 
 def _sort_metadata(file: Path) -> None:
-    """Order the metadata in the header of a .safetensors file, so that the same weights are the same bytes.
-
-    The library writes them in an order that differs from process to process.
-    """
+    """Sort the metadata in a .safetensors file, because the library's order differs between processes."""
     with open(file, "rb+") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))
         header["__metadata__"] = dict(sorted(header.get("__metadata__", {}).items()))
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        assert len(text) <= length, "the library writes the same in another order"
+        assert len(text) <= length, "sorting does not lengthen the header"
         opened.seek(8)
         opened.write(text.ljust(length))
 
 
 def _without_shared_storages(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors that share a storage (tied weights, views), which the format does not allow."""
+    """Copy tensors that share a storage (tied weights, views), because the format does not support them."""
     seen: set[int] = set()
     separate: dict[str, Tensor] = {}
     for name, weight in weights.items():
@@ -115,22 +107,20 @@ def _without_shared_storages(weights: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def load(run: Path, task: str | None = None) -> Trained:
-    """Load the trained network of a run.
+    """Load the trained network of a run, given its folder or its model.safetensors.
 
-    Args:
-        run: a run folder, or its model.safetensors.
-        task: with several tasks, the one whose classes are meant; None: the first.
+    With several tasks, `task` is the task whose classes are returned; None for the first task.
 
     Raises:
-        OtherVersionError: the file notes a method or a setting that this version does not know.
-        UserError: the file does not exist, is damaged, or was not written by a run; or the task is unknown.
+        OtherVersionError: If the file names a method or a setting that this version does not know.
+        UserError: If the file does not exist, is damaged, or was not written by a run, or if the task is unknown.
     """
     file = run / NAME if run.is_dir() else run
     metadata = _metadata(run, file)
     about = _checked(file, metadata)
     try:
         tokenizer = Tokenizer.loads(about.tokenizer) if about.tokenizer is not None else None
-    except Exception as error:  # the library's own is of type Exception
+    except Exception as error:  # the library raises plain Exceptions
         raise _altered(file, f"its {TOKENIZER} cannot be read ({first_line(error)})") from error
     size = tuple(about.image_size)
     height, width = size[0], size[-1]
@@ -148,17 +138,18 @@ def load(run: Path, task: str | None = None) -> Trained:
     if task is not None and task not in tasks:
         has = f"its tasks are {', '.join(tasks)}" if tasks else "it was trained on one data set"
         raise UserError(f"{run} has no task {task}: {has}.")
+    kind = kind_named(about.task)
     names = next(iter(tasks.values())) if isinstance(about.class_names, dict) else about.class_names
     classes = {name: len(of_task) for name, of_task in tasks.items()} or len(names)
     try:
         if added or tasks:
-            model = random_model(config, classes)
+            model = kind.random_network(config, classes)
             for method in added:
                 method.apply(model)
             _require_same_shapes(file, model)
             model.load_state_dict(read_state_dict(file))
         else:
-            model = create_model(config, classes, report=False)
+            model = kind.network(config, classes, report=False)
             _require_same_shapes(file, model)
     except (UserError, RuntimeError, TypeError) as error:
         raise _altered(file, first_line(error)) from error
@@ -184,23 +175,20 @@ def _metadata(run: Path, file: Path) -> dict[str, str]:
     if not file.is_file():
         if not run.exists():
             raise UserError(f"{run}: no such folder. Pass the run folder printed when training ended.")
-        raise UserError(f"{run} holds no {NAME}: the run has finished no epoch.")
+        raise UserError(f"{run} holds no {NAME}, because no epoch was finished.")
     try:
         with safe_open(file, "pt") as opened:
             about = dict(opened.metadata() or {})
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file} cannot be read ({error}).") from error
     if "architecture" not in about or "class_names" not in about:
-        raise UserError(f"{file} was not written by a run: its metadata names no architecture and classes.")
+        raise UserError(f"{file} was not written by a run: its metadata do not name an architecture and classes.")
     return about
 
 
-#: Metadata that the notes of `Trained` leave out.
+#: Metadata that `Trained.notes` does not contain.
 _READ = ("format", "architecture", "encoder", "model_kwargs", "class_names", "image_size", "mean", "std",
          "interpolation", "added", "decoding", TOKENIZER)  # fmt: skip
-
-
-_Channel = Annotated[int, Field(ge=0, le=255)]
 
 
 class _Added(BaseModel):
@@ -220,7 +208,7 @@ class _Decoding(BaseModel):
 
 
 class _About(BaseModel):
-    """The metadata that `load` reads; `save` writes it."""
+    """The metadata that `save` writes and `load` reads."""
 
     model_config = ConfigDict(protected_namespaces=())
 
@@ -244,9 +232,9 @@ class _About(BaseModel):
     def _fits(self) -> _About:
         texts = self.tokenizer is not None
         if texts != (len(self.image_size) == 1):
-            raise ValueError("image_size is one number with a tokenizer, and else two")
+            raise ValueError("image_size must be one number with a tokenizer, and otherwise two")
         if len(self.mean) != len(self.std) or len(self.mean) not in ((0,) if texts else (1, 3)):
-            raise ValueError("mean and std have one number per channel")
+            raise ValueError("mean and std must have one number per channel")
         if self.class_colors is not None and len(self.class_colors) != len(self.class_names):
             raise ValueError("class_colors must have one color per class")
         return self
@@ -270,49 +258,41 @@ def _checked(file: Path, metadata: dict[str, str]) -> _About:
 
 def _altered(file: Path, why: str) -> UserError:
     return UserError(
-        f"{file} cannot be used: {why.rstrip('.')}. It is not as the run wrote it; restore it, or train again."
+        f"{file} cannot be used: {why.rstrip('.')}. It was changed after the run wrote it. Restore it, or train again."
     )
 
 
 def _require_same_shapes(file: Path, model: nn.Module) -> None:
-    """Reject a file whose tensors do not have the shapes of the model, e.g. a head with another number of classes.
-
-    Raises:
-        UserError: for the first tensor that differs.
-    """
+    """Raise UserError if tensors in a file have other shapes than the model, e.g. a head for other classes."""
     own = model.state_dict()
     with safe_open(file, "pt") as opened:
         shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     for name, shape in shapes.items():
         if name in own and tuple(own[name].shape) != shape:
             found, expected = ("×".join(map(str, of)) for of in (shape, own[name].shape))
-            raise UserError(f"its {name} is {found}, by its metadata {expected}")
+            raise UserError(f"its {name} has the shape {found}, but its metadata require {expected}")
 
 
 def _noted_method(file: Path, part: _Added) -> Method:
-    """Build the method that the metadata of `file` name, with its settings."""
+    """Build a method that the metadata of `file` name, with its settings."""
     name, settings = part.method, part.settings
     do = "Train again with this version, or use the version that wrote the file."
     if name not in METHODS:
-        raise OtherVersionError(file, f"it notes the method {name}, unknown to this version", do)
+        raise OtherVersionError(file, f"it contains the method {name}, unknown to this version", do)
     unknown = sorted(set(settings) - set(inspect.signature(METHODS[name]).parameters))
     if unknown:
         which = ", ".join(f"method.{name}.{setting}" for setting in unknown)
-        raise OtherVersionError(file, f"it notes {which}, unknown to this version", do)
+        raise OtherVersionError(file, f"it contains {which}, unknown to this version", do)
     try:
         return METHODS[name](**settings)
     except UserError as error:
-        raise OtherVersionError(file, f"it notes the method {name} with {error}", do) from error
+        raise OtherVersionError(file, f"it contains the method {name} with {error}", do) from error
 
 
 def require_finite(logits: Tensor) -> None:
-    """Reject outputs that are not finite.
-
-    Raises:
-        UserError: an output is not finite.
-    """
+    """Raise UserError if an output is not finite."""
     if not bool(logits.isfinite().all()):
         raise UserError(
-            "The network's outputs are not finite: the weights or the mean and std in model.safetensors are of no use."
+            "The network's outputs are not finite. The weights, mean or std in model.safetensors cannot be used."
             " Train again."
         )

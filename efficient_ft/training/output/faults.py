@@ -1,4 +1,4 @@
-"""Messages for system errors while a run writes into its folder: a full disk, a lost folder, no permission."""
+"""Messages for system errors while a run writes into its folder, e.g. a full disk or a removed folder."""
 
 from __future__ import annotations
 
@@ -17,33 +17,29 @@ from efficient_ft.core.format import format_bytes
 from efficient_ft.record import config_file
 from efficient_ft.training.output import checkpoint
 
-#: Texts of errors of torch and safetensors for a failed write, which do not contain the system's error number.
+#: Texts in errors of torch and safetensors for a failed write. These errors do not contain the system's error number.
 _FAILED_WRITES = ("PytorchStreamWriter", "inline_container", "unexpected pos", "I/O error", "os error")
 
-#: Texts of errors of gloo, which waits for the other processes of a run, when one of them has ended.
+#: Texts in errors of gloo after another process of the run has ended.
 _LOST_PROCESS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
 
 
 def _continues(folder: Path | None) -> str:
-    """Return a sentence on the effect of the same command; None for an unknown folder."""
+    """Return a sentence that describes the effect of the same command. `folder` is None if it is not known."""
     if folder is None:
-        return "The same command continues from the last checkpoint, or starts again where there is none."
+        return "The same command continues from the last checkpoint, or starts again if there is none."
     if checkpoint.exists(folder / checkpoint.NAME):
-        return "What was saved before is kept, and the same command continues from it."
-    return "Nothing had been saved yet: the same command starts again."
+        return "Saved files are kept, and the same command continues from the last checkpoint."
+    return "Nothing was saved yet, so the same command starts again."
 
 
 def require_folder(folder: Path) -> None:
-    """Reject writing if the folder of the run was replaced since the run started.
-
-    Raises:
-        UserError: it was removed, moved, or replaced.
-    """
+    """Raise UserError if the run folder was removed, moved or replaced after the run started."""
     if not (folder / config_file.NAME).is_file():
         raise UserError(
-            f"{folder} is no longer the folder of this run: it was removed, moved, or replaced by something else while"
-            " the run was writing into it. Nothing was written to another place. Move it back, and the same command"
-            " continues; or the same command starts again."
+            f"{folder} is no longer the folder of this run: it was removed, moved or replaced while the run was writing"
+            " into it. Nothing was written to another place. If you move it back, the same command continues."
+            " Otherwise, the same command starts again."
         )
 
 
@@ -51,32 +47,30 @@ def refuse_lost_process(error: BaseException) -> None:
     """Stop if another process of the run has ended.
 
     Raises:
-        KeyboardInterrupt, TerminatedRun: the same, after a signal that asked this process to end.
-        UserError: `error` reports a failed exchange with a process that has ended.
+        KeyboardInterrupt, TerminatedRun: If a signal asked this process to end as well.
+        UserError: If `error` reports a failed exchange with a process that has ended.
     """
     if "gloo" in str(error).lower() and any(text in str(error) for text in _LOST_PROCESS):
         if stopping.asked:
             raise stopping.ending(stopping.asked[-1]) from None
         raise UserError(
-            "Another process of this run has ended: it failed, as it says above, or was killed, e.g. for lack of"
-            f" memory. {_continues(None)}"
+            "Another process of this run has ended. It failed with the message above, or it was killed, e.g. because"
+            f" memory ran out. {_continues(None)}"
         ) from error
 
 
 @contextmanager
 def faults_of_the_system(folder: Path, begun: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Turn system errors in the run folder inside the block into a message that names the folder.
+    """Convert system errors in the run folder inside the block to a message that names the folder.
 
-    Args:
-        folder: the run folder.
-        begun: returns whether the run has written its configuration into it.
+    `begun` returns True if the run has written its configuration into the folder.
 
     Raises:
-        UserError: a full disk, a removed folder, missing permission, a process of the run that ended, ...
+        UserError: If the disk is full, the folder was removed, a permission is missing, or another process has ended.
     """
     try:
         yield
-    except BrokenPipeError:  # the reader of the output has closed the pipe, e.g. `| head`
+    except BrokenPipeError:  # the reader of the output closed the pipe, e.g. `| head`
         raise
     except (OSError, RuntimeError, SafetensorError) as error:
         refuse_lost_process(error)
@@ -89,7 +83,7 @@ def faults_of_the_system(folder: Path, begun: Callable[[], bool] = lambda: True)
 
 
 def _reason(error: Exception, folder: Path) -> str | None:
-    """Return a description of the system error; None for an error of another kind or place."""
+    """Return a description of the system error; None for an error of another kind or in another place."""
     if isinstance(error, OSError) and error.errno is not None:
         name = error.filename
         elsewhere = name is not None and folder.resolve() not in (place := Path(os.fsdecode(name)).resolve()).parents
@@ -100,11 +94,11 @@ def _reason(error: Exception, folder: Path) -> str | None:
             return f"{os.fsdecode(error.filename2 or name or folder)} {said.replace('is a directory', 'is a folder')}"
         return f"{said}{free_space(folder) if error.errno in (errno.ENOSPC, errno.EDQUOT) else ''}"
     if any(text in str(error) for text in _FAILED_WRITES):
-        return f"the system did not take all bytes{free_space(folder)}"
+        return f"the system did not write all bytes{free_space(folder)}"
     return None
 
 
 def free_space(folder: Path) -> str:
-    """Return the free bytes of the disk of a folder, which need not exist, as a clause."""
+    """Return a clause with the free space on a folder's disk. The folder need not exist."""
     place = next((one for one in (folder, *folder.parents) if one.is_dir()), None)
     return "" if place is None else f"; {format_bytes(shutil.disk_usage(place).free)} are free"

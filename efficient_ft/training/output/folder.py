@@ -1,4 +1,4 @@
-"""The run folder: one run per folder, one process at a time. Files of earlier runs are never deleted."""
+"""The run folder, with one run per folder and one process at a time. Files of earlier runs are never deleted."""
 
 from __future__ import annotations
 
@@ -25,42 +25,44 @@ from efficient_ft.record.results import flatten
 from efficient_ft.training.output import checkpoint, export
 from efficient_ft.training.output.console import rank, say
 
-#: File that the training process locks; the operating system releases the lock when that process ends.
+#: File that the training process locks. The operating system releases the lock when that process ends.
 LOCK = ".lock"
-#: File with the digest of the training data (`data.listing.Listing.digest`); those of several tasks are joined by +.
+#: File with the digest of the training data (`data.listing.Listing.digest`). Digests of several tasks are joined by +.
 IMAGES = "images"
 #: File with the hashes of the data and weights at the start of a run (`data.contents.Contents.record`).
 CONTENTS = "contents.json"
-#: The folder and the log that Hydra writes.
+#: The folder and the log file that Hydra writes.
 RECORD, LOGS = ".hydra", ("train.log",)
 #: Any of these files shows that a run was started in a folder.
 _TRACES = (results.NAME, config_file.NAME, checkpoint.NAME, export.NAME, "metrics.jsonl")
 #: Files that a run writes. A folder with one of these names is rejected before training.
 _FILES = (*_TRACES, "metrics.csv", checkpoint.RUN_ID, IMAGES, CONTENTS, f"{checkpoint.NAME}.prev")
-#: Files that a run appends to. Links with these names are rejected; other files replace a link.
+#: Files that a run appends to. Links with these names are rejected. Other files replace a link.
 _APPENDED = ("metrics.jsonl", step_stats.NAME, "tensorboard", "wandb")
 
 
 def refuse_another_run(config: Config, folder: Path) -> None:
-    """Reject a folder with a run of other settings, unless ``resume=never`` moves that run away.
+    """Reject a folder that contains a run with other settings, unless ``resume=never`` moves that run away.
 
     Raises:
-        OtherVersionError: another version of this package wrote the folder.
-        UserError: the settings differ, or its config.yaml is damaged.
+        OtherVersionError: If another version of this package wrote the folder.
+        UserError: If the settings differ, or if config.yaml in the folder is damaged.
     """
     if config.resume == "never" or not (folder / config_file.NAME).is_file():
         return
     stored = config_file.read_config(folder)
     if fingerprint(stored) == fingerprint(config):
         return
-    raise UserError(f"{folder} holds another run ({differences(stored, config)}). {START_AGAIN}")
+    old, new = (flatten(one.model_dump(mode="json")) for one in (stored, config))
+    changed = [key for key in {**old, **new} if old.get(key) != new.get(key)][:3]
+    texts = (f"{key} is {old.get(key)} in that run and {new.get(key)} in this run" for key in changed)
+    raise UserError(f"{folder} holds another run ({', '.join(texts)}). {START_AGAIN}")
 
 
 def refuse_split_run(folder: Path) -> None:
-    """Refuse a folder that contains only a part of a run, for example after an incomplete copy.
+    """Raise UserError for a folder that contains a part of a run but no config.yaml, e.g. after an incomplete copy.
 
-    Raises:
-        UserError: the folder, or the folder that its run was moved to, contains files of a run and no config.yaml.
+    The folder to which an earlier run was moved is checked as well.
     """
     folder = folder.absolute()
     places = [folder]
@@ -81,18 +83,14 @@ def refuse_split_run(folder: Path) -> None:
 
 
 def _traces(folder: Path) -> list[str]:
-    """Return the files of a run in a folder by name; links and folders in their places are rejected."""
+    """Return the names of a run's files in a folder. Links and folders with these names do not count."""
     return [name for name in _TRACES if (folder / name).is_file() and not (folder / name).is_symlink()]
 
 
 def refuse_changed_contents(folder: Path, contents: Contents) -> None:
-    """Reject a run whose data or weights have changed since it began.
-
-    Raises:
-        UserError: the contents differ from those recorded by the run, or the record is damaged.
-    """
+    """Raise UserError if a run's data or weights have changed since it began, or if their record is damaged."""
     file = folder / CONTENTS
-    if not file.is_file():  # of a version that noted none
+    if not file.is_file():  # an older version wrote no record
         return
     try:
         changes = contents.changes(parse_json(file.read_text(encoding="utf-8")))
@@ -106,11 +104,7 @@ def refuse_changed_contents(folder: Path, contents: Contents) -> None:
 
 
 def refuse_other_images(config: Config, folder: Path, digest: str) -> None:
-    """Reject a folder whose run was trained on images with a digest different from `digest`.
-
-    Raises:
-        UserError: the digests differ, or the note is damaged.
-    """
+    """Raise UserError if the images of the run in a folder have another digest, or if the record is damaged."""
     file = folder / IMAGES
     if not file.is_file():
         return
@@ -120,46 +114,31 @@ def refuse_other_images(config: Config, folder: Path, digest: str) -> None:
         raise UserError(f"{file} is damaged: it is not text. {START_AGAIN}") from error
     if noted != digest:
         raise UserError(
-            f"The images in {', '.join(image_folders(config))} are not those that the run in {folder} was trained on:"
-            f" another copy of the data set, or files that were added, removed or replaced since. {START_AGAIN}"
+            f"The images in {', '.join(image_folders(config))} differ from the training images of the run in {folder}."
+            " The data set is another copy, or files have been added, removed or replaced since the run began."
+            f" {START_AGAIN}"
         )
 
 
-def differences(stored: Config, config: Config) -> str:
-    """Return the first three settings that differ, for a message."""
-    old, new = (flatten(one.model_dump(mode="json")) for one in (stored, config))
-    changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    return ", ".join(f"{key} is {old.get(key)} there, {new.get(key)} here" for key in changed[:3])
-
-
 class RunFolder:
-    """A run folder locked by this process, and the files written before the first step.
-
-    Args:
-        path: the folder.
-        lock: its lock; None in further processes of a run, which write nothing.
-    """
+    """A run folder with the files written before the first step. `lock` is None except in the first process."""
 
     def __init__(self, path: Path, lock: FileLock | None) -> None:
         self.path, self._lock = path, lock
-        #: True when the run has written its configuration; and from the first step on, when all of it is kept.
+        #: `begun` is True after the configuration was written, and `trains` is True after the training has started.
         self.begun = self.trains = False
-        #: The folder to which an earlier run was moved, and the files before this command, with their contents.
+        #: The folder to which an earlier run was moved, and the contents of the files before this command.
         self._moved: Path | None = None
         self._before: dict[Path, bytes] | None = None
 
     def begin(self, config: Config, notes: Mapping[str, str], record: Callable[[], None]) -> None:
-        """Write config.yaml, `notes` and the record of the command, after all checks of the user's input.
+        """Write config.yaml, `notes` (texts by file name) and the record of the command, after the input was checked.
 
-        With ``resume=never``, an existing run folder is first moved away in a single rename.
-
-        Args:
-            config: the configuration of the run.
-            notes: texts by name of a file; a file that is there stays.
-            record: called when the folder belongs to the run.
+        With ``resume=never``, an existing run folder is first moved away in a single rename. Existing notes are not
+        overwritten. `record` is called when the folder belongs to the run.
 
         Raises:
-            UserError: another process has taken the folder.
+            UserError: If another process has taken the folder.
         """
         if self._lock is None:
             self.begun = True
@@ -175,7 +154,7 @@ class RunFolder:
         record()
 
     def started(self) -> L.Callback:
-        """Return the callback that notes the start of the training."""
+        """Return the callback that records the start of the training."""
         return LambdaCallback(on_train_start=lambda *_: setattr(self, "trains", True))
 
     def _small(self) -> list[Path]:
@@ -203,7 +182,7 @@ class RunFolder:
         say(f"resume=never: the earlier run was moved to {shown_path(target)}.")
 
     def undo(self) -> None:
-        """Leave the folder as it was before `begin`; a new one keeps its files, which the command removes."""
+        """Restore the folder to its state before `begin`. A new folder keeps its files, which the command removes."""
         if self._moved is not None:
             place = self._moved.with_name(self.path.resolve().name)
             shutil.rmtree(place)
@@ -224,17 +203,13 @@ class RunFolder:
 
 
 def _acquired(folder: Path) -> FileLock:
-    """Acquire the lock of a folder.
-
-    Raises:
-        UserError: another process holds it.
-    """
+    """Acquire the lock of a folder, or raise UserError if another process holds it."""
     lock = FileLock(folder / LOCK, timeout=0)
     try:
         lock.acquire()
     except Timeout:
         raise UserError(
-            f"{folder} is in use: the same command is running in another process. Wait for it, or choose another"
+            f"{folder} is in use: the same command is running in another process. Wait until it ends, or choose another"
             " hydra.run.dir."
         ) from None
     return lock
@@ -242,13 +217,13 @@ def _acquired(folder: Path) -> FileLock:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[RunFolder]:
-    """Lock the folder, so that no other process trains in it. The first of several DDP processes locks for all.
+    """Lock the folder, so that no other process trains in it. The first DDP process locks the folder for all processes.
 
-    If the block ends before the first step, the folder is left as it was.
+    If the block ends before the first step, the folder is restored.
 
     Raises:
-        UserError: another process holds the lock, a folder has the name of a file of the run, or a link in
-            place of one it appends to.
+        UserError: If another process holds the lock, if a folder has the name of a file of the run, or if a file that
+            the run appends to is a link.
     """
     if rank() != 0:
         yield RunFolder(folder, None)
@@ -273,10 +248,10 @@ def locked(folder: Path) -> Iterator[RunFolder]:
 
 
 def run_id(folder: Path) -> str:
-    """Return the run id for loggers. The folder and every checkpoint store it, so that a resumed run keeps it."""
+    """Return the run id for loggers. The folder and every checkpoint store the id, so that a resumed run keeps it."""
     state, file = folder / checkpoint.NAME, folder / checkpoint.RUN_ID
     if file.is_file() and (found := file.read_text(encoding="utf-8", errors="replace").strip()).isalnum():
-        return found  # else it is damaged, and the checkpoint has it as well
+        return found  # a damaged file is ignored, because the checkpoint contains the id
     if checkpoint.exists(state) and (noted := checkpoint.noted_run(checkpoint.read(state))) is not None:
         return noted
     created = os.urandom(4).hex()

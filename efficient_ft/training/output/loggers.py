@@ -1,4 +1,4 @@
-"""wandb and TensorBoard, next to the CSV and JSONL files that every run writes."""
+"""The loggers wandb and TensorBoard, in addition to the CSV and JSONL files that every run writes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,12 @@ from efficient_ft.training.output.console import say
 
 
 def start_loggers(config: Config, folder: Path, run_id: str, arguments: Sequence[str] = ()) -> list[Logger]:
-    """The chosen logger, started before training, so that a mistake in its settings shows at once.
+    """Start the chosen logger before training, so that a mistake in its settings is reported at once.
 
-    Args:
-        config: the run's configuration; `config.logger` chooses.
-        folder: the run folder.
-        run_id: the same for a resumed run.
-        arguments: the settings given on the command line, of which a run's name is made.
+    A resumed run keeps its `run_id`. The run's name contains the `arguments` of the command line.
 
     Raises:
-        UserError: the logger's package is not installed, or it cannot start.
+        UserError: If the logger's package is not installed, or if the logger cannot start.
     """
     options = config.logger
     if options.name == "none":
@@ -39,7 +35,7 @@ def start_loggers(config: Config, folder: Path, run_id: str, arguments: Sequence
         if options.name == "tensorboard":
             from lightning.pytorch.loggers import TensorBoardLogger
 
-            # Settings are written with the results, at the end: hp_metric would be a curve of -1.
+            # Settings are written with the results at the end. Until then, hp_metric would be a curve of -1.
             return [TensorBoardLogger(save_dir=folder, name="", version="tensorboard", default_hp_metric=False)]
         import wandb
         from lightning.pytorch.loggers import WandbLogger
@@ -55,13 +51,13 @@ def start_loggers(config: Config, folder: Path, run_id: str, arguments: Sequence
             id=run_id,
             resume="allow",
             save_dir=folder,
-            # not offline=True: that sets WANDB_MODE, which a sweep's later job in this process would inherit
+            # offline=True would set WANDB_MODE for later jobs of a sweep in this process.
             mode="offline" if options.mode == "offline" else None,
             log_model=False,
             config=plain,
             settings=wandb.Settings(silent=True),  # warnings are still shown
         )
-        logger._wandb_init.pop("anonymous", None)  # Lightning passes it, and wandb warns of it
+        logger._wandb_init.pop("anonymous", None)  # Lightning passes it, and wandb warns about it
         define_metrics(logger.experiment)
         if not logger.experiment.offline:
             say(f"wandb: this run is shown at {logger.experiment.url}")
@@ -80,11 +76,7 @@ def start_loggers(config: Config, folder: Path, run_id: str, arguments: Sequence
 
 
 def _require_key(mode: str) -> None:
-    """Reject an online run without a key at once; wandb itself waits for a key for 90 seconds.
-
-    Raises:
-        UserError: no key is configured.
-    """
+    """Raise UserError for an online run without a key, because wandb itself waits 90 seconds for a key."""
     if mode != "online" or os.environ.get("WANDB_MODE", "online") not in ("online", "shared"):
         return
     import wandb
@@ -101,10 +93,10 @@ def _require_key(mode: str) -> None:
 
 
 def run_name(methods: str, arguments: Sequence[str]) -> str:
-    """A readable name: the methods, and the settings given, by the last parts of their names.
+    """Return a readable name from the methods and from the last parts of the given settings.
 
-    ``method.lbp_wht.order=4 optim.lr=1e-3 seed=1`` becomes ``lbp_wht order=4 lr=1e-3 seed=1``; groups and places
-    (``data=``, ``data.root=``) are left out.
+    ``method.lbp_wht.order=4 optim.lr=1e-3 seed=1`` becomes ``lbp_wht order=4 lr=1e-3 seed=1``. Option groups and paths
+    (``data=``, ``data.root=``) are omitted.
     """
     settings = []
     for argument in arguments:
@@ -116,7 +108,7 @@ def run_name(methods: str, arguments: Sequence[str]) -> str:
 
 
 def define_metrics(experiment: Any) -> None:
-    """Tell wandb which value of a metric is the run's: the highest accuracy, the lowest loss, the last total."""
+    """Set the summary value of each wandb metric: the highest accuracy, the lowest loss, and the last total."""
     for split in ("val", "test"):
         experiment.define_metric(f"{split}_accuracy*", summary="max")
         experiment.define_metric(f"{split}_mean_iou", summary="max")
@@ -126,7 +118,7 @@ def define_metrics(experiment: Any) -> None:
 
 
 def summary_of(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by which runs are compared: accuracy (also of the test images, and published), cost, totals."""
+    """Return the values by which runs are compared: accuracy (also on test images, and published), cost and totals."""
     keys = ("accuracy", "cost", "memory", "totals", "trainable_parameters", "total_parameters")
     summary = flatten({key: results[key] for key in keys if key in results})
     summary["accuracy.final"] = final_accuracy(results["accuracy"])
@@ -140,22 +132,22 @@ def summary_of(results: Mapping[str, Any]) -> dict[str, Any]:
 def write_summary(
     loggers: Sequence[Logger], results: Mapping[str, Any], text: str, step: int, samples: Sequence[Sample] = ()
 ) -> None:
-    """Write the results of a run to the loggers, and close them.
+    """Write the results of a run and the `text` at its end to the loggers, and close the loggers.
 
     wandb's summary and TensorBoard's table of hyperparameters receive accuracy, cost and totals. Both loggers receive
-    samples with predictions. TensorBoard also receives the text at the end of the run.
-
-    Args:
-        loggers: started by `start_loggers`.
-        results: a `record.results.Results`.
-        text: the tables at the end of the run.
-        step: the last optimizer step.
-        samples: predictions of single samples.
+    samples with predictions. TensorBoard also receives the text.
     """
     for logger in loggers:
         experiment: Any = getattr(logger, "experiment", None)
         if hasattr(experiment, "summary"):
-            _samples_to_wandb(experiment, samples)
+            import wandb
+
+            images = [wandb.Image(one.image, caption=one.caption) for one in samples if one.image is not None]
+            texts = [[one.text, one.caption] for one in samples if one.image is None]
+            if images:
+                experiment.log({"samples": images})
+            if texts:
+                experiment.log({"samples": wandb.Table(columns=["text", "classes"], data=texts)})
             experiment.summary.update(summary_of(results))
             if experiment.offline:
                 command = f"wandb sync {shown_path(experiment.settings.sync_dir)}"
@@ -163,17 +155,6 @@ def write_summary(
         else:
             _write_board(logger, results, text, step, samples)
     close_loggers(loggers, failed=False)
-
-
-def _samples_to_wandb(experiment: Any, samples: Sequence[Sample]) -> None:
-    import wandb
-
-    images = [wandb.Image(one.image, caption=one.caption) for one in samples if one.image is not None]
-    texts = [[one.text, one.caption] for one in samples if one.image is None]
-    if images:
-        experiment.log({"samples": images})
-    if texts:
-        experiment.log({"samples": wandb.Table(columns=["text", "classes"], data=texts)})
 
 
 def _write_board(board: Any, results: Mapping[str, Any], text: str, step: int, samples: Sequence[Sample]) -> None:

@@ -21,19 +21,13 @@ from efficient_ft.task import Segmentation
 from efficient_ft.task.base import at_size
 from efficient_ft.training.output import export
 
-#: Share of the color in an overlay.
+#: Opacity of the class colors in an overlay.
 _OPACITY = 0.5
 
 
 @torch.inference_mode()
 def predict_mask(model: nn.Module, image: Image.Image, input: InputSpec) -> np.ndarray:
-    """Return the index of the class of every pixel, uint8 (H, W).
-
-    Args:
-        model: in evaluation mode.
-        image: RGB image of any size, which is processed as a whole.
-        input: normalization of the network.
-    """
+    """Return the class index of every pixel, uint8 (H, W), for an RGB image of any size."""
     device = next(model.parameters()).device
     pixels = Transform(InputSpec(input.size, input.mean, input.std)).normalize([image]).to(device)
     height, width = pixels.shape[-2:]
@@ -45,12 +39,12 @@ def predict_mask(model: nn.Module, image: Image.Image, input: InputSpec) -> np.n
 
 
 def mask_image(indices: np.ndarray, ids: Sequence[int], colors: Sequence[Sequence[int]] | None = None) -> Image.Image:
-    """Return a mask to save as PNG, with the pixel values of the training masks.
+    """Return a mask for saving as PNG, with the pixel values of the training masks.
 
     Args:
-        indices: class indices, (H, W).
-        ids: pixel values of the classes; an 8-bit image also has a palette of colors.
-        colors: class colors, if the training masks are read by color; the image is then RGB.
+        indices: class indices (H, W).
+        ids: pixel values of the classes. An 8-bit image also has a palette of colors.
+        colors: class colors if the training masks are read by color. The image is then RGB.
     """
     if colors:
         return Image.fromarray(np.asarray(colors, dtype=np.uint8)[indices])
@@ -65,33 +59,23 @@ def mask_image(indices: np.ndarray, ids: Sequence[int], colors: Sequence[Sequenc
 
 
 def overlay(image: Image.Image, indices: np.ndarray, count: int) -> Image.Image:
-    """Return the image blended with the colors of the predicted classes.
-
-    Args:
-        image: RGB.
-        indices: class indices (H, W).
-        count: number of classes.
-    """
+    """Return the image blended with the colors of the predicted classes, given class indices (H, W)."""
     colors = Image.fromarray(class_colors(count)[indices])
     return Image.blend(image, colors, _OPACITY)
 
 
-#: The file of the examples in a run folder.
+#: Name of the file with examples in a run folder.
 EXAMPLES = "predictions.png"
-#: Pixels of the width of an image in it.
+#: Width of an example image in pixels.
 _WIDTH = 320
 
 
 def examples_image(
     model: nn.Module, pairs: Sequence[tuple[Image.Image, np.ndarray]], input: InputSpec, count: int
 ) -> Image.Image:
-    """Return a picture with a row for each image: the image, its mask, and the predicted mask.
+    """Return a picture with one row per image: the image, its mask, and the predicted mask.
 
-    Args:
-        model: in evaluation mode.
-        pairs: images and masks with class indices, 255 for pixels without a label.
-        input: the network's normalization.
-        count: number of classes.
+    Each pair consists of an image and a mask with class indices. Unlabeled pixels have the index 255.
     """
     rows = []
     for image, mask in pairs:
@@ -110,7 +94,7 @@ def examples_image(
 
 
 def write_examples(run: Path, images: SegmentationData, device: torch.device) -> None:
-    """Write `EXAMPLES` into a run folder: some images with their masks and those predicted by its model.safetensors."""
+    """Write `EXAMPLES` into a run folder: images with their masks and the masks predicted by its model.safetensors."""
     trained = export.load(run)
     found = examples_image(trained.model.to(device), images.examples(4), trained.input, images.num_classes)
     write_atomically(run / EXAMPLES, lambda file: found.save(file, format="png"))
