@@ -202,7 +202,7 @@ class TaskData(TypedDict):
 
 
 class DataReport(TypedDict):
-    """`TaskData` of the run's data set; with several tasks the sum, the mean, and the data of each task.
+    """`TaskData` of the run's data set. With several tasks (`tasks`), counts are summed and accuracies averaged.
 
     `scores` contains further metrics by split, for example pixel accuracy and the IoU of each class in segmentation
     (None if a class occurs in neither masks nor predictions). `summary` describes how each data set was read

@@ -31,8 +31,9 @@ MAX_STEPS = 600
 class Record:
     """The rows of step_stats.jsonl, with T recorded steps of B blocks; see `efficient_ft.record.step_stats`.
 
-    `steps` (T,) are optimizer steps from 1. `blocks` are full names, and `labels` short names made of the numbers in
-    them. The other arrays are (T, B). They are NaN where nothing was recorded, and `budgets` is None without budgets.
+    `steps` (T,) contains the numbers of optimizer steps, starting at 1. `blocks` are full names, and `labels` short
+    names made of the numbers in them. The other arrays are (T, B). They are NaN where nothing was recorded, and
+    `budgets` is None without budgets.
     """
 
     steps: np.ndarray

@@ -10,22 +10,10 @@ from efficient_ft.cli.exits import clean_exits
 from efficient_ft.cli.terminal import quiet_libraries
 from efficient_ft.core.errors import replace_unprintable, single_values
 
+_NAMES = ("check", "plan", "cache", "predict", "report", "table", "collect", "figure", "dashboard", "study", "bench",
+          "gradient-error", "selftest")  # fmt: skip
 #: Commands and their modules, which define ``main(arguments)`` and are imported on first use.
-COMMANDS = {
-    "check": "efficient_ft.cli.commands.check",
-    "plan": "efficient_ft.cli.commands.plan",
-    "cache": "efficient_ft.cli.commands.cache",
-    "predict": "efficient_ft.cli.commands.predict",
-    "report": "efficient_ft.cli.commands.report",
-    "table": "efficient_ft.cli.commands.table",
-    "collect": "efficient_ft.cli.commands.collect",
-    "figure": "efficient_ft.cli.commands.figure",
-    "dashboard": "efficient_ft.cli.commands.dashboard",
-    "study": "efficient_ft.cli.commands.study",
-    "bench": "efficient_ft.cli.commands.bench",
-    "gradient-error": "efficient_ft.cli.commands.gradient_error",
-    "selftest": "efficient_ft.cli.commands.selftest",
-}
+COMMANDS = {name: f"efficient_ft.cli.commands.{name.replace('-', '_')}" for name in _NAMES}
 
 
 def run_command(name: str, arguments: Sequence[str] | None = None) -> None:

@@ -72,7 +72,7 @@ Counts = tuple[float | None, float | None]
 
 
 def cost_cells(table: Table, row: Row, step: Step | None = None) -> list[CostCell]:
-    """Return the published costs of a row with our counts. `step` counts a step (None: count each step once here)."""
+    """Return the published costs of a row with our counts. `step` counts a step (default: count it in this process)."""
     found = []
     for column, printed in row.costs.items():
         if column not in _COUNTED:
