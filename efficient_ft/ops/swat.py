@@ -107,7 +107,7 @@ class LargestOfBatch:
     def pack(self, x: Tensor, context: PackContext) -> Packed:
         """Pack all samples of x with one threshold."""
         n = x.numel()
-        if isinstance(x, FakeTensor):  # the budget is exact in steps with a refresh
+        if isinstance(x, FakeTensor):  # in steps with a refresh, the stored size is exact
             values = x.new_empty(n - self.thresholds.dropped(n))
             bits = x.new_empty(bitmap_bytes(n), dtype=torch.uint8)
         else:
