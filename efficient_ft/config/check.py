@@ -55,8 +55,8 @@ def _refuse_sharding(plain: Mapping[str, Any]) -> None:
             "trainer.strategy",
             strategy,
             "auto or ddp",
-            "It would shard each parameter over the processes, but methods require whole parameters. Methods replace the"
-            " backward pass of whole layers, and freeze parameters in some steps. To save memory, use a method:"
+            "It would shard each parameter over the processes, but methods require whole parameters. Methods replace"
+            " the backward pass of whole layers, and freeze parameters in some steps. To save memory, use a method:"
             " efficient-ft plan memory=4GB finds one that fits.",
         )
 
