@@ -55,9 +55,9 @@ def _refuse_sharding(plain: Mapping[str, Any]) -> None:
             "trainer.strategy",
             strategy,
             "auto or ddp",
-            "It would shard each parameter over the processes, but methods require whole parameters: they replace the"
-            " backward pass of whole layers, and freeze parameters in some steps, whose gradients are then None. Save"
-            " memory with a method instead: efficient-ft plan memory=4GB finds one that fits.",
+            "It would shard each parameter over the processes, but methods require whole parameters. Methods replace"
+            " the backward pass of whole layers, and freeze parameters in some steps. To save memory, use a method:"
+            " efficient-ft plan memory=4GB finds one that fits.",
         )
 
 

@@ -36,7 +36,7 @@ class KindRules:
         section_words: Constraint of the section for messages.
         data_words: Property of the data sets and a hint, for messages. None for the default kind, because its messages
             name the setting ``task`` instead.
-        model_words: Description of the networks and a hint, for messages.
+        model_words: Property of the networks and a hint, for messages.
         augmentation: Sentence that names the augmentation settings, or "" if ``data.augment`` applies.
         unsupported: Hints for messages by unsupported feature: ``tasks`` (several data sets), ``cache_features``,
             ``prefix`` (forms of the frozen prefix), ``tokens`` (methods that drop or merge tokens).

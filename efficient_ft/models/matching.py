@@ -19,7 +19,7 @@ from efficient_ft.models.checkpoint import Contents
 #: Kind of prefix token by parameter name. Prefix tokens precede the patch tokens.
 PREFIX_TOKENS = {"cls_token": "class", "dist_token": "distillation", "reg_token": "register",
                  "register_tokens": "register"}  # fmt: skip
-#: Maximum number of candidate prefixes with matching names, and of candidates from the structure of the file alone.
+#: Maximum numbers of candidate prefixes with matching names, and of candidate prefixes that many names share.
 _BY_NAMES, _BY_STRUCTURE = 16, 24
 #: Name parts that torch.compile, FSDP and activation checkpointing insert.
 _WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")

@@ -1,8 +1,8 @@
 """The frozen prefix of a network: all computations below the first trained layer.
 
 The output of a frozen prefix for an image is the same in every step, so it can be computed once and stored.
-`find_prefix` finds a module after which to cut the network, and checks the cut by running the rest of the network from
-the stored output. The check runs the network's own forward pass. Modules below the cut return empty placeholders, and
+`find_prefix` cuts the network after a module, and checks the cut by running the rest of the network from the stored
+output. The check runs the network's own forward pass. Modules below the cut return empty placeholders, and
 the last module below the cut returns the stored output. The check makes no assumptions about the architecture.
 """
 

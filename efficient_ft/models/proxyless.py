@@ -44,7 +44,7 @@ default_cfgs = generate_default_cfgs(
         }
     }
 )
-#: timm's names by name in the release, outside of blocks.
+#: Mapping from names in the release to timm's names, outside of blocks.
 _OUTSIDE = {
     "first_conv.conv.": "conv_stem.",
     "first_conv.bn.": "bn1.",

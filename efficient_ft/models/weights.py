@@ -194,7 +194,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _plain(given: dict[str, Tensor], own: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors in fp32, and the reasons why others cannot be weights, by name. Zeros replace the others."""
+    """Convert tensors to fp32, and replace unusable tensors with zeros. Also return the reasons by name."""
     unusable = {}
     plain = {}
     for name, value in given.items():
