@@ -144,10 +144,10 @@ class _KindWithNetworks(ClassificationKind):
 
 
 def test_a_kind_adds_a_family_of_networks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for known, name in ((registry._registered, "numbers"), (RULES, "numbers"), (TASKS, "numbers")):
-        monkeypatch.delitem(known, name, raising=False)  # pytest removes the entries that the test adds
-    monkeypatch.delitem(factory.FAMILIES, "numbers", raising=False)
-    monkeypatch.delitem(NETWORKS, "linear_48", raising=False)
+    added = ((registry._registered, "numbers"), (RULES, "numbers"), (TASKS, "numbers"), (factory.FAMILIES, "numbers"))
+    for known, name in (*added, (NETWORKS, "linear_48")):
+        monkeypatch.setitem(known, name, None)  # pytest removes the entry at the end of the test
+        del known[name]
     kind = registry.register(_KindWithNetworks())
     model = ModelConfig(name="linear_48", pretrained=False)
     assert model.family == "numbers"
