@@ -24,8 +24,7 @@ FILES = 2048
 _COMPLETE, _PIECES, _PIECE = 1 << 20, 8, 1 << 15
 #: Maximum number of blocks into which samples in memory are divided. Each block has one hash.
 _BLOCKS = 256
-#: Number of hexadecimal digits of a hash.
-_DIGITS = 8
+_DIGITS = 8  # number of hexadecimal digits of a hash
 
 
 @dataclass(frozen=True)

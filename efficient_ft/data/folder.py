@@ -69,8 +69,7 @@ def read_folder(root: Path, follow_links: bool = False, splits: Chosen | None = 
         UserError: If the folder does not exist, the layout is ambiguous, there are fewer than two classes, a class has
             fewer than two training images, or a link leads out of `root` and `follow_links` is False.
     """
-    problem = missing_folder(root)
-    if problem is not None:
+    if (problem := missing_folder(root)) is not None:
         raise UserError(problem)
     layout = find_layout(root, splits, follow_links)
     places = {split: [folder.path for folder in of] for split, of in layout.places.items()}

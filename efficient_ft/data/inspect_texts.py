@@ -17,10 +17,8 @@ from efficient_ft.data.texts import Texts, is_number
 
 #: Limits of a quick inspection: tokenized texts, their total number of characters, and compared texts.
 _TOKENIZED, _CHARACTERS, _COMPARED = 1000, 150_000, 100_000
-#: Number of non-consecutive numeric classes above which the labels may be a quantity.
-_NUMBERS = 20
-#: Fractions above which a warning is issued.
-_UNKNOWN, _CUT, _REPEATED, _ODD = 0.05, 0.25, 0.5, 0.01
+_NUMBERS = 20  # number of non-consecutive numeric classes above which the labels may be a quantity
+_UNKNOWN, _CUT, _REPEATED, _ODD = 0.05, 0.25, 0.5, 0.01  # fractions above which a warning is issued
 #: Texts that common programs write for missing values.
 _NOTHING = frozenset(
     ["nan", "none", "null", "n/a", "na", "#n/a", "#ref!", "#value!", "#name?", "<na>", "[deleted]", "[removed]"]

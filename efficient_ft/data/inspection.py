@@ -79,10 +79,8 @@ def find_failures(
     return {item: text for item, text in zip(items, messages, strict=True) if text is not None}
 
 
-#: Maximum number of class names in the output, and maximum number of characters in these names.
-_NAMES, _LETTERS = 8, 60
-#: Maximum number of recorded skipped samples.
-_RECORDED = 100
+_NAMES, _LETTERS = 8, 60  # maximum number of class names in the output, and maximum number of characters in these names
+_RECORDED = 100  # maximum number of recorded skipped samples
 
 
 @dataclass(frozen=True)

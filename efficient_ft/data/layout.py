@@ -22,8 +22,7 @@ from efficient_ft.data.file_list import is_hidden, links_in
 from efficient_ft.data.images import is_image
 from efficient_ft.data.splits import SPLITS, Chosen, Split, ambiguous, part_names, places_of, repeated, show, splits_in
 
-#: Maximum length of a folder's name in messages.
-_LETTERS = 60
+_LETTERS = 60  # maximum length of a folder's name in messages
 
 
 @dataclass
@@ -113,8 +112,7 @@ def scan(root: Path, follow_links: bool) -> tuple[Folder, list[tuple[Path, str |
     return top, blocked
 
 
-#: Name parts of folders with unlabeled images.
-_UNLABELED = ("unlabel", "unlabl", "pred", "unsup", "unknown")
+_UNLABELED = ("unlabel", "unlabl", "pred", "unsup", "unknown")  # name parts of folders with unlabeled images
 #: Names of the two folders of a segmentation data set.
 _PICTURES = frozenset({"image", "images", "img", "imgs", "jpegimages", "photos", "pictures"})
 _MASKS = frozenset({"mask", "masks", "label", "labels", "annotation", "annotations", "annotations_png", "gt",
@@ -122,8 +120,7 @@ _MASKS = frozenset({"mask", "masks", "label", "labels", "annotation", "annotatio
 _TABLES = (".csv", ".tsv", ".json", ".jsonl", ".txt", ".xlsx", ".xls", ".mat", ".parquet", ".xml", ".pkl")
 #: The supported layouts.
 EXPECTED = "Expected layout: train/CLASS/*.jpg with val/CLASS/*.jpg or test/CLASS/*.jpg, or CLASS/*.jpg alone."
-#: Maximum number of folders in a suggested setting.
-_MOST_PLACES = 12
+_MOST_PLACES = 12  # maximum number of folders in a suggested setting
 
 
 @dataclass

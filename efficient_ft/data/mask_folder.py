@@ -23,8 +23,7 @@ from efficient_ft.data.mask_names import Matches, match_names
 from efficient_ft.data.masks import MASK_EXTENSIONS, MaskListing, MaskSamples, hold_out, read_pixels
 from efficient_ft.data.splits import Chosen, Split
 
-#: Number of masks whose values are reported if there is no class list.
-_DECODED = 16
+_DECODED = 16  # number of masks whose values are reported if there is no class list
 
 
 def missing_mask_folder(root: Path) -> str | None:
@@ -46,8 +45,7 @@ def read_mask_folder(
         UserError: If the folder does not exist, there are no classes, the layout is ambiguous, an image has no mask, or
             a link leads out of `root` and `follow_links` is False.
     """
-    problem = missing_mask_folder(root)
-    if problem is not None:
+    if (problem := missing_mask_folder(root)) is not None:
         raise UserError(problem)
     tree = mask_tree(root, settings)
     places = named_places(root, tree, chosen) if chosen is not None else recognized_places(root, tree, settings)

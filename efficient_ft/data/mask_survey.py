@@ -22,8 +22,7 @@ from efficient_ft.data.splits import quoted
 
 #: Maximum number of pixels that a quick survey decodes. Fewer masks are decoded if they are large.
 _PIXELS = 30_000_000
-#: Maximum number of masks decoded to find a second class.
-_SEARCHED = 512
+_SEARCHED = 512  # maximum number of masks decoded to find a second class
 #: The size (width, height) of the stored pixels of an image, and its EXIF orientation.
 Stored = tuple[tuple[int, int], int]
 

@@ -23,8 +23,7 @@ LAYOUT = (
 )
 #: Names of folders with unlabeled texts next to class folders.
 _UNLABELED = frozenset(["unsup", "unsupervised", "unlabeled", "unlabelled"])
-#: Maximum number of notes about encodings.
-_NOTES = 8
+_NOTES = 8  # maximum number of notes about encodings
 
 
 @dataclass

@@ -89,8 +89,7 @@ def read_texts(
             ambiguous, or a link leads out of `root` and `follow_links` is False.
         SettingError: If a setting does not fit the files.
     """
-    problem = missing_text_folder(root)
-    if problem is not None:
+    if (problem := missing_text_folder(root)) is not None:
         raise UserError(problem)
     if root.is_dir():
         return listing_of(Reader(root, settings, follow_links).read(splits), root, settings)
@@ -186,10 +185,8 @@ def reasons_of(skipped: Mapping[str, str]) -> str:
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
 #: Number of distinct decimal numbers above which labels are a quantity. Ratings in half stars have ten values.
 _DECIMALS = 20
-#: Minimum number of distinct labels that may be considered free text.
-_FREE = 10
-#: Maximum number of labels, or groups of labels, in a message.
-_SHOWN = 3
+_FREE = 10  # minimum number of distinct labels that may be considered free text
+_SHOWN = 3  # maximum number of labels, or groups of labels, in a message
 
 
 def is_number(name: str) -> bool:
