@@ -141,8 +141,7 @@ def _lines(file: Path) -> list[tuple[int, str]]:
     return found
 
 
-#: A line's kind, name, id and color.
-_Line = tuple[str, str, int | None, Color | None]
+_Line = tuple[str, str, int | None, Color | None]  # a line's kind, name, id and color
 #: Descriptions of the kinds of lines, for messages. The id precedes the name, except in "name id".
 _KINDS = {"name": "a name", "id": "an id and a name", "name id": "a name and a number", "number": "a number",
           "color": "a name and a color", "id color": "an id, a name and a color"}  # fmt: skip

@@ -26,8 +26,7 @@ from efficient_ft.data.listing import Samples
 #: Maximum number of pixels that a quick inspection decodes, and number of images that it always decodes.
 PIXELS, _FIRST = 16_000_000, 4
 _ENLARGED = 4.0  # factor of enlargement above which a warning is issued
-#: Suggested upper limits of ``data.value_range``, if all stored values are in the lowest quarter of the 16-bit range.
-_DEPTHS = (255, 1023, 4095, 16383)
+_DEPTHS = (255, 1023, 4095, 16383)  # suggested upper limits of ``data.value_range`` for dark images
 #: Maximum number of recorded duplicate groups, paths per group, and images compared for near-duplicates.
 _GROUPS, _PATHS, _COMPARED = 100, 5, 50_000
 _GRAY = ("1", "L", "LA", "La", "F")

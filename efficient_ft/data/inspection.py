@@ -15,8 +15,7 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.core.text import plain_line, printable
 from efficient_ft.data.counts import counted, shortened, some, verb
 
-#: Number of samples whose headers (sizes, modes) a quick inspection reads, and number of samples that it decodes.
-HEADERS, DECODED = 1024, 48
+HEADERS, DECODED = 1024, 48  # number of headers that a quick inspection reads, and of samples that it decodes
 
 
 @dataclass

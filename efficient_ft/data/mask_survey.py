@@ -20,11 +20,9 @@ from efficient_ft.data.inspection import DECODED, HEADERS, in_threads, progress,
 from efficient_ft.data.masks import UNKNOWN, Classes, Header, MaskSamples, raw_size, read_header, read_mask, read_pixels
 from efficient_ft.data.splits import quoted
 
-#: Maximum number of pixels that a quick survey decodes. Fewer masks are decoded if they are large.
-_PIXELS = 30_000_000
+_PIXELS = 30_000_000  # maximum number of pixels that a quick survey decodes; fewer masks are decoded if they are large
 _SEARCHED = 512  # maximum number of masks decoded to find a second class
-#: The size (width, height) of the stored pixels of an image, and its EXIF orientation.
-Stored = tuple[tuple[int, int], int]
+Stored = tuple[tuple[int, int], int]  # size (width, height) of the stored pixels of an image, and its EXIF orientation
 
 
 @dataclass(frozen=True)

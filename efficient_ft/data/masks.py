@@ -209,8 +209,7 @@ def _pixels(image: Image.Image, raw: str) -> Pixels:
     return Pixels(mode, values // _FACTORS.get(raw, 1))
 
 
-#: Table entry for values without a class.
-UNKNOWN = 254
+UNKNOWN = 254  # table entry for values without a class
 
 
 @dataclass(frozen=True)
