@@ -38,11 +38,7 @@ def missing_folder(root: Path) -> str | None:
 
 
 def folder_classes(root: Path, splits: Chosen | None = None, follow_links: bool = False) -> int | None:
-    """Count the class folders of the training split without opening an image. See `read_folder` for the arguments.
-
-    Returns:
-        int or None: Number of classes; None if there are no classes or the layout is ambiguous.
-    """
+    """Count the class folders of the training split; None if there are none or the layout is ambiguous. Open no image."""
     if not root.is_dir():
         return None
     try:

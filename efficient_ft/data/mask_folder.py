@@ -34,16 +34,13 @@ def missing_mask_folder(root: Path) -> str | None:
 def read_mask_folder(
     root: Path, settings: MaskConfig, chosen: Chosen | None = None, follow_links: bool = False
 ) -> MaskListing:
-    """List the images and masks below `root`. See `read_folder` for the arguments.
+    """List the images and masks below `root`. See `read_folder` for the arguments and errors.
 
     Images, masks and splits are recognized by folder names: ``SPLIT/images`` with ``SPLIT/masks``, ``images/SPLIT``
     with ``masks/SPLIT``, ``SPLIT`` with ``SPLIT_masks``, or ``images`` with ``masks``. If there is neither a validation
     nor a test split, one fifth of the images is held out for testing, the same images for every seed. A mask has the
-    name of its image, except for the extension and a constant prefix or suffix.
-
-    Raises:
-        UserError: If the folder does not exist, there are no classes, the layout is ambiguous, an image has no mask, or
-            a link leads out of `root` and `follow_links` is False.
+    name of its image, except for the extension and a constant prefix or suffix. Raise `UserError` if an image has no
+    mask.
     """
     if (problem := missing_mask_folder(root)) is not None:
         raise UserError(problem)

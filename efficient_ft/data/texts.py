@@ -82,12 +82,8 @@ def read_texts(
     """List the texts of a file or a folder. See `read_folder` for the arguments.
 
     If there is neither a validation nor a test split, one fifth of every class is held out for testing, the same texts
-    for every seed.
-
-    Raises:
-        UserError: If a file or column does not exist, a file cannot be read, the labels are not classes, the folder is
-            ambiguous, or a link leads out of `root` and `follow_links` is False.
-        SettingError: If a setting does not fit the files.
+    for every seed. Raise `UserError` if a file or column does not exist, a file cannot be read, the labels are not
+    classes, or the folder is ambiguous, and `SettingError` if a setting does not fit the files.
     """
     if (problem := missing_text_folder(root)) is not None:
         raise UserError(problem)
