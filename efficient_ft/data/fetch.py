@@ -78,7 +78,7 @@ class Archive:
 
 
 def fetch(archives: Sequence[Archive], root: Path) -> None:
-    """Download, verify and unpack all archives that are not ``ready``. Raise `UserError` if one of these steps fails."""
+    """Download, verify and unpack all archives that are not ``ready``. Raise `UserError` if a step fails."""
     for archive in archives:
         state = archive.state(root)
         if state == "ready":

@@ -38,7 +38,7 @@ def missing_folder(root: Path) -> str | None:
 
 
 def folder_classes(root: Path, splits: Chosen | None = None, follow_links: bool = False) -> int | None:
-    """Count the class folders of the training split; None if there are none or the layout is ambiguous. Open no image."""
+    """Count the training class folders without opening an image; None if there are none or the layout is ambiguous."""
     if not root.is_dir():
         return None
     try:
