@@ -18,6 +18,7 @@ from efficient_ft.data.layout import Layout, find_layout, labels_hint, same_clas
 from efficient_ft.data.listing import Listing, Samples, hold_out_test
 from efficient_ft.data.splits import Chosen, Split, show
 
+_Places = Mapping[Split, Sequence[Path]]
 _EXTENSIONS = f"Supported extensions: {' '.join(EXTENSIONS)}."
 #: Advice for folders in YOLO's layout.
 _YOLO = "images/ with labels/ is an export for object detection. Export the data with one folder per class. "
@@ -173,12 +174,7 @@ def _samples(found: Mapping[str, Paths], names: Sequence[str]) -> Samples:
 
 
 def _scan_eval(
-    root: Path,
-    splits: Mapping[Split, Sequence[Path]],
-    split: Split,
-    names: list[str],
-    files: FileList,
-    others: Counter[str],
+    root: Path, splits: _Places, split: Split, names: list[str], files: FileList, others: Counter[str]
 ) -> Samples | None:
     if split not in splits:
         return None
