@@ -147,12 +147,8 @@ def _repeated(found: Inspection, parts: Mapping[str, Texts], class_names: Sequen
     several = {key for key, of in labels.items() if len(of) > 1}
     found.facts["texts_with_several_labels"] = len(several)
     if several:
-        part, key, index = next(
-            (part, key, index)
-            for name, part in parts.items()
-            for index, key in enumerate(hashes[name])
-            if key in several
-        )
+        found_at = ((part, key, index) for name, part in parts.items() for index, key in enumerate(hashes[name]))
+        part, key, index = next(one for one in found_at if one[1] in several)
         names = " and ".join(repr(plain_line(class_names[label])) for label in sorted(labels[key])[:3])
         found.warnings.append(
             f"{counted(len(several), 'text')} {verb(len(several))} several labels{compared}, such"
