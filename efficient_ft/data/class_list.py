@@ -141,8 +141,7 @@ def _lines(file: Path) -> list[tuple[int, str]]:
     return found
 
 
-#: A line's kind, name, id and color.
-_Line = tuple[str, str, int | None, Color | None]
+_Line = tuple[str, str, int | None, Color | None]  # a line's kind, name, id and color
 #: Descriptions of the kinds of lines, for messages. The id precedes the name, except in "name id".
 _KINDS = {"name": "a name", "id": "an id and a name", "name id": "a name and a number", "number": "a number",
           "color": "a name and a color", "id color": "an id, a name and a color"}  # fmt: skip
@@ -280,12 +279,9 @@ def folder_classes(root: Path, settings: MaskConfig) -> tuple[Classes, list[str]
         explicit = [entry.id for entry in entries] != list(range(len(entries)))
         kept = [e for e in entries if e.is_class and e.id not in without and (explicit or e.id != IGNORED)]
         ids = tuple(entry.id for entry in kept)
-        classes = Classes(
-            tuple(entry.name for entry in kept),
-            ids,
-            frozenset(without | ({IGNORED} - set(ids))),
-            chosen=settings.values is not None or IGNORED in without or IGNORED in ids,
-        )
+        ignored = frozenset(without | ({IGNORED} - set(ids)))
+        chosen = settings.values is not None or IGNORED in without or IGNORED in ids
+        classes = Classes(tuple(entry.name for entry in kept), ids, ignored, chosen=chosen)
         names = list(classes.names)
     if len(names) < 2:
         hint = " List the background as well." if len(names) == 1 and is_class(names[0]) else ""
@@ -388,10 +384,6 @@ def _with_colors(classes: Classes, entries: list[Entry], settings: MaskConfig) -
             raise SettingError("data.masks.palette", "color", known, advice)
         complete = ()
     ignored = {entry.color for entry in entries if entry.name not in classes.names and entry.color is not None}
-    return replace(
-        classes,
-        colors=complete,
-        ignored_colors=frozenset(ignored if complete else ()),
-        palette=settings.palette,
-        chosen=classes.chosen or settings.colors is not None,
-    )
+    without = frozenset(ignored if complete else ())
+    chosen = classes.chosen or settings.colors is not None
+    return replace(classes, colors=complete, ignored_colors=without, palette=settings.palette, chosen=chosen)

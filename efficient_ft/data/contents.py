@@ -18,14 +18,11 @@ from efficient_ft.data.counts import some
 from efficient_ft.data.inspection import in_threads, spread
 from efficient_ft.data.listing import label_bytes, splits_of
 
-#: Number of evenly spread files of a split that are hashed, in addition to the first file of each class.
-FILES = 2048
+FILES = 2048  # number of evenly spread files of a split that are hashed, in addition to the first file of each class
 #: Maximum size in bytes of a completely hashed file, and number and size of the hashed pieces of larger files.
 _COMPLETE, _PIECES, _PIECE = 1 << 20, 8, 1 << 15
-#: Maximum number of blocks into which samples in memory are divided. Each block has one hash.
-_BLOCKS = 256
-#: Number of hexadecimal digits of a hash.
-_DIGITS = 8
+_BLOCKS = 256  # maximum number of blocks, with one hash each, into which samples in memory are divided
+_DIGITS = 8  # number of hexadecimal digits of a hash
 
 
 @dataclass(frozen=True)

@@ -78,11 +78,7 @@ class Archive:
 
 
 def fetch(archives: Sequence[Archive], root: Path) -> None:
-    """Download, verify and unpack all archives that are not ``ready``.
-
-    Raises:
-        UserError: If a download fails or stops early, a checksum differs, or the disk is full or not writable.
-    """
+    """Download, verify and unpack all archives that are not ``ready``. Raise `UserError` if a step fails."""
     for archive in archives:
         state = archive.state(root)
         if state == "ready":

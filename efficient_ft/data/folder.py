@@ -18,6 +18,7 @@ from efficient_ft.data.layout import Layout, find_layout, labels_hint, same_clas
 from efficient_ft.data.listing import Listing, Samples, hold_out_test
 from efficient_ft.data.splits import Chosen, Split, show
 
+_Places = Mapping[Split, Sequence[Path]]
 _EXTENSIONS = f"Supported extensions: {' '.join(EXTENSIONS)}."
 #: Advice for folders in YOLO's layout.
 _YOLO = "images/ with labels/ is an export for object detection. Export the data with one folder per class. "
@@ -38,11 +39,7 @@ def missing_folder(root: Path) -> str | None:
 
 
 def folder_classes(root: Path, splits: Chosen | None = None, follow_links: bool = False) -> int | None:
-    """Count the class folders of the training split without opening an image. See `read_folder` for the arguments.
-
-    Returns:
-        int or None: Number of classes; None if there are no classes or the layout is ambiguous.
-    """
+    """Count the training class folders without opening an image; None if there are none or the layout is ambiguous."""
     if not root.is_dir():
         return None
     try:
@@ -69,8 +66,7 @@ def read_folder(root: Path, follow_links: bool = False, splits: Chosen | None = 
         UserError: If the folder does not exist, the layout is ambiguous, there are fewer than two classes, a class has
             fewer than two training images, or a link leads out of `root` and `follow_links` is False.
     """
-    problem = missing_folder(root)
-    if problem is not None:
+    if (problem := missing_folder(root)) is not None:
         raise UserError(problem)
     layout = find_layout(root, splits, follow_links)
     places = {split: [folder.path for folder in of] for split, of in layout.places.items()}
@@ -178,12 +174,7 @@ def _samples(found: Mapping[str, Paths], names: Sequence[str]) -> Samples:
 
 
 def _scan_eval(
-    root: Path,
-    splits: Mapping[Split, Sequence[Path]],
-    split: Split,
-    names: list[str],
-    files: FileList,
-    others: Counter[str],
+    root: Path, splits: _Places, split: Split, names: list[str], files: FileList, others: Counter[str]
 ) -> Samples | None:
     if split not in splits:
         return None

@@ -25,10 +25,8 @@ from efficient_ft.data.listing import Samples
 
 #: Maximum number of pixels that a quick inspection decodes, and number of images that it always decodes.
 PIXELS, _FIRST = 16_000_000, 4
-#: Factor of enlargement above which a warning is issued.
-_ENLARGED = 4.0
-#: Suggested upper limits of ``data.value_range``, if all stored values are in the lowest quarter of the 16-bit range.
-_DEPTHS = (255, 1023, 4095, 16383)
+_ENLARGED = 4.0  # factor of enlargement above which a warning is issued
+_DEPTHS = (255, 1023, 4095, 16383)  # suggested upper limits of ``data.value_range`` for dark images
 #: Maximum number of recorded duplicate groups, paths per group, and images compared for near-duplicates.
 _GROUPS, _PATHS, _COMPARED = 100, 5, 50_000
 _GRAY = ("1", "L", "LA", "La", "F")
@@ -37,16 +35,14 @@ _FORMATS = {"jpg": "JPEG", "jpeg": "JPEG", "jfif": "JPEG", "tif": "TIFF", "pgm":
             "hif": "HEIF"}  # fmt: skip
 #: Names of masks that are stored in the folder of their images.
 _MASK = re.compile(r"(.+)[ _-](?:mask|masks|seg|segmentation|gt|label|labels|annotation)(?:[ _-]?\d+)?", re.IGNORECASE)
-#: Side of a thumbnail in pixels.
-_SIDE = 9
+_SIDE = 9  # side of a thumbnail in pixels
 #: Maximum root mean square difference of two thumbnails, in gray levels and relative to the smaller contrast. These
 #: limits detect at least 92 % of the copies of photographs with 128 and 224 pixels that are saved as JPEG of quality 30
 #: to 60 or resized by factors of 0.5 and 1.5. They match no distinct photographs, but miss JPEG copies of tiny images.
 _LEVELS, _RELATIVE = 4.0, 0.08
 #: Minimum contrast (standard deviation of a thumbnail), and maximum ratio of two aspect ratios.
 _CONTRAST, _ASPECT = 6.0, 1.05
-#: Number of thumbnails compared at a time.
-_BLOCK = 512
+_BLOCK = 512  # number of thumbnails compared at a time
 
 
 @dataclass

@@ -19,14 +19,11 @@ from efficient_ft.data.inspection import Inspection, find_failures, in_threads
 from efficient_ft.data.mask_survey import Survey, examined, mask_orientation, survey
 from efficient_ft.data.masks import UNKNOWN, Classes, MaskSamples, read_mask, read_pixels
 
-#: Share of unlabeled pixels above which a warning is issued.
-_MOSTLY_UNLABELED = 0.9
-#: Minimum number of masks that are compared.
-_FEW = 3
-#: Minimum distance of the foreground shares from one half if some masks are inverted.
-_GAP = 0.15
-#: Maximum length of the list of class shares, in characters.
-_LINE = 60
+_Parts = Mapping[str, MaskSamples]
+_MOSTLY_UNLABELED = 0.9  # share of unlabeled pixels above which a warning is issued
+_FEW = 3  # minimum number of masks that are compared
+_GAP = 0.15  # minimum distance of the foreground shares from one half if some masks are inverted
+_LINE = 60  # maximum length of the list of class shares, in characters
 _MODES = {
     "1": "1-bit ids (black is 0, white is 1)",
     "L": "8-bit ids",
@@ -225,11 +222,7 @@ def _problems_of_headers(result: Inspection, found: Survey, settings: MaskConfig
 
 
 def _problems(
-    result: Inspection,
-    parts: Mapping[str, MaskSamples],
-    classes: Classes,
-    settings: MaskConfig,
-    decoding: Decoding | None,
+    result: Inspection, parts: _Parts, classes: Classes, settings: MaskConfig, decoding: Decoding | None
 ) -> None:
     """Read every pair in the same way as training, and record failures."""
     unreadable: set[str] = set()
@@ -252,7 +245,7 @@ def _problems(
         result.problems[image if mask in unreadable else mask] = message
 
 
-def _duplicates(result: Inspection, parts: Mapping[str, MaskSamples]) -> None:
+def _duplicates(result: Inspection, parts: _Parts) -> None:
     jobs = [(split, path) for split, part in parts.items() for path in part.images]
     splits: dict[bytes, dict[str, str]] = {}
     for (split, path), digest in zip(jobs, in_threads(_content, [path for _, path in jobs]), strict=True):

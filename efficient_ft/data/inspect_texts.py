@@ -17,10 +17,8 @@ from efficient_ft.data.texts import Texts, is_number
 
 #: Limits of a quick inspection: tokenized texts, their total number of characters, and compared texts.
 _TOKENIZED, _CHARACTERS, _COMPARED = 1000, 150_000, 100_000
-#: Number of non-consecutive numeric classes above which the labels may be a quantity.
-_NUMBERS = 20
-#: Fractions above which a warning is issued.
-_UNKNOWN, _CUT, _REPEATED, _ODD = 0.05, 0.25, 0.5, 0.01
+_NUMBERS = 20  # number of non-consecutive numeric classes above which the labels may be a quantity
+_UNKNOWN, _CUT, _REPEATED, _ODD = 0.05, 0.25, 0.5, 0.01  # fractions above which a warning is issued
 #: Texts that common programs write for missing values.
 _NOTHING = frozenset(
     ["nan", "none", "null", "n/a", "na", "#n/a", "#ref!", "#value!", "#name?", "<na>", "[deleted]", "[removed]"]
@@ -149,12 +147,8 @@ def _repeated(found: Inspection, parts: Mapping[str, Texts], class_names: Sequen
     several = {key for key, of in labels.items() if len(of) > 1}
     found.facts["texts_with_several_labels"] = len(several)
     if several:
-        part, key, index = next(
-            (part, key, index)
-            for name, part in parts.items()
-            for index, key in enumerate(hashes[name])
-            if key in several
-        )
+        found_at = ((part, key, index) for name, part in parts.items() for index, key in enumerate(hashes[name]))
+        part, key, index = next(one for one in found_at if one[1] in several)
         names = " and ".join(repr(plain_line(class_names[label])) for label in sorted(labels[key])[:3])
         found.warnings.append(
             f"{counted(len(several), 'text')} {verb(len(several))} several labels{compared}, such"

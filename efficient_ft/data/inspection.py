@@ -15,8 +15,7 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.core.text import plain_line, printable
 from efficient_ft.data.counts import counted, shortened, some, verb
 
-#: Number of samples whose headers (sizes, modes) a quick inspection reads, and number of samples that it decodes.
-HEADERS, DECODED = 1024, 48
+HEADERS, DECODED = 1024, 48  # number of headers that a quick inspection reads, and of samples that it decodes
 
 
 @dataclass
@@ -79,10 +78,8 @@ def find_failures(
     return {item: text for item, text in zip(items, messages, strict=True) if text is not None}
 
 
-#: Maximum number of class names in the output, and maximum number of characters in these names.
-_NAMES, _LETTERS = 8, 60
-#: Maximum number of recorded skipped samples.
-_RECORDED = 100
+_NAMES, _LETTERS = 8, 60  # maximum number of class names in the output, and maximum number of characters in these names
+_RECORDED = 100  # maximum number of recorded skipped samples
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from efficient_ft.data.file_list import is_hidden, links_in
 from efficient_ft.data.images import is_image
 from efficient_ft.data.splits import SPLITS, Chosen, Split, ambiguous, part_names, places_of, repeated, show, splits_in
 
-#: Maximum length of a folder's name in messages.
-_LETTERS = 60
+_LETTERS = 60  # maximum length of a folder's name in messages
 
 
 @dataclass
@@ -113,8 +112,7 @@ def scan(root: Path, follow_links: bool) -> tuple[Folder, list[tuple[Path, str |
     return top, blocked
 
 
-#: Name parts of folders with unlabeled images.
-_UNLABELED = ("unlabel", "unlabl", "pred", "unsup", "unknown")
+_UNLABELED = ("unlabel", "unlabl", "pred", "unsup", "unknown")  # name parts of folders with unlabeled images
 #: Names of the two folders of a segmentation data set.
 _PICTURES = frozenset({"image", "images", "img", "imgs", "jpegimages", "photos", "pictures"})
 _MASKS = frozenset({"mask", "masks", "label", "labels", "annotation", "annotations", "annotations_png", "gt",
@@ -122,8 +120,8 @@ _MASKS = frozenset({"mask", "masks", "label", "labels", "annotation", "annotatio
 _TABLES = (".csv", ".tsv", ".json", ".jsonl", ".txt", ".xlsx", ".xls", ".mat", ".parquet", ".xml", ".pkl")
 #: The supported layouts.
 EXPECTED = "Expected layout: train/CLASS/*.jpg with val/CLASS/*.jpg or test/CLASS/*.jpg, or CLASS/*.jpg alone."
-#: Maximum number of folders in a suggested setting.
-_MOST_PLACES = 12
+_BySplit = Mapping[Split, Sequence[str]]  # names of folders by split
+_MOST_PLACES = 12  # maximum number of folders in a suggested setting
 
 
 @dataclass
@@ -217,7 +215,7 @@ def _recognized(top: Folder) -> Layout:
         if place.name != name:
             layout.notes.append(f"{printable(name)}/ contains only {printable(place.name)}/, which is used instead.")
     evaluated = [of[0] for split, of in places.items() if split != "train"]
-    _require_clear(top, places["train"][0], now, layout.notes, evaluated=evaluated)
+    _require_clear(top, places["train"][0], now, layout.notes, {}, evaluated)
     return layout
 
 
@@ -260,7 +258,7 @@ def _is_unlabeled(name: str) -> bool:
     return any(word in name.casefold() for word in _UNLABELED)
 
 
-def _without_train(top: Folder, named: Mapping[str, Split], by_split: Mapping[Split, Sequence[str]]) -> Layout:
+def _without_train(top: Folder, named: Mapping[str, Split], by_split: _BySplit) -> Layout:
     """Return the layout of a folder without a recognized training split. Its direct subfolders are the classes."""
     folders = top.filled
     if not folders:
@@ -284,7 +282,7 @@ def _without_train(top: Folder, named: Mapping[str, Split], by_split: Mapping[Sp
         )
     _refuse_wrapper(top)
     layout = Layout({"train": [top]}, loose=top.images)
-    _require_clear(top, top, {"train": "."}, layout.notes, by_split)
+    _require_clear(top, top, {"train": "."}, layout.notes, by_split, ())
     flat += [name for name in parts if name not in named and folders[name].images]
     if flat:
         kind = verb(len(flat), "is a class instead of a split", "are classes instead of splits")
@@ -339,12 +337,7 @@ def _refuse_wrapper(top: Folder) -> None:
 
 
 def _require_clear(
-    top: Folder,
-    place: Folder,
-    now: Chosen,
-    notes: list[str],
-    by_split: Mapping[Split, Sequence[str]] | None = None,
-    evaluated: Sequence[Folder] = (),
+    top: Folder, place: Folder, now: Chosen, notes: list[str], by_split: _BySplit, evaluated: Sequence[Folder]
 ) -> None:
     """Reject folders that may not be the classes of `place`, and note images in subfolders of the classes."""
     classes = list(place.filled.values())
@@ -373,9 +366,9 @@ def _require_clear(
             )
         return
     for level in levels if sum(depths.values()) > 2 * depths[0] else ():
-        shared = {key: folders for key, folders in level.items() if len(folders) > 1}
+        shared = [folders for folders in level.values() if len(folders) > 1]
         if shared and len(level) > 1:  # a single common subfolder, such as images, is ignored
-            raise _same_folders(top, place, now, shared, by_split or {}, evaluated)
+            raise _same_folders(top, place, now, shared, by_split, evaluated)
     if len(depths) > 1:
         counts = [f"{counted(depths[d], 'image')} in folders such as {examples[d].shown}" for d in sorted(depths)[:3]]
         found = (
@@ -391,22 +384,17 @@ def _require_clear(
 
 
 def _same_folders(
-    top: Folder,
-    place: Folder,
-    now: Chosen,
-    shared: Mapping[str, Sequence[Folder]],
-    by_split: Mapping[Split, Sequence[str]],
-    evaluated: Sequence[Folder],
+    top: Folder, place: Folder, now: Chosen, shared: list[list[Folder]], by_split: _BySplit, evaluated: Sequence[Folder]
 ) -> UserError:
     """Return the error for top folders with equal subfolders, such as years, folds, languages or unknown splits."""
-    inside = {folder.name.rpartition("/")[0] for folders in shared.values() for folder in folders}
+    inside = {folder.name.rpartition("/")[0] for folders in shared for folder in folders}
     holders = [one for one in _walk(place) if one.name in inside]
-    names = sorted({os.path.basename(folder.name) for folders in shared.values() for folder in folders})
+    names = sorted({os.path.basename(folder.name) for folders in shared for folder in folders})
     found = f"{_listed(holders)} contain folders with the same names: {some(names)}."
     classes = ("the top folders are the classes, with all images below them", now)
     if "train" in splits_in(names).values():
         inner = [(split, one.folders[name].name) for one in holders for name, split in splits_in(one.filled).items()]
-        if any(folder.images for folders in shared.values() for folder in folders) or len(inner) > _MOST_PLACES:
+        if any(folder.images for folders in shared for folder in folders) or len(inner) > _MOST_PLACES:
             found += " To keep their splits, move the images to train/CLASS and test/CLASS."
             return ambiguous(top.path, found, [classes])
         joined: Any = {split: [name for s, name in inner if s == split] for split in dict(inner)}

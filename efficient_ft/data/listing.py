@@ -17,8 +17,7 @@ from efficient_ft.data.splits import SPLITS
 _TEST_SEED = 0  # independent of the run's seed, so that all runs on a data set test on the same images
 _TEST_FRACTION = 0.2
 
-#: Number of files per split whose sizes are read for a digest. It is small, because file systems may be remote.
-DIGEST_FILES = 256
+DIGEST_FILES = 256  # files per split whose sizes are read for a digest; few, because file systems may be remote
 
 
 def splits_of(listing: Any) -> dict[str, Any]:

@@ -30,8 +30,7 @@ from efficient_ft.data.transforms import Transform
 
 log = logging.getLogger(__name__)
 
-#: The format of a store. Increase it if the content of a store changes.
-_FORMAT = 1
+_FORMAT = 1  # format of a store; increase it if the content of a store changes
 
 
 class DecodedImages:

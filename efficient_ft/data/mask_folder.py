@@ -23,8 +23,7 @@ from efficient_ft.data.mask_names import Matches, match_names
 from efficient_ft.data.masks import MASK_EXTENSIONS, MaskListing, MaskSamples, hold_out, read_pixels
 from efficient_ft.data.splits import Chosen, Split
 
-#: Number of masks whose values are reported if there is no class list.
-_DECODED = 16
+_DECODED = 16  # number of masks whose values are reported if there is no class list
 
 
 def missing_mask_folder(root: Path) -> str | None:
@@ -35,19 +34,15 @@ def missing_mask_folder(root: Path) -> str | None:
 def read_mask_folder(
     root: Path, settings: MaskConfig, chosen: Chosen | None = None, follow_links: bool = False
 ) -> MaskListing:
-    """List the images and masks below `root`. See `read_folder` for the arguments.
+    """List the images and masks below `root`. See `read_folder` for the arguments and errors.
 
     Images, masks and splits are recognized by folder names: ``SPLIT/images`` with ``SPLIT/masks``, ``images/SPLIT``
     with ``masks/SPLIT``, ``SPLIT`` with ``SPLIT_masks``, or ``images`` with ``masks``. If there is neither a validation
     nor a test split, one fifth of the images is held out for testing, the same images for every seed. A mask has the
-    name of its image, except for the extension and a constant prefix or suffix.
-
-    Raises:
-        UserError: If the folder does not exist, there are no classes, the layout is ambiguous, an image has no mask, or
-            a link leads out of `root` and `follow_links` is False.
+    name of its image, except for the extension and a constant prefix or suffix. Raise `UserError` if an image has no
+    mask.
     """
-    problem = missing_mask_folder(root)
-    if problem is not None:
+    if (problem := missing_mask_folder(root)) is not None:
         raise UserError(problem)
     tree = mask_tree(root, settings)
     places = named_places(root, tree, chosen) if chosen is not None else recognized_places(root, tree, settings)

@@ -22,8 +22,7 @@ LAYOUT = (
     "Expected layout: {train,val,test}/images/NAME.jpg with {train,val,test}/masks/NAME.png, or"
     " images/{train,val,test} with masks/{train,val,test}; and classes.txt."
 )
-#: Maximum depth of folders whose names are read.
-_DEPTH = 4
+_DEPTH = 4  # maximum depth of folders whose names are read
 
 
 @dataclass

@@ -134,12 +134,8 @@ def _start(texts: Sequence[str]) -> str:
 def _matched(images: Sequence[str], masks: Sequence[str], by_key: Mapping[str, str], key: object, rule: str) -> Matches:
     pairs = [(name, by_key[key(name)]) for name in sorted(images) if key(name) in by_key]  # type: ignore[operator]
     with_mask, used = {pair[0] for pair in pairs}, {pair[1] for pair in pairs}
-    return Matches(
-        pairs,
-        sorted(name for name in images if name not in with_mask),
-        sorted(name for name in masks if name not in used),
-        rule if pairs else "",
-    )
+    without_mask = sorted(name for name in images if name not in with_mask)
+    return Matches(pairs, without_mask, sorted(name for name in masks if name not in used), rule if pairs else "")
 
 
 def _plain(name: str) -> str:

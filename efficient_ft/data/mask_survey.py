@@ -17,24 +17,12 @@ from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.core.text import printable
 from efficient_ft.data.counts import and_more, counted, some, verb
 from efficient_ft.data.inspection import DECODED, HEADERS, in_threads, progress, spread
-from efficient_ft.data.masks import (
-    UNKNOWN,
-    Classes,
-    Header,
-    MaskSamples,
-    read_header,
-    read_mask,
-    read_pixels,
-    stored_size,
-)
+from efficient_ft.data.masks import UNKNOWN, Classes, Header, MaskSamples, raw_size, read_header, read_mask, read_pixels
 from efficient_ft.data.splits import quoted
 
-#: Maximum number of pixels that a quick survey decodes. Fewer masks are decoded if they are large.
-_PIXELS = 30_000_000
-#: Maximum number of masks decoded to find a second class.
-_SEARCHED = 512
-#: The size (width, height) of the stored pixels of an image, and its EXIF orientation.
-Stored = tuple[tuple[int, int], int]
+_PIXELS = 30_000_000  # maximum number of pixels that a quick survey decodes; fewer masks are decoded if they are large
+_SEARCHED = 512  # maximum number of masks decoded to find a second class
+Stored = tuple[tuple[int, int], int]  # size (width, height) of the stored pixels of an image, and its EXIF orientation
 
 
 @dataclass(frozen=True)
@@ -131,7 +119,7 @@ def _stamp(path: str) -> int:
 
 @lru_cache(maxsize=4 * HEADERS)
 def _stored(path: str, _stamp: int) -> Stored | None:
-    return stored_size(path)
+    return raw_size(path)
 
 
 @lru_cache(maxsize=4 * HEADERS)
@@ -172,7 +160,7 @@ def mask_orientation(image: str, mask: str, exif: str) -> int:
 
     Raise `UserError` if the sizes do not show whether the mask belongs to the upright image or to the stored pixels.
     """
-    stored = stored_size(image)
+    stored = raw_size(image)
     if stored is None or stored[1] == 1 or exif == "upright":
         return 1
     if exif == "raw":

@@ -110,7 +110,7 @@ def read_header(path: str) -> Header:
         raise UserError(f"{printable(path)}: not readable as a mask ({error or type(error).__name__}).") from error
 
 
-def stored_size(path: str) -> tuple[tuple[int, int], int] | None:
+def raw_size(path: str) -> tuple[tuple[int, int], int] | None:
     """Return the (width, height) of an image's stored pixels, and its EXIF orientation (1 by default).
 
     Return None if the file cannot be read. The error is reported when the image is read.
@@ -209,8 +209,7 @@ def _pixels(image: Image.Image, raw: str) -> Pixels:
     return Pixels(mode, values // _FACTORS.get(raw, 1))
 
 
-#: Table entry for values without a class.
-UNKNOWN = 254
+UNKNOWN = 254  # table entry for values without a class
 
 
 @dataclass(frozen=True)

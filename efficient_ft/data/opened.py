@@ -41,8 +41,7 @@ class Part(Protocol):
 
 _Part = TypeVar("_Part", bound=Part)
 _Dataset = TypeVar("_Dataset", bound=Dataset[Any])
-#: A function that converts a dataset before it is loaded.
-Wrap = Callable[[_Dataset], Dataset[Any]]
+Wrap = Callable[[_Dataset], Dataset[Any]]  # a function that converts a dataset before it is loaded
 
 
 class OpenedData(ABC, Generic[_Part, _Dataset]):

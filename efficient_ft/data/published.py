@@ -192,11 +192,8 @@ def _read_cub(root: Path) -> Listing:
 def _cifar(kind: type[datasets.CIFAR10], title: str, classes: int, size: int) -> PublishedSet:
     def read(root: Path) -> Listing:
         train, test = kind(root, train=True), kind(root, train=False)
-        return Listing(
-            list(train.classes),
-            Samples(train.data, np.asarray(train.targets, dtype=np.int64)),
-            test=Samples(test.data, np.asarray(test.targets, dtype=np.int64)),
-        )
+        parts = [Samples(one.data, np.asarray(one.targets, dtype=np.int64)) for one in (train, test)]
+        return Listing(list(train.classes), parts[0], test=parts[1])
 
     def intact(root: Path) -> bool:
         files = [*kind.train_list, *kind.test_list, (kind.meta["filename"], kind.meta["md5"])]

@@ -27,10 +27,8 @@ from efficient_ft.core.files import open_file, refuse_link, write_text_atomicall
 from efficient_ft.core.format import bytes_setting, format_bytes
 from efficient_ft.core.units import parse_bytes
 
-#: Errors of a full disk or an exhausted quota.
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-#: Bit that marks a checksum as written.
-_WRITTEN = 1 << 32
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # errors of a full disk or an exhausted quota
+_WRITTEN = 1 << 32  # bit that marks a checksum as written
 
 
 class StoreFullError(Exception):

@@ -31,13 +31,11 @@ from efficient_ft.data.masks import Classes, MaskListing, MaskSamples, class_col
 from efficient_ft.data.opened import OpenedData
 from efficient_ft.data.reading import Header, Reading, headers, largest_file
 
-#: Evaluated images are padded to multiples of this number, the largest stride of an encoder.
-STRIDE = 32
+STRIDE = 32  # evaluated images are padded to multiples of this number, the largest stride of an encoder
 #: Bytes per pixel, measured with 4-megapixel files. The first number is the memory of reading a mask, in addition to
 #: decoding its image. The second number is the memory of resizing both in training, per resized pixel.
 _READ, _ZOOMED = 22, 6
-#: Opacity of class colors over an image.
-OPACITY = 0.5
+OPACITY = 0.5  # opacity of class colors over an image
 
 
 class MaskTransform:

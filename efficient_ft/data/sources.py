@@ -131,8 +131,7 @@ def open_texts(config: DataConfig, tokenizer: Tokenizer, max_length: int, seed: 
 
 def _fetched(config: DataConfig, source: PublishedSet) -> Path:
     root = source.root(config.root)
-    problem = source.missing(config.name, root, config.download)
-    if problem is not None:
+    if (problem := source.missing(config.name, root, config.download)) is not None:
         raise UserError(problem)
     fetch(source.pending(root), root)
     return root
@@ -153,8 +152,7 @@ def _read_masks(config: DataConfig) -> MaskListing:
         assert config.masks is not None, "refused by `config.check`"
         return read_mask_folder(root, config.masks, config.splits, config.follow_links)
     source = MASK_SETS[config.name]
-    problem = source.missing(config.name, root)
-    if problem is not None:
+    if (problem := source.missing(config.name, root)) is not None:
         raise UserError(problem)
     return source.read(source.root(root), config.follow_links)
 

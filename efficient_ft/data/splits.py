@@ -49,8 +49,7 @@ _AFFIXES = frozenset(
 )  # fmt: skip
 #: Words that denote a part of a data set if a letter or a number follows: ``fold_a``, ``part 2``.
 _PARTS = frozenset({"fold", "folds", "kfold", "split", "part", "subset", "batch", "chunk", "shard", "set"})
-#: Words that Hydra reads as a number, a boolean or null.
-_READ_AS_VALUES = frozenset({"true", "false", "null", "nan", "inf"})
+_READ_AS_VALUES = frozenset({"true", "false", "null", "nan", "inf"})  # Hydra reads these words as values
 _JOINED = re.compile(rf"({'|'.join(sorted(_WORDS, key=len, reverse=True))})(data(?:set)?|sets?|images?|imgs?|splits?)")
 
 

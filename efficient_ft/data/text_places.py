@@ -21,10 +21,8 @@ LAYOUT = (
     "Expected: a file of rows (.csv, .tsv or .jsonl); a folder with such files named train, val and test; or a folder"
     " with CLASS/*.txt or {train,val,test}/CLASS/*.txt."
 )
-#: Names of folders with unlabeled texts next to class folders.
-_UNLABELED = frozenset(["unsup", "unsupervised", "unlabeled", "unlabelled"])
-#: Maximum number of notes about encodings.
-_NOTES = 8
+_UNLABELED = frozenset(["unsup", "unsupervised", "unlabeled", "unlabelled"])  # folders without labels
+_NOTES = 8  # maximum number of notes about encodings
 
 
 @dataclass

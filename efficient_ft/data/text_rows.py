@@ -146,8 +146,7 @@ _MISSING = frozenset(
     ["", "nan", "NaN", "NAN", "-nan", "<NA>", "NaT", r"\N", "#N/A", "#REF!", "#VALUE!", "#NAME?", "#DIV/0!", "#NUM!",
      "#NULL!"]
 )  # fmt: skip
-#: Maximum length of a name in messages.
-_LETTERS = 40
+_LETTERS = 40  # maximum length of a name in messages
 
 csv.field_size_limit(1 << 30)
 

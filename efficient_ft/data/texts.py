@@ -82,15 +82,10 @@ def read_texts(
     """List the texts of a file or a folder. See `read_folder` for the arguments.
 
     If there is neither a validation nor a test split, one fifth of every class is held out for testing, the same texts
-    for every seed.
-
-    Raises:
-        UserError: If a file or column does not exist, a file cannot be read, the labels are not classes, the folder is
-            ambiguous, or a link leads out of `root` and `follow_links` is False.
-        SettingError: If a setting does not fit the files.
+    for every seed. Raise `UserError` if a file or column does not exist, a file cannot be read, the labels are not
+    classes, or the folder is ambiguous, and `SettingError` if a setting does not fit the files.
     """
-    problem = missing_text_folder(root)
-    if problem is not None:
+    if (problem := missing_text_folder(root)) is not None:
         raise UserError(problem)
     if root.is_dir():
         return listing_of(Reader(root, settings, follow_links).read(splits), root, settings)
@@ -186,10 +181,8 @@ def reasons_of(skipped: Mapping[str, str]) -> str:
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
 #: Number of distinct decimal numbers above which labels are a quantity. Ratings in half stars have ten values.
 _DECIMALS = 20
-#: Minimum number of distinct labels that may be considered free text.
-_FREE = 10
-#: Maximum number of labels, or groups of labels, in a message.
-_SHOWN = 3
+_FREE = 10  # minimum number of distinct labels that may be considered free text
+_SHOWN = 3  # maximum number of labels, or groups of labels, in a message
 
 
 def is_number(name: str) -> bool:

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from efficient_ft.core.errors import UserError
-from efficient_ft.data.masks import read_header, read_pixels, stored_size
+from efficient_ft.data.masks import raw_size, read_header, read_pixels
 
 IDS = np.array([[0, 1, 2], [3, 1, 0]], dtype=np.uint8)
 
@@ -128,7 +128,7 @@ def test_orientations_of_images_are_found(tmp_path: Path, name: str) -> None:
         length = int.from_bytes(raw[start : start + 4], "big") + 12
         end = raw.index(b"IEND") - 4
         path.write_bytes(raw[:start] + raw[start + length : end] + raw[start : start + length] + raw[end:])
-    assert stored_size(str(path)) == ((50, 30), 6)
+    assert raw_size(str(path)) == ((50, 30), 6)
     if name != "i.jpg":
         with pytest.raises(UserError, match="its own EXIF orientation"):
             read_pixels(str(path))
@@ -136,9 +136,9 @@ def test_orientations_of_images_are_found(tmp_path: Path, name: str) -> None:
 
 def test_images_without_an_orientation(tmp_path: Path) -> None:
     Image.fromarray(IDS).save(tmp_path / "i.png")
-    assert stored_size(str(tmp_path / "i.png")) == ((3, 2), 1)
+    assert raw_size(str(tmp_path / "i.png")) == ((3, 2), 1)
     (tmp_path / "x.png").write_bytes(b"nothing")
-    assert stored_size(str(tmp_path / "x.png")) is None
+    assert raw_size(str(tmp_path / "x.png")) is None
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
