@@ -301,7 +301,7 @@ def test_images_that_leave_no_tokens_to_drop_are_refused() -> None:
     model = timm.create_model("vit_tiny_patch16_224", **small)  # 4 patch tokens: 2 and a fused one, then 2 and one
     with pytest.raises(
         SettingError,
-        match=r"method.evit.keep_rate must be .*blocks.1 takes 3 patch tokens and keeps 2 .*got 0.5.* 32×32",
+        match=r"method.evit.keep_rate must be .*blocks.1 receives 3 patch tokens and keeps 2 .*got 0.5.* 32×32",
     ):
         EViT([0, 1]).apply(model)
     assert not any(forwards_of(m) for m in model.modules())
