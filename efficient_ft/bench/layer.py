@@ -186,8 +186,7 @@ def _profiled(
 
     Returns:
         Seconds of `products` (matrix products and convolutions), of other `passes` over data, and of the `rest`
-        (dispatch,
-        Python, waiting); FLOPs per second of the products (`rate`); number of operator `calls`.
+        (dispatch, Python, waiting); FLOPs per second of the products (`rate`); number of operator `calls`.
     """
     on_gpu, wait = g.device.type == "cuda", waiter(g.device)
     with torch.autocast(g.device.type, dtype=dtype, enabled=dtype != torch.float32):

@@ -29,14 +29,9 @@ def measure_optimizers(device: torch.device | str = "cpu", *, rounds: int = 10, 
     """Compare optimizers on gradients with a large spread, on channels whose gradients pause, and over many steps.
 
     torchao and bitsandbytes are included if they are installed; torchao runs without its compiler. `rounds` steps of a
-    parameter of 768 × 3072 are timed, after `warmup` rounds.
-
-    Returns:
-        The report, for JSON and `tables.report_text`. For each optimizer and case, ``largest`` is the largest step
-        relative
-        to AdamW's largest step, ``error`` is the relative error of all steps, and ``size`` is the norm of the last
-        tenth of
-        the steps relative to AdamW's.
+    parameter of 768 × 3072 are timed, after `warmup` rounds. The result is a report for JSON and `tables.report_text`.
+    For each optimizer and case, ``largest`` is the largest step relative to AdamW's largest step, ``error`` is the
+    relative error of all steps, and ``size`` is the norm of the last tenth of the steps relative to AdamW's.
     """
     makers = optimizers()
     torch.compiler.set_stance("force_eager")  # torchao's compilation takes minutes and requires a C++ compiler on a CPU

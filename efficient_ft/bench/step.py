@@ -46,10 +46,8 @@ class PartsTimer:
             plain.get_submodule(self.prefix).register_forward_pre_hook(self._stop)
 
     def _find_prefix(self) -> str | None:
-        """Return the module that ends the prefix.
-
-        Returns None if no module does, if the plain model does not contain it, or if trainable parameters change
-        between steps.
+        """Return the module that ends the prefix; None without one in both models, or if trainable parameters change
+        per step.
         """
         if self.step.methods.cost_steps > 1:
             return None
@@ -195,7 +193,7 @@ def _replace(
     config: Config, network: nn.Module, methods: Sequence[Method], device: torch.device
 ) -> Callable[[Tensor], AbstractContextManager[Tensor]] | None:
     """Return the function that replaces the images for `trainer.prefix` and `trainer.cache_features`; None: no
-    replacement.
+    function.
 
     Stored features belong to the batch and are in memory. They are decoded in each step and not read from disk.
     """

@@ -36,12 +36,9 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def summary(seconds: Rounds, baseline: str) -> dict[str, dict[str, Any]]:
-    """Summarize times by name and part.
+    """Summarize times by name and part: median, quartiles, mean, and all values (``seconds``).
 
-    Returns:
-        Median, quartiles, mean, all values (``seconds``), and ``times_faster``: the same statistics of baseline /
-        recipe,
-        both from the same round.
+    ``times_faster`` has the same statistics of baseline / recipe, both from the same round.
     """
     out: dict[str, dict[str, Any]] = {name: {} for name in seconds}
     for name, parts in seconds.items():

@@ -58,11 +58,7 @@ def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> An
 
 
 def _values(node: yaml.Node, known: dict[int, int]) -> int:
-    """Count the values of a node after aliases are expanded. `known` has the counts by node id, and 0 during the count.
-
-    Raises:
-        ValueError: the node contains itself.
-    """
+    """Count the values of a node after aliases are expanded; `known` has the counts by node id (0: being counted)."""
     found = known.get(id(node))
     if found == 0:
         raise ValueError("it contains itself")

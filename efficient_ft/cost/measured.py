@@ -181,10 +181,7 @@ def compare(
 def _lack_of_memory(counted: Executed, held: int, free: int | None, room: Callable[[], int] | None) -> str | None:
     """Return the reason why a step does not fit in memory; None if it fits.
 
-    Args:
-        held: bytes of the other recipes, which take turns with this one.
-        free: bytes that were free before the first recipe; None if unknown.
-        room: see `compare`; None: `free` decides.
+    `held` are the bytes of the other recipes, and `free` the bytes that were free before the first recipe.
     """
     # Weights and two moments stay allocated between the turns of a recipe. Activations and gradients are freed.
     needed = held + 2 * counted.model_bytes + counted.peak_bytes

@@ -51,11 +51,10 @@ class LiveTensor(NamedTuple):
 
 
 def _conv_backward_flops(grad: Tensor, x: Tensor, w: Tensor, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """Count the FLOPs of a convolution's backward pass.
+    """Count the FLOPs of a convolution's backward pass: each of the two gradients costs as much as the forward pass.
 
     The formula in torch.utils.flop_counter counts the weight gradient of a grouped convolution once per *pair* of
-    groups, which is C times too much for a depthwise layer. Each of the two gradients costs as much as the forward
-    pass.
+    groups, which is C times too much for a depthwise layer.
     """
     transposed, wanted = args[4], args[7]
     positions = prod(x.shape[2:]) if transposed else prod(grad.shape[2:])

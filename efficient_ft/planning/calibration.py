@@ -76,11 +76,7 @@ def calibration(folders: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def _predictions(file: Path) -> dict[str, dict[str, Any]]:
-    """Read the latest prediction of each run, by its fingerprint.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """Read the latest prediction of each run, by its fingerprint. A damaged file raises a UserError."""
     found = {}
     try:
         for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):

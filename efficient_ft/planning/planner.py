@@ -247,7 +247,8 @@ class _Planner:
         say: Callable[[str], None],
         ready: Callable[[Examined], None],
     ) -> tuple[list[tuple[Candidate, Option]], list[Excluded]]:
-        """Count the candidates until the deadline, or until the `end` while no candidate that fits is good `enough`.
+        """Count the candidates until the first of `times`, or the second one while no fitting candidate can be
+        recommended.
 
         Returns:
             The usable candidates with their options, and the excluded candidates.
