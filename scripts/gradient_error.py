@@ -1,4 +1,4 @@
-"""How close low-rank backward passes come to the exact gradient: ``python scripts/gradient_error.py --help``"""
+"""Measure the gradient error of low-rank backward passes: ``python scripts/gradient_error.py --help``"""
 
 from efficient_ft.cli.commands import run_command
 

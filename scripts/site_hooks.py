@@ -22,7 +22,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             options = "inherited_members: true"
         try:
             is_module = importlib.util.find_spec(match[1]) is not None
-        except ModuleNotFoundError:  # a class: its module is no package
+        except ModuleNotFoundError:  # a class, whose module is not a package
             is_module = False
         return f"::: {match[1]}\n    options: {{show_root_heading: {str(not is_module).lower()}, {options}}}"
 

@@ -239,7 +239,7 @@ def _bases(cls: ast.ClassDef) -> tuple[str, ...]:
 
 
 def _inherits(cls: ast.ClassDef, function: str) -> bool:
-    """Whether a base class documents `function`: one of the package, or a hook of another library."""
+    """Return True if a base class documents `function`, in this package or as a hook of another library."""
     classes, bases = _classes(), list(_bases(cls))
     while bases:
         base = bases.pop()

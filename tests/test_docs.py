@@ -27,7 +27,7 @@ from tests.conftest import REPOSITORY
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 CARDS = sorted(page for page in (REPOSITORY / "docs" / "methods").glob("*.md") if page.stem != "index")
 
-#: The first words of the installed command that are no settings.
+#: First words of the installed command that are not settings.
 SUBCOMMANDS = tuple(COMMANDS)
 
 SECTIONS = ["What it does", "When to use it", "Settings", "Cost", "What it does not do", "Paper", "Our deviations"]

@@ -1,4 +1,4 @@
-"""How the recipes of the records are shown: ``labels.yaml``."""
+"""Labels of the recipes in the records, from ``labels.yaml``."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def test_a_sweep_goes_on_after_a_job_that_hangs(program: Path, parallel: int) ->
     table = done.stdout[done.stdout.index("best accuracy") :]
     assert re.search(r"order=9 .*: stopped after 3 s \(job_timeout\)\n", table)
     assert re.search(r"order=2 .* 20\.00 % ", table)
-    # The timeout is no part of the run: the finished job is found again.
+    # The timeout is not part of the run, so the finished job is found again.
     again = call(program, "-m", "method.lbp_wht.order=2,3", "job_timeout=1h")
     assert again.returncode == 0, again.stderr
     assert again.stdout.count("finished before") == 1

@@ -1,4 +1,4 @@
-"""How a command starts: closed or full streams, a removed folder, and a malformed environment."""
+"""Commands that start with closed or full streams, in a removed folder, or with a malformed environment."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Each reference is called as ``reference(method, model, parameters, images)`` (see `efficient_ft.testing.Reference`) and
 computes logits whose gradients by autograd are those that the method's own backward pass should give. A formula that
-is no derivative of the forward pass (pruned or projected activations) is written as ``value + term - term.detach()``:
+is not a derivative of the forward pass (pruned or projected activations) is written as ``value + term - term.detach()``:
 the value of the forward pass, the gradient of `term`.
 """
 

@@ -76,7 +76,7 @@ def _of_torch(case: str, reentrant: bool) -> dict[str, float]:
 
 
 def _may_refuse(case: str) -> bool:
-    """Whether a method of the case packs activations, or adds a loss: these refuse recomputation."""
+    """Return True if a method of the case packs activations or adds a loss. Such methods reject recomputation."""
     from efficient_ft.config import check
     from efficient_ft.methods.build import build_methods
     from tests.promises.runs import configuration

@@ -36,7 +36,7 @@ def test_a_line_that_is_no_row_ends_the_file(tmp_path: Path, line: bytes) -> Non
     rows.append({"step": 1, "loss": float("nan"), "lr": 0.5})
     with open(rows.path, "ab") as file:
         file.write(line + b"\n")
-    assert rows.read() == [{"step": 1, "lr": 0.5}], "NaN is no number of JSON"
+    assert rows.read() == [{"step": 1, "lr": 0.5}], "NaN is not a valid JSON number"
 
 
 def test_the_table_has_a_column_per_key(tmp_path: Path) -> None:
