@@ -9,7 +9,7 @@ import numpy as np
 
 from efficient_ft.data.file_list import Paths
 
-#: Nested, without a folder, not ASCII, and with bytes that are no UTF-8, as in old archives.
+#: Paths in a folder, without a folder, not in ASCII, and with bytes that are not UTF-8 (as in old archives).
 _PATHS = [
     os.path.join("data", "cat", "1.jpg"),
     os.path.join("data", "cat", "a", "2.jpg"),

@@ -250,7 +250,7 @@ def test_the_head_of_timm_s_networks_is_the_one_they_state() -> None:
     "make", [lambda: BSR([3], drop_at=[1]), lambda: ALaST(2), lambda: BSRMoE(4, 2, [3], drop_at=[1])]
 )
 def test_recipes_accept_only_what_they_can_work_on(make: Callable[[], Method]) -> None:
-    """A class token of a wrapped network is not an attribute of the wrapper. The model is rejected and stays unchanged."""
+    """A class token of a wrapped network is not an attribute of the wrapper. The unchanged model is rejected."""
     model = Wrapped(_vit(), 48)
     with pytest.raises(UserError, match=r"has no class token"):
         make().apply(model)
