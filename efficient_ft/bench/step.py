@@ -23,10 +23,10 @@ from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
 from efficient_ft.task import TASKS
+from efficient_ft.training.costs import step_spec
 from efficient_ft.training.features.prefix import PrefixInput, from_stored, measure_form, run_prefix
 from efficient_ft.training.features.row_form import RowForm
 from efficient_ft.training.optimizer import build_optimizer
-from efficient_ft.training.run_task import step_spec
 
 
 class PartsTimer:

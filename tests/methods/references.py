@@ -1,9 +1,9 @@
 """Each method in dense plain torch operations: the references of the settings table.
 
 Each reference is called as ``reference(method, model, parameters, images)`` (see `efficient_ft.testing.Reference`) and
-computes logits. Their gradients by autograd are the expected gradients of the method's backward pass. A gradient that is
-not the derivative of the forward pass (pruned or projected activations) is written as ``value + term - term.detach()``,
-which has the value of the forward pass and the gradient of `term`.
+computes logits. Their gradients by autograd are the expected gradients of the method's backward pass. A gradient that
+is not the derivative of the forward pass (pruned or projected activations) is written as ``value + term -
+term.detach()``, which has the value of the forward pass and the gradient of `term`.
 """
 
 from __future__ import annotations
