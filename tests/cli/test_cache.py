@@ -49,7 +49,7 @@ def test_a_run_computes_nothing_after_the_command(capsys: pytest.CaptureFixture[
     [
         (["method=full"], "No part of the network can be computed once"),
         (["trainer.cache_limit=1KB"], "trainer.cache_limit must be at least"),
-        (["tasks=bsr_moe", "model=deit_tiny", "data=none"], "Features of a run on several tasks are not stored"),
+        (["tasks=bsr_moe", "model=deit_tiny", "data=none"], "Features cannot be stored for a run on several tasks"),
         (["model=deit_tiny", "data=cifar100"], "cifar100"),
         (["no_such=1"], "no_such"),
     ],

@@ -100,7 +100,7 @@ def test_what_the_optimizer_s_memory_excludes_is_refused() -> None:
     inside = {"optim__in_backward": True}
     cases: list[tuple[dict[str, Any], str]] = [
         ({**inside, "optim__grad_clip_norm": 5.0},
-         "optim.grad_clip_norm must be null with optim.in_backward=true, got 5.0. The norm of the whole gradient"),
+         "optim.grad_clip_norm must be null with optim.in_backward=true, got 5.0. The norm of all gradients"),
         ({**inside, "trainer__grad_accum_steps": 2},
          "trainer.grad_accum_steps must be 1 with optim.in_backward=true, got 2. Each backward pass updates"),
         ({**inside, "trainer__precision": "fp16"},
