@@ -47,7 +47,7 @@ def train_by_hand(
     accumulate: int = 1,
     optimizer_of: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
 ) -> None:
-    """Train by the contract of `Method`. The last step of an epoch may have fewer micro-batches."""
+    """Train as the contract of `Method` requires. The last step of an epoch may have fewer micro-batches."""
     apply_methods(network, methods)
     optimizer, step = optimizer_of(network), 0
     for _ in range(epochs):

@@ -1,4 +1,4 @@
-"""Tests of sessions: equality to the low-level calls, removal, and reports of parameters, bytes and FLOPs."""
+"""Tests of sessions: equality with the low-level calls, removal, and reports of parameters, bytes and FLOPs."""
 
 from __future__ import annotations
 

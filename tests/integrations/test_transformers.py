@@ -119,7 +119,7 @@ def test_a_compiled_training_equals_a_plain_one(name: str, tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["full", "alast", "moe", "bsr", "lbp_wht_lhe", "back_razor"])
 def test_equals_a_loop_of_one_s_own(name: str, tmp_path: Path) -> None:
-    """The weights and states equal a plain loop's, with two micro-batches per step."""
+    """The weights and states equal the result of a plain loop with two micro-batches per step."""
     by_hand, carried = METHODS[name](), METHODS[name]()
     torch.manual_seed(0)
     expected = model_of("vit")

@@ -116,7 +116,7 @@ def test_the_output_and_what_trains_are_those_of_the_blocks_written_out(form: st
 
 
 def test_so_many_tokens_flow_on() -> None:
-    """Each block passes on ⌊b · N⌋ patch tokens in training, without rounding errors, and all tokens in evaluation."""
+    """Each block passes on exactly ⌊b · N⌋ patch tokens in training and all patch tokens in evaluation."""
     model = timm.create_model(
         "vit_tiny_patch16_224", img_size=(8, 20), patch_size=4, depth=4, embed_dim=48, num_heads=3, num_classes=5
     )
@@ -223,7 +223,7 @@ def test_frozen_blocks_below_record_nothing_though_they_drop_tokens() -> None:
 
 # ------------------------------------------------------------------------------------------------ sampling
 def inclusion(budgets: Sequence[float], k: int) -> list[float]:
-    """Return the probability of each block to be one of k blocks drawn by softmax(b) without replacement."""
+    """Return the probability of each block that k draws by softmax(b) without replacement include the block."""
     weights = [math.exp(b) for b in budgets]
     found = [0.0] * len(budgets)
     for order in itertools.permutations(range(len(budgets)), k):

@@ -109,7 +109,7 @@ def test_every_named_layer_falls_by_the_predicted_amount(pristine, name):
         layer = layers[n]
         projection = WalshProjector(low_pass_l1(4), "zero").projection(layer.tokens.grid, 0, layer.channels)
         c_in, c_out = layer.channels
-        windows = exact[n].forward // (2 * c_in * c_out * projection.tokens)  # 1 without windows
+        windows = exact[n].forward // (2 * c_in * c_out * projection.tokens)  # number of windows
         project = projection.flops * windows
         assert exact[n].backward == pytest.approx(4 * c_in * c_out * projection.tokens * windows)
         # k and v reuse the projected input of q. In a downsampling attention, v reuses the projected input of k.

@@ -220,7 +220,7 @@ def test_steps_without_a_gradient_are_not_counted() -> None:
 
 
 def test_a_block_that_pauses_in_the_profile_is_not_measured_there() -> None:
-    """A frozen block is not measured. Its gradient error would otherwise be the largest when the block trains."""
+    """A block that is frozen during the profile is not measured and does not get the fewest bits."""
     model, bits, selection = model_of("vit"), LowBit("auto", 3.5), UniformLayers(1, seed=0)
     exact = copy.deepcopy(model)
     apply_methods(model, [selection, bits])
@@ -294,7 +294,7 @@ def test_wrong_settings_say_what_to_do(settings: dict[str, Any], text: str) -> N
 
 
 def test_processes_with_batches_of_different_sizes_choose_the_same_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts padded to 16 and to 256 tokens have different shares of attention values."""
+    """Processes choose equal bits, although their batches have different shares of attention values."""
 
     def one(tokens: int) -> ChosenBits:
         chosen = ChosenBits(budget=4.5)

@@ -2,7 +2,7 @@
 
 With ``64-true`` and ``bf16-true``, Lightning converts the model and runs its forward pass under a default dtype of
 float64 or bfloat16. The backward pass runs under the original default dtype. A kernel that writes into a buffer of the
-wrong dtype corrupts the heap. The tests therefore run in a separate process.
+default dtype then corrupts the heap. The tests therefore run in a separate process.
 """
 
 from __future__ import annotations

@@ -163,14 +163,14 @@ def test_nothing_is_packed_below_the_lowest_trained_layer(method: Method) -> Non
 
 
 def test_tables_of_relative_positions_are_no_activations() -> None:
-    """Tables of relative positions stay exact, even if a batch of one image has the same leading dimension."""
+    """Layers that compute tables of relative positions stay exact, even with a batch size of 1."""
     model = model_of("swinv2")
     method = BackRazor(0.9)
     skipped = method.apply(model).skipped
     tables = [n for n, _ in model.named_modules() if n.endswith(("cpb_mlp.0", "cpb_mlp.2"))]
     assert len(tables) == 6
     assert set(tables) <= set(skipped)
-    # The gradient of this layer is exact, given the gradient of its output.
+    # The weight gradient equals the dense product of the layer's input and output gradient.
     table = model.get_submodule(tables[1])
     assert isinstance(table, nn.Linear)
     inputs: list[Tensor] = []

@@ -49,7 +49,7 @@ RANGED = [
 @pytest.mark.parametrize("method", RANGED, ids=repr)
 @pytest.mark.parametrize("name", ["vit", "resnet"])
 def test_a_block_that_paused_has_the_ranges_of_its_own_tensors(method: Method, name: str) -> None:
-    """A step with a frozen block changes the ranges of no other tensor and the next gradients only by rounding."""
+    """A step with a frozen block records the same ranges as a step that trains all blocks."""
     if name == "resnet" and isinstance(method, BackRazor) and method.attention == "fused":
         pytest.skip("only attention has ranges")
     model, method = model_of(name), again(method)

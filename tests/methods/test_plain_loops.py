@@ -72,7 +72,7 @@ def loop(
     micro_batches: int = 1,
     optimizer: Any = torch.optim.AdamW,
 ) -> None:
-    """A training loop that may omit `step_begin` or `step_end`."""
+    """Run a training loop, with or without the calls of `step_begin` and `step_end`."""
     made = optimizer(trained(model), lr=1e-3)
     for step in range(steps):
         for method in methods if begins(step) else ():

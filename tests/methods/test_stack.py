@@ -155,7 +155,7 @@ def test_the_view_leaves_out_what_methods_added() -> None:
 
 @pytest.mark.parametrize("flag", ["grad_checkpointing", "gradient_checkpointing"])
 def test_a_network_with_checkpointing_of_its_own_is_refused_where_it_changes_the_method(flag: str) -> None:
-    """A recomputed forward pass would update running ranges twice and count a method's loss twice."""
+    """A method rejects a model's own checkpointing if recomputation would update ranges or count a loss twice."""
     for method in (Mesa(), Checkpointing(), BackRazor(), MoE(num_experts=4, top_k=2, blocks=[-1], aux_loss_coef=0.1)):
         model = model_of("vit")
         setattr(model.blocks, flag, True)

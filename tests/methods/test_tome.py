@@ -299,7 +299,7 @@ def test_the_forward_pass_costs_what_is_counted_by_hand_and_published(
 
 @pytest.mark.slow
 def test_attention_stays_fused_and_merging_keeps_no_activation() -> None:
-    """The saved bytes equal plain blocks with as many tokens, plus a weight, an index and a log size per token."""
+    """Merging saves a weight, an index and a log size per token in addition to the bytes of the plain blocks."""
     with torch.device("meta"):
         model = timm.create_model("deit_small_patch16_224", depth=3)
     off, on, without = (
@@ -443,9 +443,7 @@ def test_settings_out_of_range_are_named(settings: dict[str, Any], message: str)
 
 @pytest.mark.slow
 def test_an_r_that_would_merge_everything_is_refused() -> None:
-    """An r that leaves a single patch token is rejected. From 64 tokens, 7 blocks leave 1 with r = 16 and 2 with r =
-    15.
-    """
+    """An r that leaves one patch token is rejected: 7 blocks leave 1 of 64 tokens with r = 16 and 2 with r = 15."""
     for r in (16, 32, [32] * 7):
         with pytest.raises(SettingError, match=r"from 0 to (15|32).* more than one"):
             ToMe(r).apply(small_vit("vit_tiny_patch16_224", depth=7))
