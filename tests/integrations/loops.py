@@ -1,4 +1,4 @@
-"""A training loop of one's own, the reference of both callbacks, and the methods they are tried with."""
+"""A plain training loop, which is the reference of both callbacks, and the methods of the tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from efficient_ft.testing import batch_of, model_of
 
 LR, MOMENTUM = 0.05, 0.9
 
-#: By name: a method or several, each time new; every hook of a method is used by one of them.
+#: Functions that create new methods, by name. Together, the methods use every hook.
 METHODS: dict[str, Callable[[], list[Method]]] = {
     "full": lambda: [Full()],
     "alast": lambda: [ALaST(num_layers=2, budget_init=0.7, seed=3)],
@@ -30,12 +30,12 @@ METHODS: dict[str, Callable[[], list[Method]]] = {
 
 
 def batches_of(name: str, count: int, dtype: torch.dtype = torch.float64) -> list[tuple[Tensor, Tensor]]:
-    """Batches of two images and labels for the small model `name`."""
+    """Return batches of two images and labels for the small model `name`."""
     return [batch_of(name, dtype, seed=seed) for seed in range(count)]
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer over what trains."""
+    """Create an SGD optimizer for the trainable parameters."""
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR, momentum=MOMENTUM)
 
 
@@ -47,7 +47,7 @@ def train_by_hand(
     accumulate: int = 1,
     optimizer_of: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
 ) -> None:
-    """A few steps, as the contract of `Method` says; an epoch's last step may have fewer micro-batches."""
+    """Train as the contract of `Method` requires. The last step of an epoch may have fewer micro-batches."""
     apply_methods(network, methods)
     optimizer, step = optimizer_of(network), 0
     for _ in range(epochs):
@@ -68,7 +68,7 @@ def train_by_hand(
 
 
 def trained_by_hand(methods: Sequence[Method], epochs: int, accumulate: int, count: int = 4) -> nn.Module:
-    """The small vit after `epochs` epochs of `count` batches."""
+    """Train the small ViT for `epochs` epochs of `count` batches."""
     torch.manual_seed(0)
     network = model_of("vit")
     train_by_hand(network, methods, batches_of("vit", count), epochs, accumulate)
@@ -76,7 +76,7 @@ def trained_by_hand(methods: Sequence[Method], epochs: int, accumulate: int, cou
 
 
 def assert_same_weights(expected: nn.Module, found: nn.Module) -> None:
-    """Names and values, to the last bit."""
+    """Assert equal names and bitwise equal values."""
     left, right = expected.state_dict(), found.state_dict()
     assert list(left) == list(right)
     different = [name for name in left if not torch.equal(left[name], right[name])]
@@ -84,12 +84,12 @@ def assert_same_weights(expected: nn.Module, found: nn.Module) -> None:
 
 
 def states_of(methods: Sequence[Method]) -> dict[str, Any]:
-    """The states of methods, by name."""
+    """Return the states of methods by name."""
     return {method.name: method.state_dict() for method in methods}
 
 
 class Probe(Full):
-    """Everything trains, and what the training loop does is written down."""
+    """A method that trains all parameters and records the calls of the training loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,11 +102,11 @@ class Probe(Full):
         return super()._apply(model, *view)
 
     def step_begin(self, step: int) -> None:
-        """Write the step down."""
+        """Record the step number."""
         self.calls.append(f"begin {step}")
         self._values = self._parameter.detach().clone()
 
     def step_end(self) -> None:
-        """Write down whether the optimizer has stepped and gradients are still there."""
+        """Record if the weights have changed and if gradients exist."""
         moved = not torch.equal(self._values, self._parameter)
         self.calls.append(f"end moved={moved} grad={self._parameter.grad is not None}")

@@ -1,4 +1,4 @@
-"""Stacks of methods, and trainings with a session and by hand."""
+"""Stacks of methods, and training loops with and without a session."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ STACKS: dict[str, Callable[[], list[Method]]] = {
     "lbp_wht_lhe": lambda: [LBPWHT(bases="lhe", order=2, profile_steps=2)],
     "lora": lambda: [LoRA(rank=2)],
 }
-#: Methods of every axis, and all that add modules; each with its small model.
+#: Methods of every axis and all methods that add modules, each with its small model.
 SAVED: dict[str, tuple[str, Callable[[], list[Method]]]] = {
     **{name: ("vit", make) for name, make in STACKS.items()},
     "lora_fa": ("vit", lambda: [LoRAFA(rank=2)]),
@@ -55,7 +55,7 @@ SAVED: dict[str, tuple[str, Callable[[], list[Method]]]] = {
 
 
 def sgd_of(session: MethodSession) -> torch.optim.Optimizer:
-    """The optimizer of `sgd`, over the session's parameters."""
+    """Create the optimizer of `sgd` for the session's parameters."""
     return torch.optim.SGD(session.parameters(), lr=0.05, momentum=0.9)
 
 
@@ -66,7 +66,10 @@ def train(
     accumulate: int = 1,
     numbered: bool = False,
 ) -> None:
-    """The loop of the issue; micro-batches share one block, or (`numbered`) one number."""
+    """Train with a session.
+
+    With ``numbered=True``, each micro-batch has its own `session.step` block with the same number.
+    """
     optimizer = sgd_of(session)
     for step in range(len(batches) // accumulate):
         group = batches[step * accumulate : (step + 1) * accumulate]

@@ -1,4 +1,4 @@
-"""A row of each method in the loops of other libraries: the same weights as a loop of one's own."""
+"""Tests of every method in the training loops of other libraries, against a plain training loop."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from tests.integrations.loops import assert_same_weights, batches_of, sgd, state
 from tests.integrations.test_transformers import plain_sgd, trainer_of, wrapped
 from tests.methods.settings import ROWS
 
-#: Rows that run with every change; the others are exhaustive.
+#: Rows of the quick tests. The other rows are marked as exhaustive.
 OFTEN = ("moe", "lora")
 
 
 def rows() -> list[Any]:
-    """The first row of each method that works on the small vit."""
+    """Return the first row of each method that supports the small ViT."""
     on_vit = {row.method: name for name, row in reversed(ROWS.items()) if "vit" in row.models}.values()
     return [name if name in OFTEN else pytest.param(name, marks=pytest.mark.exhaustive) for name in on_vit]
 
 
 def seeded(network: nn.Module) -> nn.Module:
-    """Seed torch's generator before each forward pass: the Trainer's loader draws from it, too."""
+    """Seed torch's generator before each forward pass, because the Trainer's data loader also uses the generator."""
     seeds = itertools.count()
     network.register_forward_pre_hook(lambda *_: torch.manual_seed(next(seeds)) and None)
     return network
@@ -46,7 +46,7 @@ def by_hand(methods: list[Method], optimizer_of: Any) -> nn.Module:
 
 @pytest.mark.parametrize("row", rows())
 def test_a_loop_of_accelerate(row: str) -> None:
-    """Methods are applied before `prepare`; `accumulate` says where a step ends."""
+    """Training with `accelerate` and gradient accumulation gives the weights of the plain loop."""
     expected = by_hand([ROWS[row].create()], sgd)
     torch.manual_seed(0)
     network, method = seeded(model_of("vit")), ROWS[row].create()

@@ -1,4 +1,4 @@
-"""Modules that an import loads: methods stay light, and each callback loads its own library alone."""
+"""Tests of the modules that an import loads."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ print(json.dumps({"loaded": sorted(loaded), "bytes": bytes_after - bytes_before,
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """The modules that the import of a method loads on top of torch and timm, in a separate process."""
+    """Return the modules that importing a method loads in addition to torch and timm, in a separate process."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
@@ -51,7 +51,7 @@ def found() -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_method_loads_nothing_heavy(found: dict[str, Any]) -> None:
-    """Nothing that torch and timm do not import themselves."""
+    """Importing a method loads no package beyond those that torch and timm import."""
     assert found["loaded"] == ["efficient_ft"]
 
 
@@ -72,7 +72,7 @@ def test_a_missing_library_is_named_with_what_to_install(library: str, install: 
 
 @pytest.mark.parametrize(("library", "other"), [("lightning", "transformers"), ("transformers", "lightning")])
 def test_a_callback_loads_its_own_library_alone(library: str, other: str) -> None:
-    """Read from the source: Lightning's own import loads parts of transformers."""
+    """A callback's source imports only its own library. Importing Lightning itself loads parts of transformers."""
     folder = ROOT / "efficient_ft" / "integrations"
     imported = set()
     for file in (f"{library}.py", "session.py", "__init__.py"):

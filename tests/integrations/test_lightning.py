@@ -1,4 +1,4 @@
-"""`MethodCallback` of Lightning in a user's own LightningModule, under a real Trainer."""
+"""Tests of Lightning's `MethodCallback` with a user's LightningModule and a real Trainer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _quiet() -> Iterator[None]:
 
 
 class Module(L.LightningModule):
-    """A user's module: its network is called `net`, and nothing in it knows of methods."""
+    """A user's module with a network called `net`. The module is independent of the methods."""
 
     def __init__(self, net: nn.Module | None = None, as_dict: bool = False) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def fitted(methods: list[Method], module: Module | None = None, count: int = 4, 
 @pytest.mark.first(2, "slow")
 @pytest.mark.parametrize("name", METHODS)
 def test_equals_a_loop_of_one_s_own(name: str) -> None:
-    """Two micro-batches a step, the second step of an epoch with one."""
+    """The weights and states equal the result of a plain loop, even if the last step has fewer micro-batches."""
     by_hand, carried = METHODS[name](), METHODS[name]()
     expected = trained_by_hand(by_hand, epochs=2, accumulate=2, count=3)
     module = fitted(carried, Module(as_dict=name == "moe"), count=3, max_epochs=2, accumulate_grad_batches=2)
@@ -97,7 +97,7 @@ def test_equals_a_loop_of_one_s_own(name: str) -> None:
 
 
 def test_a_loss_of_a_method_s_own_is_minimized() -> None:
-    """In a module that returns a tensor; above in one that returns a dictionary."""
+    """The loss of a method is added in a module that returns a tensor."""
     with_loss = fitted(METHODS["moe"](), max_epochs=2).net
     assert_same_weights(trained_by_hand(METHODS["moe"](), epochs=2, accumulate=1), with_loss)
     without = fitted([MoE(num_experts=4, top_k=2, blocks=[-1], norm_topk_prob=True)], max_epochs=2).net
@@ -122,7 +122,7 @@ def test_the_sum_of_the_losses_can_be_logged() -> None:
     totals: list[tuple[float, float]] = []
     fitted(METHODS["moe"](), Logging())
     assert len(totals) == 4
-    # E · Σ f · P is 1 where the experts are used evenly, as at first: the gate is zero
+    # With a zero gate, the experts are used evenly, so that E · Σ f · P = 1.
     assert totals[0][1] - totals[0][0] == pytest.approx(0.1)
     totals.clear()
     fitted([Full()], Logging())
@@ -147,7 +147,7 @@ def test_a_step_begins_before_its_first_micro_batch_and_ends_before_gradients_ar
 @pytest.mark.first(1, "slow")
 @pytest.mark.parametrize("name", ["alast", "moe", "lbp_wht_lhe", "back_razor", "top_layers"])
 def test_resumed_equals_straight(name: str, tmp_path: Path) -> None:
-    """The checkpoint is written in the middle of the profiles of LHE and top_layers."""
+    """A run resumed in the middle of a profile equals an uninterrupted run."""
     straight = METHODS[name]()
     expected = fitted(straight, max_epochs=3, count=1)
     file = tmp_path / "half.ckpt"
@@ -253,7 +253,7 @@ def test_an_interrupted_step_leaves_nothing_frozen() -> None:
 @pytest.mark.parametrize("name", ["mobilenetv2_035", "resnet10t", "levit_128s"])
 @pytest.mark.parametrize("frozen_bn", [True, False])
 def test_batch_norm_statistics_are_frozen(name: str, frozen_bn: bool) -> None:
-    """Layers of timm's class, of torch's, and of another one (BatchNorm1d), though the module calls train()."""
+    """The statistics of timm's and torch's BatchNorm layers stay frozen, even if the module calls `train()`."""
 
     class Training(Module):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -273,7 +273,7 @@ def test_batch_norm_statistics_are_frozen(name: str, frozen_bn: bool) -> None:
 
 # ------------------------------------------------------------------------------------------------ names
 class Holder(nn.Module):
-    """A part of a user's module that holds the network."""
+    """A submodule of a user's module that contains the network."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -312,7 +312,7 @@ def test_a_wrong_name_is_refused_with_those_there_are(network: str, message: str
         trainer_of(MethodCallback(Full(), network=network)).fit(module, loader_of(1))
 
 
-# ------------------------------------------------------------------------------------------------ refusals
+# ------------------------------------------------------------------------------------------------ rejected models
 def test_a_compiled_or_wrapped_network_is_refused() -> None:
     inside = model_of("vit")
     inside.blocks[1] = torch.compile(inside.blocks[1])
@@ -359,11 +359,11 @@ def test_an_optimizer_built_before_is_refused() -> None:
 
     with pytest.raises(UserError, match=r"16 of 18 .*lora_A.* created before the methods were applied"):
         fitted([LoRA(rank=2, targets="attention")], Early())
-    fitted([BSR(blocks=[1], drop_at=[])], Early())  # adds nothing
+    fitted([BSR(blocks=[1], drop_at=[])], Early())  # BSR adds no parameters.
 
 
 class Inside(Module):
-    """Steps inside the backward pass."""
+    """A module whose optimizer steps inside the backward pass."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return step_in_backward(sgd(self.net))

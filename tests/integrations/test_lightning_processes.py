@@ -1,4 +1,4 @@
-"""`MethodCallback` of Lightning in several processes: strategies that work and those that are refused."""
+"""Tests of Lightning's `MethodCallback` in several processes: supported and rejected strategies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.integrations.test_lightning import Module, fitted
 
 @pytest.fixture
 def one_process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Lightning joins a group of one process, and leaves its traces in the environment."""
+    """Clean up the process group and the environment variables of Lightning."""
     for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     before = dict(os.environ)
@@ -52,7 +52,7 @@ def test_synchronized_batch_norm_is_refused() -> None:
 
 
 def test_sharding_strategies_are_refused() -> None:
-    class FSDPStrategy:  # Lightning's needs an accelerator
+    class FSDPStrategy:  # Lightning's class needs an accelerator.
         pass
 
     class Trainer:
@@ -97,7 +97,7 @@ def test_two_processes_equal_one_with_two_micro_batches(name: str, tmp_path: Pat
         [sys.executable, str(script), name, str(file)], capture_output=True, text=True, timeout=300, env=env
     )
     assert done.returncode == 0, done.stderr
-    expected = model_of("vit")  # made once in a process: it may draw random numbers, or not
+    expected = model_of("vit")  # created before seeding, because it may draw numbers
     torch.manual_seed(0)
     train_by_hand(expected, METHODS[name](), batches_of("vit", 4), epochs=2, accumulate=2)
     found = torch.load(file)

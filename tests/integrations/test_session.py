@@ -1,4 +1,4 @@
-"""A session trains like the low-level calls, removes its methods, and reports parameters, bytes and FLOPs."""
+"""Tests of sessions: equality with the low-level calls, removal, and reports of parameters, bytes and FLOPs."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_updates_without_an_optimizer_end_a_step() -> None:
         for step, (x, y) in enumerate(batches_of("vit", 2)):
             with session.step(step):
                 session.loss(F.cross_entropy(model(x), y)).backward()
-                others.step()  # the optimizer of another model ends nothing
+                others.step()  # The optimizer of another model does not end the step.
                 assert session.current_step == step
                 with torch.no_grad():
                     for p in session.parameters():
@@ -132,7 +132,7 @@ def test_an_optimizer_in_the_backward_pass() -> None:
 
 @pytest.mark.parametrize("stack", ["top_layers", "lisa", "alast"])
 def test_a_step_that_a_grad_scaler_skips_is_ignored(stack: str) -> None:
-    """The first step overflows. Powers of two scale exactly, so that all others equal an unscaled training."""
+    """A skipped step has no effect. The weights equal unscaled training, because powers of two scale exactly."""
     model, batches = model_of("vit"), batches_of("vit", 4)
     before = copy.deepcopy(model.state_dict())
     with warnings.catch_warnings(), MethodSession(model, STACKS[stack]()) as session:

@@ -1,4 +1,4 @@
-"""Files of sessions: the trained part, all weights, and files that are rejected."""
+"""Tests of session files: the trained part, all weights, and rejected files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.integrations.sessions import SAVED, sgd_of, train
 
 
 def outputs(model: nn.Module, name: str) -> list[Tensor]:
-    """Outputs in evaluation and in training mode."""
+    """Return the outputs in evaluation mode and in training mode."""
     x, _ = batch_of(name)
     torch.manual_seed(5)
     with torch.no_grad():
@@ -51,7 +51,7 @@ def test_the_trained_part_gives_identical_outputs(stack: str, tmp_path: Path) ->
     name, make = SAVED[stack]
     session, file = trained_session(stack), tmp_path / "new" / "part.safetensors"
     session.save(file)
-    torch.manual_seed(2)  # adapters of the new model start from other values
+    torch.manual_seed(2)  # different initial values of the adapters
     other = model_of(name)
     with MethodSession(other, make()) as loaded:
         optimizer = sgd_of(loaded)
@@ -64,7 +64,7 @@ def test_the_trained_part_gives_identical_outputs(stack: str, tmp_path: Path) ->
 
 
 def bytes_by_hand(stack: str) -> int:
-    """Bytes of the trained part of the small vit: 4 blocks of width 48, 5 classes, float64."""
+    """Return the bytes of the trained part of the small ViT, with 4 blocks of width 48 and 5 classes in float64."""
     head = 5 * 48 + 5
     linear = [(48, 144), (48, 48), (48, 192), (192, 48)]
     biases = sum(out for _, out in linear) + 2 * 48
@@ -110,13 +110,13 @@ def test_all_weights_have_timms_names(stack: str, tmp_path: Path) -> None:
     name = SAVED[stack][0]
     session.save(file, whole=True)
     small = MODELS[name]
-    plain = small.create(checkpoint_path=str(file)).double()  # timm's own loader, in float32
+    plain = small.create(checkpoint_path=str(file)).double()  # timm's loader, in float32
     expected, _ = outputs(session.model, name)
     with torch.no_grad():
         found = plain.eval()(batch_of(name)[0])
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
     other = model_of(name)
-    MethodSession(other, Full()).load(file)  # before the methods are applied
+    MethodSession(other, Full()).load(file)  # before `apply`
     torch.testing.assert_close(outputs(other, name)[0], expected, rtol=1e-9, atol=1e-9)
 
 
@@ -176,7 +176,7 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
 
 
 def rewritten(file: Path, metadata: str | Callable[[dict[str, Any]], None]) -> None:
-    """Replace the metadata of a trained part, or change the object that it contains."""
+    """Replace the metadata of a trained part, or change the object in the metadata."""
     with safe_open(file, "pt") as opened:
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         about = json.loads(opened.metadata()["efficient_ft_trained_part"])
@@ -187,7 +187,7 @@ def rewritten(file: Path, metadata: str | Callable[[dict[str, Any]], None]) -> N
 
 
 def tensor(values: Any, dtype: Any) -> Callable[[dict[str, Any]], None]:
-    """Add an encoded tensor to the state of the first method."""
+    """Return a function that adds an encoded tensor to the state of the first method."""
     return lambda about: (
         about["state"].setdefault(about["methods"][0], {}).update(of={"__tensor__": values, "dtype": dtype})
     )

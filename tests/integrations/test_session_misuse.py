@@ -1,4 +1,4 @@
-"""Calls of a session in the wrong order or place are rejected."""
+"""Tests of session calls in the wrong order or place, which raise errors."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_numbers_of_steps_that_repeat_are_rejected() -> None:
 
     with MethodSession(model, LISA(1, interval=1)) as session:
         optimizer = sgd_of(session)
-        for number in (5, 6, 9):  # a resumed training may start at any number
+        for number in (5, 6, 9):  # A resumed run may start at any number.
             block(session, optimizer, number)
         for number in (0, 8, 9):
             with pytest.raises(UserError, match=rf"^Step {number} follows step 9 .*number the steps over all epochs"):
@@ -78,13 +78,13 @@ def test_numbers_of_steps_that_repeat_are_rejected() -> None:
         block(session, optimizer, 11, updates=False)
         with pytest.raises(UserError, match="Step 10 follows step 11"):
             block(session, optimizer, 10)
-        block(session, optimizer, 12)  # ends step 11 without an update
+        block(session, optimizer, 12)  # step 11 ends without an update
         with pytest.raises(UserError, match="Step 11 follows step 12"):
             block(session, optimizer, 11)
         session.start()
         block(session, optimizer, 0)
     with session:
-        block(session, optimizer, 0)  # a new training
+        block(session, optimizer, 0)  # a new run
     session.start()
     for number in (0, 0, 1):
         session.begin_step(number)
@@ -147,7 +147,7 @@ def test_steps_and_losses_at_the_wrong_place() -> None:
     with pytest.raises(UserError, match="outside of the session"), session.step(4):
         pass
     with MethodSession(model_of("vit"), Full()) as plain:
-        assert float(plain.loss(torch.ones(()))) == 1  # no method needs the step
+        assert float(plain.loss(torch.ones(()))) == 1  # Full needs no step.
     other = MethodSession(model_of("vit"), LISA(1)).apply()
     with pytest.raises(UserError, match="method lisa acts per step"):
         other.loss(torch.zeros(()))

@@ -1,4 +1,4 @@
-"""`MethodCallback` of Hugging Face's `Trainer`, with timm models and a user's own."""
+"""Tests of the `MethodCallback` for Hugging Face's `Trainer`, with timm models and a user's model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _quiet() -> Iterator[None]:
 
 
 def wrapped(name: str = "vit") -> TimmWrapperForImageClassification:
-    """A timm model in its wrapper, with the weights of `model_of`."""
+    """Create a timm model in the wrapper of `transformers`, with the weights of `model_of`."""
     small = MODELS[name]
     config = TimmWrapperConfig(architecture=small.architecture, num_labels=CLASSES, model_args=dict(small.kwargs))
     model = TimmWrapperForImageClassification(config)
@@ -48,7 +48,7 @@ def wrapped(name: str = "vit") -> TimmWrapperForImageClassification:
 
 
 def images_of(count: int, name: str = "vit") -> list[dict[str, Any]]:
-    """The images of `batches_of`, one by one."""
+    """Return the images of `batches_of` one by one."""
     return [
         {"pixel_values": image, "labels": int(label)}
         for images, labels in batches_of(name, count)
@@ -119,7 +119,7 @@ def test_a_compiled_training_equals_a_plain_one(name: str, tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["full", "alast", "moe", "bsr", "lbp_wht_lhe", "back_razor"])
 def test_equals_a_loop_of_one_s_own(name: str, tmp_path: Path) -> None:
-    """Two micro-batches a step."""
+    """The weights and states equal the result of a plain loop with two micro-batches per step."""
     by_hand, carried = METHODS[name](), METHODS[name]()
     torch.manual_seed(0)
     expected = model_of("vit")
@@ -150,7 +150,7 @@ def test_a_step_begins_before_its_first_micro_batch_and_ends_before_gradients_ar
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["alast", "lbp_wht_lhe", "back_razor", "lora+lbp_wht"])
 def test_resumed_equals_straight(name: str, tmp_path: Path) -> None:
-    """The checkpoint of step 1 is in the middle of the profile of LHE; it is read from another folder."""
+    """A run resumed from a moved checkpoint in the middle of LHE's profile equals an uninterrupted run."""
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "count": 3}
     straight, model = METHODS[name](), wrapped()
     trainer_of(straight, tmp_path / "one", model, **options).train()
@@ -215,7 +215,7 @@ def test_evaluation_within_training_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["mobilenet", "resnet"])
 @pytest.mark.parametrize("frozen_bn", [True, False])
 def test_batch_norm_statistics_are_frozen(name: str, frozen_bn: bool, tmp_path: Path) -> None:
-    """The Trainer calls `model.train()` at each micro-batch."""
+    """The BatchNorm statistics stay frozen, although the Trainer calls `model.train()` for each micro-batch."""
     model = wrapped(name)
     before = {k: v.clone() for k, v in model.named_buffers() if "running" in k}
     callback = MethodCallback(Full(), frozen_bn=frozen_bn)
@@ -225,9 +225,9 @@ def test_batch_norm_statistics_are_frozen(name: str, frozen_bn: bool, tmp_path: 
     assert all(same) if frozen_bn else not any(same)
 
 
-# ------------------------------------------------------------------------------------------------ a model of one's own
+# ------------------------------------------------------------------------------------------------ custom model
 class Own(nn.Module):
-    """A user's model: another attribute's name, and a tuple or a plain dict as output."""
+    """A user's model that calls its network `net` and returns a tuple or a plain dict."""
 
     def __init__(self, output: str) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ def test_a_loss_that_could_not_be_added_is_refused(tmp_path: Path) -> None:
         trainer.train()
 
 
-# ------------------------------------------------------------------------------------------------ refusals
+# ------------------------------------------------------------------------------------------------ rejected arguments
 def test_a_wrong_name_is_refused_with_those_there_are(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"a module of TimmWrapperForImageClassification: one of timm_model, got 'm"):
         Trainer(wrapped(), arguments(tmp_path), callbacks=[MethodCallback(Full(), network="model")])
@@ -354,7 +354,7 @@ def test_an_optimizer_built_before_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_stepping_inside_the_backward_pass(tmp_path: Path) -> None:
-    """Equals an ordinary training; what needs all gradients is refused."""
+    """Stepping inside the backward pass gives equal weights. Arguments that require all gradients are rejected."""
 
     def trained(wrap: Callable[[torch.optim.Optimizer], torch.optim.Optimizer], **changes: Any) -> nn.Module:
         torch.manual_seed(0)
@@ -390,7 +390,7 @@ def test_a_checkpoint_of_other_methods_is_refused(tmp_path: Path) -> None:
     resume = {"resume_from_checkpoint": f"{tmp_path}/plain/checkpoint-1"}
     with pytest.raises(UserError, match=r"contains the state of no method"):
         trainer_of(ALaST(num_layers=2), tmp_path, **save).train(**resume)
-    trainer_of(Full(), tmp_path, **save).train(**resume)  # which has no state
+    trainer_of(Full(), tmp_path, **save).train(**resume)  # Full has no state.
 
 
 # ------------------------------------------------------------------------------------------------ two processes

@@ -1,4 +1,4 @@
-"""Back Razor in dense plain torch operations: each operation's gradient by the paper's formulas on pruned tensors."""
+"""A reference of Back Razor in dense torch operations: the paper's gradient formulas on pruned tensors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from tests.methods.references import Parameters, straight
 
 
 class Pruning(TorchFunctionMode):
-    """While entered, GELU and attention have the gradients of pruned tensors; `patch` gives them to layers.
+    """A mode in which GELU and attention compute their gradients from pruned tensors.
 
-    A result that a later layer can compute its input from has that input as its attribute `kept`.
+    `product` and `norm` replace the forward methods of layers. If the next layer recomputes its input instead of saving
+    it, the recomputed input is stored in the attribute ``kept`` of the output.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -30,7 +31,7 @@ class Pruning(TorchFunctionMode):
         self.forward = settings["prune"] == "both"
 
     def prune(self, x: Tensor) -> Tensor:
-        """The largest values of each sample, in half precision, in the order of memory."""
+        """Keep the largest values of each sample in half precision, in memory order."""
         last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
         rows = (x.permute(0, 2, 3, 1) if last else x).detach().flatten(1)
         values, bits = sparse_pack_reference(rows, values_kept(rows.shape[1], self.sparsity), self.exact)
@@ -39,7 +40,7 @@ class Pruning(TorchFunctionMode):
         return y.view(*x.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2) if last else y.view(x.shape)
 
     def used(self, x: Tensor) -> Tensor:
-        """The numbers that the forward pass computes with."""
+        """Return the values that the forward pass uses."""
         return straight(self.prune(x), x) if self.forward else x
 
     def product(self, module: Any, x: Tensor) -> Tensor:
@@ -106,7 +107,7 @@ class Pruning(TorchFunctionMode):
 
 
 def _statistics(module: Any) -> Any:
-    """The layer without its weights: a call moves its running statistics."""
+    """Return the BatchNorm layer without its weights. A call updates the running statistics of `module`."""
     plain = nn.BatchNorm2d(module.num_features, module.eps, module.momentum, affine=False)
     plain.running_mean, plain.running_var = module.running_mean, module.running_var
     plain.num_batches_tracked = module.num_batches_tracked
@@ -114,7 +115,7 @@ def _statistics(module: Any) -> Any:
 
 
 def back_razor(method: Any, model: nn.Module, parameters: Parameters, images: Tensor) -> Tensor:
-    """Pruned tensors in the gradients to weights, through normalizations and through attention."""
+    """Compute logits whose gradients use pruned tensors in layers, normalizations and attention."""
     if not model.training:
         return functional_call(model, parameters, (images,))
     pruning = Pruning(method.settings())

@@ -1,9 +1,10 @@
-"""Each method in dense plain torch operations: the references of the settings table.
+"""Reference implementations of the methods in dense torch operations, used by the table of settings.
 
 Each reference is called as ``reference(method, model, parameters, images)`` (see `efficient_ft.testing.Reference`) and
-computes logits. Their gradients by autograd are the expected gradients of the method's backward pass. A gradient that
-is not the derivative of the forward pass (pruned or projected activations) is written as ``value + term -
-term.detach()``, which has the value of the forward pass and the gradient of `term`.
+computes logits. Autograd differentiates the logits to obtain the expected gradients of the method's backward pass.
+
+If a gradient is not the derivative of the forward pass (pruned or projected activations), the reference computes
+``value + term - term.detach()``. This expression has the value of the forward pass and the gradient of `term`.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ Parameters = dict[str, Tensor]
 
 
 def called(model: nn.Module, parameters: Parameters, images: Tensor, forward: Callable[..., Tensor]) -> Tensor:
-    """`forward(model, images)` with the model's parameters replaced."""
+    """Return ``forward(model, images)`` with the model's parameters replaced."""
     model.forward = partial(forward, model)  # type: ignore[method-assign]
     return functional_call(model, parameters, (images,))
 
 
 def straight(value: Tensor, *terms: Tensor) -> Tensor:
-    """`value`, with the gradients of `terms`."""
+    """Return `value` with the gradients of `terms`."""
     return value.detach() + sum((term - term.detach() for term in terms), torch.zeros((), dtype=value.dtype))
 
 
 # ------------------------------------------------------------------------------------------------ adapters
 def lora(method: Method, model: nn.Module, parameters: Parameters, images: Tensor) -> Tensor:
-    """Plain layers whose weights are W + alpha / r · B A."""
+    """Replace the weight of each adapted layer by W + alpha / r · B A."""
     merged: Parameters = {}
     for name, value in parameters.items():
         if ".lora_" in name:
@@ -54,7 +55,10 @@ def lora(method: Method, model: nn.Module, parameters: Parameters, images: Tenso
 
 
 def _lite(values: Callable[[str], Tensor], x: Tensor, size: torch.Size, groups: int, stride: int) -> Tensor:
-    """The lite residual: pooling, two convolutions of standardized weights, each with GroupNorm of 8 channels."""
+    """Compute the lite residual: pooling, then two convolutions with standardized weights, each followed by GroupNorm.
+
+    Each group of GroupNorm has 8 channels.
+    """
 
     def convolved(x: Tensor, weight: Tensor, **more: Any) -> Tensor:
         mean, variance = weight.mean((1, 2, 3), keepdim=True), weight.var((1, 2, 3), correction=0, keepdim=True)
@@ -75,7 +79,7 @@ def _strides(module: nn.Module) -> int:
 
 
 def tinytl(method: Method, model: nn.Module, parameters: Parameters, images: Tensor) -> Tensor:
-    """Each inverted residual block plus its lite residual; with ``norm=group`` GroupNorm instead of BatchNorm."""
+    """Add a lite residual to each inverted residual block. With ``norm=group``, GroupNorm replaces BatchNorm."""
     for name, module in list(model.named_modules()):
         if method.settings()["norm"] == "group" and isinstance(module, nn.BatchNorm2d):
             module.forward = partial(_grouped, module)  # type: ignore[method-assign]
@@ -101,12 +105,12 @@ def _below(parameters: Parameters, prefix: str) -> Callable[[str], Tensor]:
 
 
 def _own(model: nn.Module, parameters: Parameters) -> Parameters:
-    """The `parameters` that the plain model has."""
+    """Return the entries of `parameters` that exist in the plain model."""
     return {name: parameters[name] for name, _ in model.named_parameters()}
 
 
 def repnet(method: Method, model: nn.Module, parameters: Parameters, images: Tensor) -> Tensor:
-    """Each chosen block plus its side module: a lite residual, or what the branches of a block add."""
+    """Add a side module to each chosen block: a lite residual, or the residual branches of a transformer block."""
     for name in {n.partition(".side_module.")[0] for n in parameters if ".side_module." in n}:
         block = model.get_submodule(name)
         values = _below(parameters, f"{name}.side_module")
@@ -150,15 +154,17 @@ def blocks_of_vit(
     mlp: Callable[[int, Tensor], Tensor] | None = None,
     weights: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """A vision transformer's blocks, final norm and head, with attention in its parts.
+    """Run a vision transformer's blocks, final norm and head, with attention computed in separate operations.
 
     Args:
-        model: the plain model.
-        x: (B, N, C), what enters the blocks.
-        after_attention: of a block's number, x after attention, its map (B, H, N, N) and keys: the tokens passed on.
-        after_block: the same of x after the block and the map.
-        mlp: the feed-forward network of a block's number.
-        weights: the map of attention of its scores; softmax by default.
+        model: The plain model.
+        x: Input tokens of the blocks, (B, N, C).
+        after_attention: A function of the block index, x after attention, the attention map (B, H, N, N) and the keys.
+            It returns the tokens to pass on.
+        after_block: A function of the block index, x after the block and the attention map. It returns the tokens to
+            pass on.
+        mlp: A function of the block index and the normalized tokens that replaces the feed-forward network.
+        weights: A function that computes the attention map from the scores. The default is softmax.
     """
     for number, block in enumerate(model.blocks):
         attn = block.attn
@@ -173,12 +179,12 @@ def blocks_of_vit(
 
 
 def embedded(model: Any, images: Tensor) -> Tensor:
-    """The tokens that enter the blocks."""
+    """Return the input tokens of the blocks."""
     return model.norm_pre(model._pos_embed(model.patch_embed(images)))
 
 
 def _ranked(p: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention of the class token to the patch tokens, (B, L), and their order by it."""
+    """Return the class token's attention to the patch tokens, (B, L), and the descending order of the patch tokens."""
     scores = p.mean(1)[:, 0, 1:]
     return scores, scores.argsort(dim=1, descending=True, stable=True)
 
@@ -188,7 +194,7 @@ def _picked(x: Tensor, index: Tensor) -> Tensor:
 
 
 def evit(method: Method, model: nn.Module, parameters: Parameters, images: Tensor) -> Tensor:
-    """In the blocks of `drop_at`: patch tokens in order of attention, ⌈rate · L⌉ of them; the others as one sum."""
+    """Keep the ⌈rate · L⌉ most attended patch tokens in each block of `drop_at`, and fuse the others into one token."""
     settings = method.settings()
 
     def dropped(number: int, x: Tensor, p: Tensor, _: Tensor) -> Tensor:
@@ -206,7 +212,7 @@ def evit(method: Method, model: nn.Module, parameters: Parameters, images: Tenso
 
 
 def alast(method: Method, model: nn.Module, parameters: Parameters, images: Tensor) -> Tensor:
-    """After each block, in training: the ⌊budget · L⌋ patch tokens of most attention, in their order."""
+    """Keep the ⌊budget · L⌋ most attended patch tokens after each block in training, in their original order."""
     if not model.training:
         return functional_call(model, parameters, (images,))
     budgets = method.step_stats()["budgets"]
@@ -220,7 +226,7 @@ def alast(method: Method, model: nn.Module, parameters: Parameters, images: Tens
 
 
 def patch_dropout(method: Method, model: nn.Module, parameters: Parameters, images: Tensor) -> Tensor:
-    """In training ⌈rate · L⌉ patch tokens of each image, those of the smallest random numbers, enter the blocks."""
+    """Pass ⌈rate · L⌉ patch tokens per image to the blocks in training: the tokens with the smallest random numbers."""
     if not model.training:
         return functional_call(model, parameters, (images,))
 
@@ -234,7 +240,10 @@ def patch_dropout(method: Method, model: nn.Module, parameters: Parameters, imag
 
 
 def tome(method: Method, model: nn.Module, parameters: Parameters, images: Tensor) -> Tensor:
-    """In each block the r most similar pairs become one token, the mean weighted by sizes, as a matrix of weights."""
+    """Merge the r most similar token pairs in each block by a matrix product.
+
+    A merged token is the mean of the tokens, weighted by their sizes.
+    """
     settings = method.settings()
     last = len(model.blocks) - 1  # type: ignore[arg-type]
 
@@ -260,7 +269,7 @@ def tome(method: Method, model: nn.Module, parameters: Parameters, images: Tenso
 
 
 def _merging(keys: Tensor, r: int) -> Tensor:
-    """The tokens after merging as sums of those before, (N − r, N), from an image's keys (N, D)."""
+    """Compute the 0/1 matrix (N − r, N) that sums merged tokens, from the keys (N, D) of an image."""
     unit = F.normalize(keys, dim=-1)
     a, b = range(2, len(keys), 2), range(1, len(keys), 2)
     similar = unit[2::2] @ unit[1::2].T
@@ -276,7 +285,7 @@ def _merging(keys: Tensor, r: int) -> Tensor:
 
 
 def moe(method: Method, model: nn.Module, parameters: Parameters, images: Tensor) -> Tensor:
-    """Each token through all experts, with weights that are 0 but for the top k."""
+    """Run every token through all experts, with a weight of zero outside the top k."""
     settings = method.settings()
 
     def mixed(name: str, mlp: nn.Module, x: Tensor) -> Tensor:
@@ -300,7 +309,7 @@ def moe(method: Method, model: nn.Module, parameters: Parameters, images: Tensor
 
 # ------------------------------------------------------------------------------------------------ low-rank backward
 def low_rank(method: Any, model: nn.Module, parameters: Parameters, images: Tensor) -> Tensor:
-    """Layers y = W x whose gradients are (A g)ᵀ A x and Sᵀ (A g) W, with dense matrices A and S over all positions."""
+    """Run layers y = W x with the gradients (A g)ᵀ A x and Sᵀ (A g) W. A and S are dense matrices over positions."""
     if model.training:
         layers = {layer.name: layer for layer in view(model).layers}
         chosen = method.state_dict().get("chosen", {})
@@ -336,14 +345,14 @@ def _projected(module: Any, projector: Any, tokens: Any, channels: tuple[int, in
 
 # ------------------------------------------------------------------------------------------------ sparse activations
 def swat(method: Any, model: nn.Module, parameters: Parameters, images: Tensor) -> Tensor:
-    """Products with the largest weights; the weight's gradient, dense, from the largest values of the input."""
+    """Compute products with the largest weights. The dense weight gradient uses the largest input values."""
     weights = [parameters[f"{name}.weight"] for name in method.applied.touched]
     with _SparseProducts(method.settings()["sparsity"], weights, model.training):
         return functional_call(model, parameters, (images,))
 
 
 class _SparseProducts(TorchFunctionMode):
-    """While entered, products with `weights` have those of SWAT, in layers and where a model calls `F.linear`."""
+    """A mode in which `F.linear` and `F.conv2d` with one of `weights` compute the products of SWAT."""
 
     def __init__(self, sparsity: float, weights: list[Tensor], training: bool) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
-"""One table: a row per method (and per variant that takes another path).
+"""The table of method settings: one row per method, and one row per variant with a different code path.
 
-`test_contracts` drives every row through every contract of `efficient_ft.testing`; a method without a row fails there.
+`test_contracts` runs every contract of `efficient_ft.testing` on every row. A method without a row fails
+`test_contracts`.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from efficient_ft.methods.tokens.tome import _MergingForward
 from efficient_ft.testing import CLASSES, MODELS, USUAL, Instead, Row
 from tests.methods import pruned_reference, references
 
-#: For counts by hand: of each block of ResNet-50 at 224 px its channels in and out, the width of its 3×3 convolution,
-#: and the sides of its map before and after.
+#: The blocks of ResNet-50 at 224 px: input channels, output channels, width of the 3×3 convolution, and the side length
+#: of the feature map before and after the block.
 RESNET50 = [
     (4 * m if j else 2 * m if i else 64, 4 * m, m, side if j or not i else 2 * side, side)
     for i, (m, side, count) in enumerate([(64, 56, 3), (128, 28, 4), (256, 14, 6), (512, 7, 3)])
     for j in range(count)
 ]
 
-#: Forms of a plain vision transformer: a timm name and, after a space, in which way another one.
+#: Variants of a plain vision transformer: the timm name, followed by a description, and the arguments of timm.
 _FORMS: dict[str, dict[str, Any]] = {
     "vit_small_patch14_reg4_dinov2": {},  # registers, LayerScale
     "vit_tiny_patch16_224 q and k norm": {"qk_norm": True},
@@ -38,12 +39,12 @@ _FORMS: dict[str, dict[str, Any]] = {
 
 
 def small_vit(form: str, **kwargs: Any) -> nn.Module:
-    """A float64 model of a form, always with the same weights; its images are 32 pixels square, on an 8×8 grid."""
+    """Create a small float64 vision transformer with fixed random weights, for images of 32×32 pixels (an 8×8 grid)."""
     torch.manual_seed(0)
     size = {"img_size": 32, "patch_size": 4, "depth": 4, "embed_dim": 48, "num_heads": 3, "num_classes": CLASSES}
     model = timm.create_model(form.split()[0], **{**size, **_FORMS.get(form, {}), **kwargs})
     for name, p in model.named_parameters():
-        if p.dim() == 1 or "token" in name:  # scales of 1e-5 and classes of 0 hide mistakes
+        if p.dim() == 1 or "token" in name:  # layer scales of 1e-5 and zero class tokens hide errors
             nn.init.normal_(p, 1.0 if name.endswith("weight") or "gamma" in name else 0.0, 0.2)
     return model.double()
 
@@ -77,7 +78,7 @@ def _adapter(name: str = "lora", **settings: Any) -> Row:
 
 
 def _with_group_norm(model: nn.Module) -> nn.Module:
-    """GroupNorm of 8 channels instead of every BatchNorm, every filter before one with mean 0 and deviation 1."""
+    """Replace every BatchNorm by GroupNorm with 8 channels per group, and standardize the convolution filters."""
     for module in model.modules():
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Conv2d) and child.bias is None:
@@ -117,7 +118,7 @@ def _side(**settings: Any) -> Row:
 
 
 def _quarter(model: nn.Module) -> nn.Module:
-    """The feed-forward network of the last block gives a quarter: one of four experts, all alike."""
+    """Scale the output of the last feed-forward network by 1/4, the gate weight of one of four equal experts."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.startswith("blocks.3.mlp.fc2."):
@@ -141,7 +142,7 @@ def _experts(
 
 
 def _never_cheaper(*_: Any) -> None:
-    """A full-rank projection costs more than the exact backward: the layer would be left exact."""
+    """Disable the cost check, which leaves a layer exact if its full-rank projection costs more."""
 
 
 def _low_rank(name: str, off: dict[str, Any], *models: str, **settings: Any) -> Row:
@@ -198,11 +199,11 @@ def _merging(**settings: Any) -> Row:
 
 
 def _always(*_: Any) -> bool:
-    """Matching and merging run, though there is nothing to merge, and attention adds log(1)."""
+    """Enable matching and merging with r = 0. Attention then adds log(1) to the scores."""
     return True
 
 
-#: Reason of rows whose forward pass draws.
+#: The reason for rows with a random forward pass.
 _ROUNDING = "values are rounded at random"
 
 ROWS = {

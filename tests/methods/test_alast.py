@@ -1,4 +1,4 @@
-"""ALaST: its budgets and tokens against the paper's equations written out, and what a step then costs."""
+"""Tests of ALaST: budgets, dropped tokens, sampled blocks and the cost of a step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ CONF = Path(__file__).resolve().parents[2] / "conf" / "method"
 
 
 def by_hand(model: Any, images: Tensor, budgets: Sequence[float]) -> tuple[Tensor, list[Tensor], list[int]]:
-    """The forward pass written out, an image at a time: logits; of every block Δ per image (B,), and its tokens."""
+    """Run the forward pass of ALaST image by image in plain operations.
+
+    Returns the logits, the change Δ of each block per image (B,), and the number of input tokens of each block.
+    """
     x = model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(images))))
     prefix = model.num_prefix_tokens
     changes, counts = [], []
@@ -83,7 +86,7 @@ BUDGETS = [[0.9, 0.7, 0.5, 0.8], [1.0, 0.26, 1.0, 0.5], [0.33, 1.0, 0.0, 1.0], [
 @pytest.mark.parametrize("form", FORMS)
 def test_the_output_and_what_trains_are_those_of_the_blocks_written_out(form: str, budgets: list[float]) -> None:
     if "drop path" in form:
-        return  # the reference has none; see below
+        return  # The reference has no drop path.
     plain, model = small_vit(form), small_vit(form)
     method = ALaST(2, budget_min=0.0, budget_lr=0.0, seed=2)
     method.apply(model)
@@ -113,7 +116,7 @@ def test_the_output_and_what_trains_are_those_of_the_blocks_written_out(form: st
 
 
 def test_so_many_tokens_flow_on() -> None:
-    """⌊b · N⌋ of the patch tokens, for b as it is written: .7 of 10 is 7; and in evaluation all."""
+    """Each block passes on exactly ⌊b · N⌋ patch tokens in training and all patch tokens in evaluation."""
     model = timm.create_model(
         "vit_tiny_patch16_224", img_size=(8, 20), patch_size=4, depth=4, embed_dim=48, num_heads=3, num_classes=5
     )
@@ -144,7 +147,7 @@ def test_drop_path_draws_as_in_the_plain_model() -> None:
 
 # ------------------------------------------------------------------------------------------------ cost
 def tokens_of(budgets: Sequence[float]) -> list[int]:
-    """Tokens before every block, and after the last."""
+    """Return the number of tokens before each block and after the last block."""
     return list(itertools.accumulate(budgets, lambda count, b: 1 + math.floor(b * (count - 1) + 1e-9), initial=N))
 
 
@@ -170,7 +173,7 @@ def test_a_step_executes_and_keeps_what_is_counted_by_hand(
         forward = 2 * 64 * (3 * 4 * 4) * C + 2 * C * 5
         for before, after in itertools.pairwise(tokens):
             forward += 2 * before * 12 * C * C + 2 * 2 * before**2 * C
-            forward += 2 * before * C if after < before else 0  # the class token's row of the attention
+            forward += 2 * before * C if after < before else 0  # attention scores of the class token
         assert counted.forward_flops == forward
 
 
@@ -220,7 +223,7 @@ def test_frozen_blocks_below_record_nothing_though_they_drop_tokens() -> None:
 
 # ------------------------------------------------------------------------------------------------ sampling
 def inclusion(budgets: Sequence[float], k: int) -> list[float]:
-    """Probability that each block is one of k drawn one after another without replacement, by softmax(b)."""
+    """Return the probability of each block that k draws by softmax(b) without replacement include the block."""
     weights = [math.exp(b) for b in budgets]
     found = [0.0] * len(budgets)
     for order in itertools.permutations(range(len(budgets)), k):
@@ -279,7 +282,7 @@ def test_lora_trains_on_the_tokens_of_the_budgets_and_its_budgets_move() -> None
         assert budgets_of(method) != budgets
 
 
-# ------------------------------------------------------------------------------------------------ bad input
+# ------------------------------------------------------------------------------------------------ invalid settings
 @pytest.mark.parametrize(
     ("settings", "named"),
     [

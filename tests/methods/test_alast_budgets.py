@@ -1,4 +1,4 @@
-"""ALaST's budgets: Equations 5 and 6 written out, and what leaves them as they are."""
+"""Tests of ALaST's budget update (Equations 5 and 6)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ READINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("reading", READINGS)
 def test_budgets_follow_the_equations(reading: str, micro_batches: int) -> None:
-    """Training written out in float64: Equations 5 and 6, tokens, layers, and the weights that come of it."""
+    """The budgets and weights equal those of a plain training loop in float64 with Equations 5 and 6."""
     settings = READINGS[reading]
     plain, model, method = model_of("vit"), model_of("vit"), ALaST(**settings)
     method.apply(model)
@@ -113,7 +113,7 @@ def test_without_clipping_the_update_telescopes(delta: Any) -> None:
 
 
 def test_the_default_rate_is_the_paper_s_at_its_batch() -> None:
-    """1e-4 of a sum over 128 images is .0128 of their mean."""
+    """The default rate of 0.0128 per image equals a rate of 1e-4 for a sum over 128 images."""
     mean, total = ALaST(), ALaST(delta="batch", budget_lr=1e-4)
     for method in (mean, total):
         method.apply(
@@ -157,7 +157,7 @@ def test_other_methods_switched_off_change_nothing(
 ) -> None:
     base = next(c for c in LBPWHT.__mro__ if "_costs_more" in vars(c))
     monkeypatch.setattr(base, "_costs_more", lambda *_: None)
-    # Behind a drop, too, an exact layer would be cheaper at full rank.
+    # At full rank, an exact layer after a token drop would also be cheaper.
     monkeypatch.setattr("efficient_ft.methods.backprop.low_rank.backward_flops", lambda *_: (1, 0))
     plain, model = model_of("vit"), model_of("vit")
     alone, stacked = (ALaST(2, budget_init=0.7, budget_lr=1e-3, seed=4) for _ in range(2))

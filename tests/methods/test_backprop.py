@@ -1,4 +1,4 @@
-"""LBP-WHT and LBP-DCT on the real models: costs as predicted, every named layer reached, LHE's choice kept."""
+"""Tests of LBP-WHT and LBP-DCT on real models: predicted costs, projected layers and the basis choice of LHE."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from efficient_ft.models.view import Reason, view
 from efficient_ft.ops.projection import WalshProjector, low_pass_l1
 from efficient_ft.testing import batch_of, model_of
 
-# The layers the paper projects (and no others), by model.
+# A pattern of all layers that the paper projects, for each model.
 NAMED = {
     "efficientformer_l1": r"stages\.\d\.blocks\.\d+\.(mlp\.fc[12]|token_mixer\.(qkv|proj))",
     "efficientformer_l7": r"stages\.\d\.blocks\.\d+\.(mlp\.fc[12]|token_mixer\.(qkv|proj))",
@@ -30,14 +30,14 @@ NAMED = {
     "swinv2_small_window8_256": (r"layers\.\d\.(blocks\.\d+\.(attn\.(qkv|proj)|mlp\.fc[12])|downsample\.reduction)"),
 }
 NAMED["efficientformerv2_l"] = NAMED["efficientformerv2_s0"]
-#: The contracts reach every layer of small models of the same families.
+#: Large models, which only exhaustive runs test. The contracts test small models of the same families.
 LARGE = ("efficientformer_l7", "efficientformerv2_s0", "efficientformerv2_l", "swinv2_small_window8_256")
 SIZE = {"swinv2_small_window8_256": 256}
 
 
 @pytest.fixture(scope="module")
 def pristine():
-    """Real architectures with random weights, made once; tests copy what they change."""
+    """Return a function that copies a cached architecture with random weights."""
     made: dict[str, nn.Module] = {}
 
     def get(name: str) -> nn.Module:
@@ -49,7 +49,7 @@ def pristine():
 
 
 def backward_mflops(model: nn.Module, size: int, *methods) -> float:
-    # at a batch of 64, because what is paid once for a batch (SwinV2's position MLP) is shared by its images
+    # A batch of 64 images amortizes the costs per batch, for example of SwinV2's position MLP.
     return executed(model, 64, (size, size), methods=[LastStage(), *methods]).backward_flops / 1e6
 
 
@@ -96,7 +96,7 @@ def test_swinv2_as_published_leaves_qkv_exact(pristine):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.exhaustive] if n in LARGE else []) for n in NAMED])
 def test_every_named_layer_falls_by_the_predicted_amount(pristine, name):
-    """Full training, projections forced: what is named is projected and reached, and nothing else."""
+    """In full training with forced projections, exactly the named layers are projected, with the predicted FLOPs."""
     model, size = pristine(name), SIZE.get(name, 224)
     exact = layer_flops(model, 1, (size, size), methods=[Full()])
     method = LBPWHT(order=4, padding="zero", as_published=name != "swinv2_small_window8_256")
@@ -109,13 +109,13 @@ def test_every_named_layer_falls_by_the_predicted_amount(pristine, name):
         layer = layers[n]
         projection = WalshProjector(low_pass_l1(4), "zero").projection(layer.tokens.grid, 0, layer.channels)
         c_in, c_out = layer.channels
-        windows = exact[n].forward // (2 * c_in * c_out * projection.tokens)  # one map, or several windows
+        windows = exact[n].forward // (2 * c_in * c_out * projection.tokens)  # number of windows
         project = projection.flops * windows
         assert exact[n].backward == pytest.approx(4 * c_in * c_out * projection.tokens * windows)
-        # k and v read the tensor that q has projected; in a downsampling attention, v the one that k has
+        # k and v reuse the projected input of q. In a downsampling attention, v reuses the projected input of k.
         projected = 0 if re.search(r"(token_mixer\.[kv]|attn\.v)\.conv$", n) else c_in * project
         assert low[n].forward == pytest.approx(exact[n].forward + projected)
-        # the bias gradient is a combination of the coefficients' sum over images and windows
+        # The bias gradient is a linear combination of the coefficients, summed over images and windows.
         bias = 0 if layer.module.bias is None else 2 * projection.rank * c_out
         expected = 4 * c_in * c_out * projection.rank * windows + (c_in + c_out) * project + bias
         assert low[n].backward == pytest.approx(expected)
@@ -152,7 +152,7 @@ def vit(**kwargs) -> nn.Module:
 
 
 def step(model: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Gradients of one training step."""
+    """Run one training step and return its gradients."""
     generator = torch.Generator().manual_seed(seed)
     model.train().zero_grad()
     model(torch.randn(4, 3, 56, 56, generator=generator)).logsumexp(1).sum().backward()
@@ -204,7 +204,7 @@ def test_lhe_falls_back_to_low_pass_where_no_gradient_reaches_the_grid():
     method.apply(model)
     step(model)
     method.step_end()
-    assert model.blocks[1].mlp.fc1.low_rank.projector.pairs == low_pass_l1(3)  # the class token alone is classified
+    assert model.blocks[1].mlp.fc1.low_rank.projector.pairs == low_pass_l1(3)  # The head reads only the class token.
     assert model.blocks[0].mlp.fc1.low_rank.projector.pairs != low_pass_l1(3)
 
 
@@ -221,7 +221,7 @@ def test_lhe_counts_no_pass_that_overflowed():
 
 @pytest.mark.parametrize("done", [1, 3])
 def test_lhe_state_travels(done):
-    """Stopped while profiling or after: the resumed run makes the choices of the straight one."""
+    """A run resumed during or after the profile makes the same choices as an uninterrupted run."""
     settings = {"bases": "lhe", "order": 3, "profile_steps": 2}
     straight, method = vit(), LBPWHT(**settings)
     method.apply(straight)
@@ -231,7 +231,7 @@ def test_lhe_state_travels(done):
     resumed, other = vit(), LBPWHT(**settings)
     state = pickle.loads(pickle.dumps(method.state_dict()))
     if done == 1:
-        other.load_state_dict(state)  # before the model is there
+        other.load_state_dict(state)  # before `apply`
         other.apply(resumed)
     else:
         other.apply(resumed)
@@ -275,7 +275,7 @@ def test_dct_order_out_of_range():
 
 
 def test_reflect_on_a_grid_too_small_is_refused_with_layer_and_reason():
-    model = timm.create_model("vit_tiny_patch16_224", img_size=48, depth=1, num_classes=2)  # 3×3 tokens
+    model = timm.create_model("vit_tiny_patch16_224", img_size=48, depth=1, num_classes=2)  # a grid of 3×3 tokens
     with pytest.raises(UserError, match=r"blocks\.0\.attn\.qkv on a 3×3 grid.*mirrored rows.*padding=ortho"):
         LBPWHT(padding="reflect").apply(model)
     assert not any(isinstance(m, LowRankLinear) for m in model.modules())
@@ -283,7 +283,7 @@ def test_reflect_on_a_grid_too_small_is_refused_with_layer_and_reason():
 
 def test_a_refusal_leaves_the_model_as_it_was():
     model = timm.create_model("resnet26", num_classes=2)
-    model.pretrained_cfg = {**model.pretrained_cfg, "input_size": (3, 96, 96)}  # 3×3 in the last stage alone
+    model.pretrained_cfg = {**model.pretrained_cfg, "input_size": (3, 96, 96)}  # a 3×3 grid only in the last stage
     with pytest.raises(UserError, match=r"layer4.*3×3 grid"):
         LBPWHT(padding="reflect").apply(model)
     assert not any(isinstance(m, LowRankConv2d) for m in model.modules())

@@ -1,4 +1,4 @@
-"""Blocks by index: a model that a method cannot work on is refused before an index is looked at."""
+"""Tests of block indices: an unsupported model is rejected before the indices are checked."""
 
 from __future__ import annotations
 

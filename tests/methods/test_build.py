@@ -1,4 +1,4 @@
-"""Method objects made from a configuration: settings, selections, and what is refused."""
+"""Tests of building methods from a configuration: settings, selections and error messages."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_selections_that_contradict_each_other_are_refused() -> None:
         made(full={}, last_stage={})
     with pytest.raises(UserError, match=r"low_rank.select=all, method.adapter.select=last_stage select different p"):
         made(low_rank={"select": "all"}, adapter={"select": "last_stage"})
-    # Named, it settles what they disagree about; and who keeps has no say.
+    # An explicit selection overrides the settings. A method with select=keep is ignored.
     assert made(low_rank={"select": "all"}, adapter={"select": "last_stage"}, full={})[0] == "full"
     assert made(low_rank={"select": "keep"}, adapter={"select": "last_stage"})[0] == "last_stage"
 

@@ -1,4 +1,4 @@
-"""Checkpointing: blocks that run again give the same, once, and lower the peak."""
+"""Tests of checkpointing: recomputed blocks give equal gradients, update statistics once and lower the memory peak."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_recomputation_repeats_dropout_and_moves_statistics_once() -> None:
 
 
 def test_a_normalization_that_is_replaced_counts_no_batches() -> None:
-    """TinyTL computes GroupNorm instead of BatchNorm, whose counter checkpointing took one from in each step."""
+    """Checkpointing does not change the batch counter of a BatchNorm that TinyTL replaces by GroupNorm."""
     model = model_of("mobilenet")
     apply_methods(model, [TinyTL(), Checkpointing()])
     before = {name: value.clone() for name, value in model.named_buffers()}
@@ -52,7 +52,7 @@ def test_a_normalization_that_is_replaced_counts_no_batches() -> None:
 
 
 def test_recomputation_hides_no_other_argument_of_a_block() -> None:
-    """Masks by position and by keyword, inside a list too, are saved where autograd's hook sees them."""
+    """Autograd's saved-tensor hooks see tensor arguments by position, by keyword and in lists."""
     x, masks = torch.randn(2, 4, requires_grad=True), [torch.rand(2, 4) for _ in range(3)]
     place = PackContext("block", 2, Ranges(), Overflow())
 
@@ -69,7 +69,7 @@ def test_recomputation_hides_no_other_argument_of_a_block() -> None:
 
 
 def test_recomputation_gives_every_argument_its_gradient_and_every_result() -> None:
-    """MViTv2's blocks return a tuple with the size of the grid, GC ViT's read a query that other blocks read too."""
+    """Recomputation supports tuple results (MViTv2) and keyword arguments that require gradients (GC ViT)."""
     x, query = (torch.randn(2, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
     weight = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
     place = PackContext("block", 2, Ranges(), Overflow())

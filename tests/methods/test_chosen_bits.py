@@ -1,4 +1,4 @@
-"""``low_bit`` with ``bits=auto``: what the profile measures, what it chooses, and that a choice stays."""
+"""Tests of ``low_bit`` with ``bits=auto``: the profile, the choice of bits and its state."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def chosen(method: LowBit) -> ChosenBits:
 
 
 def relative_change(a: Gradients, b: Gradients, parts: list[str]) -> float:
-    """Σ over parts of ‖a − b‖² / ‖b‖², each parameter in its part, the others in one together."""
+    """Return Σ ‖a − b‖² / ‖b‖² over parts. Parameters outside `parts` form one further part."""
     total = 0.0
     for part in (*parts, ""):
         names = [
@@ -49,10 +49,10 @@ def found(model: nn.Module, name: str, seed: int = 0) -> Gradients:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["vit", "resnet"])
 def test_the_profile_measures_the_change_of_the_whole_gradient(name: str) -> None:
-    """Against separate steps, in which one tensor has 3 bits and all others have 8."""
+    """The profile agrees with separate steps in which one tensor has 3 bits and all others have 8 bits."""
     model, method = model_of(name), LowBit("auto")
     method.apply(model)
-    plain = found(model, name)  # the gradient of the profiled step itself is not touched by the measurement
+    plain = found(model, name)  # The profile does not change the gradient of its step.
     again = model_of(name)
     fixed = LowBit(8, group=64)
     fixed.apply(again)
@@ -73,7 +73,7 @@ def test_the_profile_measures_the_change_of_the_whole_gradient(name: str) -> Non
 
 
 def test_the_choice_is_nearly_the_best_of_all() -> None:
-    """Against all 5⁷ choices, at most 15 % above the smallest sum."""
+    """The sum of changes is at most 15 % above the minimum over all 5⁷ choices."""
     forms = [(2, 64), (3, 128), (3, 64), (4, 64), (8, 64)]
     values = {f"t{i}": 384 * n for i, n in enumerate((1, 4, 1, 2, 1, 1, 2))}
     scale = torch.rand(7, generator=torch.Generator().manual_seed(3)).mul(6).exp().tolist()
@@ -96,7 +96,7 @@ def test_the_choice_is_nearly_the_best_of_all() -> None:
         assert reached <= 1.15 * min(c for b, c in every if b <= budget)
     assert set(choose_forms(values, changes, 2.5, forms).values()) == {(2, 64)}
     assert set(choose_forms(values, changes, 8.5, forms).values()) == {(8, 64)}
-    # What decides is the change: a tensor that does not matter leaves its bits to the others.
+    # A tensor without any change gets the fewest bits.
     changes["t1"] = dict.fromkeys(forms, 0.0)
     assert choose_forms(values, changes, 3.5, forms)["t1"] == (2, 64)
 
@@ -187,7 +187,7 @@ def test_micro_batches_are_measured_once() -> None:
 
 @pytest.mark.slow
 def test_steps_without_a_gradient_are_not_counted() -> None:
-    """A head of zeros passes no gradient on; an overflow in fp16 passes on infinities."""
+    """The profile skips steps with zero gradients (a zero head) and with infinite gradients (an overflow in fp16)."""
     model, method = model_of("vit"), LowBit("auto", 3.5)
     method.apply(model)
     with torch.no_grad():
@@ -206,7 +206,7 @@ def test_steps_without_a_gradient_are_not_counted() -> None:
     gradients(model, "vit")
     method.step_end()
     assert method.warmup_steps == 0
-    # At last all get what the budget has for each.
+    # After too many skipped steps, all tensors get equal bits.
     model, method = other
     with torch.no_grad():
         model.head.weight.zero_()  # type: ignore[union-attr, operator]
@@ -220,7 +220,7 @@ def test_steps_without_a_gradient_are_not_counted() -> None:
 
 
 def test_a_block_that_pauses_in_the_profile_is_not_measured_there() -> None:
-    """Its own gradient has no part in what is measured: with the fewest bits it would be the worst when it trains."""
+    """A block that is frozen during the profile is not measured and does not get the fewest bits."""
     model, bits, selection = model_of("vit"), LowBit("auto", 3.5), UniformLayers(1, seed=0)
     exact = copy.deepcopy(model)
     apply_methods(model, [selection, bits])
@@ -231,7 +231,7 @@ def test_a_block_that_pauses_in_the_profile_is_not_measured_there() -> None:
         method.step_end()
     parts = {name.partition("/")[0] for name in chosen(bits).forms or {}}
     assert {part for part in parts if part.startswith("blocks.")} == {trained}
-    # All blocks train: those that paused have the error of equal bits.
+    # With all blocks trained, the error of the unmeasured blocks is similar to the error with equal bits.
     equal = model_of("vit")
     LowBit(3).apply(equal)
     true, ours, equals = (found(net, "vit") for net in (exact, model, equal))
@@ -294,7 +294,7 @@ def test_wrong_settings_say_what_to_do(settings: dict[str, Any], text: str) -> N
 
 
 def test_processes_with_batches_of_different_sizes_choose_the_same_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts padded to 16 and to 256 tokens: attention's share of the values differs."""
+    """Processes choose equal bits, although their batches have different shares of attention values."""
 
     def one(tokens: int) -> ChosenBits:
         chosen = ChosenBits(budget=4.5)

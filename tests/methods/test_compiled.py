@@ -1,4 +1,4 @@
-"""torch.compile of a network with methods: the same gradients, and as few bytes kept for the backward pass."""
+"""Tests of `torch.compile` with methods: compiling changes neither the gradients nor the saved bytes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch.nn import functional as F
 from efficient_ft.testing import batch_of, model_of
 from tests.methods.settings import ROWS
 
-#: Rows that run with every change; the others are exhaustive.
+#: Rows of the quick tests. The other rows are marked as exhaustive.
 OFTEN = ("checkpointing", "lbp_wht")
 
 
 def rows() -> list[Any]:
-    """The first row of each method that works on the small vit."""
+    """Return the first row of each method that supports the small ViT."""
     on_vit = {row.method: name for name, row in reversed(ROWS.items()) if "vit" in row.models}.values()
     return [name if name in OFTEN else pytest.param(name, marks=pytest.mark.exhaustive) for name in on_vit]
 
 
 def two_steps(row: str, compiled: bool) -> list[tuple[int, dict[str, Tensor]]]:
-    """Bytes that autograd saves, and gradients, of two steps."""
+    """Run two steps and return the bytes saved by autograd and the gradients of each step."""
     torch.compiler.reset()
     network: nn.Module = model_of("vit").train()
     torch.manual_seed(1)
@@ -53,7 +53,7 @@ def two_steps(row: str, compiled: bool) -> list[tuple[int, dict[str, Tensor]]]:
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Names and, to rounding, values."""
+    """Assert equal names, and equal values up to rounding."""
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-12, msg=name)
@@ -65,5 +65,5 @@ def test_a_compiled_network_has_the_same_gradients_and_keeps_as_little(row: str)
     plain = two_steps(row, False)
     for (kept, expected), (bytes_, gradients) in zip(plain, two_steps(row, True), strict=True):
         assert_same(gradients, expected)
-        assert bytes_ <= 1.05 * kept  # autograd's nodes are cut elsewhere
-    assert_same(two_steps(row, False)[0][1], plain[0][1])  # tracing leaves nothing behind
+        assert bytes_ <= 1.05 * kept  # The compiled graph has different autograd nodes.
+    assert_same(two_steps(row, False)[0][1], plain[0][1])  # Tracing has no side effects.

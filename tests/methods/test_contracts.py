@@ -1,4 +1,4 @@
-"""Every method through every contract of the test kit, driven by the table in `settings`; and contracts of stacks."""
+"""Tests of every method against every contract of the test kit, on the rows of `settings`, and of stacks."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from efficient_ft.testing import (
 )
 from tests.methods.settings import ROWS
 
-#: The first row of each method. Every other row is a variant of it.
+#: The main row of each method, which is its first row. Every other row is a variant.
 _MAIN = {r.method: row for row, r in reversed(ROWS.items())}.values()
-#: Contracts that depend on the network. On a second network the others repeat what the first one shows.
+#: Contracts that depend on the network. The other contracts are redundant on a second network.
 _OF_NETWORKS = {
     "test_apply_reports_what_it_did_and_is_idempotent",
     "test_remove_gives_the_plain_model_back",
@@ -47,7 +47,7 @@ _SLOW = {
     "test_no_copy_of_an_activation_is_kept_outside_of_tensors",
 }
 
-#: Contracts that depend on the path that a variant takes through its method.
+#: Contracts that depend on the code path of a variant.
 _OF_VARIANTS = {
     *_OF_NETWORKS,
     "test_the_class_keeps_the_contract",
@@ -65,7 +65,7 @@ _OF_VARIANTS = {
 
 
 def _on(models: slice, main: bool) -> dict[str, Row]:
-    """The main rows, or the variants, each with a part of its models."""
+    """Return the main rows or the variants, restricted to a slice of their models."""
     rows = {row: replace(r, models=r.models[models]) for row, r in ROWS.items() if (row in _MAIN) == main}
     return {row: r for row, r in rows.items() if r.models}
 
@@ -82,14 +82,14 @@ class _Contracts(MethodContracts):
 
 
 class TestContracts(_Contracts):
-    """Each method in one row on one network."""
+    """The main row of each method on one network."""
 
     __test__ = True
     rows = _on(slice(0, 1), main=True)
     conf = Path(__file__).resolve().parents[2] / "conf" / "method"
 
 
-#: Variants whose parts other rows try: another precision, another choice of blocks, or two variants at once.
+#: Variants that other rows cover: a different precision, a different choice of blocks, or two variants at once.
 _REPEATED = {
     "lora_fa_attention", "repnet_places", "lbp_wht_zero", "back_razor_exact", "back_razor_both_published",
     "checkpointing_bf16", "checkpointing_int4", "checkpointing_some", "tome_plain", "moe_published", "compact_kept",
@@ -108,7 +108,7 @@ class TestSlowContracts(_Contracts):
 
 @pytest.mark.slow
 class TestContractsOfVariants(_Contracts):
-    """The variants on one network: what they compute, keep and leave, by different paths through the method."""
+    """The variants on one network, with the contracts that depend on the code path."""
 
     __test__ = True
     rows = {row: r for row, r in _VARIANTS.items() if row not in _REPEATED}  # noqa: RUF012
@@ -116,7 +116,7 @@ class TestContractsOfVariants(_Contracts):
 
 @pytest.mark.exhaustive
 class TestOtherContractsOfVariants(_Contracts):
-    """The variants on one network: contracts that the first row of the method shows."""
+    """The variants on one network, with the contracts that the main row already covers."""
 
     __test__ = True
     rows = TestContractsOfVariants.rows
@@ -124,7 +124,7 @@ class TestOtherContractsOfVariants(_Contracts):
 
 @pytest.mark.exhaustive
 class TestContractsOfRepeatedVariants(_Contracts):
-    """The variants whose parts other rows try."""
+    """The variants that other rows cover."""
 
     __test__ = True
     rows = {row: r for row, r in _VARIANTS.items() if row in _REPEATED}  # noqa: RUF012
@@ -132,7 +132,7 @@ class TestContractsOfRepeatedVariants(_Contracts):
 
 @pytest.mark.slow
 class TestContractsOnOtherNetworks(_Contracts):
-    """The first rows on a second network: the contracts that depend on the network."""
+    """The main rows on a second network, with the contracts that depend on the network."""
 
     __test__ = True
     rows = {row: replace(r, refused={}) for row, r in _on(slice(1, 2), main=True).items()}  # noqa: RUF012
@@ -140,7 +140,7 @@ class TestContractsOnOtherNetworks(_Contracts):
 
 @pytest.mark.exhaustive
 class TestOtherContractsOnOtherNetworks(_Contracts):
-    """The first rows on further networks: contracts that the first network shows."""
+    """The main rows on all further networks, with the contracts that the first network already covers."""
 
     __test__ = True
     rows = {row: replace(r, refused={}) for row, r in _on(slice(1, None), main=True).items()}  # noqa: RUF012
@@ -148,7 +148,7 @@ class TestOtherContractsOnOtherNetworks(_Contracts):
 
 @pytest.mark.exhaustive
 class TestContractsOfVariantsOnOtherNetworks(_Contracts):
-    """The other rows on further networks."""
+    """The variants on all further networks."""
 
     __test__ = True
     rows = {row: replace(r, refused={}) for row, r in _on(slice(1, None), main=False).items()}  # noqa: RUF012
@@ -160,7 +160,7 @@ for _name in _contracts():
     setattr(TestContracts if _name in _SLOW else TestSlowContracts, _name, None)
     setattr(TestOtherContractsOfVariants if _name in _OF_VARIANTS else TestContractsOfVariants, _name, None)
 for _class in (TestContractsOnOtherNetworks, TestOtherContractsOnOtherNetworks, TestContractsOfVariantsOnOtherNetworks):
-    _class.test_the_row_is_complete = None  # a part of a row is not
+    _class.test_the_row_is_complete = None  # These rows are incomplete.
 
 
 class _InTheOtherPrecision(_Contracts):
@@ -193,7 +193,7 @@ def test_a_lightning_callback_carries_it(row: str, monkeypatch: pytest.MonkeyPat
         callback.setup(SimpleNamespace(global_step=0), network, stage)
     assert network.model is model
 
-    # Two micro-batches share an optimizer step: it begins once, and ends once the optimizer has stepped.
+    # Two micro-batches share an optimizer step. The step begins once and ends after the optimizer update.
     calls: list[str] = []
     monkeypatch.setattr(method, "step_begin", lambda step: calls.append(f"begin {step}"))
     monkeypatch.setattr(method, "step_end", lambda: calls.append("end"))
@@ -239,13 +239,13 @@ def test_the_order_of_the_list_never_matters(name: str) -> None:
         assert largest_difference(first[1], gradient) == 0
 
 
-# ------------------------------------------------------------------------------------------------ any model
+# ------------------------------------------------------------------------------------------------ arbitrary timm models
 SMALL = re.compile(r"tiny|nano|pico|femto|atto|xxs|_xs|_x?s\d|mini|micro|_0\d\d|18|_b0")
 LARGE = re.compile(r"base|large|huge|giant|_384|_448|_512")
 
 
 def drawn(count: int) -> list[str]:
-    """Small timm architectures that nobody named: families in a seeded order, one model of each."""
+    """Draw small timm architectures, one per model family, with a fixed seed."""
     chance = random.Random(20260)
     families = sorted(timm.list_modules())
     chance.shuffle(families)
@@ -256,7 +256,7 @@ def drawn(count: int) -> list[str]:
 
 
 def small(architecture: str) -> tuple[nn.Module, Tensor]:
-    """The model and images for it, of 96 pixels where its architecture allows that."""
+    """Create a model and images of 96×96 pixels, or of the default size if the model does not support 96×96 pixels."""
     torch.manual_seed(0)
     try:
         plain = timm.create_model(
@@ -264,13 +264,13 @@ def small(architecture: str) -> tuple[nn.Module, Tensor]:
         )
         images = torch.randn(2, 3, 96, 96)
         plain(images)
-    except Exception:  # timm's own, of many kinds
+    except Exception:  # timm raises various exceptions.
         plain = timm.create_model(architecture, num_classes=CLASSES)
         images = torch.randn(2, *plain.pretrained_cfg["input_size"])
     return plain, images
 
 
-# One of each way to change a model on every drawn one; the slow test takes all rows.
+# One row for each way of changing a model. The exhaustive test runs all rows.
 QUICK = {row: ROWS[row] for row in ("last_stage", "lora_all", "lbp_wht")}
 
 

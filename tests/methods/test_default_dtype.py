@@ -1,8 +1,8 @@
-"""Methods that keep activations in 8 bits give the same gradients under every default dtype of torch.
+"""Tests of methods that store activations in 8 bits: the gradients are equal under every default dtype of torch.
 
-Lightning's ``64-true`` and ``bf16-true`` convert the model and run its forward pass, but not its backward pass, under
-a default of float64 or bfloat16. A kernel that writes into a buffer of the default dtype corrupts the heap then, so
-these checks run in a separate process.
+With ``64-true`` and ``bf16-true``, Lightning converts the model and runs its forward pass under a default dtype of
+float64 or bfloat16. The backward pass runs under the original default dtype. A kernel that writes into a buffer of the
+default dtype then corrupts the heap. The tests therefore run in a separate process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names that `efficient_ft.methods` exports: all classes, and with the types that editors show."""
+"""Tests of the names exported by `efficient_ft.methods`, and of their types in editors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_session_is_exported_with_its_types() -> None:
 
 
 def mypy(folder: Path, text: str) -> list[str]:
-    """The lines that ``mypy --strict`` reports about a user's file."""
+    """Return the output lines of ``mypy --strict`` for a user's file."""
     (folder / "user.py").write_text(text)
     words = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--ignore-missing-imports"]
     words += ["--follow-imports=silent", f"--cache-dir={folder}", "user.py"]
@@ -53,7 +53,7 @@ def mypy(folder: Path, text: str) -> list[str]:
     return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True).stdout.splitlines()
 
 
-#: The program of the documentation, and every public name.
+#: The example program of the documentation.
 RIGHT = """
 import timm
 import torch
@@ -83,7 +83,7 @@ def train(loader: list[tuple[torch.Tensor, torch.Tensor]]) -> MethodSession:
 
 @pytest.mark.slow
 def test_type_checkers_see_the_arguments_of_every_method(tmp_path: Path) -> None:
-    """A type checker and an editor use the same names, types and defaults."""
+    """Type checkers see the names, types and defaults of all arguments."""
     classes = own_classes()
     names = [name for name in methods.__all__ if name not in ("LBPWHT", "LastStage", "LoRA")]
     text = f"{RIGHT}\n\nfrom efficient_ft.methods import {', '.join(names)}\n"

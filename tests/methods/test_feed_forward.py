@@ -1,4 +1,4 @@
-"""Frozen feed-forward networks on parts of the batch: the same values, less memory, and only where it is allowed."""
+"""Tests of frozen feed-forward networks that run on parts of the batch: equal values, less memory and conditions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
 
 
 def _frozen(module: nn.Module) -> tuple[nn.Module, list[int]]:
-    """The module in double precision, frozen and in training; and the batch sizes with which its first layer ran."""
+    """Return the frozen module in double precision and training mode, and the list of its first layer's batch sizes."""
     module.double().train().requires_grad_(False)
     run_in_parts(module)
     sizes: list[int] = []
@@ -62,7 +62,7 @@ def test_parts_give_the_values_of_the_whole(name: str, batch: int, part: int) ->
     expected = type(module).forward(module, x)
     sizes.clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(feed_forward, "_PART_BYTES", part * 20 * 16 * 8)  # that many images' hidden maps
+        patch.setattr(feed_forward, "_PART_BYTES", part * 20 * 16 * 8)  # hidden maps of `part` images
         torch.testing.assert_close(module(x), expected, rtol=1e-14, atol=1e-14)
     assert max(sizes) <= part
     assert sum(sizes) == batch
@@ -102,7 +102,7 @@ def test_a_selection_puts_them_in_and_takes_them_out() -> None:
         assert all(len(forwards_of(block.mlp)) == 1 for block in model.blocks)
         method.remove(model)
         assert not any("forward" in module.__dict__ for module in model.modules())
-    run_whole(model)  # nothing to undo
+    run_whole(model)  # no effect on a plain model
 
 
 @pytest.mark.slow

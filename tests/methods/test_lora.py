@@ -1,4 +1,4 @@
-"""LoRA as the LBP-WHT baselines define it: which layers, which rank and scale, what trains, and that it is reached."""
+"""Tests of LoRA as defined by the LBP-WHT baselines: adapted layers, rank, scale and trainable parameters."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def stirred(model: nn.Module) -> nn.Module:
     return model
 
 
-# ------------------------------------------------------------------------------------------------ rank, scale, start
+# ------------------------------------------------------------------------------------------------ rank and scale
 def test_rank_scale_and_start_are_the_baselines() -> None:
     model = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32, patch_size=4, num_classes=3)
     torch.manual_seed(0)
@@ -61,7 +61,7 @@ def test_rank_scale_and_start_are_the_baselines() -> None:
         assert b.shape[1] == rank
         assert layer.scaling["default"] == pytest.approx(8 / rank)
         assert not b.any()
-        # Kaiming-uniform with a = √5 is uniform within 1/√(fan-in).
+        # Kaiming-uniform initialization with a = √5 is uniform in ±1/√(fan-in).
         bound = 1 / math.sqrt(192)
         assert a.abs().max() <= bound
         assert a.abs().max() > 0.95 * bound
@@ -90,7 +90,7 @@ def test_dropout_is_of_the_adapter_s_input_and_only_in_training() -> None:
     assert not torch.equal(model(images), model(images))
 
 
-# ------------------------------------------------------------------------------------------------ where
+# ------------------------------------------------------------------------------------------------ adapted layers
 NAMED = {
     "vit_tiny_patch16_224": {
         "attention": {f"blocks.{b}.attn.{x}" for b in (9, 10, 11) for x in ("qkv", "proj")},
@@ -119,7 +119,7 @@ SMALLER = {"vit_tiny_patch16_224": {"img_size": 32, "patch_size": 4}, "swinv2_ti
 @pytest.mark.parametrize("targets", ["attention", "all"])
 @pytest.mark.parametrize("architecture", NAMED)
 def test_the_named_layers_are_adapted_and_reached(architecture: str, targets: Targets) -> None:
-    """In training every adapter's A and B run once per call of its layer, and get a gradient."""
+    """In training, A and B of every adapter run once per call of the layer and receive a gradient."""
     torch.manual_seed(0)
     model = lively(timm.create_model(architecture, num_classes=3, **SMALLER.get(architecture, {})))
     lora = LoRA(targets=targets)
@@ -186,9 +186,9 @@ def test_a_selection_that_trains_no_such_weight_is_refused(selection: Method) ->
 @pytest.mark.parametrize(
     ("architecture", "layer"),
     [
-        ("pit_ti_224", "transformers.1.blocks.0.attn.qkv"),  # its class token is outside the probe's grids
-        ("mobilevit_xxs", "stages.2.1.transformer.0.attn.qkv"),  # tokens of a patch
-        ("convit_tiny", "blocks.0.attn.qk"),  # attention under another name
+        ("pit_ti_224", "transformers.1.blocks.0.attn.qkv"),  # The class token is not part of a probed grid.
+        ("mobilevit_xxs", "stages.2.1.transformer.0.attn.qkv"),  # The tokens are the pixels of a patch.
+        ("convit_tiny", "blocks.0.attn.qk"),  # The qkv layer has a different name.
     ],
 )
 def test_adapters_need_no_grid(architecture: str, layer: str) -> None:
@@ -197,7 +197,7 @@ def test_adapters_need_no_grid(architecture: str, layer: str) -> None:
     assert all("attn" in n for n in adapters(model))
 
 
-# ------------------------------------------------------------------------------------------------ what trains
+# ------------------------------------------------------------------------------------------------ trainable parameters
 @pytest.mark.parametrize("name", ["vit", "efficientformer", "swinv2"])
 def test_with_attention_adapters_and_head_train_and_nothing_else(name: str) -> None:
     model = model_of(name)
@@ -275,7 +275,7 @@ def test_a_model_with_other_adapters_is_refused() -> None:
 
 
 def test_peft_is_imported_only_when_it_is_needed() -> None:
-    """It takes seconds: `import efficient_ft.methods` must not wait for it."""
+    """`import efficient_ft.methods` does not import peft, whose import takes seconds."""
     top = [line for line in inspect.getsource(lora_module).splitlines() if re.match(r"(import|from) ", line)]
     assert top
     assert not any("peft" in line for line in top)
@@ -283,7 +283,7 @@ def test_peft_is_imported_only_when_it_is_needed() -> None:
 
 # ------------------------------------------------------------------------------------ with low-rank backward
 def test_low_rank_backward_serves_the_base_layers_and_leaves_a_and_b_exact() -> None:
-    """At full rank the stack equals LoRA alone; at low rank only gradients below a base layer differ."""
+    """At full rank, the stack equals LoRA alone. At low rank, only the gradients below a base layer differ."""
 
     def step(*methods: Method) -> dict[str, Tensor | None]:
         model = model_of("vit")
@@ -309,7 +309,7 @@ def test_low_rank_backward_serves_the_base_layers_and_leaves_a_and_b_exact() -> 
     lowest = "blocks.0.attn.qkv.lora_B.default.weight"
     errors = {n: ((low[n] - alone[n]).norm() / alone[n].norm()).item() for n in (highest, lowest)}
     assert errors[lowest] > 1e-2
-    # Its own gradient is exact: what it differs by comes from the MLP above it alone.
+    # The highest adapter has an exact gradient, apart from the error of the MLP above.
     assert errors[highest] < errors[lowest]
 
 

@@ -1,4 +1,4 @@
-"""LoRA-FA: what trains, that the gradient of B is exact, that x is not kept, and LoRA-FA in stacks."""
+"""Tests of LoRA-FA: trainable parameters, exact gradients of B, saved bytes and stacks."""
 
 from __future__ import annotations
 
@@ -49,23 +49,23 @@ def applied(name: str, *others: Method, **settings: Any) -> tuple[nn.Module, LoR
 
 
 def merged(layer: Any, b: Tensor) -> Tensor:
-    """W + s B A of an adapted layer, with B as given: a linear layer or a convolution with any kernel."""
+    """Return the merged weight W + s B A of an adapted linear layer or convolution, with the given B."""
     a, scale = layer.lora_A["default"].weight, layer.scaling["default"]
     delta = b @ a if a.dim() == 2 else torch.einsum("or,rikl->oikl", b[:, :, 0, 0], a)
     return layer.base_layer.weight + scale * delta
 
 
-# ------------------------------------------------------------------------------------------------ the gradient
+# ------------------------------------------------------------------------------------------------ gradients
 @pytest.mark.parametrize("name", [*USUAL, "mobilenet"])
 def test_gradients_of_b_equal_those_through_the_dense_weights(name: str) -> None:
-    """The reference is the plain model with W + s B A instead of each weight, in float64."""
+    """The gradients of B equal the gradients of a plain float64 model with the merged weights W + s B A."""
     model, _ = applied(name)
     found = gradients(model, name)
     layers = adapters(model)
     bs = {n: layer.lora_B["default"].weight.detach().clone().requires_grad_() for n, layer in layers.items()}  # type: ignore[index, union-attr]
 
     plain = model_of(name)
-    for module in plain.modules():  # SwinV2: as in the adapted model, the layer's forward is called
+    for module in plain.modules():  # SwinV2 calls the forward method of qkv in the adapted model.
         if getattr(module, "qkv_bias_separate", None) is False:
             module.qkv_bias_separate = True  # type: ignore[assignment]
     images, labels = batch_of(name)
@@ -81,7 +81,7 @@ def test_gradients_of_b_equal_those_through_the_dense_weights(name: str) -> None
         torch.testing.assert_close(own, b.grad, rtol=1e-9, atol=1e-12)
 
 
-# ------------------------------------------------------------------------------------------------ what trains
+# ------------------------------------------------------------------------------------------------ trainable parameters
 @pytest.mark.parametrize("targets", ["all", "attention"])
 @pytest.mark.parametrize("selection", [None, LastStage])
 @pytest.mark.parametrize("name", ["vit", "swinv2", "efficientformer"])
@@ -104,7 +104,7 @@ def test_convolutions_of_any_kernel_are_adapted_and_others_named() -> None:
 
 
 def test_convolutions_that_an_adapter_would_not_follow_are_left() -> None:
-    """Padding by a rule of TensorFlow's, and dilation, which peft's A does not have."""
+    """Convolutions with TensorFlow's padding or dilation get no adapter, because peft's adapters support neither."""
     with torch.device("meta"):
         same = timm.create_model("tf_efficientnetv2_b0", num_classes=3)
         dilated = timm.create_model("resnet26", num_classes=3, output_stride=8)
@@ -120,7 +120,7 @@ def test_convolutions_that_an_adapter_would_not_follow_are_left() -> None:
 
 @pytest.mark.parametrize("kind", [LoRA, LoRAFA])
 def test_standardized_weights_are_refused(kind: Any) -> None:
-    """Their layer does not compute with the weight that an adapter would be merged into."""
+    """Layers with standardized weights are rejected, because an adapter cannot be merged into the computed weight."""
     with torch.device("meta"):
         model = timm.create_model("resnetv2_50x1_bit", num_classes=3)
     with pytest.raises(UserError, match=r"resnetv2_50x1_bit has no .* that can be adapted"):
@@ -139,9 +139,9 @@ def test_merged_weights_give_the_adapted_output(name: str) -> None:
     assert not any(forwards_of(module) for module in model.modules())
 
 
-# ------------------------------------------------------------------------------------------------ what is kept
+# ------------------------------------------------------------------------------------------------ saved bytes
 def kept_bytes(layer: nn.Module, x: Tensor) -> int:
-    """Bytes that a layer keeps for the backward pass, without its parameters."""
+    """Return the number of bytes that a layer saves for the backward pass, without its parameters."""
     own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     kept: dict[int, int] = {}
 
@@ -181,7 +181,7 @@ def test_a_layer_keeps_rank_values_per_position(name: str, layer: str, shape: An
     ("architecture", "size"), [("deit_tiny_patch16_224", 224), ("resnet26", 64), ("convnext_atto", 64)]
 )
 def test_saved_bytes_of_a_whole_step_grow_by_a_x_alone(architecture: str, size: int) -> None:
-    """The meter's bytes of rank 8 and of rank 4 differ by 4 values for each position of each adapted layer."""
+    """The saved bytes of rank 8 and rank 4 differ by 4 values per position of each adapted layer."""
     counts, positions = [], 0
     for rank in (4, 8):
         model, method = timm.create_model(architecture, num_classes=10), LoRAFA(rank=rank)
@@ -191,7 +191,7 @@ def test_saved_bytes_of_a_whole_step_grow_by_a_x_alone(architecture: str, size: 
 
     def count(module: nn.Module, _: Any, output: Tensor) -> None:
         nonlocal positions
-        positions += output.numel() // 8 // 2  # rank, batch; a qkv layer has three times the rank
+        positions += output.numel() // 8 // 2  # divided by the rank and the batch size
 
     for layer in adapters(model).values():
         layer.lora_A["default"].register_forward_hook(count)  # type: ignore[index, union-attr]
@@ -201,7 +201,7 @@ def test_saved_bytes_of_a_whole_step_grow_by_a_x_alone(architecture: str, size: 
 
 @pytest.mark.slow
 def test_what_is_saved_on_deit_small() -> None:
-    """Left are what norms, attention and GELU keep: 1 + 1 + 4 + 4 of the 16 values per token and channel."""
+    """Only norms, attention and GELU save values: 10 instead of 16 values per token and channel."""
     full, fa, lora = (
         executed(model, 1, (224, 224), methods=methods).saved_bytes / 2**20
         for model, methods in (
@@ -215,7 +215,7 @@ def test_what_is_saved_on_deit_small() -> None:
 
 @pytest.mark.slow
 def test_the_measurement_of_peft_on_resnet50_repeated() -> None:
-    """peft#2196: batch 16, 1311 MiB for full fine-tuning. Exact gradients: ReLU keeps bits, and nothing is pruned."""
+    """Full fine-tuning saves 1311 MiB for 16 images (peft#2196). LoRA-FA with bit masks for ReLU saves under 30 MiB."""
 
     def mib(*methods: Method) -> float:
         model = timm.create_model("resnet50", num_classes=1)
@@ -254,7 +254,7 @@ def test_each_stack_keeps_less_than_either(other: Any) -> None:
 
 @pytest.mark.parametrize("name", ["vit", "efficientformer"])
 def test_low_rank_backward_serves_the_base_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At full rank nothing changes; at a low rank gradients below a base layer do."""
+    """At full rank, all gradients stay equal. At low rank, the gradients below a base layer differ."""
     alone, _ = applied(name)
     expected = gradients(alone, name)
     low, _ = applied(name, LBPWHT(order=2))
@@ -278,7 +278,7 @@ def test_lora_and_lora_fa_are_refused_together() -> None:
 
 
 def test_a_convolution_that_trains_again_has_its_gradient() -> None:
-    """A layer that the user unfreezes after `apply` is torch's own again."""
+    """A convolution that the user unfreezes after `apply` computes its weight gradient."""
     model, _ = applied("resnet")
     weight = model.get_parameter("layer1.0.conv1.base_layer.weight").requires_grad_()
     found = gradients(copy.deepcopy(model), "resnet")["layer1.0.conv1.base_layer.weight"]

@@ -1,4 +1,4 @@
-"""The memory axis on real models: bytes as counted by hand, stacking, what must not be packed, and mistakes."""
+"""Tests of the memory methods on real models: saved bytes, stacks, excluded tensors and invalid settings."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ DROP_NOTHING: dict[str, Any] = {"sparsity": 0.0, "value_dtype": "same"}
 PUBLISHED: dict[str, Any] = {"norm_saves": "input", "recompute_inputs": False}
 
 
-# ------------------------------------------------------------------------------------------------ bytes
+# ------------------------------------------------------------------------------------------------ saved bytes
 def closed_form(model: nn.Module, sparsity: float) -> float:
-    """Bytes per image of Back Razor with shared packing, everything counted: the reference page's formula, c = 2."""
+    """Return the saved bytes per image of Back Razor with shared packing, by the reference page's formula (c = 2)."""
     n, channels, heads = 197, model.embed_dim, model.blocks[0].attn.num_heads
     d, a, k = n * channels, heads * n * n, 1 - sparsity
     block = (10 * d + a) * (2 * k + 1 / 8) + 2 * d * (2 * k + 1 / 8) + 8 * d + 16 * n
@@ -76,19 +76,19 @@ def test_saved_bytes_are_those_of_the_closed_form(name: str, improvement: float)
 
 @pytest.mark.slow
 def test_what_each_form_keeps_of_a_block() -> None:
-    """A block alone: 8 bits are a byte for each value, and what is derived is not kept."""
+    """The saved bytes of one block equal the closed form. Recomputed inputs are not saved."""
     model = timm.create_model("deit_tiny_patch16_224", depth=1)
     n, d = 197, 197 * 192
     a = 3 * n * n
-    # Patch embedding; final norm with its statistics; its output, of which the head's input is a view; the loss.
+    # Saved outside the block: images; input and statistics of the final norm; input of the head; loss.
     around = 4 * 3 * 224**2 + 4 * d + 8 * n + 4 * d + 4 * 1000 + 8
 
     def kept(method: Method) -> float:
         return executed(model, 8, (224, 224), methods=[method]).saved_bytes - around
 
-    # inputs of both norms, q, k, v, softmax, and those of qkv, proj, fc1, GELU, fc2
+    # inputs of both norms, qkv, proj, fc1, GELU and fc2; q, k, v and the softmax output
     assert kept(Mesa(recompute_inputs=False)) == pytest.approx(16 * d + a + 16 * n, rel=0.005)
-    # both x̂, q, k, v, softmax, proj's input, GELU's
+    # normalized inputs of both norms; q, k, v and the softmax output; inputs of proj and GELU
     assert kept(Mesa()) == pytest.approx(10 * d + a + 8 * n, rel=0.005)
     assert kept(Mesa(attention="fused")) == pytest.approx(10 * d + 8 * n, rel=0.005)
     assert kept(Checkpointing()) == pytest.approx(4 * d, rel=0.005)
@@ -100,7 +100,7 @@ def test_what_each_form_keeps_of_a_block() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet18", "mobilenetv2_100"])
 def test_a_convolutional_network_keeps_nothing_dense(name: str) -> None:
-    """Values are in fp16: what is in fp32, and no parameter, is dense. BatchNorm is frozen, as published."""
+    """A network with frozen BatchNorm saves no dense fp32 tensors except for the tensors of the loss."""
     model = timm.create_model(name).train()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -163,14 +163,14 @@ def test_nothing_is_packed_below_the_lowest_trained_layer(method: Method) -> Non
 
 
 def test_tables_of_relative_positions_are_no_activations() -> None:
-    """A batch of one image would let them pass for one."""
+    """Layers that compute tables of relative positions stay exact, even with a batch size of 1."""
     model = model_of("swinv2")
     method = BackRazor(0.9)
     skipped = method.apply(model).skipped
     tables = [n for n, _ in model.named_modules() if n.endswith(("cpb_mlp.0", "cpb_mlp.2"))]
     assert len(tables) == 6
     assert set(tables) <= set(skipped)
-    # The last layer of the table, whose gradient does not depend on pruning between it and the loss.
+    # The weight gradient equals the dense product of the layer's input and output gradient.
     table = model.get_submodule(tables[1])
     assert isinstance(table, nn.Linear)
     inputs: list[Tensor] = []
@@ -211,7 +211,7 @@ def test_pruning_forward_too_changes_training_s_output_and_no_bytes(name: str) -
     assert kept[0] == kept[1]
 
 
-# ------------------------------------------------------------------------------------------------ bad input
+# ------------------------------------------------------------------------------------------------ invalid inputs
 @pytest.mark.slow
 def test_a_value_too_large_for_fp16_is_reported() -> None:
     for values in ("fp16", "bf16"):
@@ -227,7 +227,7 @@ def test_a_value_too_large_for_fp16_is_reported() -> None:
             continue
         with pytest.raises(UserError, match=r"exceeds the range of fp16.*use value_dtype=bf16"):
             method.step_end()
-        method.step_end()  # reported once
+        method.step_end()  # The error is reported only once.
 
 
 @pytest.mark.parametrize("method", [BackRazor(), SWAT(), Mesa(), Checkpointing(input_dtype="int8")])
@@ -332,7 +332,7 @@ def test_after_the_backward_pass_no_dense_tensor_is_held(method: Any, name: str,
         F.cross_entropy(model(images), labels).backward(retain_graph=True)
         assert packing._packing is not None
         assert packing._packing.last.held is None
-    # A backward pass of a part holds nothing longer than to the next step.
+    # After a partial backward pass, `step_end` releases the dense tensor.
     trained = [p for p in model.parameters() if p.requires_grad]
     torch.autograd.grad(F.cross_entropy(model(images), labels), trained[-1:])
     packing.step_end()
@@ -340,7 +340,7 @@ def test_after_the_backward_pass_no_dense_tensor_is_held(method: Any, name: str,
 
 
 class _OwnNorm(nn.LayerNorm):
-    """A normalization by operations that have no packed form."""
+    """A layer norm composed of operations that cannot be packed."""
 
     def forward(self, x: Tensor) -> Tensor:
         deviation, mean = torch.std_mean(x, -1, keepdim=True, correction=0)
@@ -364,10 +364,10 @@ def test_operations_that_stay_dense_are_named_with_their_bytes() -> None:
     assert note in report.details()
     sizes = re.findall(r"(\w+) ([0-9.]+ \w+)", note.partition(": ")[2])
     named = {name: parse_bytes(name, size) / 2**20 for name, size in sizes}
-    units = 2 * 197 * 192 * 4 / 2**20  # MiB of a value for each token and channel, in both blocks
+    units = 2 * 197 * 192 * 4 / 2**20  # MiB of one value per token and channel in both blocks
     assert named["softplus"] == pytest.approx(4 * units, abs=0.01)
     assert named["addcmul"] == pytest.approx(units, abs=0.01)
-    # Everything that the step keeps beyond the same network without these operations.
+    # The reported bytes are the difference to a network without these operations.
     dense = executed(changed, 2, (224, 224), methods=[method]).saved_bytes / 2**20
     for block in changed.blocks:
         block.norm2, block.mlp.act = nn.LayerNorm(192), nn.GELU()
@@ -403,7 +403,7 @@ def test_mixed_attention_is_recomputed_in_every_fourth_block() -> None:
     for attention in ("kept", "mixed", "recomputed"):
         kept[attention] = executed(model, 2, (224, 224), methods=[Compact(attention=attention)]).saved_bytes
     per_block = (kept["kept"] - kept["recomputed"]) / 9
-    assert per_block == (197 * 192 + 197 * 3) * 4  # its result, and a logarithm per head and token
+    assert per_block == (197 * 192 + 197 * 3) * 4  # the output of attention, and one log-sum-exp per head and token
     assert kept["kept"] - kept["mixed"] == 2 * per_block
 
 

@@ -1,4 +1,4 @@
-"""Experts against every token computed alone, what a step with them costs, tasks, and what is refused."""
+"""Tests of mixtures of experts: outputs and gradients per token, the cost of a step, tasks and invalid settings."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from efficient_ft.training.output import export
 
 
 def with_experts(gates: float = 1.0, name: str = "vit", **settings: Any) -> tuple[Any, MoE]:
-    """A small model with experts that differ, and gates that choose."""
+    """Create a small model whose experts differ and whose gates are random."""
     model, method = model_of(name), MoE(**{"num_experts": 6, "top_k": 2, "blocks": [1, -1], **settings})
     method.apply(model)
     generator = torch.Generator().manual_seed(4)
@@ -52,7 +52,7 @@ def with_experts(gates: float = 1.0, name: str = "vit", **settings: Any) -> tupl
 
 
 def by_hand(mlp: Any, x_TC: Tensor, top_k: int, norm_topk_prob: bool) -> tuple[Tensor, Tensor]:
-    """The experts' output a token at a time, and E · Σ share of the tokens · mean probability."""
+    """Return the experts' output, computed token by token, and the balance loss E · Σ share · mean probability."""
     gate = mlp.gate.weight
     ffns = [mlp, *mlp.experts]
     rows, shares, probabilities = [], [0.0] * len(ffns), []
@@ -73,7 +73,7 @@ def by_hand(mlp: Any, x_TC: Tensor, top_k: int, norm_topk_prob: bool) -> tuple[T
     return torch.stack(rows), len(ffns) * sum((f * m for f, m in zip(shares, means, strict=True)), torch.zeros(()))
 
 
-# ------------------------------------------------------------------------------------------------ what they compute
+# ------------------------------------------------------------------------------------------------ outputs and gradients
 @pytest.mark.parametrize("norm_topk_prob", [True, False])
 @pytest.mark.parametrize("top_k", [1, 2, 6])
 def test_output_and_all_gradients_are_those_of_each_token_by_itself(top_k: int, norm_topk_prob: bool) -> None:
@@ -99,7 +99,7 @@ def test_output_and_all_gradients_are_those_of_each_token_by_itself(top_k: int, 
 
 
 def test_maps_are_token_by_token_too() -> None:
-    """Swin's feed-forward networks are given (B, H, W, C)."""
+    """Experts also route feature maps in the layout (B, H, W, C), for example in Swin."""
     model, _ = with_experts(name="swinv2")
     mlp = model.get_submodule(f"{view(model).blocks[-1]}.mlp")
     x = torch.randn(2, 3, 4, 64, dtype=torch.float64)
@@ -139,11 +139,11 @@ def test_the_sum_is_in_single_precision_and_the_result_in_the_layer_s_type() -> 
     torch.testing.assert_close(found.float(), expected.reshape(2, 5, 48), rtol=0.05, atol=0.02)
 
 
-# ------------------------------------------------------------------------------------------------ what a step costs
+# ------------------------------------------------------------------------------------------------ the cost of a step
 def test_an_expert_without_tokens_is_not_run() -> None:
     model, _ = with_experts(num_experts=8, top_k=2, gates=0.0)
     mlp = model.blocks[1].mlp
-    with torch.no_grad():  # the first features decide: only experts 2 and 5 are ever the two
+    with torch.no_grad():  # For a positive first feature, every token chooses experts 2 and 5.
         mlp.gate.weight[2, 0] = mlp.gate.weight[5, 0] = 50.0
     called: list[int] = []
     for number, expert in enumerate(mlp.experts, start=1):
@@ -157,7 +157,7 @@ def test_an_expert_without_tokens_is_not_run() -> None:
 
 
 def _vit() -> Any:
-    """One block with experts of width 48 and 192, on 65 tokens."""
+    """Create a ViT with one block of width 48, a hidden width of 192 and 65 tokens."""
     return timm.create_model(
         "vit_tiny_patch16_224", img_size=32, patch_size=4, depth=1, embed_dim=48, num_heads=3, num_classes=5
     )
@@ -165,14 +165,14 @@ def _vit() -> Any:
 
 @pytest.mark.parametrize("experts", [4, 16])
 def test_flops_are_those_of_the_experts_that_a_token_takes(experts: int) -> None:
-    token = 2 * 2 * 48 * 192  # of one feed-forward network
+    token = 2 * 2 * 48 * 192  # FLOPs of one feed-forward network per token
     plain = executed(_vit(), 2, (32, 32))
     found = executed(_vit(), 2, (32, 32), methods=[MoE(experts, 4, [0])])
     assert found.counted_on == "fake tensors"
     assert found.forward_flops - plain.forward_flops == 65 * (3 * token + 2 * 48 * experts)
     assert found.backward_flops - plain.backward_flops == 2 * 65 * (3 * token + 2 * 48 * experts)
 
-    # A real step, wherever the tokens go.
+    # The FLOPs of a real forward pass do not depend on the routing.
     model = _vit()
     MoE(experts, 4, [0]).apply(model)
     for spread in (0.0, 3.0):
@@ -188,12 +188,12 @@ def test_kept_bytes_by_hand() -> None:
     plain = executed(_vit(), 2, (32, 32))
     found = executed(_vit(), 2, (32, 32), methods=[MoE(16, 4, [0])])
     tokens = 65
-    of_ffn = 4 * (48 + 192 + 192)  # fp32: the input, GELU's input and output
-    routed = 4 * (of_ffn + 4 * 48)  # of four experts, and their outputs for the weights' gradient
-    # The gate's input, softmax's output and the sort's places; of each pair of token and expert its token, its weight
-    # and its place in the order of the experts, and that of the tokens.
+    of_ffn = 4 * (48 + 192 + 192)  # fp32: inputs of fc1, GELU and fc2
+    routed = 4 * (of_ffn + 4 * 48)  # four experts, and their outputs for the gradients of the routing weights
+    # The gate saves its input, the softmax output and the sort indices. Each pair of token and expert saves the token
+    # index, the weight and the position in the sorted order.
     gate = 4 * (48 + 16) + 8 * 16 + 4 * (8 + 4 + 8)
-    # What the plain network keeps of one token, its input being the norm's output.
+    # The plain network saves `of_ffn` bytes per token.
     assert found.saved_bytes - plain.saved_bytes == pytest.approx(tokens * (routed + gate - of_ffn), rel=1e-3)
 
 
@@ -206,7 +206,7 @@ def test_kept_bytes_by_hand() -> None:
 def test_the_published_forward_cost_leaves_out_experts_and_attention(
     method: tuple[Method, ...], real: float, published: float
 ) -> None:
-    """Table 6, ViT-B, batch 128, GMACs: what it counts are the linear layers other than experts."""
+    """The forward GMACs of Table 6 (ViT-B, batch 128) count only the linear layers outside of the experts."""
     with torch.device("meta"):
         model: Any = timm.create_model("vit_base_patch16_224", num_classes=10)
     found = layer_flops(model, 1, (224, 224), methods=copy.deepcopy(method))
@@ -226,7 +226,7 @@ def test_a_model_without_memory_can_be_run() -> None:
 
 # ------------------------------------------------------------------------------------------------ the balance loss
 def test_the_balance_loss_takes_tokens_from_the_expert_that_has_most() -> None:
-    """From the start on, where all probabilities are alike and only the shares differ."""
+    """Even with equal probabilities, the balance loss moves tokens away from the most used expert."""
     model, method = with_experts(gates=0.0, num_experts=4, top_k=1, aux_loss_coef=1.0)
     mlp = model.blocks[1].mlp
     x = torch.randn(400, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.5
@@ -235,7 +235,7 @@ def test_the_balance_loss_takes_tokens_from_the_expert_that_has_most() -> None:
     for _ in range(20):
         most.append((x @ mlp.gate.weight.T).argmax(-1).bincount(minlength=4).argmax().item())
         mlp(x)
-        model.blocks[3].mlp(x[:1])  # the other layer's, which is added
+        model.blocks[3].mlp(x[:1])  # The balance losses of both layers are added.
         optimizer.zero_grad()
         method.total_loss(torch.zeros((), dtype=torch.float64)).backward()
         optimizer.step()
@@ -271,7 +271,7 @@ def test_what_is_counted_includes_the_balance_loss() -> None:
         executed(_vit(), 2, (32, 32), methods=[MoE(16, 4, [0], aux_loss_coef=balance)]) for balance in (0.0, 0.1)
     )
     assert balanced.flops == without.flops
-    assert balanced.saved_bytes - without.saved_bytes == 65 * 4 * 8  # which experts the tokens took
+    assert balanced.saved_bytes - without.saved_bytes == 65 * 4 * 8  # indices of the chosen experts (int64)
 
 
 # ------------------------------------------------------------------------------------------------ tasks
@@ -295,7 +295,7 @@ def test_every_task_has_routers_and_a_classifier(kind: type[MoE] | type[BSRMoE])
         assert of_tasks == {
             f"blocks.{block}.mlp.gate.{task}.weight" for block in (1, 3)
         } | {f"head.{task}.{n}" for n in ("weight", "bias")}  # fmt: skip
-    # A copy of both goes its own way.
+    # A copy has an independent task.
     other, copied = copy.deepcopy((model, method))
     copied.task = "food"
     assert other(images).shape == (2, 7)
@@ -313,7 +313,7 @@ def test_a_network_of_one_task_has_no_other() -> None:
         method.task = "pets"
 
 
-# ------------------------------------------------------------------------------------------------ with others
+# ------------------------------------------------------------------------------------------------ stacks
 def _vit_of_four() -> Any:
     return timm.create_model(
         "vit_tiny_patch16_224", img_size=32, patch_size=4, depth=4, embed_dim=48, num_heads=3, num_classes=5
@@ -354,7 +354,7 @@ def test_experts_go_where_the_selection_trains() -> None:
     ids=["checkpointing", "back_razor", "published", "lbp_wht"],
 )
 def test_stacked_with_what_changes_nothing(other: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LBPWHT, "_costs_more", lambda *_: None)  # at full rank an exact layer would be cheaper
+    monkeypatch.setattr(LBPWHT, "_costs_more", lambda *_: None)  # At full rank, an exact layer would be cheaper.
     alone, _ = with_experts()
     both, _ = with_experts()
     report = other().apply(both)
@@ -366,7 +366,7 @@ def test_stacked_with_what_changes_nothing(other: Any, monkeypatch: pytest.Monke
 
 
 def test_what_is_packed_next_to_experts_leaves_them_exact() -> None:
-    """At a sparsity that would show, the experts of the last block have their exact gradients."""
+    """Packing at a sparsity of 90 % leaves the gradients of the last block's experts exact."""
     alone, _ = with_experts()
     both, _ = with_experts()
     BackRazor(sparsity=0.9, value_dtype="same").apply(both)
@@ -386,7 +386,7 @@ def test_a_recomputed_block_has_no_balance_loss() -> None:
 
 
 def test_a_balance_loss_is_whole_or_refused() -> None:
-    """One of two blocks with experts is recomputed: its part would be missing, and in the next step out of date."""
+    """`total_loss` raises an error if one of two blocks with experts is recomputed."""
     model, method = model_of("vit"), MoE(4, 2, [1, 3], aux_loss_coef=0.1)
     method.apply(model)
     Checkpointing(blocks=[1]).apply(model)
@@ -416,7 +416,7 @@ def test_a_run_s_result_is_loaded_with_its_experts(tmp_path: Path) -> None:
         torch.testing.assert_close(export.load(tmp_path).model(images), model.eval()(images))
 
 
-# ------------------------------------------------------------------------------------------------ mistakes
+# ------------------------------------------------------------------------------------------------ invalid settings
 @pytest.mark.parametrize(
     "setting",
     [

@@ -1,4 +1,4 @@
-"""Heads and other new parts of networks that are not timm's own: a method that freezes trains and reports them."""
+"""Tests of new heads and other new modules in networks outside of timm: methods train and report the new modules."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from efficient_ft.models.view import view
 
 
 class Wrapped(nn.Module):
-    """A pretrained network and new parts around it, as in a template of a training script."""
+    """A pretrained network with a new head, as in a typical training script."""
 
     def __init__(self, network: nn.Module, channels: int, head_first: bool = False) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Wrapped(nn.Module):
 
 
 class Several(nn.Module):
-    """New parts under names that nobody knows: a neck, two heads and a parameter."""
+    """A network with new parts under arbitrary names: a neck, two heads and a parameter."""
 
     def __init__(self, network: nn.Module, channels: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Several(nn.Module):
 
 
 class Plain(nn.Module):
-    """A vision transformer of nobody's library."""
+    """A vision transformer that belongs to no known library."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def _resnet(head: nn.Module) -> nn.Module:
 
 
 def _replaced() -> nn.Module:
-    """timm states that the classifier is `head.fc`, which is no more."""
+    """Create a timm model whose registered classifier `head.fc` no longer exists."""
     model: Any = timm.create_model("convnext_atto", num_classes=0)
     model.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(320, 5))
     return model
@@ -120,7 +120,7 @@ class Inside(nn.Module):
         return self.model(x)
 
 
-#: By name: the network, and its new parts.
+#: Maps a description to a function that creates the network, and to the names of its new parts.
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
     "wrapper": (lambda: Wrapped(_vit(), 48), {"head"}),
     "wrapper, head first": (lambda: Wrapped(_vit(), 48, head_first=True), {"head"}),
@@ -174,7 +174,8 @@ def test_new_parts_train_and_are_reported(name: str, make: Callable[[], Method])
     assert of_parts
     assert all(p.requires_grad for p in of_parts.values()), [n for n, p in of_parts.items() if not p.requires_grad]
     per_step = isinstance(method, LayersPerStep) and name in ("torchvision Swin", "torchvision MobileNet")
-    assert any(not p.requires_grad for p in model.parameters()) or per_step  # the stem is one of their blocks
+    # In two networks, the blocks include the stem.
+    assert any(not p.requires_grad for p in model.parameters()) or per_step
     if per_step:
         return
     if not known:
@@ -215,7 +216,7 @@ def test_the_user_names_the_classifier() -> None:
     assert view(model).head == ("neck", "coarse", "fine")
     (report,) = apply_methods(model, HeadOnly(), classifier=["coarse", "fine"])
     assert view(model).head == ("coarse", "fine")
-    assert "neck" in str(report)  # still outside of the pretrained network
+    assert "neck" in str(report)  # The neck is still outside of the pretrained network.
     assert model.neck[0].weight.requires_grad
 
     plain = Plain()
@@ -227,7 +228,7 @@ def test_the_user_names_the_classifier() -> None:
         HeadOnly().apply(bare)
     with pytest.raises(SettingError, match=r"classifier must be a module of VisionTransformer: .*norm.*, got 'haed'"):
         HeadOnly().apply(bare, classifier="haed")
-    with pytest.raises(SettingError, match=r"classifier must be a module"):  # without parameters
+    with pytest.raises(SettingError, match=r"classifier must be a module"):  # The head has no parameters.
         HeadOnly().apply(bare, classifier="head")
 
 
@@ -250,7 +251,7 @@ def test_the_head_of_timm_s_networks_is_the_one_they_state() -> None:
     "make", [lambda: BSR([3], drop_at=[1]), lambda: ALaST(2), lambda: BSRMoE(4, 2, [3], drop_at=[1])]
 )
 def test_recipes_accept_only_what_they_can_work_on(make: Callable[[], Method]) -> None:
-    """A class token of a wrapped network is not an attribute of the wrapper. The unchanged model is rejected."""
+    """A wrapper is rejected without changes, because its attributes do not include a class token."""
     model = Wrapped(_vit(), 48)
     with pytest.raises(UserError, match=r"has no class token"):
         make().apply(model)

@@ -1,4 +1,4 @@
-"""Blocks with their own forward pass, which a method that runs blocks in two halves would ignore."""
+"""Tests of blocks with a custom forward pass. Methods that run a block in two halves must not bypass this pass."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def pictures() -> Tensor:
 
 
 class Doubled(Block):
-    """A block of timm with its own forward pass."""
+    """A timm block with a custom forward pass."""
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         return 2 * super().forward(x)
 
 
 class Renamed(Block):
-    """A block of timm whose forward pass is timm's."""
+    """A subclass of timm's block with the inherited forward pass."""
 
 
 METHODS_IN_HALVES = [ToMe(4), EViT([1]), BSR([3], drop_at=[1]), ALaST(2), BSRMoE(4, 2, [3], drop_at=[1])]
@@ -94,7 +94,7 @@ def test_the_forward_pass_that_another_library_gave_a_module_runs_inside_ours_an
     checkpointing = Checkpointing()
     checkpointing.apply(model)
     model.train()(pictures()).sum().backward()
-    assert calls == [2, 2]  # once again in the backward pass
+    assert calls == [2, 2]  # recomputed in the backward pass
     checkpointing.remove(model)
     assert model.blocks[1].forward is counted
 
@@ -124,7 +124,7 @@ def test_an_export_to_onnx_by_torchscript_is_rejected(method: Method, tmp_path: 
 def test_an_export_computes_the_same_and_to_onnx_without_a_stable_sort(
     method: Method, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ONNX has no operator for it, and the order of its TopK is stable."""
+    """An exported network gives equal outputs. An ONNX export contains no stable sort, which ONNX does not support."""
     model = small_vit("vit_tiny_patch16_224").eval()
     type(method)(**method.settings()).apply(model)
     other = 2 - pictures()
@@ -141,7 +141,7 @@ def test_an_export_computes_the_same_and_to_onnx_without_a_stable_sort(
 
 @pytest.mark.parametrize("method", [SWAT(), MoE(num_experts=2, top_k=1, blocks=[1])], ids=lambda method: method.name)
 def test_an_export_that_would_be_silently_wrong_is_rejected(method: Method) -> None:
-    """Dense weights instead of sparse ones; for each expert as many tokens as in the example."""
+    """Exports with dense instead of sparse weights, or with a fixed number of tokens per expert, raise an error."""
     model = small_vit("vit_tiny_patch16_224").eval()
     type(method)(**method.settings()).apply(model)
     for export in (torch.export.export, torch.jit.trace):

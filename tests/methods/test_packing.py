@@ -1,4 +1,4 @@
-"""Packing on real models: blocks that pause, steps that are not finite, separate noise, recomputation, old states."""
+"""Tests of packing on real models: frozen blocks, non-finite steps, separate noise, recomputation and old states."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ RANGED = [
 @pytest.mark.parametrize("method", RANGED, ids=repr)
 @pytest.mark.parametrize("name", ["vit", "resnet"])
 def test_a_block_that_paused_has_the_ranges_of_its_own_tensors(method: Method, name: str) -> None:
-    """With ranges in their places, a step in which a block is frozen changes the next gradients by rounding alone."""
+    """A step with a frozen block records the same ranges as a step that trains all blocks."""
     if name == "resnet" and isinstance(method, BackRazor) and method.attention == "fused":
         pytest.skip("only attention has ranges")
     model, method = model_of(name), again(method)
@@ -70,7 +70,7 @@ def test_a_block_that_paused_has_the_ranges_of_its_own_tensors(method: Method, n
 
 
 def test_ranges_in_a_stack_that_samples_blocks_stay_with_their_tensors() -> None:
-    """Each range that a run with sampled blocks has is that of the same tensor in a run that trains all."""
+    """The ranges of a run with sampled blocks equal the ranges of a run that trains all blocks."""
     model, method, full = model_of("vit"), Mesa(), Mesa()
     straight, selection = copy.deepcopy(model), UniformLayers(num_layers=1)
     apply_methods(model, [selection, method])
@@ -83,12 +83,12 @@ def test_ranges_in_a_stack_that_samples_blocks_stay_with_their_tensors() -> None
             one.step_end()
     found, expected = (m.state_dict()["ranges"]["by_name"] for m in (method, full))
     assert found
-    for name, (low, high, _) in found.items():  # every batch and weight is the same: so are the extremes
+    for name, (low, high, _) in found.items():  # equal batches and weights have equal extremes
         torch.testing.assert_close(torch.tensor([low, high]), torch.tensor(expected[name][:2]))
 
 
 def of_activations(state: dict[str, Any]) -> dict[str, Any]:
-    """Ranges, or SWAT's thresholds; those of weights have names without a part."""
+    """Return the ranges, or SWAT's thresholds, of activations. The thresholds of weights have keys without a slash."""
     return {k: v for k, v in state.get("of", {}).items() if "/" in k} or state.get("ranges", {}).get("by_name", {})
 
 
@@ -126,7 +126,7 @@ def test_a_batch_that_is_not_finite_leaves_no_trace(method: Method, bad: float) 
     [Mesa(), BackRazor(value_dtype="int8"), LowBit(2, rounding="stochastic"), Checkpointing(input_dtype="int8")],
 )
 def test_rounding_leaves_torch_s_generator_to_dropout(method: Method) -> None:
-    """With drop path and dropout the forward pass is that of plain training to rounding, the generator to the bit."""
+    """Stochastic rounding does not use torch's generator, so that dropout and drop path equal plain training."""
     model = timm.create_model(
         "vit_tiny_patch16_224", img_size=32, depth=3, embed_dim=48, num_heads=3, num_classes=5, drop_path_rate=0.5,
         proj_drop_rate=0.3, attn_drop_rate=0.2,
@@ -158,7 +158,7 @@ def test_noise_follows_from_seed_and_step_and_continues_from_a_checkpoint(method
             one.load_state_dict(state)
         found = []
         for _ in steps:
-            torch.rand(3)  # other uses of torch's generator do not matter
+            torch.rand(3)  # Other uses of torch's generator have no effect.
             found.append(gradients(model, "vit"))
             one.step_end()
         return found, one.state_dict()
@@ -172,7 +172,7 @@ def test_noise_follows_from_seed_and_step_and_continues_from_a_checkpoint(method
     assert not torch.equal(run(range(1), seed=2)[0][0][name], straight[0][name])
 
 
-# ------------------------------------------------------------------------------------------------ networks of positions
+# ------------------------------------------------------------------------------------------------ position networks
 POSITION_NETWORKS: dict[str, dict[str, Any]] = {
     "swinv2_tiny_window8_256": {"window_size": 4, "embed_dim": 64, "depths": (1, 1), "num_heads": (4, 8)},
     "vit_relpos_small_patch16_224": {"depth": 2, "embed_dim": 64, "num_heads": 4},
@@ -204,7 +204,7 @@ def test_gradients_of_networks_of_positions_are_near_the_exact_ones(name: str) -
         assert (method.name == "low_bit" and method.bits == 4) == any("8 bits for q, k, v" in n for n in report.notes)
 
 
-# ------------------------------------------------------------------------------------------------ refusals
+# ------------------------------------------------------------------------------------------------ rejected models
 @pytest.mark.parametrize("method", [Mesa(), BackRazor(), LowBit(), Compact(), SWAT(), Checkpointing()], ids=repr)
 def test_checkpointing_of_the_model_s_own_after_packing_is_refused(method: Method) -> None:
     model, method = model_of("vit"), again(method)

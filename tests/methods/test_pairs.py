@@ -1,7 +1,7 @@
-"""Any two methods that can be stacked learn together: each pair fine-tunes a pretrained network, and each method alone.
+"""Tests of training with every supported pair of methods, and with every method alone.
 
-The network is pretrained on the digits 0 to 4 and fine-tuned on 5 to 9, which are real images. It is a vision
-transformer, and a network of inverted residuals for TinyTL, which supports no other network.
+A network is pretrained on images of the digits 0 to 4 and fine-tuned on images of the digits 5 to 9. The network is a
+vision transformer. TinyTL uses a network of inverted residual blocks, because it supports no other architecture.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from efficient_ft.methods import METHODS, Method, apply_methods, check_stack
 from efficient_ft.testing import CLASSES, MODELS
 from tests.methods.settings import ROWS
 
-#: Settings of a method with which it is about as strong as the published ones are on a network of twelve blocks.
+#: Settings for a small network that are as strong as the published settings for a network of twelve blocks.
 SETTINGS = {
     "blocks": {"blocks": [1, 3]},
     "lora": {"rank": 8, "alpha": 32},
@@ -40,18 +40,18 @@ SETTINGS = {
     "top_layers": {"num_layers": 2, "profile_steps": 1},
     "tinytl": {"norm": "batch"},
 }
-#: Two approximations of the same activation keep the product of their shares: order 4 a part of the values, and Back
-#: Razor at 80 % a fifth of these. With half of them (or a higher order) nothing is lost; see docs/guides/stacking.md.
+#: Milder settings for pairs that approximate the same activation twice, because the fractions of kept values multiply.
+#: With these settings, a pair loses no accuracy; see docs/guides/stacking.md.
 MILDER = {pair: {"back_razor": {"sparsity": 0.5}} for pair in (("back_razor", "lbp_dct"), ("back_razor", "lbp_wht"))}
 
 NAMES = sorted(METHODS)
 
 STEPS, BATCH, RATE = 200, 32, 2e-3
-#: Steps and rate with which a network is pretrained.
+#: Number of steps and learning rate of the pretraining.
 PRETRAINED = {"vit": (600, RATE), "mobilenet": (1000, 5e-3)}
 
-#: Pairs of which one changes the model so that the other finds nothing to do, or what it can't serve: refused by
-#: `apply_methods`, not by `check_stack`.
+#: Pairs that `check_stack` accepts and `apply_methods` rejects, because one method changes the model so that the other
+#: method cannot be applied.
 REFUSED = {
     ("alast", "repnet"), ("alast", "tinytl"), ("bitfit", "lora"), ("bitfit", "lora_fa"), ("bsr", "repnet"),
     ("bsr", "tinytl"), ("evit", "repnet"), ("evit", "tinytl"), ("head", "lora"), ("head", "lora_fa"), ("head", "moe"),
@@ -59,8 +59,9 @@ REFUSED = {
     ("patch_dropout", "repnet"), ("patch_dropout", "tinytl"), ("repnet", "tome"), ("tinytl", "tome"),
 }  # fmt: skip
 
-#: A pair may lose what each of the two loses alone, and this share more. Another initialization moves a pair by as
-#: much as 0.3, so that a pair below is trained with three of them, and the median counts.
+#: The accuracy that a pair may lose in addition to the losses of both methods alone. A different initialization changes
+#: the accuracy by up to 0.3. A pair that exceeds the margin is therefore trained with three seeds, and the test uses
+#: the median.
 MARGIN = 0.15
 SEEDS = 1, 2, 3
 CHANCE = 1 / CLASSES
@@ -73,7 +74,10 @@ def _create(name: str, milder: dict[str, dict[str, float]] | None = None) -> Met
 
 @cache
 def _images(first: int, test: bool, size: int) -> tuple[Tensor, Tensor]:
-    """The five classes from `first` on, as images (N, 3, size, size) and labels from 0; every fourth image tests."""
+    """Return images (N, 3, size, size) and labels from 0 of five classes, starting with class `first`.
+
+    Every fourth image belongs to the test set.
+    """
     x, y = load_digits()
     of = (y >= first) & (y < first + CLASSES)
     images = torch.tensor(x[of], dtype=torch.float32)[:, None] / 8 - 1
@@ -84,7 +88,7 @@ def _images(first: int, test: bool, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _train(model: nn.Module, methods: list[Method], first: int, steps: int, rate: float, size: int) -> float:
-    """Train with AdamW at a rate that rises and falls, and return the test accuracy."""
+    """Train with AdamW and a one-cycle learning rate, and return the test accuracy."""
     images, labels = _images(first, test=False, size=size)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps, pct_start=0.1)
@@ -169,7 +173,7 @@ def test_a_pair_loses_what_each_of_the_two_loses(one: str, other: str) -> None:
     network = _network(one, other)
 
     def below(seed: int) -> float:
-        """Return what the pair loses beyond the losses of the two; infinity where it learns nothing."""
+        """Return the pair's loss of accuracy beyond the sum of both losses, or infinity if the pair does not learn."""
         full, first, second, together = (
             _fine_tuned(network, *names, seed=seed) for names in (("full",), (one,), (other,), (one, other))
         )

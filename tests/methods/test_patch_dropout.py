@@ -1,4 +1,4 @@
-"""PatchDropout: which tokens enter the blocks, what they cost, what is drawn, and PatchDropout in stacks."""
+"""Tests of PatchDropout: drawn tokens, outputs, cost and stacks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def images(count: int = 3) -> Tensor:
 
 
 def drawn(model: nn.Module, block: str = "blocks.1.mlp.fc1", seed: int = 3, batch: Tensor | None = None) -> Tensor:
-    """The grid indices (B, K) of the patch tokens that a layer gets in a training step."""
+    """Return the grid indices (B, K) of the patch tokens in a layer during a training step."""
     found: list[Tokens | None] = []
     handle = model.get_submodule(block).register_forward_hook(lambda *_: found.append(current_tokens()))
     torch.manual_seed(seed)
@@ -63,7 +63,7 @@ def drawn(model: nn.Module, block: str = "blocks.1.mlp.fc1", seed: int = 3, batc
 
 
 def by_hand(model: Any, x: Tensor, index_BK: Tensor) -> Tensor:
-    """timm's own forward pass, an image at a time, its patches picked after the position embedding."""
+    """Run timm's forward pass image by image, and select the patch tokens after the position embedding."""
     outputs = []
     for image, index in zip(x, index_BK.tolist(), strict=True):
         tokens = model._pos_embed(model.patch_embed(image.unsqueeze(0)))[0]
@@ -72,7 +72,7 @@ def by_hand(model: Any, x: Tensor, index_BK: Tensor) -> Tensor:
     return model.forward_head(torch.cat(outputs))
 
 
-# ------------------------------------------------------------------------------------------------ what is computed
+# ------------------------------------------------------------------------------------------------ outputs
 @pytest.mark.first(2, "slow")
 @pytest.mark.parametrize("form", FORMS)
 def test_output_and_gradients_are_those_of_the_tokens_picked_by_hand(form: str) -> None:
@@ -105,7 +105,7 @@ def test_evaluation_takes_all_patches() -> None:
     assert torch.equal(evaluate(model, "vit"), evaluate(model_of("vit"), "vit"))
 
 
-# ------------------------------------------------------------------------------------------------ what is drawn
+# ------------------------------------------------------------------------------------------------ drawn patches
 def test_patches_are_drawn_for_each_image_uniformly_and_each_once() -> None:
     model = small_vit(FORMS[0], depth=2)
     PatchDropout(keep_rate=0.25).apply(model)
@@ -115,7 +115,7 @@ def test_patches_are_drawn_for_each_image_uniformly_and_each_once() -> None:
     assert (index_BK.diff(dim=1) > 0).all(), "each once, in the order of the grid"
     assert len({tuple(row) for row in index_BK.tolist()}) == 400
     counts = index_BK.flatten().bincount(minlength=64)
-    # Binomial with 400 draws of probability 1/4: mean 100, deviation 8.7.
+    # A binomial distribution of 400 draws with probability 1/4 has mean 100 and standard deviation 8.7.
     assert ((counts - 100).abs() < 45).all()
 
 
@@ -128,7 +128,7 @@ def test_patches_follow_from_the_seed_of_the_step() -> None:
     assert all(torch.equal(a, b) for a, b in itertools.pairwise(blocks)), "the same in every block"
 
 
-# ------------------------------------------------------------------------------------------------ what it costs
+# ------------------------------------------------------------------------------------------------ cost
 @pytest.mark.slow
 def test_half_the_patches_cost_half() -> None:
     costs = [
@@ -204,7 +204,7 @@ TOKEN_METHODS = {
 @pytest.mark.parametrize("first", [True, False], ids=["applied first", "applied last"])
 @pytest.mark.parametrize("other", TOKEN_METHODS.values(), ids=list(TOKEN_METHODS))
 def test_token_methods_work_on_what_is_left(other: Any, first: bool) -> None:
-    """The same as on a model to which the kept tokens alone are given, in either order; each is removed alone."""
+    """In either order, the stack equals the token method on the kept tokens. Each method can be removed alone."""
     model, reference, token_method, patches = model_of("vit"), model_of("vit"), other(), PatchDropout(keep_rate=0.5)
     for method in (patches, token_method) if first else (token_method, patches):
         method.apply(model)
@@ -215,7 +215,7 @@ def test_token_methods_work_on_what_is_left(other: Any, first: bool) -> None:
     index_BK = drawn(model, "blocks.0.norm1", batch=batch_of("vit")[0])
     assert index_BK.shape == (2, 32)
 
-    # The reference drops the same patches before the blocks, without the record of the method.
+    # The reference drops the same patches before the blocks, but does not record their positions.
     def pick(module: nn.Module, inputs: Any, x: Tensor) -> Tensor:
         return torch.cat([x[:, :1], x[:, 1:].gather(1, index_BK.unsqueeze(-1).expand(-1, -1, x.shape[-1]))], 1)
 
@@ -251,7 +251,7 @@ def test_low_rank_backward_after_patches_and_drops(monkeypatch: pytest.MonkeyPat
     assert largest_difference(gradients(alone, "vit"), gradients(full, "vit")) < 1e-10
 
 
-# ------------------------------------------------------------------------------------------------ refusals
+# ------------------------------------------------------------------------------------------------ rejected models
 @pytest.mark.parametrize("keep_rate", [0, 0.0, -0.5, 1.5, True, "half", float("nan")])
 def test_a_rate_out_of_range_is_named(keep_rate: Any) -> None:
     with pytest.raises(SettingError, match="keep_rate must be a number > 0 and <= 1, got"):

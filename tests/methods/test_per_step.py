@@ -1,4 +1,4 @@
-"""Selections that change from step to step: what trains, what the optimizer keeps, and that choices travel."""
+"""Tests of selections that change per step: trained blocks, optimizer state and reproducible choices."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW foreach": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, weight_decay=0.1, foreach=True),
     "AdamW fused": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, weight_decay=0.1, fused=True),
     "SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9, weight_decay=0.1),
-    # torch's own would fail for weights whose first step comes later
+    # torch's SGD fails if the first step of a weight comes later.
     "SGD fused": lambda m: build_optimizer(m, OptimConfig(name="sgd", lr=0.01, weight_decay=0.1)),
 }
 KINDS: dict[str, Callable[[], LayersPerStep]] = {
@@ -51,7 +51,7 @@ KINDS: dict[str, Callable[[], LayersPerStep]] = {
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_block_that_sits_out_keeps_its_weights_and_the_optimizer_s_state(kind: str, optimizer: str) -> None:
-    """Two micro-batches a step; gradients are set to zero, not to None, at the end of it."""
+    """A frozen block keeps its weights and optimizer state, even if gradients are zeroed in place."""
     model, method = model_of("vit"), KINDS[kind]()
     method.apply(model)
     built = OPTIMIZERS[optimizer](model)
@@ -123,13 +123,13 @@ def test_a_run_trains_in_each_step_what_the_seed_says_on_every_micro_batch(
     by_block = Counter(chosen)
     for name, count in counts.items():
         assert count == (by_block[name.split(".")[1]] if name.startswith("blocks.") else steps), name
-    # AdamW has counted for each parameter the steps in which it trained.
+    # AdamW counts the trained steps of each parameter.
     state = held["optimizer_states"][0]["state"].values()
     assert Counter(int(s["step"]) for s in state) == Counter(counts.values())
 
 
 def test_a_second_training_begins_its_first_step() -> None:
-    """The number of its step is that of the last step before."""
+    """A second training begins its first step, even if the step number equals the previous one."""
     model, method = model_of("vit"), UniformLayers(1)
     session = MethodSession(model, method).apply()
     for _ in range(2):
@@ -145,7 +145,7 @@ def test_a_frozen_block_loses_the_gradient_of_the_step_before() -> None:
     model, method = model_of("vit"), LISA(1, interval=1, seed=0)
     method.apply(model)
     for step in range(6):
-        method.step_begin(step)  # and nobody sets gradients to zero
+        method.step_begin(step)  # without `zero_grad`
         images, labels = batch_of("vit", seed=step)
         F.cross_entropy(model(images), labels).backward()
         with_gradient = {n.split(".")[1] for n, p in model.named_parameters() if "blocks" in n and p.grad is not None}
@@ -155,7 +155,7 @@ def test_a_frozen_block_loses_the_gradient_of_the_step_before() -> None:
 
 # ------------------------------------------------------------------------------------------------ choices
 def test_uniform_layers_are_uniform() -> None:
-    """Each block, and each pair of blocks, as often as any other: χ² over 3000 steps."""
+    """Every block and every subset of blocks is chosen equally often (χ² test over 3000 steps)."""
     method, steps, count, k = UniformLayers(3, seed=5), 3000, 6, 3
     masks = [tuple(sorted(method.choose(step, count))) for step in range(steps)]
     assert all(len(set(mask)) == k and set(mask) <= set(range(count)) for mask in masks)
@@ -163,7 +163,7 @@ def test_uniform_layers_are_uniform() -> None:
     expected = steps / math.comb(count, k)
     assert (
         sum((subsets[s] - expected) ** 2 / expected for s in subsets) + (20 - len(subsets)) * expected < 43.8
-    )  # 19 degrees, p = .001
+    )  # 19 degrees of freedom, p = 0.001
     blocks = Counter(block for mask in masks for block in mask)
     assert all(abs(blocks[b] / steps - k / count) < 4 * math.sqrt(0.25 / steps) for b in range(count))
 
@@ -173,7 +173,8 @@ def test_lisa_holds_a_choice_for_so_many_steps() -> None:
     masks = [sorted(method.choose(step, 12)) for step in range(1000)]
     for step in range(1000):
         assert masks[step] == masks[step - step % 5]
-    assert sum(masks[step] != masks[step - 5] for step in range(5, 1000, 5)) > 180  # of 199; one in 66 is the same
+    # Two draws are equal with a probability of 1/66.
+    assert sum(masks[step] != masks[step - 5] for step in range(5, 1000, 5)) > 180
     blocks = Counter(block for mask in masks[::5] for block in mask)
     assert all(abs(blocks[b] / 200 - 2 / 12) < 4 * math.sqrt(2 / 12 * 10 / 12 / 200) for b in range(12))
 
@@ -191,7 +192,7 @@ def test_choices_come_from_seed_and_step_alone(kind: str) -> None:
     other = create(8)
     assert sum(sorted(other.choose(step, 12)) == sorted(straight[step]) for step in range(50)) < 5
     assert create(None).choose(3, 12) == create(0).choose(3, 12)
-    # a fixed draw, so that no process and no release changes it unseen
+    # A choice does not use torch's global generator.
     state = torch.get_rng_state()
     method.choose(0, 12)
     assert torch.equal(torch.get_rng_state(), state)
@@ -216,7 +217,7 @@ def two_processes(kind: str) -> list[Method]:
 
 
 def trained_together(rank: int, world: int, kind: str, folder: Path) -> None:
-    """Six steps of two micro-batches on this process's share of the images; rank 0 writes what came of it."""
+    """Train six steps of two micro-batches on this process's share of the images, and save the weights and states."""
     torch.set_num_threads(1)
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder / f'meet-{kind}'}", rank=rank, world_size=world)
@@ -286,7 +287,8 @@ def test_of_adapters_those_in_the_chosen_blocks_train(kind: str) -> None:
     apply_methods(model, methods)
     (method,) = (m for m in methods if isinstance(m, LayersPerStep))
     built = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    assert len(built.param_groups[0]["params"]) == DEPTH * 2 * 2 + 2  # A and B of qkv and projection; the head
+    # The parameters are A and B of qkv and proj, and the weight and bias of the head.
+    assert len(built.param_groups[0]["params"]) == DEPTH * 2 * 2 + 2
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     for step in range(5):
         method.step_begin(step)
@@ -308,7 +310,7 @@ def test_of_adapters_those_in_the_chosen_blocks_train(kind: str) -> None:
     assert (fresh(images) - model_of("vit").eval()(images)).abs().max() > 1e-4
 
 
-# ------------------------------------------------------------------------------------------------ bad input
+# ------------------------------------------------------------------------------------------------ invalid settings
 @pytest.mark.parametrize("kind", ["alast", "uniform_layers", "lisa", "top_layers"])
 @pytest.mark.parametrize("layers", [0, -1, True, 2.0, "2", 5])
 def test_k_that_cannot_be_names_itself(kind: str, layers: Any) -> None:

@@ -1,4 +1,4 @@
-"""Selections that change from step to step: what a step executes and keeps, against counts by hand."""
+"""Tests of the cost of selections that change per step, against closed-form FLOPs and saved bytes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_mean_cost_is_that_of_the_sampled_masks_and_falls_with_k() -> None:
 
 
 def test_frozen_blocks_keep_what_their_input_s_gradient_needs_and_those_below_nothing() -> None:
-    """Blocks 0 frozen below, 1 trained, 2 frozen above, 3 trained: what autograd keeps, module by module."""
+    """With blocks 1 and 3 trained, block 0 saves nothing. Block 2 saves only tensors for its input gradient."""
     model = model_of("vit")
     method = Fixed([1, 3])
     method.apply(model)
@@ -134,7 +134,7 @@ def test_other_models_are_truncated_too(name: str) -> None:
 
 @pytest.mark.slow
 def test_a_cost_is_counted_without_the_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They may have ended: the first of them counts alone, and would wait for ever."""
+    """Counting a cost needs no collective call, because the other processes may have ended."""
 
     def ask(*_: Any) -> None:
         raise AssertionError("another process was asked")

@@ -1,4 +1,4 @@
-"""Mistakes of training loops that were silent: steps that never begin, parameters in no optimizer, a single method."""
+"""Tests of mistakes in training loops: missing step calls, parameters in no optimizer, and a single method."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PER_STEP: list[Callable[[], Method]] = [
 
 
 def warned(run: Callable[[], Any]) -> list[str]:
-    """The texts of the warnings about steps."""
+    """Return the messages of the warnings about steps."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         run()
@@ -72,7 +72,7 @@ def loop(
     micro_batches: int = 1,
     optimizer: Any = torch.optim.AdamW,
 ) -> None:
-    """A training loop that may forget `step_begin` or `step_end`."""
+    """Run a training loop, with or without the calls of `step_begin` and `step_end`."""
     made = optimizer(trained(model), lr=1e-3)
     for step in range(steps):
         for method in methods if begins(step) else ():
@@ -147,7 +147,7 @@ def test_an_optimizer_in_the_backward_pass_is_not_warned_about(built_first: bool
     if not built_first:
         method.apply(model)
     optimizer = step_in_backward(torch.optim.SGD([{"params": [p], "lr": 1e-3} for p in trained(model)]))
-    if built_first:  # its hooks come first, and free the gradients
+    if built_first:  # The optimizer's hooks run first and free the gradients.
         method.apply(model)
 
     def steps() -> None:
@@ -223,7 +223,7 @@ def test_a_session_checks_what_its_methods_select() -> None:
         session.check_optimizers([torch.optim.AdamW(trained(model))])
     network = model_of("vit")
     other = MethodSession(network, Mesa()).apply()
-    other.check_optimizers([torch.optim.AdamW(network.head.parameters())])  # the loop decides what trains
+    other.check_optimizers([torch.optim.AdamW(network.head.parameters())])  # Mesa selects no parameters.
 
 
 # ------------------------------------------------------------------------------------------------ one method

@@ -1,4 +1,4 @@
-"""The registry: this package's methods, those of other packages, and packages that break the contract."""
+"""Tests of the registry: built-in methods, methods of other packages, and packages that violate the contract."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GOOD = """
 
 
 def distribution(folder: Path, source: str, entry: str = "nothing = foreign:Nothing") -> None:
-    """Install a distribution `foreign-methods` of one module `foreign` in a folder."""
+    """Install a distribution `foreign-methods` with the module `foreign` in a folder."""
     (folder / "foreign.py").write_text(textwrap.dedent(source))
     information = folder / "foreign_methods-1.0.dist-info"
     information.mkdir()
@@ -46,7 +46,7 @@ def distribution(folder: Path, source: str, entry: str = "nothing = foreign:Noth
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> registry.Registry:
-    """A registry that has read nothing yet, and sees the distributions in `tmp_path`."""
+    """Create a registry that has read no entry points yet and finds the distributions in `tmp_path`."""
     known = {name: (METHODS[name], METHODS.distribution(name)) for name in METHODS}
     monkeypatch.setattr(registry, "_registered", known)
     monkeypatch.setattr(registry, "_untried", set())
@@ -55,7 +55,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> registry.Registry:
     return registry.Registry()
 
 
-# ------------------------------------------------------------------------------------------------ our own
+# ------------------------------------------------------------------------------------------------ built-in methods
 def test_names_are_those_of_the_classes() -> None:
     assert list(METHODS) == sorted(METHODS)
     for name, method in METHODS.items():
@@ -112,7 +112,7 @@ def test_a_package_that_breaks_the_contract_is_refused_by_name(
 ) -> None:
     assert change[0] in GOOD
     distribution(tmp_path, GOOD.replace(*change))
-    for _ in range(2):  # not only the first time
+    for _ in range(2):  # The error is raised again on the second access.
         with pytest.raises(UserError, match=f"^Package foreign-methods: .*{message}"):
             list(fresh)
 
@@ -180,7 +180,7 @@ def test_names_that_cannot_be_are_refused(name: str) -> None:
     assert issubclass(Odd, Method)
 
 
-# ------------------------------------------------------------------------------------------------ the example
+# ------------------------------------------------------------------------------------------------ example package
 @pytest.mark.slow
 def test_the_out_of_tree_example_passes_its_tests(tmp_path: Path) -> None:
     example = REPOSITORY / "examples" / "out_of_tree_method"

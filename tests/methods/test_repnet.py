@@ -1,4 +1,4 @@
-"""Rep-Net: the sum of block and side module written out, where modules are inserted, what trains, cost, exports."""
+"""Tests of Rep-Net: outputs, positions of side modules, trainable parameters, cost and exports."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def sides_of(model: nn.Module) -> dict[str, Any]:
 
 
 def stir(model: nn.Module) -> None:
-    """No side module at its start, where half of it adds nothing."""
+    """Randomize all parameters of the side modules, because zero-initialized layers have no effect on the output."""
     with torch.no_grad():
         for side in sides_of(model).values():
             for parameter in side.parameters():
@@ -56,7 +56,7 @@ def on_meta(name: str) -> nn.Module:
         return timm.create_model(name, num_classes=10)
 
 
-# ------------------------------------------------------------------------------------------------ what it computes
+# ------------------------------------------------------------------------------------------------ outputs
 def test_maps_are_the_sum_of_frozen_block_and_module() -> None:
     model, plain = model_of("resnet").eval(), model_of("resnet").eval()
     RepNet(blocks=[1, -1]).apply(model)
@@ -117,7 +117,7 @@ def test_a_side_block_starts_as_its_main_block_but_for_its_last_projections() ->
     assert all(found[f"blocks.2.side_module.{name}.weight"].any() for name in ("attn.proj", "mlp.fc2"))  # type: ignore[union-attr]
 
 
-# ------------------------------------------------------------------------------------------------ places, what trains
+# ------------------------------------------------------------------------------------------------ positions
 @pytest.mark.parametrize(
     ("name", "places"),
     [
@@ -172,29 +172,28 @@ def test_nothing_is_recorded_before_the_first_module(name: str) -> None:
     assert {n for n, g in found.items() if g is not None} == {n for n, p in model.named_parameters() if p.requires_grad}
 
 
-# ------------------------------------------------------------------------------------------------ what it costs
+# ------------------------------------------------------------------------------------------------ cost
 @pytest.mark.slow
 def test_resnet50_costs_what_table_5_says() -> None:
-    """6.2 GMACs and 9.91 MB; counted by hand: the modules' convolutions, and what is kept of each image."""
+    """The cost equals Table 5 (6.2 GMACs and 9.91 MB) and the closed form of the side modules."""
     model = on_meta("resnet50")
     plain = executed(model, 1, (224, 224))
     one, two = (executed(model, images, (224, 224), methods=[RepNet()]) for images in (1, 2))
-    macs, kept = 0, 2048 + 10  # the head's input, log-softmax
+    macs, kept = 0, 2048 + 10  # head input, log-softmax output
     for at, (inputs, outputs, width, before, after) in enumerate(RESNET50):
         if at in (1, 4, 6, 9, 12, 14):
             assert (inputs, before) == (outputs, after)
             pooled = (before // 2) ** 2
             macs += pooled * (inputs * inputs // 4 * 25 + inputs * outputs)
-            # Both convolutions' and both normalizations' inputs, and of these mean and deviation of each group of 8.
+            # The inputs of both convolutions and both norms, and the mean and deviation of each group of 8 channels.
             kept += 4 * inputs * pooled + 2 * 2 * (inputs // 8)
-            # The sum, which torch's convolution keeps even where its weight is frozen. (Elsewhere its input is ReLU's
-            # output, which is kept anyway.)
+            # The sum of block and side module. The next convolution saves this input even if the weight is frozen.
             kept += outputs * after**2
-        if at > 1:  # ReLU's outputs of the frozen blocks that a gradient passes
+        if at > 1:  # outputs of ReLU in frozen blocks with a gradient
             kept += width * before**2 + width * after**2 + outputs * after**2
     assert one.forward_flops - plain.forward_flops == 2 * macs
     assert one.forward_flops / 2e9 == pytest.approx(6.2, abs=0.05)
-    # The second image's: the standardised weights are of the whole batch. A label has 8 bytes.
+    # The bytes of the second image exclude the standardized weights, which are shared. A label has 8 bytes.
     assert 2 * two.saved_bytes - one.saved_bytes == 4 * kept + 8
     model = timm.create_model("resnet50", num_classes=10)
     RepNet().apply(model)
@@ -203,7 +202,7 @@ def test_resnet50_costs_what_table_5_says() -> None:
 
 @pytest.mark.slow
 def test_deit_costs_what_table_5_says() -> None:
-    """5.7 GMACs: three blocks more. 40.1 MiB: three blocks that train, and the eight frozen ones above the first."""
+    """The cost equals Table 5: 5.7 GMACs, and 40.1 MiB for three trained blocks and eight frozen blocks."""
     tokens, width, heads = 197, 384, 6
     block = 12 * tokens * width**2 + 2 * tokens**2 * width
     model = on_meta("deit_small_patch16_224")
@@ -213,8 +212,8 @@ def test_deit_costs_what_table_5_says() -> None:
     assert side.forward_flops / 2e9 == pytest.approx(5.7, abs=0.05)
     rule = [4 * (n * tokens * width + heads * tokens**2) for n in (16, 7)]
     assert (3 * rule[0] + 8 * rule[1]) / 2**20 == pytest.approx(40.1, rel=0.01)
-    # And so it runs: two frozen blocks more than where blocks 3, 7 and 11 train. What one of them costs is the
-    # difference between two selections; its input, which its first normalization keeps, its neighbor keeps too.
+    # A real step has two frozen blocks more than a step that trains blocks 3, 7 and 11. The cost of one frozen block is
+    # the difference between two selections, without its input, which the next block also saves.
     three, lower, upper = (
         executed(model, 1, (224, 224), methods=[Blocks(at)]) for at in ([3, 7, 11], [3, 11], [4, 11])
     )
@@ -223,7 +222,7 @@ def test_deit_costs_what_table_5_says() -> None:
     assert side.backward_flops == three.backward_flops + 2 * (lower.backward_flops - upper.backward_flops)
 
 
-# ------------------------------------------------------------------------------------------------ with others
+# ------------------------------------------------------------------------------------------------ stacks
 @pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("select", [None, "last_stage"])
@@ -287,7 +286,7 @@ def test_tokens_may_be_dropped_in_other_blocks() -> None:
     assert all(g is not None for n, g in gradients(model, "vit").items() if "side_module" in n)
 
 
-# ------------------------------------------------------------------------------------------------ mistakes
+# ------------------------------------------------------------------------------------------------ invalid settings
 def test_models_and_settings_that_will_not_do() -> None:
     for setting, value in (
         ("blocks", []),

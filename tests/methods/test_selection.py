@@ -1,4 +1,4 @@
-"""Selections: what each trains, what its mistakes say, and that nothing is kept below the lowest layer that trains."""
+"""Tests of selections: trainable parameters, error messages, and no saved tensors below the lowest trainable layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def under(model: nn.Module, *prefixes: str) -> set[str]:
     return {n for n, _ in model.named_parameters() if n.startswith(tuple(f"{p}." for p in prefixes))}
 
 
-# ------------------------------------------------------------------------------------------------ what trains
+# ------------------------------------------------------------------------------------------------ trainable parameters
 def test_full_trains_everything_again() -> None:
     model = model_of("vit").requires_grad_(False)
     report = Full().apply(model)
@@ -48,8 +48,8 @@ def test_head_trains_the_classifiers_alone(name: str, heads: list[str]) -> None:
     [
         ("deit_tiny_patch16_224", ["blocks.9", "blocks.10", "blocks.11", "norm", "head"]),
         ("efficientformer_l1", ["stages.3", "norm", "head", "head_dist"]),
-        ("efficientformerv2_s0", ["stages.3.blocks", "norm", "head", "head_dist"]),  # without its downsample
-        ("swinv2_tiny_window8_256", ["layers.3", "norm", "head"]),  # with its patch merging
+        ("efficientformerv2_s0", ["stages.3.blocks", "norm", "head", "head_dist"]),  # without the downsample layer
+        ("swinv2_tiny_window8_256", ["layers.3", "norm", "head"]),  # with the patch merging layer
         ("resnet18", ["layer4", "fc"]),
         ("efficientnet_b0", ["blocks.6", "conv_head", "bn2", "classifier"]),
     ],
@@ -69,7 +69,7 @@ def test_blocks_train_with_the_final_norm_and_the_head() -> None:
 
 
 def test_blocks_are_counted_through_all_stages() -> None:
-    model = model_of("swinv2")  # 1 and 2 blocks
+    model = model_of("swinv2")  # two stages with 1 and 2 blocks
     Blocks(blocks=[0, -1]).apply(model)
     assert trains(model) == under(model, "layers.0.blocks.0", "layers.1.blocks.1", "norm", "head")
 
@@ -132,7 +132,7 @@ def test_remove_restores_what_trained_before_also_on_a_copy() -> None:
     assert trains(model) == before
 
 
-# ------------------------------------------------------------------------------------------------ mistakes
+# ------------------------------------------------------------------------------------------------ invalid settings
 @pytest.mark.parametrize("index", [4, -5, 100])
 def test_a_block_that_is_not_there(index: int) -> None:
     model = model_of("vit")
@@ -152,7 +152,7 @@ def test_a_model_without_classes_is_refused(method: Method) -> None:
 
 
 class Bare(nn.Module):
-    """A classifier with nothing that timm's models share, but a head."""
+    """A minimal classifier with a head, but without blocks, biases or normalizations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ def test_a_selection_comes_before_adapters_and_leaves_after_them() -> None:
 )
 def test_below_the_lowest_layer_that_trains_nothing_is_recorded_or_kept(name: str, method: Method, lowest: str) -> None:
     def kept_below(model: nn.Module) -> tuple[int, int, bool]:
-        """Tensors kept before and after the forward pass reaches `lowest`, and whether its input has a graph."""
+        """Return the number of tensors saved before and after `lowest` runs, and if its input requires gradients."""
         kept, at_lowest, recorded = [0], [0], [False]
 
         def reach(module: nn.Module, inputs: tuple[Any, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Which methods can be stacked, from what they declare: on the command line, in `apply_methods` and in `apply`."""
+"""Tests of the stacking rules: conflicts that methods declare, in the configuration, `apply_methods` and `apply`."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_what_is_applied_counts_as_part_of_the_stack() -> None:
     with pytest.raises(UserError, match="or remove mesa first"):
         apply_methods(model, [LastStage(), Checkpointing()])
     assert all(p.requires_grad for p in model.parameters())
-    apply_methods(model, [first, LastStage()])  # the same object is not a second one
+    apply_methods(model, [first, LastStage()])  # applying the same object twice is allowed
     assert [mark.method for mark in marks_of(model)] == ["mesa", "last_stage"]
     first.remove(model)
     assert [mark.method for mark in marks_of(model)] == ["last_stage"]
@@ -112,7 +112,7 @@ def test_what_others_build_on_is_not_removed_below_them() -> None:
 
 
 class Named(Method):
-    """Conflicts with a method by its name, and with an axis."""
+    """A method with two conflicts: a method name and an axis."""
 
     name = "named"
     axis = Axis.MEMORY
@@ -155,7 +155,7 @@ def test_the_view_leaves_out_what_methods_added() -> None:
 
 @pytest.mark.parametrize("flag", ["grad_checkpointing", "gradient_checkpointing"])
 def test_a_network_with_checkpointing_of_its_own_is_refused_where_it_changes_the_method(flag: str) -> None:
-    """Running ranges would move twice, and a loss of a method would be counted twice."""
+    """A method rejects a model's own checkpointing if recomputation would update ranges or count a loss twice."""
     for method in (Mesa(), Checkpointing(), BackRazor(), MoE(num_experts=4, top_k=2, blocks=[-1], aux_loss_coef=0.1)):
         model = model_of("vit")
         setattr(model.blocks, flag, True)

@@ -1,4 +1,4 @@
-"""The one line that reports a method, and the details behind it."""
+"""Tests of the one-line summary of a method and of its details."""
 
 from __future__ import annotations
 

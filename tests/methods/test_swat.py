@@ -1,4 +1,4 @@
-"""SWAT: what it prunes, and that dropped weights train, are exported as zeros and resume."""
+"""Tests of SWAT: pruned layers, gradients of dropped weights, export of dropped weights as zeros, and resuming."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_swat_leaves_the_first_layer_and_reaches_all_others(name: str) -> None:
     assert {f"{layer}.weight" for layer in report.touched} == {place for place in state if place.endswith(".weight")}
     covered = {n for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)} - set(report.skipped)
     assert {n for n in covered if not n.startswith(("patch_embed", "head"))} <= set(report.touched)
-    # A layer alone: with sparse weights in training and in evaluation, the first one with its own.
+    # A layer uses sparse weights in training and in evaluation. The first layer uses dense weights.
     for layer, dense in ((report.touched[0], False), (first, True)):
         if layer is None:
             continue

@@ -1,4 +1,4 @@
-"""TinyTL: its module against one written out plainly, where modules go, what trains, and what is exported."""
+"""Tests of TinyTL: outputs, positions of lite residuals, trainable parameters and exports."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_where_modules_go_and_what_trains():
     assert {n: str(why) for n, why in applied.skipped.items()} == {
         "blocks.0.0": "not an inverted residual with expansion"
     }
-    # 64 channels in, at 1/32 of the image, from the last but one stage's second block on
+    # From block 5.1 on, the inputs are at 1/32 of the image size. These blocks use kernels of size 3.
     kernels = {name: m.conv1.kernel_size[0] for name, m in found.items()}
     coarse = {"blocks.5.1", "blocks.5.2", "blocks.6.0"}
     assert {name for name, kernel in kernels.items() if kernel == 3} == coarse
@@ -81,7 +81,7 @@ def test_where_modules_go_and_what_trains():
         "classifier.weight"
     }
     assert len(trains) - len(own) == 6 * len(found)
-    model(torch.randn(2, 3, 32, 32)).sum().backward()  # the last maps have one pixel
+    model(torch.randn(2, 3, 32, 32)).sum().backward()  # The last feature maps have one pixel.
     assert {n for n, p in model.named_parameters() if p.grad is not None} == trains
     assert all(m.weight.grad.any() for m in model.modules() if isinstance(m, nn.GroupNorm) and not m.weight.any())
 
@@ -89,7 +89,7 @@ def test_where_modules_go_and_what_trains():
 def test_kernels_of_several_sizes_side_by_side():
     model = timm.create_model("mixnet_s", num_classes=5)
     TinyTL().apply(model)
-    # 24, 40, 80, 120 and 200 channels are at 1/4, 1/8, 1/16, 1/16 and 1/32
+    # Only the inputs with 200 channels are at 1/32 of the image size.
     found = {m.conv1.in_channels: m.conv1.kernel_size[0] for m in blocks_with(model).values()}
     assert found == {16: 5, 24: 5, 40: 5, 80: 5, 120: 5, 200: 3}
     assert model(torch.randn(2, 3, 64, 64)).shape == (2, 5)
@@ -116,7 +116,7 @@ def test_norms_are_grouped_whatever_they_are_frozen_to(frozen_first):
     TinyTL().apply(other)
     images = torch.randn(2, 3, 64, 64)
     torch.testing.assert_close(model.train()(images), other.train()(images))
-    torch.testing.assert_close(model.eval()(images), model.train()(images))  # no statistics of the batch
+    torch.testing.assert_close(model.eval()(images), model.train()(images))  # without batch statistics
 
 
 def test_remove_gives_the_filters_back():

@@ -1,4 +1,4 @@
-"""Dropping tokens in real models: the tokens passed on, the cost, against plain blocks written out, and with others."""
+"""Tests of token dropping in real models: kept tokens, cost, outputs, gradients and stacks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ FORMS = (
 
 
 def by_hand(model: Any, images: Tensor, drop_at: list[int], keep: float, fuse: bool) -> Tensor:
-    """The forward pass written out with attention in its parts, a sample at a time."""
+    """Run the forward pass in plain operations and drop tokens image by image."""
     x = model.patch_embed(images)
     x = model.norm_pre(model.patch_drop(model._pos_embed(x)))
     prefix = model.num_prefix_tokens
@@ -122,7 +122,7 @@ def test_drop_path_is_part_of_the_block() -> None:
     ],
 )
 def test_tokens_and_forward_cost_are_those_published(name: str, plain_gmacs: float, gmacs: float) -> None:
-    """BSR's Table 5 counts multiply-adds of the forward pass of 128 images, without the head."""
+    """The forward GMACs equal BSR's Table 5, which counts 128 images without the head."""
     with torch.device("meta"):
         model: Any = timm.create_model(name, num_classes=0)
     costs = executed(model, 1, (224, 224)), executed(model, 1, (224, 224), methods=[EViT([3, 6, 9])])
@@ -154,7 +154,7 @@ def test_how_activations_are_kept_changes_nothing_where_all_is_kept(other: Any) 
     methods: list[Method] = [EViT([1, 2]), other()]
     apply_methods(both, methods)
     assert largest_difference(gradients(alone, "vit"), gradients(both, "vit")) < 1e-10
-    # In the other order, and removed in either.
+    # The order of applying and removing the methods has no effect.
     again = model_of("vit")
     for method in methods:
         fresh = type(method)(**method.settings())
@@ -167,7 +167,7 @@ def test_how_activations_are_kept_changes_nothing_where_all_is_kept(other: Any) 
 
 
 def low_rank(monkeypatch: pytest.MonkeyPatch, order: int, always: bool) -> LBPWHT:
-    if always:  # at full rank, or for a few tokens, an exact layer is cheaper
+    if always:  # At full rank or with few tokens, an exact layer is cheaper.
         monkeypatch.setattr(LBPWHT, "_costs_more", lambda *_: None)
         monkeypatch.setattr("efficient_ft.methods.backprop.low_rank.backward_flops", lambda *_: (1, 0))
     return LBPWHT(order=order)
@@ -212,7 +212,7 @@ def test_tokens_whose_places_are_not_known_are_not_projected() -> None:
 
 
 def test_low_rank_energies_are_those_of_the_grid() -> None:
-    """LHE profiles the gradients of the tokens left, at their grid positions."""
+    """LHE profiles the gradients of the remaining tokens at their grid positions."""
     model = model_of("vit")
     method = LBPWHT(bases="lhe", order=2, profile_steps=1)
     apply_methods(model, [method, EViT([0, 2])])
@@ -282,7 +282,7 @@ def test_only_attention_that_is_kept_in_parts_has_q_and_k_copied_for_the_scores(
         ({"keep_rate": 1.5}, "> 0 and <= 1"),
         ({"keep_rate": True}, "> 0 and <= 1"),
         ({"fuse": 1}, "got 1"),
-        ({"drop_at": [3]}, "indices from 0 to 2"),  # the last of four
+        ({"drop_at": [3]}, "indices from 0 to 2"),  # the last block of four
         ({"drop_at": [-1]}, "has no effect"),
         ({"drop_at": [12]}, "4 blocks"),
         ({"drop_at": [1, 1]}, "each block once"),
@@ -298,14 +298,14 @@ def test_settings_out_of_range_are_named(settings: dict[str, Any], message: str)
 
 def test_images_that_leave_no_tokens_to_drop_are_refused() -> None:
     small = {"img_size": 32, "patch_size": 16, "depth": 4, "embed_dim": 48, "num_heads": 3}
-    model = timm.create_model("vit_tiny_patch16_224", **small)  # 4 patch tokens: 2 and a fused one, then 2 and one
+    model = timm.create_model("vit_tiny_patch16_224", **small)  # 4 patch tokens
     with pytest.raises(
         SettingError,
         match=r"method.evit.keep_rate must be .*blocks.1 receives 3 patch tokens and keeps 2 .*got 0.5.* 32×32",
     ):
         EViT([0, 1]).apply(model)
     assert not any(forwards_of(m) for m in model.modules())
-    EViT([0, 1], fuse=False).apply(model)  # 2, then 1
+    EViT([0, 1], fuse=False).apply(model)  # keeps 2 tokens, then 1
 
 
 @pytest.mark.parametrize("method", [lambda: EViT([1]), lambda: BSR([1], [1]), lambda: ALaST(1), lambda: ToMe(1)])
@@ -321,7 +321,7 @@ def test_a_single_patch_and_unknown_blocks_are_named(method: Any) -> None:
 
 def test_budgets_that_leave_nothing_are_refused() -> None:
     small = {"img_size": 32, "patch_size": 16, "depth": 6, "embed_dim": 48, "num_heads": 3}
-    model = timm.create_model("vit_tiny_patch16_224", **small)  # of 4 patch tokens 3, 2, 1, 0
+    model = timm.create_model("vit_tiny_patch16_224", **small)  # 4 patch tokens, of which 3, 2, 1 and 0 remain
     with pytest.raises(
         SettingError,
         match=r"alast.budget_init must be .*, got 0.9. None of the 4 patch tokens is left after blocks.3. .* 32×32",
@@ -345,7 +345,7 @@ def test_a_block_with_a_side_module_keeps_its_tokens() -> None:
 
 
 class Adapter(Method):
-    """Adds a module to the second block, as a method of another package could."""
+    """A method that adds a module to the second block, like a method of another package."""
 
     name = "adapter"
     axis = Axis.ADAPTERS
@@ -436,32 +436,32 @@ def test_bsr_leaves_a_model_it_refuses_as_it_was() -> None:
 
 @pytest.mark.slow
 def test_bsr_on_resnet50_executes_and_keeps_what_is_counted_by_hand() -> None:
-    """The last blocks of layers 2, 3 and 4: 8.02 of 88.4 MB in the paper, whose rule keeps a bit of a ReLU's output."""
+    """The FLOPs and saved bytes equal the closed form if the last blocks of layers 2, 3 and 4 train."""
     with torch.device("meta"):
         model = timm.create_model("resnet50", num_classes=10)
     trained = [6, 12, 15]
     method = BSR(trained, drop_at=[])
-    macs, floats, bits = 2 * 2048 * 10, 2048 + 10, 0  # the head: both gradients; its input, log-softmax
+    macs, floats, bits = 2 * 2048 * 10, 2048 + 10, 0  # the head's gradients; head input, log-softmax output
     for at, (inputs, outputs, width, before, after) in enumerate(RESNET50):
         if at < trained[0]:
             continue
         first = inputs * width * before**2
         forward = first + (9 * width * width + width * outputs) * after**2
-        forward += inputs * outputs * after**2 * (inputs != outputs)  # added to the input
-        macs += forward * (2 if at in trained else 1) - first * (at == trained[0])  # nothing below needs a gradient
-        # Outputs of the three ReLUs, kept whole by torch. Where a convolution of a trained block takes them they are
-        # needed (the last one: that of the next block).
+        forward += inputs * outputs * after**2 * (inputs != outputs)  # the shortcut
+        macs += forward * (2 if at in trained else 1) - first * (at == trained[0])  # no gradient below
+        # Torch saves the outputs of the three ReLUs in full. A trained convolution needs the values of its input. For
+        # other outputs, one bit per value is sufficient.
         within, last = width * (before**2 + after**2), outputs * after**2
         floats += within + last
         bits += (within if at not in trained else 0) + (last if at + 1 not in trained else 0)
-        if at in trained:  # inputs of the normalizations; of the first block also its own
+        if at in trained:  # inputs of the norms, and of the first trained block
             floats += within + outputs * after**2 + inputs * before**2 * (at == trained[0])
     plain, bsr = executed(model, 1, (224, 224)), executed(model, 1, (224, 224), methods=[method])
     assert bsr.forward_flops == plain.forward_flops
     assert bsr.backward_flops == 2 * macs
-    assert bsr.saved_bytes == 4 * floats + 8 + 4  # a label, the sum of the loss's weights
-    # With a bit for each output of ReLU that no trained convolution needs, as methods that pack activations keep it;
-    # this one keeps a bitmap of the rest, too.
+    assert bsr.saved_bytes == 4 * floats + 8 + 4  # a label and the loss's sum of weights
+    # A packing method saves one bit per ReLU output that no trained convolution needs. Back Razor also saves a bitmap
+    # of the other values.
     exact = BackRazor(sparsity=0.0, value_dtype="same", norm_saves="input", recompute_inputs=False)
     packed = executed(model, 1, (224, 224), methods=[method, exact])
     assert packed.saved_bytes == pytest.approx(4 * (floats - bits) + bits / 8, rel=0.05)
@@ -485,7 +485,7 @@ def test_bsr_without_dropping_is_its_selection(name: str) -> None:
 
 
 def test_the_batch_is_not_mixed() -> None:
-    """Each image's tokens are its own choice."""
+    """The tokens kept in an image do not depend on the other images of the batch."""
     model = model_of("vit").eval()
     EViT([1, 2]).apply(model)
     images, _ = batch_of("vit")

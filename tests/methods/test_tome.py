@@ -1,4 +1,4 @@
-"""Merging tokens in real models: the tokens passed on, the cost, against plain blocks written out, and with others."""
+"""Tests of token merging in real models: merged tokens, cost, outputs, gradients and stacks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def pictures(count: int = 2) -> Tensor:
 
 
 def merged(x: Tensor, sizes: list[int], keys: Tensor, r: int, prefix: int) -> tuple[Tensor, list[int]]:
-    """The tokens (N, C) of one image, the r most similar pairs as one. Without any, they stay in their order."""
+    """Merge the r most similar pairs of the tokens (N, C) of one image. With r = 0, the order is unchanged."""
     if not r:
         return x, sizes
     a, b = range(0, len(x), 2), range(1, len(x), 2)
@@ -69,7 +69,7 @@ def merged(x: Tensor, sizes: list[int], keys: Tensor, r: int, prefix: int) -> tu
 
 
 def by_hand(model: Any, images: Tensor, r: list[int], proportional: bool) -> Tensor:
-    """The forward pass written out with attention in its parts, an image at a time."""
+    """Run the forward pass in plain operations and merge tokens image by image."""
     x = model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(images))))
     prefix, sizes = model.num_prefix_tokens, [[1] * x.shape[1] for _ in x]
     for block, count in zip(model.blocks, r, strict=True):
@@ -92,7 +92,7 @@ def by_hand(model: Any, images: Tensor, r: list[int], proportional: bool) -> Ten
 
 
 def pooled(model: Any, x: Tensor, sizes: Tensor) -> Tensor:
-    """Pooling that weighs tokens by their sizes, (B, N): a mean by shares, attention by the log of the size."""
+    """Pool tokens by a mean or by attention, weighted by their sizes (B, N)."""
     x, sizes = x[:, model.num_prefix_tokens :], sizes[:, model.num_prefix_tokens :]
     if model.attn_pool is None:
         return (x * sizes.unsqueeze(-1)).sum(1) / sizes.sum(1, keepdim=True)
@@ -116,7 +116,7 @@ def test_the_output_and_all_gradients_are_those_of_the_blocks_written_out(
         model, plain = small_vit(form), small_vit(form)
     finally:
         set_fused_attn(True)
-    r = [9, 20, 0, 17]  # of the 35 left to the last, half
+    r = [9, 20, 0, 17]  # The last block merges at most half of the remaining 35 tokens.
     ToMe([9, 20, 0, 30], proportional_attention=proportional).apply(model)
     expected = by_hand(plain, pictures(), r, proportional)
     for mode in (True, False):
@@ -143,7 +143,7 @@ def test_proportional_attention_and_merging_are_not_nothing() -> None:
 
 
 def test_attention_of_two_maps_counts_both() -> None:
-    """Differential attention: fused it is two attentions, in its parts one of twice the heads."""
+    """Fused and unfused differential attention give equal outputs."""
     outputs = []
     for fused in (True, False):
         set_fused_attn(fused)
@@ -186,7 +186,7 @@ def test_drop_path_is_part_of_the_block() -> None:
 
 @pytest.mark.slow
 def test_the_order_of_the_tokens_decides_the_two_sets_and_nothing_else() -> None:
-    """Patch tokens change places within a set; the class token, and with it the set of a place, stays."""
+    """A permutation of the patch tokens within each of the two sets does not change the output."""
     generator = torch.Generator().manual_seed(0)
     places = torch.arange(65)
     for start in (2, 1):
@@ -204,9 +204,9 @@ def test_the_order_of_the_tokens_decides_the_two_sets_and_nothing_else() -> None
         ToMe(r).apply(model)
         return model(pictures())
 
-    for r in ([0, 0, 0, 0], [20, 0, 0, 0], [0, 0, 0, 20]):  # of any order, one matching finds the same pairs
+    for r in ([0, 0, 0, 0], [20, 0, 0, 0], [0, 0, 0, 20]):  # A single matching step is independent of the order.
         torch.testing.assert_close(output(r, 0), plain(r), rtol=1e-9, atol=1e-10)
-    assert (output([20, 20, 0, 0], 0) - plain([20, 20, 0, 0])).abs().max() > 1e-6  # the second splits other sets
+    assert (output([20, 20, 0, 0], 0) - plain([20, 20, 0, 0])).abs().max() > 1e-6  # The second step has different sets.
 
 
 def test_the_batch_is_not_mixed() -> None:
@@ -216,7 +216,7 @@ def test_the_batch_is_not_mixed() -> None:
     torch.testing.assert_close(together, torch.cat([model(image[None]) for image in pictures(3)]))
 
 
-# ------------------------------------------------------------------------------------------------ how many
+# ------------------------------------------------------------------------------------------------ schedule of r
 def test_r_rises_or_falls_about_its_mean() -> None:
     assert scheduled(8, 0.0, 12) == [8] * 12
     assert scheduled(6, -1, 4) == [12, 8, 4, 0]
@@ -245,7 +245,7 @@ def tokens_behind(model: Any, size: int) -> list[int]:
     ("settings", "counts"),
     [
         ({"r": 8}, [197 - 8 * n for n in range(1, 13)]),
-        ({"r": 16}, [*(197 - 16 * n for n in range(1, 12)), 1 + 10]),  # half of 20
+        ({"r": 16}, [*(197 - 16 * n for n in range(1, 12)), 1 + 10]),  # at most half of 20 tokens
         ({"r": 8, "inflect": -1}, [181, 166, 153, 141, 131, 122, 115, 109, 105, 102, 101, 101]),
         ({"r": [98, 0, 0, 0, 7, 0, 0, 0, 0, 0, 0, 60]}, [99] * 4 + [92] * 7 + [47]),
     ],
@@ -299,7 +299,7 @@ def test_the_forward_pass_costs_what_is_counted_by_hand_and_published(
 
 @pytest.mark.slow
 def test_attention_stays_fused_and_merging_keeps_no_activation() -> None:
-    """Plain blocks of as many tokens keep as much, but for a share, a position and a log(size) of each token."""
+    """Merging saves a weight, an index and a log size per token in addition to the bytes of the plain blocks."""
     with torch.device("meta"):
         model = timm.create_model("deit_small_patch16_224", depth=3)
     off, on, without = (
@@ -308,15 +308,15 @@ def test_attention_stays_fused_and_merging_keeps_no_activation() -> None:
     )
     incoming = [197 - 8 * n for n in range(3)]
     assert on.saved_bytes - without.saved_bytes == 4 * sum(incoming[1:])
-    # Of a token a block keeps 4 rows of C, its normalization's two numbers and attention's per head; then 2 and 8.
+    # Saved bytes per token before merging (inputs, q, k, v, attention, statistics) and after merging (feed-forward).
     before, behind = 4 * (6 * 384 + 2 + 6), 4 * (10 * 384 + 2)
     outside = off.saved_bytes - 3 * 197 * (before + behind)
-    # The last norm keeps its input, and the head what it takes a token of.
+    # The final norm saves its input and statistics, and the head saves its input.
     last = 4 * (2 * 384 + 2) * 3 * 8
     assert without.saved_bytes == outside - last + sum(n * (before + 12) + (n - 8) * behind for n in incoming)
 
 
-# ------------------------------------------------------------------------------------------------ with others
+# ------------------------------------------------------------------------------------------------ stacks
 @pytest.mark.vary_one(slow=True)
 @pytest.mark.parametrize(
     "other",
@@ -334,7 +334,7 @@ def test_how_activations_are_kept_changes_nothing_where_all_is_kept(other: Any, 
     methods: list[Method] = [ToMe(12, proportional_attention=proportional), other()]
     apply_methods(both, methods)
     assert largest_difference(gradients(alone, "vit"), gradients(both, "vit")) < 1e-10
-    # In the other order, and removed in either.
+    # The order of applying and removing the methods has no effect.
     again = model_of("vit")
     for method in methods:
         fresh = type(method)(**method.settings())
@@ -391,7 +391,7 @@ def test_low_rank_backward_is_refused_in_either_order(low_rank: Any) -> None:
 
 
 def test_a_low_rank_layer_never_takes_merged_tokens_for_others() -> None:
-    """As many as the grid has, and yet in another order."""
+    """A low-rank layer rejects merged tokens, even if their number equals the number of grid positions."""
     model: Any = model_of("vit")
     LBPWHT(order=3).apply(model)
     x = torch.randn(2, 65, 48, dtype=torch.float64, requires_grad=True)
@@ -411,7 +411,7 @@ def test_two_methods_that_change_the_tokens_are_refused(other: Any) -> None:
             second().apply(model)
 
 
-# ------------------------------------------------------------------------------------------------ refused
+# ------------------------------------------------------------------------------------------------ rejected settings
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -430,7 +430,7 @@ def test_two_methods_that_change_the_tokens_are_refused(other: Any) -> None:
         ({"r": 4, "proportional_attention": 1}, "proportional_attention must be"),
         ({"r": [8, 8, 8]}, r"method.tome.r must be a list of 4 integers, one for each block of .*, got \[8, 8, 8\]"),
         ({"r": 33}, r"method.tome.r must be an integer from 0 to 32, got 33\. .* 64 patch tokens"),
-        ({"r": 17, "inflect": -1}, "from 0 to 16"),  # 34 in the first
+        ({"r": 17, "inflect": -1}, "from 0 to 16"),  # 34 in the first block
         ({"r": [0, 0, 0, 33]}, r"integers from 0 to 32 .* has 64 patch tokens"),
     ],
 )
@@ -443,7 +443,7 @@ def test_settings_out_of_range_are_named(settings: dict[str, Any], message: str)
 
 @pytest.mark.slow
 def test_an_r_that_would_merge_everything_is_refused() -> None:
-    """Tokens of 64 after each block: 48, 32, 16, 8, 4, 2, 1; and 49, 34, 19, 10, 5, 3, 2."""
+    """An r that leaves one patch token is rejected: 7 blocks leave 1 of 64 tokens with r = 16 and 2 with r = 15."""
     for r in (16, 32, [32] * 7):
         with pytest.raises(SettingError, match=r"from 0 to (15|32).* more than one"):
             ToMe(r).apply(small_vit("vit_tiny_patch16_224", depth=7))

@@ -1,4 +1,4 @@
-"""Pooling after merged tokens weighs each by the number of patches that it represents."""
+"""Tests of pooling after token merging: each token is weighted by its number of patches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ POOLINGS: dict[str, dict[str, Any]] = {
 
 
 def without_blocks(**settings: Any) -> Any:
-    """A vision transformer whose blocks are the identity."""
+    """Create a vision transformer whose blocks are the identity."""
     model: Any = small_vit("vit_tiny_patch16_224", init_values=1.0, **settings)
     for block in model.blocks:
         nn.init.zeros_(block.ls1.gamma)
@@ -53,7 +53,7 @@ def test_with_blocks_that_are_the_identity_a_mean_is_that_of_all_patches(pooling
 @pytest.mark.first(2, "slow")
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_merging_equal_patches_changes_no_pooling(pooling: str) -> None:
-    """Three kinds of patches in unequal numbers: a merged token is equal to each token in it, in training too."""
+    """In training mode, merging equal patches does not change the pooled output or its gradients."""
     model = without_blocks(**POOLINGS[pooling])
     nn.init.zeros_(model.pos_embed)
     kinds = torch.randn(3, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
@@ -63,7 +63,7 @@ def test_merging_equal_patches_changes_no_pooling(pooling: str) -> None:
     ToMe(12).apply(model)
     outputs = [network.train()(images) for network in (plain, model)]
     torch.testing.assert_close(*outputs, rtol=0, atol=1e-12)
-    if "maximum" in pooling:  # which of equal values has the gradient is decided by rounding
+    if "maximum" in pooling:  # With equal values, rounding decides the gradient.
         return
     for output in outputs:
         F.cross_entropy(output, torch.tensor([1])).backward()
@@ -79,7 +79,7 @@ def test_models_that_classify_by_prefix_tokens_keep_merged_tokens(form: str) -> 
 
 
 class OwnPooling(timm.models.VisionTransformer):
-    """The mean of all tokens, which `global_pool` does not state."""
+    """A model with a mean over all tokens, which `global_pool` does not describe."""
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         return self.head(x.mean(1))

@@ -1,4 +1,4 @@
-"""FT top-K of the ALaST paper: the profile of the first steps, and the blocks it chooses."""
+"""Tests of FT top-K of the ALaST paper: the profile of the first steps and the chosen blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.methods.by_hand import DEPTH
 
 
 def by_ratio(model: nn.Module, seeds: Sequence[int]) -> list[float]:
-    """Each block's share of ‖g‖ / ‖w‖, summed over the steps, computed independently."""
+    """Return each block's share of the ratios ‖g‖ / ‖w‖, summed over the steps."""
     totals = [0.0] * DEPTH
     for seed in seeds:
         images, labels = batch_of("vit", seed=seed)
@@ -38,7 +38,7 @@ def test_top_layers_are_those_of_the_largest_gradients_for_their_weights() -> No
     model = model_of("vit")
     with torch.no_grad():
         for p in model.get_submodule("blocks.1").parameters():
-            p.mul_(0.5)  # so that it is not simply the first or the last
+            p.mul_(0.5)  # The largest ratio is not in the first or last block.
     expected = by_ratio(copy.deepcopy(model), range(4))
     method = TopLayers(2, profile_steps=4)
     method.apply(model)
@@ -117,7 +117,7 @@ def test_blocks_in_which_no_adapter_trains_are_never_the_top() -> None:
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_a_step_whose_gradients_overflow_is_not_one_of_the_profile(bad: float) -> None:
-    """The first steps with loss scaling usually overflow: a profile of them alone would choose the first blocks."""
+    """Steps with an overflow are not part of the profile. With loss scaling, the first steps usually overflow."""
     straight, model = model_of("vit"), model_of("vit")
     expected, method = TopLayers(1, profile_steps=1), TopLayers(1, profile_steps=1)
     expected.apply(straight)
