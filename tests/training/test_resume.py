@@ -212,9 +212,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
 
 
 def test_a_checkpoint_with_one_entry_per_method_is_refused(tmp_path, configuration, finished):
-    """A checkpoint without a format number is rejected. Lightning would ignore its entries and reset the methods'
-    state.
-    """
+    """A checkpoint without a format number is rejected, because Lightning would reset the methods' state."""
     folder = tmp_path / "run"
     shutil.copytree(finished[0], folder)
     (folder / "results.json").unlink()

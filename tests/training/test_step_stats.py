@@ -162,9 +162,7 @@ def test_the_record_is_what_one_finds_by_hand(name, tmp_path, configuration, tak
     "name", ["alast", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in METHODS if n != "alast")]
 )
 def test_a_recorded_run_is_the_same_run_and_continues(name, tmp_path, configuration):
-    """Recording changes no weights. Rows after the checkpoint's step are recorded once, with dropout and drop path
-    enabled.
-    """
+    """Recording changes no weights, and a resumed run records each step once."""
     changes = {
         "method": METHODS[name],
         "model": {**VIT, "drop_rate": 0.1, "drop_path_rate": 0.2},
