@@ -141,7 +141,7 @@ def test_collect(columns: list[str], tmp_path: Path, fits: Callable[..., str]) -
 def test_published_tables(columns: list[str], fits: Callable[..., str]) -> None:
     table.main(columns)
     figure.main([])
-    reported = set()  # a report composes configurations, so only one per paper is tested
+    reported = set()  # only one report per paper is tested, because a report composes configurations
     for name in table_names():
         table.main([name, *columns])
         first, paper = published_table(name).rows[0], name.partition("/")[0]

@@ -56,7 +56,7 @@ class EveryOther:
 
 
 class WatchesPrecision:
-    """A method that records if its steps run under autocast."""
+    """A method that records whether its steps run under autocast."""
 
     warmup_steps = 1
     seen: ClassVar[list[bool]] = []

@@ -169,10 +169,9 @@ def run_by_torchrun(plain: dict[str, Any], folder: Path, nodes: int = 2) -> list
 
 
 def uneven_batches(task: str) -> tuple[Tensor, Tensor]:
-    """Return logits and labels of 12 samples with 4 classes.
+    """Return logits and labels of 12 samples with 4 classes. With batches of 5, the last batch is smaller.
 
-    The fraction of labeled pixels differs between images, and the last two have no labels. With batches of 5, the last
-    batch is smaller.
+    For segmentation, the fraction of labeled pixels differs between images, and the last two images have no labels.
     """
     generator = torch.Generator().manual_seed(0)
     shape = (12,) if task == "classification" else (12, 6, 5)

@@ -229,7 +229,7 @@ def test_the_guard_stops_between_two_operations_and_leaves_nothing_behind() -> N
 
 
 def test_a_request_to_stop_that_comes_while_the_watch_ends_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error of the block itself is raised."""
+    """The error raised in the block, such as a message about the data, is kept."""
     config, join = of_run(memory="1MB"), memory_watch._Watch.join
 
     def late(watch: memory_watch._Watch) -> None:

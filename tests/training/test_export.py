@@ -117,7 +117,7 @@ def test_tensors_of_one_storage_are_written_apart(tmp_path):
 
 
 def test_how_images_are_read_is_kept(tmp_path: Path, configuration, without_cost) -> None:
-    """`predict` scales 12-bit images like the training."""
+    """`predict` scales 12-bit images with the value range of the training."""
     values = np.linspace(0, 4095, 20 * 24).reshape(20, 24).astype(np.uint16)
     for k, name in enumerate(("up", "down")):
         for i in range(6):

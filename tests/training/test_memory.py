@@ -64,7 +64,7 @@ def test_the_table_names_process_memory_and_counted_bytes():
 
 @pytest.mark.slow
 def test_a_resumed_run_keeps_what_was_measured(tmp_path: Path, configuration: Any, without_cost: None):
-    """A run interrupted after the measurement keeps the result; a run interrupted before measures after the resume."""
+    """A run that is interrupted before the measurement measures after the resume; a later one keeps its result."""
     for at, first in ((WARMUP + STEPS + 1, WARMUP), (1, WARMUP)):
         config, folder = configuration(), tmp_path / str(at)
         interrupted_at(at, config, folder)

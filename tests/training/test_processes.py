@@ -182,7 +182,7 @@ def test_a_killed_process_ends_the_other_one_and_the_run_can_be_continued(
     plain = plain_config(**QUIET, trainer__devices=2, data__batch_size=64)
     done = killed_process(plain, tmp_path / "run", process=lost, at=15)
     assert done.returncode != 0
-    if lost == 1 and done.returncode != -signal.SIGKILL:  # Lightning may kill it at the same time
+    if lost == 1 and done.returncode != -signal.SIGKILL:  # Lightning may kill the process at the same time
         assert "Another process of this run has ended" in unwrapped(done.stderr)
         assert "Traceback" not in unwrapped(done.stderr)
     assert checkpoint.read(tmp_path / "run" / checkpoint.NAME)["global_step"] in (11, 12)

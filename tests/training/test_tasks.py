@@ -25,7 +25,7 @@ BSR_MOE = {"bsr_moe": {"num_experts": 4, "top_k": 2, "blocks": [1, 3], "drop_at"
 
 
 def plain_tasks(folders: Path, **changes: Any) -> dict[str, Any]:
-    """Return a configuration with six batches of each data set per epoch. `planes` has only four batches."""
+    """Return a configuration whose epoch has six batches per data set. The four batches of `planes` are repeated."""
     small: dict[str, Any] = {
         "method": BSR_MOE,
         "model__kwargs": {"depth": 4, "embed_dim": 16, "num_heads": 2},
