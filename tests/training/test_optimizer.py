@@ -132,9 +132,7 @@ def test_low_bit_states_have_the_groups_of_32_bits(name, bits):
 
 @pytest.mark.parametrize("settings", [{}, {"state_bits": 8}, {"name": "sgd"}])
 def test_the_backward_pass_steps(settings):
-    """Steps in the backward pass and after it give the same weights, with layer decay and a separate head learning
-    rate.
-    """
+    """Steps in the backward pass give the same weights as steps after it, including layer decay and head_lr_mult."""
     settings = {"layer_decay": 0.5, "head_lr_mult": 10.0, "weight_decay": 0.1, **settings}
     trained = []
     for in_backward in (False, True):
