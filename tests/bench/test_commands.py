@@ -1,4 +1,4 @@
-"""``efficient-ft bench``: each kind as a user runs it, what it writes, and its one clear message for a mistake."""
+"""Tests of ``efficient-ft bench``: the output, the files and the errors of each kind of bench."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.data.pictures import save
 
 
 def run(*arguments: str) -> None:
-    # The allocator of the test process is not changed; processes of recipes take seconds to start, and have a test.
+    # Keep the allocator of the test process, and skip the slow processes of recipes, which have their own test.
     apart = ["--memory-steps", "0"] if arguments[0] == "step" and "--memory-steps" not in arguments else []
     run_command("bench", [*arguments, "--allocator", "system", *apart])
 
@@ -57,12 +57,12 @@ def test_steps_of_two_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_steps_with_the_prefix_in_another_form_or_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    """The prefix is computed as often as the recipe says: the features of `read` once."""
+    """The prefix is computed once for the recipe `read`, and in every step for the recipe `form`."""
     features = FrozenPrefix.features
     computed: list[str] = []
 
     def counted(prefix: FrozenPrefix, images: Tensor) -> Tensor:
-        if len(images) == 3:  # the prefix is found on two
+        if len(images) == 3:  # two images are used to find the prefix
             computed.append(str(prefix.form))
         return features(prefix, images)
 
@@ -93,9 +93,9 @@ def test_memory_of_recipes_each_in_its_own_process(tmp_path: Path, capsys: pytes
         above = executed["peak_bytes"] - executed["model_bytes"] - executed["batch_bytes"]
         assert record["counted_bytes"] == above + record["optimizer_bytes"]
     full, head = report["recipes"].values()
-    # Two moments of each parameter, and a counter of steps for each tensor.
+    # AdamW stores two moments per parameter and a step counter per tensor.
     assert full["optimizer_bytes"] == pytest.approx(8 * full["trainable_parameters"], rel=1e-3)
-    # Hundreds of MiB are counted: the process must have grown by at least nearly as much, and by less than three times.
+    # The process must grow by 0.9 to 3 times the counted bytes (hundreds of MiB).
     assert 0.9 * full["counted_bytes"] < full["memory"]["growth_bytes"] < 3 * full["counted_bytes"]
     assert head["memory"]["growth_bytes"] < 0.7 * full["memory"]["growth_bytes"]
     printed = capsys.readouterr().out
@@ -151,7 +151,7 @@ def test_steps_of_an_optimizer_inside_the_backward_pass(tmp_path: Path):
     recipes = json.loads(file.read_text(encoding="utf-8"))["recipes"]
     assert len(recipes["inside"]["measured"]["step"]["seconds"]) == 2
     assert recipes["inside"]["trainable_parameters"] < recipes["full"]["trainable_parameters"]
-    # The frozen prefix is found with its own backward pass, whose update must not be left open.
+    # The search for the frozen prefix has its own backward pass, and must finish its update.
     assert "prefix" in recipes["inside"]["measured"]
 
 
@@ -172,7 +172,7 @@ def test_one_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: s
     (shape,) = report["shapes"].values()
     assert set(shape) == {"exact", "order 2", "order 15"}
     assert shape["exact"]["backward_flops"] == 4 * 24 * 40 * 49
-    # 3 coefficients of 49 positions: 2·49·3 per projected channel, in and out of g_y, x's gradient back; the bias
+    # Each channel's projection from 49 positions to 3 coefficients costs 2·49·3 FLOPs.
     projections = 2 * 49 * 3 * (24 + 40)
     assert shape["order 2"]["backward_flops"] == pytest.approx(4 * 24 * 40 * 3 + projections, rel=0.02)
     for of in shape.values():
@@ -291,7 +291,7 @@ def test_argparse_mistakes_exit_with_2(arguments: str):
 
 
 def test_help_answers_without_torch():
-    """The commands parse their arguments before anything heavy is imported."""
+    """The commands parse their arguments before they import torch."""
     code = """
 import importlib, sys
 for name in ("bench", "report", "gradient_error"):

@@ -1,4 +1,4 @@
-"""The study of gradient errors: what it compares, what it writes, and what padding costs on a trained network."""
+"""Tests of the study of gradient errors: its comparisons, its files and the effect of padding on a trained network."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ SMALL = {"depth": 2, "embed_dim": 48}
 
 @pytest.fixture(autouse=True)
 def small_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Studies run on a smaller network of the same kind."""
+    """Use a smaller network of the same kind for the studies."""
     monkeypatch.setattr(gradient_error, "ModelConfig", partial(ModelConfig, kwargs=SMALL))
 
 
 def _lively(model: nn.Module) -> nn.Module:
-    """A head that is not zero, as it is at initialization: no gradient would pass it."""
+    """Initialize the head with nonzero weights, because a zero head passes no gradient."""
     nn.init.normal_(model.head.weight, std=0.1)
     return model
 
@@ -52,7 +52,7 @@ def network() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file as users have it: half precision, trained at 32 pixels."""
+    """A typical weights file, in half precision and trained at 32 pixels."""
     torch.manual_seed(0)
     model = _lively(timm.create_model("vit_digits", num_classes=2, **SMALL))
     file = tmp_path_factory.mktemp("weights") / "weights.safetensors"
@@ -61,7 +61,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _draw(folder: Path, count: int) -> Path:
-    """Two classes of noisy gradients, one along each axis."""
+    """Write images of two classes with noisy brightness gradients along one axis each."""
     g = torch.Generator().manual_seed(0)
     for name, axis in (("across", 0), ("down", 1)):
         (folder / name).mkdir(parents=True)
@@ -100,13 +100,13 @@ def test_the_whole_study_runs_and_its_file_says_everything(weights, tmp_path, ca
         assert r["backward_mflops"] < 0.75 * r["exact_mflops"]
         network = r["batch"]["network"]
         assert 1e-3 < network["error"]["min"] <= network["error"]["mean"] <= network["error"]["max"]
-        assert 0 < network["cosine"]["mean"] <= 1  # rounded
+        assert 0 < network["cosine"]["mean"] <= 1  # may be rounded to 1
         assert set(r["batch"]) == {"network", "qkv", "proj", "fc1", "fc2", "rest", "activations", "first block"}
     assert "7×7, LP-4" in table
     assert all(name in table for name in few)
-    assert str(tmp_path) not in file.read_text(encoding="utf-8")  # nobody else's paths
+    assert str(tmp_path) not in file.read_text(encoding="utf-8")  # the file contains no local paths
 
-    # A second size joins the file, and the first keeps its records.
+    # A second size is added to the file without changing the first.
     other_size = [{**r, "image_size": 20, "grid": [5, 5]} for r in record["results"]]
     save(file, Study(weights, images, batches=1), other_size)
     both = json.loads(file.read_text(encoding="utf-8"))
@@ -157,7 +157,7 @@ def test_each_parameter_is_in_one_group(network):
 
 def test_gradients_are_autograds_own(network):
     x, y = _batch(2, 0)
-    model = copy.deepcopy(network).eval()  # the same forward: BatchNorm is frozen, nothing is dropped
+    model = copy.deepcopy(network).eval()  # the same forward pass: BatchNorm is frozen and dropout is disabled
     model.zero_grad()
     torch.nn.functional.cross_entropy(model(x), y).backward()
     _, found = step_gradients(network, (x, y), inputs=["blocks.1"])
@@ -168,7 +168,7 @@ def test_gradients_are_autograds_own(network):
 
 
 def test_gradients_of_a_step_with_methods(network):
-    """The step's number and seed reach the methods; adapted layers keep the plain model's names."""
+    """Methods receive the step's number and seed, and adapted layers keep the names of the plain model."""
     calls: list[Any] = []
 
     class Listening:
@@ -237,9 +237,9 @@ def test_headroom_bases_are_orthonormal_and_better_on_what_they_were_made_for(ne
         how = candidate.model.get_submodule("blocks.0.mlp.fc2").low_rank
         basis = torch.from_numpy(how.projector.rows.copy())
         torch.testing.assert_close(basis @ basis.T, torch.eye(len(basis), dtype=basis.dtype))
-        assert candidate.rank == len(basis) + 1  # the class token
+        assert candidate.rank == len(basis) + 1  # one more for the class token
 
-    # The leading singular vectors are the best a fixed basis can do for g_y of the images they come from.
+    # For the gradients g_y they were computed from, leading singular vectors are the best fixed basis.
     caught = {}
     model = copy.deepcopy(network)
     layer = model.get_submodule("blocks.0.mlp.fc2")
@@ -283,7 +283,7 @@ def test_padding_is_most_of_what_the_published_projection_loses(shared_data, tmp
         method.apply(changed)
         compared.append(Candidate(name, 4, changed, method))
     about = measure(model, compared, shuffled_batches(image_folder(tmp_path, config), 32, 1, 0, 0))
-    assert about["top1"] > 0.15  # of 100 classes: the weights, the position embedding and the images belong together
+    assert about["top1"] > 0.15  # chance is 0.01, so weights and images match
     reflect, ortho, dct = (c.scores["network"][0][0] for c in compared)
     assert dct < ortho < 0.85 * reflect
     assert 0.3 < reflect < 0.7

@@ -1,4 +1,4 @@
-"""Recipes as they are written on the command line."""
+"""Tests of recipes in the notation of the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports as text: committed ones print, ratios have one meaning, and a busy machine is noted."""
+"""Tests of text reports: committed reports print, ratios are consistent, and a busy machine is reported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.usefixtures("wide")
 
-#: The kinds of benches; other records under benchmarks/ are counts, which the documentation prints.
+#: The kinds of benches. Other records in benchmarks/ are counts, which the documentation shows.
 KINDS = {"step", "layer", "loop", "gradient", "optimizer"}
 REPORTS = sorted(
     path

@@ -1,4 +1,4 @@
-"""Times taken alternately, and their statistics."""
+"""Tests of alternating timings and their statistics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_rounds_alternate_and_ratios_pair_the_same_round():
     assert seconds == {"a": {"step": [4.0, 8.0, 6.0]}, "b": {"step": [2.0, 2.0, 6.0]}}
     out = summary(seconds, "a")
     assert out["a"]["step"]["times_faster"]["median"] == 1
-    assert out["b"]["step"]["times_faster"]["median"] == 2  # of 2, 4 and 1; the ratio of medians would be 3
+    assert out["b"]["step"]["times_faster"]["median"] == 2  # the median of 2, 4 and 1; the ratio of the medians is 3
     assert (out["b"]["step"]["q1"], out["b"]["step"]["q3"]) == (2, 4)
     assert out["b"]["step"]["times_faster"]["mean"] == pytest.approx(7 / 3)
     assert out["b"]["step"]["seconds"] == [2.0, 2.0, 6.0]

@@ -1,4 +1,4 @@
-"""A program in a working folder."""
+"""A fixture of the command line tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.cli.program import write_program
 
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
-    """A working folder, whose name has a space, with a program whose run trains nothing."""
+    """A working folder with a space in its name and a program whose run trains nothing."""
     folder = tmp_path / "a folder"
     folder.mkdir()
     write_program(folder)

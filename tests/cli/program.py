@@ -1,4 +1,4 @@
-"""The command line in this process, and as a program whose run trains nothing."""
+"""Helpers that run the command line in this process, or as a program whose run trains nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.conftest import unwrapped
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-# train.py with a run that returns at once, instead of the one that needs seconds to import torch.
+# train.py with a run that returns immediately and does not import torch.
 PROGRAM = """
 import json, os, signal, sys, time, types
 sys.path.insert(0, {repository!r})
@@ -59,7 +59,7 @@ assert "torch" not in sys.modules
 
 
 def composed(*arguments: str, sweep: bool = False, search: Path | None = None) -> list[Config]:
-    """The configurations that a command line gives."""
+    """Return the configurations of a command line."""
     register()
     return configurations(CONF, "train", arguments, sweep=sweep, search=None if search is None else str(search))
 
@@ -70,7 +70,7 @@ def write_program(folder: Path) -> None:
 
 
 def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the program of `folder` there; its messages are in one line each."""
+    """Run the program in `folder`, with each message on one line."""
     done = subprocess.run(
         [sys.executable, "program.py", *arguments], cwd=folder, capture_output=True, text=True, encoding="utf-8"
     )
@@ -79,5 +79,5 @@ def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def runs_of(folder: Path) -> set[Path]:
-    """The run folders below `folder`, relative."""
+    """Return the run folders below `folder` as relative paths."""
     return {file.parent.relative_to(folder) for file in (folder / "outputs").rglob("results.json")}

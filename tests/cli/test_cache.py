@@ -1,4 +1,4 @@
-"""``efficient-ft cache``: what it stores is what a run reads."""
+"""Tests of ``efficient-ft cache``: a run reads the stored features."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SETTINGS = [
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(command, "use_allocator", lambda choice: None)  # of the process of the tests
+    monkeypatch.setattr(command, "use_allocator", lambda choice: None)  # keeps the allocator of the test process
     monkeypatch.setattr(command, "restart_with", lambda choice: None)
     monkeypatch.chdir(tmp_path)
 
@@ -56,7 +56,7 @@ def test_a_run_computes_nothing_after_the_command(capsys: pytest.CaptureFixture[
 )
 def test_a_mistake_gets_one_message(words: list[str], message: str) -> None:
     own = {word.partition("=")[0] for word in words}
-    words = [word for word in words if word != "data=none"]  # the data sets are those of the tasks
+    words = [word for word in words if word != "data=none"]  # the tasks define the data sets
     settings = [word for word in SETTINGS if word.partition("=")[0].split(".")[0] not in own]
     with pytest.raises(UserError, match=message):
         command.main([*settings, *words])

@@ -1,4 +1,4 @@
-"""The entry `changed` of a run: the settings in which it differs from the options that its command chose."""
+"""Tests of the entry `changed` of a run: the settings that differ from the chosen options."""
 
 from __future__ import annotations
 

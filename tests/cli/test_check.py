@@ -1,4 +1,4 @@
-"""``efficient-ft check``: the report of a data set, the contact sheet, and the exit status."""
+"""Tests of ``efficient-ft check``: the report of a data set, the contact sheet and the exit status."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_unusable_files_are_grouped_by_reason(
     assert "30 × not readable as an image (its content is JSON" in text
     assert text.count("… and 27 more") == 2
     assert f"{root}/test/cat/0.jpg: not readable as an image (its content is PDF" in text
-    assert printed.count(str(root / "train")) <= 7  # three of each, and the contact sheet
+    assert printed.count(str(root / "train")) <= 7  # three files of each problem, and the contact sheet
     assert len(json.loads((out / "check.json").read_text())[""]["problems"]) == 61
 
 

@@ -1,4 +1,4 @@
-"""The configuration groups: every option composes, recipes hold the published settings, sweeps and own groups."""
+"""Tests of the configuration groups: all options compose, and recipes contain the published settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def options(group: str) -> list[str]:
     return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
 
 
-#: What options of another task need besides.
+#: Additional arguments for options of other tasks.
 TEXT = ("bert_base", "distilbert_base", "bert_tiny", "text")
 OF_TASK = {
     **dict.fromkeys(("segformer_b0", "deeplabv3_mobilenetv2", "smp"), ("task=segmentation", "data=camvid")),
@@ -46,7 +46,7 @@ def test_every_option_of_every_group_composes(group: str) -> None:
 def test_every_model_is_known_to_timm_with_its_weights() -> None:
     import timm
 
-    import efficient_ft.models.factory  # noqa: F401  registers ours
+    import efficient_ft.models.factory  # noqa: F401  registers our models
 
     for option in set(options("model")) - {"timm", "vit_digits", "smp", "segformer_b0", *TEXT}:
         (config,) = composed(f"model={option}", *OF_TASK.get(option, ["data=cifar10"]))
@@ -110,7 +110,7 @@ BACK_RAZOR = ("pets", "aircraft", "cifar10", "cifar100", "flowers102", "cars", "
     ),
 )
 def test_back_razor_s_recipe_of_a_vit(data: str, lr: float, steps: int) -> None:
-    """The paper prints 20k steps for all data sets; the authors' code has other numbers for most."""
+    """The paper prints 20k steps for all data sets; the authors' code differs for most data sets."""
     chosen = ("model=vit_base", f"data={data}", "method=back_razor")
     (config,) = composed(*chosen, f"recipe=back_razor_vit/{data}")
     assert config.trainer.max_steps == 20_000
@@ -180,7 +180,7 @@ def test_back_razor_s_recipe_of_a_mobile_network(data: str, lr: float, label_smo
     ],
 )
 def test_bsr_s_recipe_of_a_vit(data: str, lr: float, steps: int) -> None:
-    code = "_code" if steps != 20_000 else ""  # the paper prints 20k for all
+    code = "_code" if steps != 20_000 else ""  # the paper prints 20k steps for all data sets
     (config,) = composed("model=vit_base", f"data={data}", "method=bsr", f"recipe=bsr_vit{code}/{data}")
     (printed,) = composed("model=vit_base", f"data={data}", "method=bsr", f"recipe=bsr_vit/{data}")
     assert printed.trainer.max_steps == 20_000

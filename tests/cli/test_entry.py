@@ -1,4 +1,4 @@
-"""Signals while the command loads its libraries."""
+"""Tests of signals that arrive while the command imports its libraries."""
 
 from __future__ import annotations
 

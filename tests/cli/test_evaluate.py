@@ -1,4 +1,4 @@
-"""``evaluate=RUN``: a run folder is data. It is read as plain settings; nothing in it is composed or executed."""
+"""Tests of ``evaluate=RUN``: the run folder is read as plain data, and no part of it is composed or executed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from efficient_ft.core.errors import UserError
 from tests.cli.program import composed as composed_jobs
 from tests.cli.program import write_program
 
-#: Recorded overrides that make Hydra call or import what they name, in the order in which it reads them.
+#: Recorded overrides that make Hydra call or import an object, in Hydra's reading order.
 PAYLOADS = {
     "callback": ["+hydra.callbacks.a={_target_:builtins.open,file:@MARK@,mode:w}"],
     "forced callback": ["++hydra.callbacks.a={_target_:builtins.open,file:@MARK@,mode:w}"],
@@ -48,7 +48,7 @@ def settings() -> str:
 
 @pytest.fixture
 def stored(tmp_path: Path, settings: str) -> Path:
-    """A run folder: config.yaml, model.safetensors (empty here)."""
+    """A run folder with config.yaml and an empty model.safetensors."""
     write_program(tmp_path)
     run = tmp_path / "a run"
     (run / ".hydra").mkdir(parents=True)
@@ -118,7 +118,7 @@ def test_the_stored_settings_are_plain_text(stored: Path, monkeypatch: pytest.Mo
     file = stored / "config.yaml"
     file.write_text(file.read_text().replace("root: here", "root: ${oc.env:SECRET}"))
     assert composed(stored).data.root == "${oc.env:SECRET}"
-    # What the user types now is the user's own.
+    # Arguments of the current command may contain interpolations.
     assert composed(stored, "data.root=${oc.env:SECRET}").data.root == "s3cret"
 
 

@@ -1,4 +1,4 @@
-"""Flags of Hydra that exclude each other, or that need something."""
+"""Tests of Hydra's flags that exclude each other or require another flag."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_an_entry_that_the_configuration_lacks(program: Path) -> None:
 
 
 def test_help_equals_the_text_of_hydra(program: Path) -> None:
-    """It is written without composing the configuration, which takes most of the time."""
+    """The help is written without composing the configuration, which would take most of the time."""
     own, of_hydra = (call(program, "--help", *more).stdout for more in ((), ("--config-name", "train")))
     assert own == of_hydra
     assert "lbp_wht" in own

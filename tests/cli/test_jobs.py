@@ -1,4 +1,4 @@
-"""Sweeps: jobs in separate processes, finished ones skipped, failures in a table."""
+"""Tests of sweeps: jobs run in separate processes, finished jobs are skipped, and a table lists failures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_sweep_runs_all_tables_failures_and_is_repeated_only_where_unfinished(
     alone = runs_of(program)
     done = call(program, "-m", "method.lbp_wht.order=2,5,8,3", "trainer.progress=false")
     assert done.returncode == 1
-    # The job that ran before is the same run, in the same folder, and is not run again.
+    # The job of the first command has the same folder and is not repeated.
     assert "ran 2" in done.stdout
     assert "ran 3" not in done.stdout
     assert len(runs_of(program)) == 2
@@ -67,7 +67,7 @@ def test_jobs_at_the_same_time_have_the_same_outcomes(program: Path) -> None:
     done = call(program, "-m", "method.lbp_wht.order=2,5,8,3", "jobs=2", "trainer.progress=false")
     assert done.returncode == 1
     assert len(runs_of(program)) == 2
-    assert "ran 2" not in done.stdout  # printed into a file next to the run folder
+    assert "ran 2" not in done.stdout  # the output is in a file next to the run folder
     printed = [file.read_text() for file in (program / "outputs").rglob("*.log") if file.parent.name != ".hydra"]
     assert sorted(found for text in printed for found in re.findall(r"^ran \d", text, re.M)) == ["ran 2", "ran 3"]
     table = done.stdout[done.stdout.index("best accuracy") :]
@@ -81,7 +81,7 @@ def test_jobs_at_the_same_time_have_the_same_outcomes(program: Path) -> None:
 
 @pytest.mark.slow
 def test_a_mistake_in_a_job_of_hydra_s_own_launcher_is_one_clear_message(program: Path) -> None:
-    """Such launchers report a job's exception; a job that exits would be lost to them."""
+    """The job raises an exception, because Hydra's launchers cannot report a job that exits."""
     sweep = call(program, "-m", "hydra/launcher=basic", "method.lbp_wht.order=2,5")
     assert sweep.returncode == 2
     assert sweep.stderr.splitlines()[-2:] == ["order 5 is out of luck", "and explains it at length"]
@@ -122,7 +122,7 @@ def test_a_job_that_dies_in_any_way_is_a_failure_of_its_own() -> None:
     assert processes.run(["bash", "-c", "kill -40 $$"]).failure == "killed by signal 40"
 
 
-#: A job with a child: it prints both ids, and sleeps; with "ignore" it does not end by SIGTERM.
+#: A job that starts a child, prints both process ids and sleeps. With "ignore", it ignores SIGTERM.
 _HANGS = """
 import os, signal, subprocess, sys, time
 if sys.argv[1] == "ignore":
@@ -166,12 +166,12 @@ def _lives(process: int) -> bool:
         return False
 
 
-#: Arguments of the experiment that `experiment` writes.
+#: Arguments that select the experiment written by `experiment`.
 MINE = ("--config-dir", "own", "experiment=mine")
 
 
 def experiment(folder: Path, *rows: str) -> None:
-    """Write an experiment with these rows."""
+    """Write an experiment with the given rows."""
     file = folder / "own" / "experiment" / "mine.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(f"# @package _global_\nrows: {json.dumps(rows)}\n")
@@ -191,7 +191,7 @@ def test_a_sweep_goes_on_after_a_job_that_hangs(program: Path, parallel: int) ->
     table = done.stdout[done.stdout.index("best accuracy") :]
     assert re.search(r"order=9 .*: stopped after 3 s \(job_timeout\)\n", table)
     assert re.search(r"order=2 .* 20\.00 % ", table)
-    # The timeout is not part of the run, so the finished job is found again.
+    # The timeout is not part of the run's identity, so the finished job is found.
     again = call(program, "-m", "method.lbp_wht.order=2,3", "job_timeout=1h")
     assert again.returncode == 0, again.stderr
     assert again.stdout.count("finished before") == 1

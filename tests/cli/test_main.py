@@ -1,4 +1,4 @@
-"""The command as a program: help, exit statuses, run folders, entry points. Nothing here trains."""
+"""Tests of the command as a program: help, exit statuses, run folders and entry points, without training."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_an_unknown_command_is_named_with_help_too(program: Path) -> None:
 def test_what_the_system_refuses_is_one_message(
     raised: OSError, status: int | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A file that is missing may be our own mistake, and keeps its traceback."""
+    """A missing file keeps its traceback, because it may be a bug."""
     with pytest.raises(SystemExit if status else FileNotFoundError) as caught, clean_exits():
         raise raised
     if status:
@@ -92,7 +92,7 @@ def test_outcomes_of_a_run(program: Path) -> None:
 
 
 def test_a_reader_that_closes_the_pipe_ends_a_run_without_a_message(program: Path) -> None:
-    """As `efficient-ft ... | head` does; the folder of the run is not at fault."""
+    """A closed pipe, as in `efficient-ft ... | head`, is not reported as an error of the run folder."""
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run([sys.executable, "program.py"], cwd=program, stdout=write, stderr=subprocess.PIPE, text=True)
@@ -108,7 +108,7 @@ def test_a_run_has_the_folder_of_its_configuration_or_the_one_it_is_given(progra
     assert call(program, "trainer.progress=false", "hydra.run.dir='my run'").returncode == 0
     assert (program / "my run" / "results.json").is_file()
 
-    # An evaluation takes the settings of the run, arguments given now win, and it leaves nothing.
+    # An evaluation uses the settings of the run and the given arguments, and writes no files.
     before = sorted(program.rglob("*"))
     assert call(program, "method.lbp_wht.order=3", "optim.lr=0.5", "hydra.run.dir=third").returncode == 0
     after_third = sorted(program.rglob("*"))

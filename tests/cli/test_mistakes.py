@@ -1,4 +1,4 @@
-"""Mistaken command lines are refused in one clear line, before anything starts."""
+"""Tests of invalid command lines: each is rejected with one message before anything starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder that Hydra makes for a run or a sweep."""
+"""Tests of the folder that Hydra creates for a run or a sweep."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_folder_that_is_none_is_refused(key: str, value: str, said: str) -> No
 
 @pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir"])
 def test_a_reference_that_is_escaped_is_refused(key: str) -> None:
-    """Hydra would make the folder ``r_${seed}``, and open the log in the folder ``r_233``."""
+    """Hydra would create the folder ``r_${seed}`` but open the log in the folder ``r_233``."""
     with pytest.raises(UserError, match=r"must be a folder without \\\$\{, got .* Remove the backslash"):
         composed(rf"{key}=r_\${{seed}}")
 
@@ -74,7 +74,7 @@ def _not_for_folders(place: Path) -> Path:
 def test_what_cannot_be_made_is_one_message(
     folder: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # with which Hydra prints errors, and exits with 1
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # Hydra prints errors itself and exits with status 1
     write_program(tmp_path)
     place = folder(tmp_path)
     done = call(tmp_path, f"hydra.run.dir={place}")
@@ -96,7 +96,7 @@ def test_a_message_passes() -> None:
 
 
 def test_a_log_that_cannot_be_opened_is_one_message(tmp_path: Path) -> None:
-    """As for each command in a folder on a file system that is read-only now."""
+    """A log file that cannot be opened gives the same message as a read-only file system."""
     write_program(tmp_path)
     log = tmp_path / "run" / "train.log"
     log.mkdir(parents=True)
@@ -110,7 +110,7 @@ def test_a_log_that_cannot_be_opened_is_one_message(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_named_with_what_is_free(tmp_path: Path) -> None:
-    """Hydra writes into the folder first; the error has no file name."""
+    """An error without a file name is attributed to the folder of the sweep."""
     with (
         pytest.raises(
             UserError, match=r"^hydra\.sweep\.dir: .*sweep cannot be .*\(no space left on device; .*B are free"
@@ -179,7 +179,7 @@ def test_a_refused_run_keeps_the_files_of_an_earlier_command(program: Path) -> N
     assert not (program / "run" / "train.log").exists()
 
 
-#: Rejected by the run itself, after Hydra has composed the settings and made the folder.
+#: A program whose run is rejected after Hydra has created the folder.
 _REJECTING = """
 import sys
 sys.path.insert(0, {repository!r})
@@ -213,7 +213,7 @@ def test_a_rejected_command_changes_nothing_in_the_folder_of_a_run(program: Path
 
 
 def test_an_empty_current_folder_is_not_removed(program: Path, tmp_path: Path) -> None:
-    """The cost is counted in the current folder."""
+    """A command with cost_only=true runs in the current folder, which is kept."""
     (tmp_path / "empty").mkdir()
     done = subprocess.run(
         [sys.executable, str(program / "program.py"), "cost_only=true", "method.lbp_wht.order=5"],

@@ -1,4 +1,4 @@
-"""``efficient-ft plan``: what it prints, writes and refuses."""
+"""Tests of ``efficient-ft plan``: its output, its files and its errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.planning.common import SETTINGS, few
 @pytest.fixture(autouse=True)
 def one_candidate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(planner, "candidates", few(["full"]))
-    monkeypatch.setattr(command, "use_allocator", lambda choice: None)  # of the process of the tests
+    monkeypatch.setattr(command, "use_allocator", lambda choice: None)  # keeps the allocator of the test process
     monkeypatch.chdir(tmp_path)
 
 

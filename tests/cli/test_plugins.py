@@ -1,4 +1,4 @@
-"""Methods of other packages: their YAML is an option of `method`; a package that breaks the rules is named."""
+"""Tests of methods of other packages: their YAML is an option of `method`, and errors name the package."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.cli.program import composed
 
 
 def package(folder: Path, name: str, method: str, files: dict[str, str]) -> None:
-    """An installed distribution `name` with a method of that name, and `files` in its conf folder.
+    """Write an installed distribution `name` with the method `method` and `files` in its conf folder.
 
-    The module raises: nothing may import it.
+    The module raises an error when it is imported.
     """
     module = name.replace("-", "_")
     (folder / module).mkdir(parents=True)
@@ -58,7 +58,7 @@ def test_its_options_compose_like_our_own(site: Path) -> None:
 
 
 class EveryNth(Method):
-    """The method that the distribution of these tests would hold."""
+    """The method of the test distribution."""
 
     name, axis = "every_nth", Axis.MEMORY
 
@@ -92,7 +92,7 @@ def test_a_yaml_that_does_not_fit_the_constructor_is_refused_by_name(
     package(site, "every-nth-method", "every_nth", {f"method/{name}.yaml": text for name, text in files.items()})
     with pytest.raises(UserError, match=rf"^Package every-nth-method: .*{said}"):
         build.build_methods(composed(f"method={list(files)[-1]}")[0])
-    build.build_methods(composed("method=full")[0])  # of methods that are not chosen nothing is read
+    build.build_methods(composed("method=full")[0])  # files of unused methods are not read
 
 
 def test_a_yaml_may_have_a_default_selection_or_build_on_another(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:

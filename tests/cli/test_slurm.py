@@ -1,4 +1,4 @@
-"""The command line of a submission to Slurm. Real jobs are in tests/training/test_slurm.py."""
+"""Tests of the command line of a Slurm submission. Tests with real jobs are in tests/training/test_slurm.py."""
 
 from __future__ import annotations
 

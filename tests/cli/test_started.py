@@ -1,4 +1,4 @@
-"""Commands that start with closed or full streams, in a removed folder, or with a malformed environment."""
+"""Tests of commands that start with closed or full streams, in a removed folder or with a malformed environment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="POSIX shells")
 
 
 def shell(folder: Path, words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run ``efficient-ft WORDS`` by a shell in `folder`; its messages are in one line each."""
+    """Run ``efficient-ft WORDS`` with a shell in `folder`, with each message on one line."""
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY), **environment}
     command = f"{sys.executable} -m efficient_ft {words}"
     done = subprocess.run(["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=300)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM outside of a training, even if libraries catch the exception of the signal."""
+"""Tests of Ctrl-C and SIGTERM outside of training, including libraries that catch the signal's exception."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def answers() -> Iterator[None]:
 
 
 def signalled(number: int, error: Exception | None) -> None:
-    """A signal whose exception is lost, as in a callback of C code, and the error that follows; None: not lost."""
+    """Raise a signal, suppress its exception and raise `error`; with None, the exception is not suppressed."""
     with contextlib.suppress(*(() if error is None else (BaseException,))):
         signal.raise_signal(number)
     assert error is not None
@@ -61,7 +61,7 @@ def test_an_error_without_a_signal_stays_itself() -> None:
 
 @pytest.mark.parametrize("number", STATUS)
 def test_a_signal_within_code_that_is_a_text_has_the_same_status(number: int, tmp_path: Path) -> None:
-    """After a plain KeyboardInterrupt there, ``python -m`` would end by the signal, instead of the status."""
+    """After a plain KeyboardInterrupt, ``python -m`` would exit by the signal instead of the status."""
     (tmp_path / "stopped.py").write_text(
         textwrap.dedent(f"""
         from efficient_ft.cli.exits import clean_exits
@@ -100,7 +100,7 @@ def test_while_libraries_load_nothing_can_catch_it(number: int) -> None:
 
 
 def test_a_second_signal_at_the_same_time_is_the_same_request(capsys: pytest.CaptureFixture[str]) -> None:
-    """``timeout`` sends one to its child, and one to the process group."""
+    """``timeout`` sends one signal to its child and one to the process group."""
 
     @contextlib.contextmanager
     def cleaning_up() -> Iterator[None]:
@@ -122,7 +122,7 @@ def test_other_signals_that_ask_to_end_have_their_own_status(name: str, capsys: 
         pytest.fail(f"{name} is not answered")
 
     number = getattr(signal, name)
-    before = signal.signal(number, unanswered)  # nohup ignores SIGHUP, and the default would end all tests
+    before = signal.signal(number, unanswered)  # nohup ignores SIGHUP; the default handler would end the test process
     core_stopping.answer(stopping._answer)
     try:
         with pytest.raises(SystemExit) as left, clean_exits():
@@ -145,7 +145,7 @@ def test_a_hang_up_that_nohup_ignores_stays_ignored() -> None:
 @pytest.mark.parametrize("number", STATUS)
 @pytest.mark.parametrize("place", ["before", "after_in_parent", "finalizer"])
 def test_an_exception_that_python_discards_is_raised_later(number: int, place: str) -> None:
-    """A signal during a fork used to print a traceback and was lost, and logging kept its lock."""
+    """An exception that Python discards in a fork callback or a finalizer still ends the program."""
     arm = "Finalized()" if place == "finalizer" else f"os.register_at_fork({place}=send)"
     code = f"""
         import os, signal, time
@@ -175,7 +175,7 @@ def test_an_exception_that_python_discards_is_raised_later(number: int, place: s
 
 @pytest.mark.parametrize("number", STATUS)
 def test_a_signal_during_a_fork_leaves_no_lock_held(number: int) -> None:
-    """Libraries release their locks in callbacks after a fork, which an exception would cut short."""
+    """The signal does not interrupt fork callbacks, in which libraries release their locks."""
     code = f"""
         import os, signal, threading, time
         from efficient_ft.cli.exits import clean_exits

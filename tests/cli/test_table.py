@@ -1,4 +1,4 @@
-"""``efficient-ft table``: what is listed and shown, commands, costs, runs and their report."""
+"""Tests of ``efficient-ft table``: listed tables, commands, costs, runs and their report."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_mistakes_are_one_clear_line(arguments: list[str], said: str) -> None:
 def test_a_report_has_published_and_obtained_side_by_side(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over the seeds that are there, never over runs of other settings; and it says what is missing."""
+    """The mean covers the existing seeds of runs with the same settings, and missing runs are listed."""
     monkeypatch.chdir(tmp_path)
     chosen = chosen_rows(published_table("alast/7"), ["deit_t.alast"])[0].cells["acc_flowers"].arguments
     from efficient_ft.cli.hydra.variants import folder_of
@@ -224,7 +224,7 @@ def test_a_report_takes_the_accuracy_on_the_test_images_and_names_what_it_cannot
 
 @pytest.mark.exhaustive
 def test_the_images_that_costs_are_counted_for_are_those_that_train() -> None:
-    """The recipes train on the 1,020 training images of Flowers-102, not on the 2,040 with those of validation."""
+    """The recipes train on the 1,020 training images of Flowers-102, without the validation images."""
     rows = [row for n in range(1, 8) for row in published_table(f"alast/{n}").rows if "compute_pflops" in row.costs]
     configs = [composed(*row.arguments)[0] for row in rows if row.arguments]
     assert {config.data.name for config in configs} == {"flowers102", "cifar100", "food101"}
@@ -274,7 +274,7 @@ def test_costs_as_data_have_a_column_each_and_are_numbers(capsys: pytest.Capture
 
 @pytest.mark.exhaustive
 def test_of_the_costs_that_follow_a_rule_95_percent_agree_and_all_others_have_a_reason() -> None:
-    """All tables; some ten minutes."""
+    """All tables are counted, which takes about ten minutes."""
     tables = [published_table(name) for name in table_names()]
     cells = [(t.name, row.name, cell) for t in tables for row in t.rows for cell in cost_cells(t, row)]
     assert len(cells) == 587
@@ -286,7 +286,7 @@ def test_of_the_costs_that_follow_a_rule_95_percent_agree_and_all_others_have_a_
 
 @pytest.mark.exhaustive
 def test_a_row_runs_and_is_reported(shared_data: Path, tmp_path: Path) -> None:
-    """DeiT-Tiny on Flowers-102, two steps; repeated, it runs nothing."""
+    """A row runs DeiT-Tiny on Flowers-102 for two steps; the repeated command runs nothing."""
     shutil.unpack_archive(shared_data / "flowers102_64.tar.gz", tmp_path, filter="data")
     few = ["trainer.max_steps=2", "trainer.limit_eval_batches=1", "model.image_size=64", "trainer.progress=false"]
     here = ["data.root=flowers102_64", "data.download=false", f"model.weights={shared_data / 'deit_tiny.safetensors'}"]

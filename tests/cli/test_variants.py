@@ -1,4 +1,4 @@
-"""The variant of a method: in the folder's name, and named where it is not the paper's."""
+"""Tests of method variants: the run folder contains the variant, and variants not in the paper are marked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``efficient-ft train|evaluate|cost``: the same settings as before, in front of which the command stands."""
+"""Tests of ``efficient-ft train|evaluate|cost``: they accept the same settings as a command line without a command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No command prints a line that is wider than the terminal, paths excepted, with names of any length."""
+"""Tests of line widths: no command prints a line wider than the terminal, except paths."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tests.training.runs import plain_config
 STACK = "full+lora:rank=8,alpha=16+low_bit:bits=4+checkpointing:input_dtype=int4+tome:r=16+lbp_dct:order=4"
 WIDE = "猫の写真の分類" * 20
 
-# The narrowest terminal is the hardest one.
+# Only the narrowest terminal is tested by default.
 pytestmark = [
     pytest.mark.parametrize("width", [80, 100, 120]),
     pytest.mark.first(1, "exhaustive", of="width"),
@@ -58,7 +58,7 @@ def terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fits(width: int, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Checks that all lines of a text, and of what was printed, fit; a line of one word is a path."""
+    """Assert that all lines of a text and of the output fit. A line of one word is a path and may be longer."""
 
     def checked(text: str = "") -> str:
         captured = capsys.readouterr()
@@ -141,7 +141,7 @@ def test_collect(columns: list[str], tmp_path: Path, fits: Callable[..., str]) -
 def test_published_tables(columns: list[str], fits: Callable[..., str]) -> None:
     table.main(columns)
     figure.main([])
-    reported = set()  # a report composes the configuration of its runs: one of each paper
+    reported = set()  # only one report per paper is tested, because a report composes configurations
     for name in table_names():
         table.main([name, *columns])
         first, paper = published_table(name).rows[0], name.partition("/")[0]

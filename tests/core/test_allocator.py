@@ -1,4 +1,4 @@
-"""The allocator of a program: preloaded by one new start, kept memory, errors, and processes that are left alone."""
+"""Tests of the allocator of a program: its restart with a preload, kept memory, errors and unaffected processes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ mimalloc = pytest.mark.skipif(
     not allocator._glibc() or next(allocator._libraries("mimalloc"), None) is None, reason="needs mimalloc"
 )
 
-#: The allocator that `auto` finds on this machine.
+#: The allocator that `auto` selects on this machine.
 FIRST = next((name for name in allocator._PRELOADED if next(allocator._libraries(name), None)), None)
 
-#: A program that says how often it was started, and with what. Its name makes it one of ours.
+#: A program that prints each start and its arguments. Its file name marks it as a program of the package.
 PROGRAM = """
 import json, os, subprocess, sys
 from efficient_ft.core import allocator
@@ -42,7 +42,7 @@ print(json.dumps({{"used": used, "arguments": sys.argv[1:], "flags": sys.flags.d
 def start(
     folder: Path, *arguments: str, name: str = "train.py", before: str = "", **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run the program in a separate process, without a preload of this one's."""
+    """Run the program in a separate process, without this process's preload."""
     (folder / name).write_text(PROGRAM.format(before=before))
     clean = {k: v for k, v in os.environ.items() if k not in ("LD_PRELOAD", allocator._RESTARTED)}
     return subprocess.run(
@@ -54,7 +54,7 @@ def start(
 
 
 def last(process: subprocess.CompletedProcess[str]) -> dict[str, object]:
-    """Return what the program printed at its end."""
+    """Return the last line that the program printed."""
     assert process.returncode == 0, process.stderr
     found: dict[str, object] = json.loads(process.stdout.splitlines()[-1])
     return found
@@ -62,7 +62,7 @@ def last(process: subprocess.CompletedProcess[str]) -> dict[str, object]:
 
 @glibc
 def test_freed_memory_is_kept() -> None:
-    # Resident pages after a large block is freed, in a separate process.
+    # Measure resident pages in a separate process after a large block is freed.
     code = (
         "import sys, pathlib\n"
         "from efficient_ft.core.allocator import keep_freed_memory\n"
@@ -94,7 +94,7 @@ def test_a_program_starts_again_once_with_the_same_arguments(tmp_path: Path, cho
     name = "mimalloc" if choice == "mimalloc" else FIRST
     assert found["used"] == name
     assert found["arguments"] == [choice, "a b", "c=[1,2]"]
-    assert found["flags"] is True  # python -X dev
+    assert found["flags"] is True  # the flag -X dev is kept
     assert process.stdout.count("start\n") == 2
     assert process.stderr == "", "the note is in the log"
 

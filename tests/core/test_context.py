@@ -1,4 +1,4 @@
-"""Thread-local context: what is set holds inside a ``with`` block, in one thread."""
+"""Tests of the thread-local context: a value is valid inside a ``with`` block of one thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing files: atomically, and never through a link."""
+"""Tests of file writes, which are atomic and never follow links."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_folder_that_is_removed_meanwhile_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as caught:
         write_atomically(folder / "file", write)
     assert str(folder) in str(caught.value)
-    assert Path(caught.value.filename).name == "file"  # the error of the write, not one of cleaning up after it
+    assert Path(caught.value.filename).name == "file"  # the error of the write, and not an error of the cleanup
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
@@ -92,7 +92,7 @@ def test_files_have_the_permissions_of_the_umask(umask: int, tmp_path: Path) -> 
 
 def test_a_pipe_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def replace(temporary: Path, path: Path) -> None:
-        raise AssertionError(f"{path} would be replaced")  # root may replace a device, and would lose it
+        raise AssertionError(f"{path} would be replaced")  # root could replace the device file
 
     monkeypatch.setattr(os, "replace", replace)
     write_text_atomically(Path("/dev/null"), "x")

@@ -1,4 +1,4 @@
-"""Numbers, sizes and times as text."""
+"""Tests of numbers, sizes and times as text."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def test_a_size_as_a_setting_is_never_too_small(size: int, shown: str) -> None:
     assert parse_bytes("memory", shown) >= size
 
 
-#: Percentages, sizes and times that an f-string formats itself: ``{x:.2%}``, ``{x / 2**20:.1f}``, ``{x:.1f} s``.
+#: Matches percentages, sizes and times in f-strings: ``{x:.2%}``, ``{x / 2**20:.1f}``, ``{x:.1f} s``.
 _OWN = re.compile(
     r":[+.0-9]*%\}|\{[^{}]*/ ?(?:2 ?\*\* ?[23]0|1e6|1e9|10\*\*9)[^{}]*:[^{}]*\}|:\.\dg?f?\} ?(?:s|min|[MG]i?B|%)\b"
 )
-#: Charts and their captions, whose axes have units, and the readers of data, with their own limits.
+#: Modules that may format numbers: the formatters in core, and charts and tables with units.
 _ALLOWED = ("core/", "report/figures.py", "report/plan_figure.py", "bench/tables.py")
 
 

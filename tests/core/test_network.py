@@ -1,4 +1,4 @@
-"""Reachability of URLs, without a network: local files, a stub in the place of the opener."""
+"""Tests of the reachability of URLs without a network, with local files and a stub of the opener."""
 
 from __future__ import annotations
 

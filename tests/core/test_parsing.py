@@ -1,4 +1,4 @@
-"""JSON and YAML texts that are damaged, or made to cost time and memory."""
+"""Tests of JSON and YAML texts that are damaged or designed to use much time and memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BOMB = "a0: &a0 [x,x]\n" + "".join(f"a{k}: &a{k} [{_NINE.replace('*a', f'*a{k - 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, '{"a":' * 100_000, "[1] [2]", b"\xff", "9" * 5000])
 def test_what_is_no_json_is_a_value_error(text: str | bytes) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011  of Python's own words
+    with pytest.raises(ValueError):  # noqa: PT011  the message is Python's
         parse_json(text)
 
 

@@ -1,4 +1,4 @@
-"""Resident memory and its high-water mark, in separate processes: touched pages are seen, freed ones are not."""
+"""Tests of resident memory and its high-water mark, which include touched pages and exclude freed pages."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ CAN_RESET = process_memory._reset_mark()
 
 
 def in_a_process(code: str) -> Any:
-    """Run `code` in a fresh process; what it prints, from JSON. Memory mapped anonymously is freed to the system."""
-    begin = (  # private, so that closing frees it
+    """Run `code` in a fresh process, and return its output parsed as JSON."""
+    begin = (  # closing a private map frees its memory
         "import json, mmap, time\n"
         "from pathlib import Path\n"
         "from efficient_ft.core import process_memory\n"
@@ -39,7 +39,7 @@ def in_a_process(code: str) -> Any:
     return json.loads(done.stdout)
 
 
-#: Makes the next mark a sampled one, as where /proc cannot be written; "lifetime" leaves the system's mark readable.
+#: Code that forces a sampled mark, as if /proc were not writable. "lifetime" keeps the system's mark readable.
 WAYS = {
     "reset": "",
     "sampled": "process_memory._CLEAR_REFS = process_memory._STATUS = Path('/nowhere/at/all')\n",
@@ -114,7 +114,7 @@ def test_freed_memory_that_the_allocator_keeps_is_released() -> None:
 
 # ------------------------------------------------------------------------------------------------ limits
 def _tree(root: Path, cgroup: str, files: dict[str, str]) -> Path:
-    """A file system with the control groups of a process."""
+    """Write a file system with the control groups of a process."""
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/self/cgroup").write_text(cgroup)
     for name, text in files.items():
@@ -133,7 +133,7 @@ _V1 = "9:cpu,cpuacct:/docker/a\n4:memory:/docker/a\n1:name=systemd:/docker/a\n"
         ("0::/app.slice/job\n", {"app.slice/job/memory.max": "1048576\n", "app.slice/memory.max": "max\n"}, 2**20),
         ("0::/app.slice/job\n", {"app.slice/job/memory.max": "max\n", "app.slice/memory.max": "4096\n"}, 4096),
         ("0::/\n", {"memory.max": "8192\n"}, 8192),
-        ("0::/../host/path\n", {"memory.max": "8192\n"}, 8192),  # a container that sees its own group only
+        ("0::/../host/path\n", {"memory.max": "8192\n"}, 8192),  # a container that sees only its own group
         (_V1, {"memory/docker/a/memory.limit_in_bytes": "12288\n"}, 12288),
         (_V1, {"memory/memory.limit_in_bytes": "16384\n"}, 16384),
         (_V1, {"memory/docker/a/memory.limit_in_bytes": "9223372036854771712\n"}, None),

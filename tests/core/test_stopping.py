@@ -1,4 +1,4 @@
-"""Worker processes leave signals to their parent."""
+"""Tests of worker processes, which leave signals to their parent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sends signals")
 
 
 class Numbers(Dataset[int]):
-    """Numbers that take a moment each."""
+    """A data set of numbers with a short delay per item."""
 
     def __len__(self) -> int:
         return 12
@@ -40,7 +40,7 @@ def test_workers_go_on_after_a_signal_to_all_processes(number: int) -> None:
         if len(found) == 3:
             for worker in multiprocessing.active_children():
                 assert worker.pid is not None
-                os.system(f"kill -{number} {worker.pid}")  # a process that is not their parent sends it
+                os.system(f"kill -{number} {worker.pid}")  # the signal comes from a process that is not the parent
     assert found == list(range(12))
 
 

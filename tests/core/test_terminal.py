@@ -1,4 +1,4 @@
-"""Prose on a terminal and in a pipe."""
+"""Tests of prose on a terminal and in a pipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables and lines for a terminal: widths, wide characters, and columns that do not fit."""
+"""Tests of tables and lines on a terminal: widths, wide characters and columns that do not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokenizer of a text model, compared with transformers' own."""
+"""Tests of the tokenizer of a text model against the tokenizer of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes and times as a user writes them."""
+"""Tests of sizes and times in the user's notation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The smallest classifier of images, and arguments of timm that make a network small."""
+"""A minimal image classifier, and timm arguments for small networks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SMALL_SWIN = {"img_size": 64, "depths": (2, 1), "num_heads": (3, 6)}
 
 
 class Flat(nn.Module):
-    """Images (B, C, H, W) → the layers on their flattened pixels."""
+    """Apply `layers` to the flattened pixels of images of shape (B, C, H, W)."""
 
     def __init__(self, *layers: nn.Module):
         super().__init__()
@@ -21,7 +21,7 @@ class Flat(nn.Module):
 
 
 class Checkpointed(Flat):
-    """Computes its layers again in the backward pass."""
+    """A `Flat` that recomputes its layers in the backward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)

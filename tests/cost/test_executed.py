@@ -1,4 +1,4 @@
-"""The counts against hand-worked examples, against real runs, and against the figures known for real models."""
+"""Tests of the counts against examples by hand, real runs, and known values of real models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SMALL_EFFICIENTFORMER = {"depths": (1, 1, 1, 2)}
 
 
 def really(model: nn.Module, batch: int, size: int, precision: str = "fp32") -> Executed:
-    """Count the same step on real tensors."""
+    """Count a step on real tensors."""
     with undisturbed():
         return count_batch(Probe(model, (), StepSpec(batch, (size, size), precision, 0.1)), batch, fake=False)
 
@@ -40,19 +40,19 @@ def test_a_small_network_by_hand():
     count = executed(Flat(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, classes)), batch, (4, 4))
     assert count.counted_on == ON_FAKE_TENSORS
     assert count.forward_flops == 2 * inputs * hidden + 2 * hidden * classes
-    # no gradient to the images
+    # the images require no gradient
     assert count.backward_flops == 2 * inputs * hidden + 4 * hidden * classes
-    # images; relu's output, which the second layer shares; log-softmax and labels; the loss's total weight
+    # images, ReLU output (shared with the second layer), log-softmax, labels and total weight of the loss
     assert count.saved_bytes * batch == 4 * batch * (inputs + hidden + classes) + 8 * batch + 4
     parameters = 4 * (inputs * hidden + hidden + hidden * classes + classes)
     assert count.model_bytes == parameters
     gradients = parameters
-    floor = parameters + 4 * batch * inputs + 8 * batch  # model, images and labels live throughout
+    floor = parameters + 4 * batch * inputs + 8 * batch  # model, images and labels are always in memory
     assert floor + gradients <= count.peak_bytes <= floor + gradients + count.saved_bytes * batch
 
 
 def test_the_optimizer_by_hand():
-    """Four layers of equal size, whose activations are small: the peak is the model and its gradients."""
+    """With small activations, the peak consists of the model and its gradients."""
     side, batch, layers = 256, 2, 4
     model = Flat(*(nn.Linear(side, side, bias=False) for _ in range(layers)))
     one = 4 * side * side
@@ -72,10 +72,10 @@ def test_the_optimizer_by_hand():
     assert {count.peak_bytes for count in (plain, *low)} == {ordinary.peak_bytes}
     assert ordinary.peak_bytes >= 2 * layers * one
     inside = counted(lambda p: step_in_backward(torch.optim.AdamW(p, fused=True)))
-    # one gradient at a time; two while the next layer's is computed
+    # one gradient is stored at a time, and two while the next is computed
     assert layers * one + one <= inside.peak_bytes < layers * one + 2 * one
     assert (inside.optimizer_bytes, inside.flops) == (plain.optimizer_bytes, plain.flops)
-    # an update with copies of its parameter holds them at the peak
+    # an update that copies its parameter adds the copies to the peak
     several = counted(lambda p: step_in_backward(torch.optim.AdamW(p, foreach=False, fused=False)))
     assert several.peak_bytes >= inside.peak_bytes + one
 
@@ -107,7 +107,7 @@ def test_autocast_counts_the_low_precision_copies():
     batch = 6
     count = executed(Flat(nn.Linear(48, 10, bias=False)), batch, (4, 4), precision="bf16")
     plain = executed(Flat(nn.Linear(48, 10, bias=False)), batch, (4, 4))
-    # the images in bf16; no gradient to them, so the weight's copy is not kept; logits in fp32 for the loss
+    # images in bf16 and logits in fp32; the weight's copy is not saved, because the images require no gradient
     assert count.saved_bytes * batch == 2 * batch * 48 + 4 * batch * 10 + 8 * batch + 4
     assert count.forward_flops == plain.forward_flops
     two = Flat(nn.Linear(48, 20, bias=False), nn.Linear(20, 10, bias=False))
@@ -118,7 +118,7 @@ def test_autocast_counts_the_low_precision_copies():
 @pytest.mark.parametrize("groups", [1, 2, 8])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_convolutions_cost_twice_the_forward_in_the_backward(groups: int, transposed: bool):
-    """The library's formula counts a grouped weight gradient `groups` times too high."""
+    """PyTorch's formula overestimates a grouped weight gradient by the factor `groups`."""
     kind = nn.ConvTranspose2d if transposed else nn.Conv2d
 
     class Net(nn.Module):
@@ -136,7 +136,7 @@ def test_convolutions_cost_twice_the_forward_in_the_backward(groups: int, transp
     assert flops.forward == 2 * 8 * 16 // groups * 9 * positions
     assert flops.backward == 2 * flops.forward
     frozen = Net()
-    frozen.stem.requires_grad_(False)  # no gradient to the input of conv
+    frozen.stem.requires_grad_(False)  # the input of conv requires no gradient
     assert layer_flops(frozen, 2, (12, 12))["conv"].backward == flops.forward
 
 
@@ -146,14 +146,14 @@ def test_recomputation_is_counted_in_the_backward_pass_and_in_the_peak():
 
     plain, again = executed(Flat(*layers()), 64, (4, 4)), executed(Checkpointed(*layers()), 64, (4, 4))
     assert again.forward_flops == plain.forward_flops
-    # the last layer's products are not computed again: recomputation stops at its input
+    # recomputation stops at the last layer's input and skips its products
     missing = 2 * 400 * 10
     assert again.backward_flops in (
         plain.backward_flops + plain.forward_flops,
         plain.backward_flops + plain.forward_flops - missing,
     )
     assert again.saved_bytes < plain.saved_bytes / 3
-    assert again.peak_bytes > again.model_bytes + plain.saved_bytes * 64  # as much is held again, at once
+    assert again.peak_bytes > again.model_bytes + plain.saved_bytes * 64  # recomputation stores all activations at once
 
 
 # ---------------------------------------------------------------------------------------------- against real runs
@@ -178,7 +178,7 @@ def test_fake_tensors_count_what_a_real_run_counts(name: str, arguments: dict[st
 
 
 def test_the_peak_is_the_allocators():
-    """Against the allocations that torch's profiler reports, which do not know the meter."""
+    """The counted peak equals the peak of the allocations reported by torch's profiler."""
     model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, num_classes=10).train()
     images, labels = torch.randn(32, 3, 64, 64), torch.zeros(32, dtype=torch.long)
     resident = sum(t.nbytes for t in [*model.parameters(), *model.buffers(), images, labels])
@@ -193,7 +193,7 @@ def test_the_peak_is_the_allocators():
 
 
 class Peeking(Flat):
-    """Branches on a value: fake tensors have none."""
+    """A model that branches on a tensor value, which fake tensors do not have."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
@@ -208,7 +208,9 @@ def test_a_model_that_looks_at_values_is_counted_by_real_runs_and_says_so():
     assert (peeking.forward_flops, peeking.backward_flops) == (plain.forward_flops, plain.backward_flops)
     assert peeking.saved_bytes == pytest.approx(plain.saved_bytes)
     assert peeking.batch_size == 40
-    assert peeking.peak_bytes == pytest.approx(plain.peak_bytes, rel=0.1)  # the maximum of several lines
+    assert peeking.peak_bytes == pytest.approx(
+        plain.peak_bytes, rel=0.1
+    )  # the peak is the maximum of several linear functions
     few = executed(Peeking(*layers), 8, (4, 4))
     assert few.counted_on.startswith("a real run (DataDependent")
     assert few.peak_bytes == executed(Flat(*layers), 8, (4, 4)).peak_bytes
@@ -221,7 +223,7 @@ def test_a_model_with_a_fault_raises_its_own_error():
 
 # ---------------------------------------------------------------------------------------------- known figures
 def on_meta(name: str, **arguments: Any) -> nn.Module:
-    """Without memory or initial values: nothing here needs any."""
+    """Create a model on the meta device, without memory or initial values."""
     with torch.device("meta"):
         return timm.create_model(name, **arguments)
 
@@ -244,7 +246,7 @@ def test_swinv2_small_last_stage_reaches_qkv():
     model = trained_last(on_meta("swinv2_small_window8_256", num_classes=100), "layers.3", "norm", "head")
     flops = layer_flops(model, 1, (256, 256))
     assert sum(f.backward for f in flops.values()) == pytest.approx(3827e6, rel=0.01)
-    # its weight is used by the attention module: its own forward never runs
+    # the attention module uses the weight directly, so forward of qkv is never called
     assert flops["layers.3.blocks.0.attn.qkv"] == (2 * 768 * 3 * 768 * 64, 4 * 768 * 3 * 768 * 64, 0)
     assert flops["layers.0.blocks.0.mlp.fc1"].backward == 0
     assert flops["layers.3.blocks.0.mlp.fc1"].calls == 1
@@ -281,7 +283,7 @@ def test_methods_are_counted_and_left_as_they_are():
     assert low.counted_on == ON_FAKE_TENSORS
     assert low.backward_flops < 0.5 * exact.backward_flops
     assert low.saved_bytes < exact.saved_bytes
-    # not applied to the user's model, only to the copy
+    # methods are applied only to a copy of the model
     assert all(m.applied is None for m in methods)
     assert all(p.requires_grad for p in model.parameters())
     for method in methods:
@@ -300,7 +302,7 @@ def test_methods_are_applied_to_a_copy_without_memory_for_its_weights():
 
 
 class Looking(Full):
-    """Looks at weights when it is applied."""
+    """A method that reads weights when it is applied."""
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
         assert all(float(p.detach().abs().sum()) > 0 for p in model.parameters())
@@ -322,18 +324,18 @@ def test_methods_not_yet_applied_are_counted_by_real_runs_as_well(batch: int):
 
 @pytest.mark.slow
 def test_a_method_that_profiles_first_is_counted_in_its_steady_step():
-    # an 8×8 grid, where the chosen bases cannot fall together
+    # with an 8×8 grid, the chosen bases are distinct
     model = timm.create_model("vit_tiny_patch16_224", img_size=128, num_classes=10, depth=2)
     shape = (128, 128)
     chosen = executed(model, 4, shape, methods=[LBPWHT(bases="lhe", order=2, profile_steps=2)])
     fixed = executed(model, 4, shape, methods=[LBPWHT(order=2)])
     assert chosen.counted_on == ON_FAKE_TENSORS
-    # the bias gradient is computed differently if the constant base is not one of the chosen
+    # the cost of the bias gradient depends on whether the constant base is chosen
     assert chosen.backward_flops == pytest.approx(fixed.backward_flops, rel=0.001)
     assert chosen.backward_flops < 0.5 * executed(model, 4, shape).backward_flops
 
 
-# ---------------------------------------------------------------------------------------------- nothing hides
+# ---------------------------------------------------------------------------------------------- hidden tensors
 @pytest.mark.parametrize(
     ("name", "arguments", "size", "precision"),
     [
@@ -360,7 +362,7 @@ def test_a_real_run_shows_the_same():
 class _Hiding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.copy = x.half()  # not through save_for_backward
+        ctx.copy = x.half()  # saved without save_for_backward
         return x * 2
 
     @staticmethod
@@ -379,12 +381,12 @@ def test_what_hides_from_the_hook_is_found():
     assert kept.live_bytes - kept.saved_bytes == 2 * 3 * 20
 
 
-# ---------------------------------------------------------------------------------------------- the user's things
+# ---------------------------------------------------------------------------------------------- state of the caller
 @pytest.mark.slow
 def test_nothing_of_the_users_is_disturbed():
     model = timm.create_model("efficientformer_l1", num_classes=10, drop_path_rate=0.2).eval()
     with torch.no_grad():
-        model(torch.zeros(1, 3, 224, 224))  # fills the attention's cache of biases
+        model(torch.zeros(1, 3, 224, 224))  # fills the attention bias cache
     caches = {n: m.attention_bias_cache for n, m in model.named_modules() if hasattr(m, "attention_bias_cache")}
     assert any(caches.values())
     cached = {n: dict(c) for n, c in caches.items()}
@@ -396,7 +398,7 @@ def test_nothing_of_the_users_is_disturbed():
     values = {n: t.clone() for n, t in model.state_dict().items()}
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()  # noqa: NPY002
 
-    with torch.no_grad():  # nor does the caller's mode matter
+    with torch.no_grad():  # the caller's grad mode has no effect
         layer_flops(model, 2, (224, 224))
         kept_after_forward(model, 1, (224, 224), fake=False)
 
@@ -412,7 +414,7 @@ def test_nothing_of_the_users_is_disturbed():
     for name, cache in caches.items():
         assert all(cache[k] is v for k, v in cached[name].items())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    model.train()(torch.randn(2, 3, 224, 224)).sum().backward()  # and it still trains, on real tensors
+    model.train()(torch.randn(2, 3, 224, 224)).sum().backward()  # the model can still be trained
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Timing takes turns, and probing a run's cost leaves the run alone. No test looks at how long anything took."""
+"""Tests of alternating timings and of cost probes, which do not change the run. No test compares durations."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_both_groups_for_the_method_and_for_full_fine_tuning(run: tuple[nn.Modul
         assert cost.measured is not None
         assert len(cost.measured.seconds) == 3
         assert min(cost.measured.seconds) <= cost.measured.step_seconds <= max(cost.measured.seconds)
-        assert cost.measured.peak_bytes == cost.executed.peak_bytes  # on the CPU
+        assert cost.measured.peak_bytes == cost.executed.peak_bytes  # equal on the CPU
         assert set(cost.as_dict()) == {"executed", "measured"}
 
 
@@ -139,7 +139,7 @@ def test_out_of_memory_is_a_note(run: tuple[nn.Module, list[Method]]):
             self.head = nn.Linear(3, 10)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if type(x) is torch.Tensor:  # a real one
+            if type(x) is torch.Tensor:  # not a fake tensor
                 raise torch.OutOfMemoryError("out of memory: tried to allocate 80 GiB\nmore lines")
             return self.head(x.mean((2, 3)))
 
@@ -150,7 +150,7 @@ def test_out_of_memory_is_a_note(run: tuple[nn.Module, list[Method]]):
 
 @pytest.mark.slow
 def test_timing_ends_in_time(run: tuple[nn.Module, list[Method]]):
-    """Without time everything is counted and the method alone is timed; with a little, at least one step of each."""
+    """Without time, only the method is timed. With little time, each candidate has at least one step."""
     costs = compare(*run, small_vit, **SHAPE, steps=1000, max_seconds=0.0)
     assert costs["method"].measured is not None
     assert costs["baseline"].note == "not timed: timing would exceed 0 s in total"

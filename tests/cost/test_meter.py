@@ -1,4 +1,4 @@
-"""FLOPs by layer: each operation belongs to the layer that requested it, in the backward pass as well."""
+"""Tests of FLOPs per layer: forward and backward operations belong to the layer that requested them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_flops_inside_custom_functions_belong_to_their_layer():
     model = Flat(Doubled(48, 20), nn.ReLU(), Doubled(20, 30), nn.ReLU(), nn.Linear(30, 5))
     for size in ("fp32", "bf16"):
         flops = layer_flops(model, 3, (4, 4), precision=size)
-        assert flops["layers.0"] == (2 * 48 * 20, 6 * 48 * 20, 1)  # its g_x is computed though nobody wants it
+        assert flops["layers.0"] == (2 * 48 * 20, 6 * 48 * 20, 1)  # g_x is computed although no gradient is required
         assert flops["layers.2"] == (2 * 20 * 30, 6 * 20 * 30, 1)
         assert flops["layers.4"] == (2 * 30 * 5, 4 * 30 * 5, 1)
 
@@ -56,7 +56,7 @@ def test_layers_add_up(name: str, arguments: dict[str, Any], side: int):
     flops, count = layer_flops(model, 1, size), executed(model, 1, size)
     assert sum(f.forward for f in flops.values()) == count.forward_flops
     assert sum(f.backward for f in flops.values()) == count.backward_flops
-    assert "" not in flops  # nothing that no module owns
+    assert "" not in flops  # all operations belong to a module
     linears = {n for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)}
     assert linears <= set(flops)
     assert all(flops[n].forward > 0 and flops[n].backward > 0 for n in linears)

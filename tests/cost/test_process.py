@@ -1,4 +1,4 @@
-"""Memory that steps take of the process: what is counted on both sides of the ratio, and which steps count."""
+"""Tests of the process memory of steps: the counted parts and the counted steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_counted_peak_of_a_step_has_neither_model_nor_batch():
     assert counted.batch_bytes == 5 * 3 * 8 * 8 * 4 + 5 * 8
     assert counted.model_bytes == (3 * 8 * 8 * 7 + 7) * 4
     assert counted.step_peak_bytes == counted.peak_bytes - counted.model_bytes - counted.batch_bytes
-    # The gradient of the weight is the largest tensor that a step makes of this model.
+    # The weight gradient is the largest tensor of a step.
     assert 3 * 8 * 8 * 7 * 4 < counted.step_peak_bytes < 2 * 3 * 8 * 8 * 7 * 4
 
 
@@ -48,7 +48,7 @@ def test_the_state_of_an_optimizer_has_its_moments(build: type[torch.optim.Optim
     )
     assert step.optimizer_bytes == 0
     step()
-    counters = 4 * len(list(model.parameters())) if moments else 0  # Adam's step of each parameter
+    counters = 4 * len(list(model.parameters())) if moments else 0  # Adam stores a step count per parameter
     assert step.optimizer_bytes == moments * 4 * trained + counters
 
 
@@ -62,7 +62,7 @@ def test_the_state_of_a_tensor_subclass_is_that_of_its_parts():
 
 
 class _Mark:
-    """Peaks as given, instead of this process's."""
+    """A high-water mark with given peaks."""
 
     source = "given"
 
@@ -93,7 +93,7 @@ def test_steps_after_the_warm_up_count_above_the_size_before_the_first(monkeypat
 
 
 def test_on_cuda_growth_is_what_is_reserved_above_what_was_allocated_before(monkeypatch: pytest.MonkeyPatch):
-    """On a machine without CUDA, with its statistics instead of those of a device."""
+    """The CUDA statistics are replaced, so the test requires no GPU."""
     resets: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 100)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)

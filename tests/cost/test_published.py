@@ -1,4 +1,4 @@
-"""The papers' rule against their tables, and against small networks counted by hand."""
+"""Tests of the papers' rule against their tables and small networks counted by hand."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_small_network_by_hand():
     assert count.macs == 12 * 40 + 40 * 5
     assert count.bytes == 4 * total + 3 * count.activation_bytes
 
-    # With the first layer and the normalization frozen no gradient passes until the last layer.
+    # With the first layer and the normalization frozen, only the last layer has a gradient.
     for layer in (model.layers[0], model.layers[2]):
         layer.requires_grad_(False)
     count = published(model, 3, (2, 2))
@@ -47,7 +47,7 @@ def test_a_small_network_by_hand():
     assert count.activation_bytes == 4 * (12 + 40)
     assert count.peak_at == "layers.0"
 
-    # A bias that trains needs no input of its layer, but a gradient passes after it.
+    # A trained bias requires a gradient but does not save its layer's input.
     model.layers[0].bias.requires_grad_(True)
     assert [op.saved for op in operations(model, (2, 2))] == [0, 5, 0, 160, 160]
 
@@ -83,7 +83,7 @@ def test_a_residual_block_by_hand():
         "stem": 0, "wide": 4 * 8 * n, "depthwise": 4 * 8 * n, "narrow": 4 * 8 * n, "head": 0,
     }  # fmt: skip
     assert found["wide"].tmp == 4 * (8 + 32) * n
-    assert found["depthwise"].tmp == 4 * (32 + 1) * n  # output of one channel at a time
+    assert found["depthwise"].tmp == 4 * (32 + 1) * n  # the output of one channel at a time
     assert [op.saved for op in found.values()] == [4 * 3 * n, 4 * 8 * n, 4 * 32 * n, 4 * 32 * n, 4 * 8]
     assert [op.macs for op in found.values()] == [n * 3 * 8, n * 8 * 32, n * 32 * 9, n * 32 * 8, 8 * 2]
     assert published(Branch(), 1, (4, 4)).activation_bytes == 4 * n * (3 + 8 + 32 + (32 + 8) + 8)
@@ -99,7 +99,7 @@ def test_an_attention_block_keeps_what_the_reference_says(fused):
     d, a = 17 * 192, 3 * 17**2
 
     def block(model: nn.Module, keeping: Keeping = DENSE) -> float:
-        """The bytes that the rule keeps of the second block."""
+        """Return the bytes that the second block saves according to the rule."""
         of_kind = {"product": keeping.product, "attention": keeping.product, "norm": keeping.norm}
         of_kind["activation"] = keeping.activation
         ops = [op for op in operations(model, (64, 64)) if op.in_block]
@@ -110,15 +110,15 @@ def test_an_attention_block_keeps_what_the_reference_says(fused):
     assert block(model, back_razor(0.8, norm_bytes=4)) == pytest.approx(
         (12 * d + a) * (2 * 0.2 + 1 / 8) + 2 * d * (4 * 0.2 + 1 / 8) + 8 * d
     )
-    # Outside the blocks nothing is packed: the patch embedding's input and the final normalization's stay as they are.
+    # The inputs of the patch embedding and of the final normalization are not packed.
     dense, packed = (published(model, 1, (64, 64), k).activation_bytes for k in (DENSE, MESA))
     difference = 2 * (block(model) - block(model, MESA))
-    assert dense - packed == pytest.approx(difference - 4 * d * (4 - 1))  # the peak is at the last fc2
+    assert dense - packed == pytest.approx(difference - 4 * d * (4 - 1))  # the peak is in the last fc2
     BitFit().apply(model)
     assert block(model) == 4 * (7 * d + a)
 
 
-#: Vision transformers: registers, LayerScale, two classes, q and k norms.
+#: Vision transformers with register tokens, LayerScale, a distillation token, or norms of q and k.
 FORMS: dict[str, dict[str, Any]] = {
     "vit_tiny_patch16_224": {},
     "deit_tiny_distilled_patch16_224": {},
@@ -127,7 +127,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-#: Every pair of two settings; the other half of the combinations is slow.
+#: All pairs of two settings are tested by default. The other half of the combinations is slow.
 BSR_CASES = [
     case if (index + case[1] + case[2]) % 2 else pytest.param(*case, marks=pytest.mark.slow)
     for index, form in enumerate(FORMS)
@@ -150,7 +150,7 @@ def test_bsr_s_rule_by_hand(form, fuse, fused):
     after = [25, 8 + fuse, 3 + fuse]  # ⌈.3 · 25⌉; ⌈.3 · 8⌉ = ⌈.3 · 9⌉
     attn = [prefix + after[i] for i in (0, 0, 1, 2, 2)]
     ffn = [prefix + after[i] for i in (0, 1, 2, 2, 2)]
-    norms = 2 * d * ("qk_norm" in FORMS[form])  # where they train, their inputs of head dimension count too
+    norms = 2 * d * ("qk_norm" in FORMS[form])  # trained norms also save their inputs
 
     keeps = []
     for i, (n, m) in enumerate(zip(attn, ffn, strict=True)):

@@ -1,4 +1,4 @@
-"""The settings of a step, and who can take part in it: methods, and any object of the same protocol."""
+"""Tests of the settings of a step, and of the methods and other objects that take part in it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from efficient_ft.methods import LBPWHT, LastStage, LoRA
 
 
 class Net(nn.Module):
-    """Images (B, 3, 4, 4) through two linear layers."""
+    """Two linear layers on images of shape (B, 3, 4, 4)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Net(nn.Module):
 
 
 class FreezeBody:
-    """Somebody else's method: freezes a layer within each step, by two plain functions."""
+    """An external method with two plain functions, which freezes a layer during each step."""
 
     def __init__(self, model: Net) -> None:
         self.body = model.body
@@ -39,7 +39,7 @@ class FreezeBody:
 
 
 class EveryOther:
-    """Freezes in every other step, has its own loss and needs two steps before its cost settles."""
+    """A method that freezes a layer in every other step and adds a loss. Its cost is constant after two steps."""
 
     warmup_steps = 2
     cost_steps = 2
@@ -56,7 +56,7 @@ class EveryOther:
 
 
 class WatchesPrecision:
-    """Notes whether its warm-up step and the counted one ran under autocast."""
+    """A method that records whether its steps run under autocast."""
 
     warmup_steps = 1
     seen: ClassVar[list[bool]] = []
@@ -67,7 +67,7 @@ class WatchesPrecision:
 
 
 class Applies:
-    """Has to be applied first, and puts a layer in front."""
+    """A method that freezes a layer when it is applied."""
 
     applied: Any = None
 
@@ -104,11 +104,11 @@ def test_warm_up_mean_and_loss_of_a_plain_object():
     model = Net()
     method = EveryOther(model)
     found = executed(model, 4, (4, 4), methods=[method])
-    assert method.steps == []  # only the copies' were called
+    assert method.steps == []  # only the methods of copies were called
     assert StepMethods([method]).warmup_steps == StepMethods([method]).cost_steps == 2
-    own = 2 * 5 * 20 * 5  # the additional loss, once in a batch
+    own = 2 * 5 * 20 * 5  # the additional loss is computed once per batch
     assert found.forward_flops == 2 * 48 * 20 + 2 * 20 * 5 + own / 4
-    # the head's input gradient is needed in every other step only
+    # the head's input gradient is computed only in every other step
     backward = 2 * 20 * 5 + 2 * own / 4
     assert found.backward_flops == (backward + backward + 2 * 20 * 5 + 2 * 48 * 20) / 2
 
@@ -124,7 +124,7 @@ def test_an_object_that_is_not_applied_yet_is_applied_to_a_copy():
 @pytest.mark.first(1, "slow")
 @pytest.mark.parametrize("methods", [[LBPWHT, LoRA, LastStage], [LastStage, LoRA, LBPWHT]])
 def test_the_order_of_the_list_changes_nothing(methods: list[Any]):
-    """Adapters are applied before low-rank backward, which serves the layers they adapt."""
+    """Adapters are applied before low-rank backward methods, which also apply to the adapted layers."""
     model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, embed_dim=48, num_classes=5)
     found = executed(model, 2, (64, 64), methods=[m() for m in methods])
     by_hand = [LastStage(), LoRA(), LBPWHT()]

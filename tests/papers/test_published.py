@@ -1,4 +1,4 @@
-"""The published tables as data: complete, as printed, and each row with the settings that repeat it."""
+"""Tests of the published tables as data: they are complete and exact, and each row has settings that repeat it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_accuracies_are_fractions_of_what_is_printed() -> None:
 
 
 def test_files_are_the_tables_of_the_papers(shared_data: Path) -> None:
-    """The transcriptions, figure by figure."""
+    """The tables equal the independent transcriptions of the papers."""
     source = shared_data.parent / "papers" / "tables"
     compared = 0
     for table in TABLES:
@@ -63,7 +63,7 @@ def test_files_are_the_tables_of_the_papers(shared_data: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("table", [table for table in TABLES if not table.reason], ids=lambda table: table.name)
 def test_a_row_of_every_kind_composes(table: Any) -> None:
-    """The last cell of the rows that differ in method or model."""
+    """The last cell composes for one row per combination of method and model."""
     kinds = {(row.columns.get("model"), row.columns.get("method")): row for row in table.rows}
     for row in kinds.values():
         arguments = [cell.arguments for cell in row.cells.values() if cell.arguments][-1:] or [row.arguments]

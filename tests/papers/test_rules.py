@@ -1,4 +1,7 @@
-"""The papers' costs against our count by their rules, row by row; more digits than they print, as derived by hand."""
+"""Tests of the papers' costs against the costs counted by their rules, row by row.
+
+The expected values have more digits than the papers print, and are derived by hand.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ def row_of(table: str, name: str) -> tuple[Row, CountSettings]:
 
 
 def mostly_slow(cases: Iterable[Any], quick: Iterable[Any]) -> list[Any]:
-    """The cases of a test's one argument; all but the `quick` ones are marked slow, since a count takes seconds."""
+    """Mark all cases except the `quick` ones as slow, because a count takes seconds."""
     chosen = list(quick)
     return [case if case in chosen else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
@@ -40,7 +43,7 @@ def test_the_vit_column(name: str) -> None:
     assert count_cost(how).memory == pytest.approx(float(row.costs["train_memory_mb"]), abs=1)
 
 
-#: Back Razor, Table 1: the table cuts 366.96 off to 366.
+#: Back Razor, Table 1. The table truncates 366.96 to 366.
 CNN = {
     "ft_full": 366.96,
     "back_razor_90": 42.1,
@@ -76,7 +79,7 @@ def test_selections_on_the_plain_cnn_take_less_than_printed(name: str, method: A
     "name", mostly_slow((row.name for row in published_table("back_razor/5").rows), ["0_ft_full", "90"])
 )
 def test_the_segmentation_column(name: str) -> None:
-    """Back Razor, Table 5: our network is a little larger in what is kept (8318 MiB instead of 8280)."""
+    """Back Razor, Table 5: the counted memory is at most 0.4 % above the printed memory."""
     row, how = row_of("back_razor/5", name)
     published = float(row.costs["train_memory_mb"])
     assert published < count_cost(how).memory < 1.004 * published
@@ -84,7 +87,7 @@ def test_the_segmentation_column(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "memory"), [("ft_full", 4173.6), ("back_razor_90", 2186.4)])
 def test_the_text_column(name: str, memory: float) -> None:
-    """Back Razor, Table 6: what is printed for 90 % is the memory at 80 %."""
+    """Back Razor, Table 6: the value printed for 90 % is the memory at 80 %."""
     row, how = row_of("back_razor/6", name)
     assert count_cost(how).memory == pytest.approx(memory, abs=0.1)
     assert abs(memory - float(row.costs["train_memory_mb"])) < 1
@@ -108,13 +111,13 @@ def test_every_row_with_such_a_column_is_counted_or_known_not_to_be() -> None:
 
 
 def test_resnet_takes_a_byte_for_every_parameter() -> None:
-    """With the input of the global pooling, full fine-tuning would have 164.4, as printed."""
+    """The count of full fine-tuning is 163.6. The printed 164.4 includes the input of the global pooling."""
     assert count_cost(row_of("back_razor/2", "ft_full")[1]).memory == pytest.approx(163.6, abs=0.05)
     assert count_cost(row_of("back_razor/2", "back_razor_90")[1]).memory == pytest.approx(41.7, abs=0.05)
 
 
-#: BSR, Table 7, of the rows that unfroze more than they list: MiB of those blocks alone, what of it is kept, and MiB of
-#: all that was unfrozen with the gradient passing wherever it has to.
+#: Rows of BSR's Table 7 that train more blocks than they list. Values in MiB: the memory of the listed blocks, its part
+#: for saved tensors and parameters, and the memory of all trained blocks if the gradient passes through all layers.
 NAMED_ALIKE = {
     "2_5_8": (2057, 2036, 3305),
     "2_5_8_11": (2089, 2089, 3329),
@@ -158,7 +161,7 @@ def test_which_names_contain_an_index() -> None:
 
 @pytest.mark.slow
 def test_the_caption_s_drop_locations_do_not_give_the_column() -> None:
-    """The 4th, 7th and 11th block, of which one is not where the text has it."""
+    """The caption names the 4th, 7th and 11th block as drop locations, and the text differs in one of them."""
     how = replace(row_of("bsr/7", "3_7_11")[1], methods=(lambda: BSR([3, 7, 11], [3, 6, 10]),), by_name=())
     assert count_cost(how).memory == pytest.approx(1470.5, abs=0.5)
 
@@ -168,7 +171,7 @@ def test_the_caption_s_drop_locations_do_not_give_the_column() -> None:
     ("table", "memory", "gmacs"),
     [
         pytest.param("bsr/2", [8649, 1477, 215, 2187, 333, 2896, 502], None, marks=pytest.mark.slow),
-        ("bsr/3", [8649, 205, 1433], [588.6, 588.6, 295.5]),  # FT-Last is printed as 369
+        ("bsr/3", [8649, 205, 1433], [588.6, 588.6, 295.5]),  # the table prints 369 for FT-Last
         pytest.param("bsr/4", [17388, 525, 4565.6, 3496.7, 2938], [2248.1, 2248.1, 2248.1, 2248.1, 1128.8],
                      marks=pytest.mark.slow),
         pytest.param("bsr/8", [1363, 1433, 1673], [270.0, 295.5, 310.6], marks=pytest.mark.slow),
@@ -199,7 +202,7 @@ def test_bsr_s_activations_of_one_image(name: str, mib: float, gmacs: float) -> 
 
 @pytest.mark.parametrize(("name", "gmacs"), [("vit_b_moe.moe_baseline", 1799.6), ("vit_b_moe.moe_ours", 1235.7)])
 def test_bsr_s_experts_are_left_out_of_their_operations(name: str, gmacs: float) -> None:
-    """Within .1 % with the gates left out; with four experts of a token counted, the baseline is 3319."""
+    """The counts without gates agree within 0.15 %. With four experts per token, the baseline would need 3319 GMACs."""
     row, how = row_of("bsr/6", name)
     assert count_cost(how).gmacs == pytest.approx(gmacs, abs=0.1)
     assert float(row.costs["fwd_gmacs"]) == pytest.approx(gmacs, rel=0.0015)

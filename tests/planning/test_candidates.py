@@ -1,4 +1,4 @@
-"""The candidates of a plan: which there are, in which order, and how many are examined."""
+"""Tests of the candidates of a plan: their names, their order and the number of examined candidates."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def test_the_smallest_recipes_come_first_then_plain_fine_tuning() -> None:
 def test_head_and_last_stage_are_examined_with_the_smallest_planning_time(
     memory: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planner, "resident_bytes", lambda: 10**9)  # other tests make the process larger
+    monkeypatch.setattr(planner, "resident_bytes", lambda: 10**9)  # other tests increase the process memory
     seen: list[Examined] = []
-    # Without room for anything, too.
+    # The smaller budget fits no candidate.
     found = a_plan(memory or 10**9 + 10**7, planning_seconds=1e-6, ready=seen.append)
     assert [(one.number, one.name) for one in seen] == [(1, "head"), (2, "last_stage")]
     assert all(one.fits == (memory is not None) for one in seen)
@@ -71,7 +71,7 @@ def test_head_and_last_stage_are_examined_with_the_smallest_planning_time(
 
 
 def test_recipes_are_examined_until_one_can_be_recommended(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter(range(9))  # each recipe takes a second
+    seconds = iter(range(9))  # each recipe takes one second
     monkeypatch.setattr(planner, "clock", SimpleNamespace(perf_counter=lambda: next(seconds)))
     usable = SimpleNamespace(
         option=lambda candidate: candidate, fits=lambda *_: True, bound=lambda _: 1, _refuse_too_little=lambda *_: None

@@ -1,4 +1,4 @@
-"""The memory of a recipe, counted without a step of the run."""
+"""Tests of the memory of a recipe, counted without a training step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_counts_are_those_of_a_run(method: str, optim: tuple[str, ...]) -> None:
     )
     assert counted.resident_bytes == expected.model_bytes + expected.batch_bytes
     assert expected.optimizer_bytes is not None
-    # A first step also fills caches of a few KiB, which `executed` has filled before.
+    # The first step also fills caches of a few KiB, which `executed` has already filled.
     assert counted.step_bytes == pytest.approx(expected.step_peak_bytes + expected.optimizer_bytes, rel=1e-3)
     assert counted.optimizer_bytes == expected.optimizer_bytes
 

@@ -1,4 +1,4 @@
-"""The options of a plan: their class of exactness, the front, and the one recommended."""
+"""Tests of the options of a plan: their exactness, the Pareto front and the recommended option."""
 
 from __future__ import annotations
 

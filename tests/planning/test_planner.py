@@ -1,4 +1,4 @@
-"""Plans: the recipes that fit a budget, the one recommended, and what is refused."""
+"""Tests of plans: the recipes that fit a budget, the recommended recipe, and rejected settings."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_recipe_that_does_not_keep_the_budget_in_its_trial_gives_way_to_the_ne
 
     by_arguments = {one.name: one.arguments for one in wide.options}
     found = a_plan(memory=memory, attempt=attempt)
-    # By as much as the first was above its prediction the others may be as well: none of them fits any more.
+    # The excess of the first trial over its prediction is added to all others, and none of them fits.
     assert len(tried) == 1
     assert found.recommended is None
     (reason,) = [one.reason for one in found.excluded if one.name == tried[0]]
@@ -152,7 +152,7 @@ def test_steps_that_are_too_long_and_machines_without_room_have_no_trial(monkeyp
     with pytest.raises(AssertionError, match="tried"):
         a_plan(attempt=attempt)
     with monkeypatch.context() as less:
-        less.setattr(planner, "memory_limit_bytes", lambda: 2 * 10**9)  # this process has half of them already
+        less.setattr(planner, "memory_limit_bytes", lambda: 2 * 10**9)  # this process already uses half of the limit
         assert a_plan(attempt=attempt).recommended is not None
     with monkeypatch.context() as less:
         less.setattr(planner.psutil, "virtual_memory", lambda: SimpleNamespace(available=10**6))
@@ -176,7 +176,7 @@ def test_a_split_batch_fits_where_the_whole_does_not(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(planner._Planner, "fits", lambda self, o, memory: o.counted.resident_bytes <= memory)
     monkeypatch.setattr(planner, "resident_bytes", lambda: -(2**30))
     (whole,) = a_plan().options
-    found = a_plan(memory=whole.counted.resident_bytes - 1, split_batch=True)  # the batch is part of what is resident
+    found = a_plan(memory=whole.counted.resident_bytes - 1, split_batch=True)  # the resident bytes include the batch
     assert [one.name for one in found.options] == ["full, 2 micro-batches"]
     assert "trainer.grad_accum_steps=2" in found.options[0].arguments
 

@@ -1,4 +1,4 @@
-"""Records of plans and of studies."""
+"""Tests of the records of plans and studies."""
 
 from __future__ import annotations
 

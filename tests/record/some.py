@@ -1,4 +1,4 @@
-"""Contents of the files of a finished run, small and complete. Loads no torch."""
+"""Small, complete contents of the files of a finished run. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from efficient_ft.record.results import Results
 
 
 def some_results() -> Any:
-    """The contents of a results.json."""
+    """Return the contents of a results.json."""
     step = {
         "executed": {"forward_flops": 1.0, "backward_flops": 2.0, "saved_bytes": 3},
         "measured": {"step_seconds": None, "peak_bytes": 4},

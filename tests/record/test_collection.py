@@ -1,4 +1,4 @@
-"""One table of many runs: means over seeds, settings that differ, and what is left out."""
+"""Tests of the table of many runs: means over seeds, differing settings and omitted runs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_means_are_over_seeds_and_never_over_settings(runs: Path) -> None:
 
 
 def test_runs_on_other_images_of_the_same_data_set_are_not_averaged(runs: Path) -> None:
-    """Flowers-102 at 64 px and at full size are both data=flowers102."""
+    """Flowers-102 at 64 pixels and Flowers-102 at full size both have data=flowers102."""
     assert len(groups(collect(runs).runs)) == 3
     for seed, digest in ((0, "aa"), (1, "bb"), (2, "bb")):
         file = runs / f"full/{seed}/results.json"

@@ -1,4 +1,4 @@
-"""JSON of records."""
+"""Tests of JSON records."""
 
 from __future__ import annotations
 

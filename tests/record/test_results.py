@@ -1,4 +1,4 @@
-"""results.json, config.yaml and the environment: read back as written, or refused."""
+"""Tests of results.json, config.yaml and the environment: they are read back unchanged, or rejected."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_flatten() -> None:
 
 def test_the_environment_names_versions_and_the_device() -> None:
     found = environment("cpu", allocator="system")
-    assert torch.__version__.startswith(found["torch"])  # with or without its local part
+    assert torch.__version__.startswith(found["torch"])  # the local version may be omitted
     assert found["threads"] == torch.get_num_threads()
     assert found["allocator"] == "system"
     assert found["device"]

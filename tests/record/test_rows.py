@@ -1,4 +1,4 @@
-"""Files of one JSON object per line."""
+"""Tests of files with one JSON object per line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Studies: what is run, the best value of each row, records without paths, and going on where it stopped."""
+"""Tests of studies: their runs, the best value of each row, records without paths and continuation."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_every_row_is_tuned_over_the_same_values_and_its_best_is_run_with_every_
     [("settings: [", "settings: ['{}', "), ("full: [", "full: ['{}', "), ("setting: optim.lr", "setting: '{}'")],
 )
 def test_a_study_that_somebody_sends_calls_no_function(folder: Path, argument: str, old: str, new: str) -> None:
-    """Hydra calls what its own settings name."""
+    """Settings of Hydra are rejected, because Hydra would call their targets."""
     assert STUDY.count(old) == 1
     (folder / "study.yaml").write_text(STUDY.replace(old, new.format(argument)))
     with pytest.raises(UserError, match="a study may contain only settings of runs"):
@@ -88,12 +88,12 @@ def test_a_run_on_other_images_is_not_recorded(folder: Path) -> None:
     with pytest.raises(UserError, match=r"full optim\.lr=0\.01 seed=0 \(data\.root\) differ from the images of 1"):
         records.add(second, found)
     stale = Records(folder)
-    stale.runs = []  # as read before another process wrote its record
+    stale.runs = []  # the state before another process wrote its record
     with pytest.raises(UserError, match="differ from the images of 1 records"):
         stale.add(second, found)
     assert Records(folder).find(second) is None
     other = replace(second, arguments=(*second.arguments, "data=cifar10"))
-    records.refuse_other_images(other, "bb")  # another data set
+    records.refuse_other_images(other, "bb")  # a different data set is accepted
     found["data"]["digest"] = "aa"
     records.add(second, found)
     assert records.find(second) is not None
@@ -121,7 +121,7 @@ def test_the_search_begins_in_the_middle_and_ends_with_the_neighbors_of_the_best
                 records.add(run, results(found)) if found is not None else records.add_diverged(run, "The loss is nan.")
         return rounds
 
-    # The grid is 1e-5, 1e-4, 1e-3, 1e-2, 1e-1.
+    # The grid has the values 1e-5, 1e-4, 1e-3, 1e-2 and 1e-1.
     assert search("full", {1e-4: 0.6, 1e-3: 0.9, 1e-2: 0.8}) == [[1e-4, 1e-3], [1e-2]]
     assert records.best_value("full") == 1e-3
     assert search("head", {1e-5: 0.3, 1e-4: None, 1e-3: None}) == [[1e-4, 1e-3], [1e-5]]
@@ -308,7 +308,7 @@ def test_runs_that_train_nothing_or_are_the_same_have_no_place_in_a_study(folder
 
 @pytest.mark.exhaustive
 def test_a_study_runs_and_is_continued(folder: Path) -> None:
-    """Four runs for tuning, two for the other seed, and two that diverge; repeated, none."""
+    """The study trains four tuning runs, two runs of the other seed and two that diverge; repeated, it trains none."""
     high = "[method=full, optim.weight_decay=1.0e+38, optim.warmup_steps=0, optim.grad_clip_norm=null]"
     (folder / "study.yaml").write_text(f"{STUDY}  high: {high}\n")
     command = [sys.executable, "-m", "efficient_ft", "study", str(folder), "jobs=2", "trainer.progress=false"]

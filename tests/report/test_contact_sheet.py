@@ -1,4 +1,4 @@
-"""The contact sheet shows samples as the network sees them: pixels, labels, masks, texts."""
+"""Tests of the contact sheet, which shows samples after preprocessing: pixels, labels, masks and texts."""
 
 from __future__ import annotations
 

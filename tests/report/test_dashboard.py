@@ -1,4 +1,4 @@
-"""``efficient-ft dashboard`` offline: wandb's files hold the runs as they were recorded, and the panels are written."""
+"""Tests of ``efficient-ft dashboard`` offline: wandb's files contain the recorded runs, and the panels are written."""
 
 from __future__ import annotations
 

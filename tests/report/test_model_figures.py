@@ -1,4 +1,4 @@
-"""Figures of a model and a batch of images: the numbers against plain computations."""
+"""Tests of the figures of a model and a batch of images against plain computations."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_training_memory_follows_the_rule(images: Path) -> None:
     (series,) = model_figure("back_razor/figure_1", config(images)).panels[0].series
     memory = dict(zip(series.x, series.y, strict=True))
     assert memory["ViT-B"] > 2 * memory["ViT-B (BitFit)"]
-    # Back Razor's Table 3 has 19,235 MiB at a batch of 128, 328 of them parameters.
+    # Back Razor, Table 3: 19,235 MiB at batch size 128, including 328 MiB of parameters.
     assert memory["ViT-B"] == pytest.approx((19235 - 328) / 8 + 328, rel=0.01)
 
 

@@ -1,4 +1,4 @@
-"""The papers' figures from records: the numbers drawn are those of the runs, and missing data are reported."""
+"""Tests of the papers' figures from records: they draw the numbers of the runs and report missing data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``efficient-ft report`` on real short runs: what it draws, what it says, and that its page needs nothing else."""
+"""Tests of ``efficient-ft report`` on short runs: its figures, its messages and its self-contained page."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def configured(method: dict[str, Any], **changes: Any) -> Config:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a finished run of one of METHODS. Not to be changed; copy it."""
+    """Return the folder of a finished run of one of METHODS. Tests must copy the folder before they change it."""
     folders: dict[str, Path] = {}
 
     def made(name: str) -> Path:
@@ -74,7 +74,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 class Page(HTMLParser):
-    """Every tag with its attributes, and the cells of the table."""
+    """Parser that collects all tags with their attributes, and the cells of the table."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def test_the_numbers_of_the_table_are_those_of_the_record(recorded):
 
 
 def test_kept_tokens_are_where_the_network_keeps_them(recorded):
-    """BSR as it evaluates; ALaST by the checkpoint's budgets, though it evaluates with all tokens."""
+    """BSR shows the tokens kept in evaluation, and ALaST the tokens kept by the checkpoint's budgets."""
     from efficient_ft.training.output import checkpoint
 
     folder = recorded("bsr")
@@ -210,7 +210,7 @@ def test_a_run_that_goes_on_still_or_has_lost_its_images_is_drawn_as_far_as_it_g
 
 @pytest.mark.slow
 def test_maps_without_magnitudes_and_deep_networks_are_drawn(tmp_path):
-    """Null where nothing could be compared; names too long or too many for a label each."""
+    """Magnitudes may be null, and labels are omitted if names are too long or too many."""
     generator = np.random.default_rng(0)
     for count, name in ((8, "layer{}.conv"), (40, "blocks.{}")):
         folder = tmp_path / str(count)
@@ -227,7 +227,7 @@ def test_maps_without_magnitudes_and_deep_networks_are_drawn(tmp_path):
 
 
 def other(folder: Path) -> None:
-    """A run of another version, whose record has another name."""
+    """Write a run of another version, whose record has another name."""
     folder.mkdir()
     (folder / "config.yaml").write_text("data: {workers: 2}")
     (folder / "insight.jsonl").write_text("{}")

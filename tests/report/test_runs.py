@@ -1,4 +1,4 @@
-"""The page of several runs: its data, and what a browser makes of it."""
+"""Tests of the page of several runs: its data, and its document in a browser."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 
 
 def filled(root: Path) -> Path:
-    """Three runs of two methods with metrics; one has budgets."""
+    """Write three runs of two methods with metrics. One run has budgets."""
     for name, test, changes in (
         ("a", 0.5, {"seed": 0}),
         ("b", 0.7, {"seed": 1}),
@@ -160,7 +160,7 @@ def test_runs_on_different_data_have_fronts_of_their_own(tmp_path: Path) -> None
 
 
 def dom(page: Path) -> str:
-    """The document after its scripts have run."""
+    """Return the document after its scripts have run."""
     assert CHROMIUM is not None
     command: list[Any] = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", page.as_uri()]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout

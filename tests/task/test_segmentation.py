@@ -1,4 +1,4 @@
-"""Loss and scores of a segmentation, compared with counts by hand, and evaluation in windows."""
+"""Tests of the loss and scores of segmentation against counts by hand, and of evaluation in windows."""
 
 from __future__ import annotations
 

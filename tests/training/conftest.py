@@ -1,4 +1,4 @@
-"""A real run that takes seconds: a narrow vit_digits on the handwritten digits, with every source of randomness on."""
+"""Fixtures of the training tests: short runs of a narrow vit_digits with all sources of randomness enabled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["plain_config"]
 
 @pytest.fixture(autouse=True, scope="session")
 def _often():
-    """Rows of training loss at a pace that fits runs of 22 steps."""
+    """Record the training loss every 4 steps, because the runs have 22 steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("efficient_ft.training.callbacks.recorder.RECORD_EVERY", 4)
         patch.setattr("efficient_ft.training.finish.COST_SECONDS", 120.0)
@@ -34,7 +34,7 @@ def configuration() -> Callable[..., Config]:
 def finished(
     tmp_path_factory: pytest.TempPathFactory, configuration: Callable[..., Config]
 ) -> tuple[Path, Config, dict[str, Any]]:
-    """One finished run: folder, configuration, results. Not to be changed; copy it."""
+    """A finished run: folder, configuration and results. Tests must copy the folder before they change it."""
     from efficient_ft.training.run import run
 
     folder = tmp_path_factory.mktemp("run") / "finished"
@@ -44,7 +44,7 @@ def finished(
 
 @pytest.fixture
 def without_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs that count no cost: for tests that compare what is trained."""
+    """Replace the cost report of a run with constants."""
     step = {
         "executed": {"forward_flops": 1.0, "backward_flops": 2.0, "saved_bytes": 3.0, "step_peak_bytes": 6},
         "measured": {"step_seconds": 4.0, "peak_bytes": 5.0},
@@ -57,7 +57,7 @@ PLANES = {"left": 0, "middle": 1, "right": 2}
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`colours`: 24 images of 2 classes; `planes`: 15 of 3, where the bright third of the image is."""
+    """Two image folders: `colours` has 2 classes; `planes` has 3, given by the position of a bright stripe."""
     root = tmp_path_factory.mktemp("tasks")
     chance = np.random.default_rng(0)
 

@@ -1,6 +1,6 @@
-"""The kind of task of another package: one number for each image, trained with the mean squared error.
+"""A kind of task of another package: regression of one number per image with the mean squared error.
 
-`tests.training.test_fourth_kind` installs this file as the module of a package.
+`tests.training.test_fourth_kind` installs this file as a module of a package.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from efficient_ft.training.kinds.registry import register
 
 
 class Regression(Task):
-    """Logits (B, 1), mean squared error, share of the explained variance."""
+    """Regression task with logits of shape (B, 1), the mean squared error and the explained variance."""
 
     name, metric, item = "regression", "r2", "image"
     _dimensions, _shape = 2, "(images, 1)"
@@ -67,7 +67,7 @@ class _Sums(Metric):
 
 
 class Errors(Scores):
-    """The share of the explained variance, and the mean squared error."""
+    """The fraction of explained variance, and the mean squared error."""
 
     def __init__(self, local: bool) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Errors(Scores):
 
 
 class NumberData(ImageData):
-    """Images with a number each."""
+    """Images with one number each."""
 
     task = "regression"
 
@@ -133,7 +133,7 @@ class Numbers:
 
 
 class NumberPredictions(Predictions):
-    """The number of each image."""
+    """The predicted number of each image."""
 
     header = ("path", "number")
 
@@ -150,7 +150,7 @@ class NumberPredictions(Predictions):
 
 
 class RegressionKind(Kind):
-    """One number for each image."""
+    """Regression of one number per image."""
 
     rules = KindRules(
         "regression", ("numbers",), data_words=("with a number for each image", "Choose data=numbers."),

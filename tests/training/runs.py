@@ -1,4 +1,4 @@
-"""Small runs for tests: their configuration, how they are interrupted or killed, and how two are compared."""
+"""Helpers for small test runs: their configuration, their interruption and their comparison."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ __all__ = [
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-#: Run PLAIN in FOLDER and send the process SIGKILL, or the signal KILLED_BY, after optimizer step AT (0: never); of
-#: several processes that of RANK.
+#: Runs PLAIN in FOLDER and sends the process SIGKILL, or the signal KILLED_BY, after optimizer step AT (0: never).
+#: In a run with several processes, only the process RANK receives the signal.
 SCRIPT = """
 import json, os, signal, sys
 from pathlib import Path
@@ -56,7 +56,7 @@ with clean_exits():
 
 
 def plain_config(**changes: Any) -> dict[str, Any]:
-    """A configuration as plain containers; `changes` are dotted keys with `__` for the dot."""
+    """Return a configuration as plain containers. `changes` are dotted keys with `__` instead of the dot."""
     plain: dict[str, Any] = {
         "model": {
             "name": "vit_digits",
@@ -81,13 +81,13 @@ def plain_config(**changes: Any) -> dict[str, Any]:
 
 
 def method_states(folder: Path) -> dict[str, dict[str, Any]]:
-    """The methods' state in the checkpoint of `folder`, by the method's name."""
+    """Return the methods' states in the checkpoint of `folder`, by method name."""
     held = checkpoint.read(folder / checkpoint.NAME)["callbacks"].get("MethodCallback", {})
     return {key.partition("[")[0]: state for key, state in held.items()}
 
 
 def interrupted_at(step: int, config: Config, folder: Path, number: signal.Signals = signal.SIGINT) -> None:
-    """Run until Ctrl-C, or another signal, comes in optimizer step `step`."""
+    """Run until a signal (by default Ctrl-C) arrives in optimizer step `step`."""
     from efficient_ft.training.callbacks.recorder import Recorder
     from efficient_ft.training.run import run
 
@@ -114,7 +114,7 @@ def killed_at(step: int, plain: dict[str, Any], folder: Path) -> None:
 
 
 def _train(plain: dict[str, Any], folder: Path, at: int = 0) -> None:
-    """Run `plain`; SIGKILL after optimizer step `at` (0: never). To be called in a child."""
+    """Run `plain` in a child process, and send SIGKILL after optimizer step `at` (0: never)."""
     from efficient_ft.config import check
     from efficient_ft.training.callbacks import recorder
     from efficient_ft.training.run import run
@@ -128,7 +128,7 @@ def _train(plain: dict[str, Any], folder: Path, at: int = 0) -> None:
 def killed_process(
     plain: dict[str, Any], folder: Path, process: int, at: int, by: int = signal.SIGKILL
 ) -> subprocess.CompletedProcess[str]:
-    """Run in several processes, of which one gets the signal `by` after optimizer step `at`."""
+    """Run in several processes. One of them receives the signal `by` after optimizer step `at`."""
     file = folder.with_name(f"{folder.name}_killed.py")
     file.write_text(SCRIPT)
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "KILLED_BY": str(int(by))}
@@ -139,13 +139,13 @@ def killed_process(
 
 
 def run_in_processes(plain: dict[str, Any], folder: Path) -> None:
-    """Run in as many processes as `plain` asks for."""
+    """Run in the number of processes that `plain` sets."""
     prepare_environment()
     in_processes(plain["trainer"].get("devices", 1), _train, plain, folder, output=folder)
 
 
 def run_by_torchrun(plain: dict[str, Any], folder: Path, nodes: int = 2) -> list[subprocess.CompletedProcess[str]]:
-    """Run in one process of each of `nodes` agents of torchrun, which represent as many machines."""
+    """Run with `nodes` torchrun agents, each with one process. Each agent represents a machine."""
     file = folder.with_name(f"{folder.name}.py")
     file.write_text(SCRIPT)
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
@@ -169,9 +169,9 @@ def run_by_torchrun(plain: dict[str, Any], folder: Path, nodes: int = 2) -> list
 
 
 def uneven_batches(task: str) -> tuple[Tensor, Tensor]:
-    """Logits and labels of 12 samples with 4 classes. The shares of labeled pixels differ; some images have none.
+    """Return logits and labels of 12 samples with 4 classes. With batches of 5, the last batch is smaller.
 
-    Split by 5, the last batch is smaller.
+    For segmentation, the fraction of labeled pixels differs between images, and the last two images have no labels.
     """
     generator = torch.Generator().manual_seed(0)
     shape = (12,) if task == "classification" else (12, 6, 5)

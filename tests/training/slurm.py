@@ -1,7 +1,7 @@
-"""A cluster of Slurm with two nodes on this machine, of the distribution's packages (slurm-wlm, munge).
+"""A Slurm cluster with two nodes on this machine, from the packages slurm-wlm and munge.
 
-A job that is requeued begins again when its credential has expired. On a busy machine the usual limits for the start of
-a job, some seconds, are too short.
+A requeued job starts after its credential has expired. The default limits for the start of a job are too short for a
+busy machine.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PartitionName=trial Nodes=node1,node2 Default=YES MaxTime=INFINITE State=UP
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[dict[str, str]]:
-    """Start a cluster that keeps its files in `folder`; gives the environment variables with which commands find it."""
+    """Start a cluster with its files in `folder`, and yield the environment variables that Slurm's commands need."""
     missing = [name for name in _PROGRAMS if shutil.which(name) is None]
     if missing:
         pytest.skip(f"needs Slurm (apt-get install slurm-wlm munge): there is no {', '.join(missing)}")
@@ -59,10 +59,10 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
     key, conf = folder / "munge.key", folder / "slurm.conf"
     key.write_bytes(os.urandom(128))
     key.chmod(0o600)
-    # Lightning would take port 15000 + the job's number: 15001 in each cluster, even if it is in use.
+    # By default, Lightning uses port 15001 for the first job of each cluster, even if the port is in use.
     environment = {"SLURM_CONF": str(conf), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_ports(1)[0])}
     with ExitStack() as running:
-        # The path of a socket has at most 107 bytes; a job whose folder gives a longer one is held, without a message.
+        # A socket path has at most 107 bytes. Slurm holds a job with a longer path and prints no message.
         sockets = running.enter_context(tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp"))
         for name in ("node1", "node2"):
             (Path(sockets) / name).mkdir()

@@ -1,4 +1,4 @@
-"""Blocks observed in a forward pass, and their relative magnitudes."""
+"""Tests of the statistics of blocks: observed tokens and relative magnitudes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.training.test_step_stats import ALAST_SETTINGS, BSR_SETTINGS, VIT
 
 
 def test_padding_is_left_out_of_the_mean() -> None:
-    """Texts of 7, 3 and 1 tokens: each token counts the same, and what is computed on padding plays no part."""
+    """The mean covers all tokens of texts with 7, 3 and 1 tokens, and excludes padding."""
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(3, 7, 5, generator=generator, dtype=torch.float64) for _ in range(2))
     lengths = (7, 3, 1)
@@ -80,11 +80,13 @@ def test_nothing_more_is_kept_for_the_backward_pass_and_recomputing_is_not_seen(
 
 
 def test_tokens_are_compared_with_themselves_wherever_they_stand():
-    """Shuffled, dropped and fused ones; the places of one pass by hand."""
+    """Tokens are matched by position after they are shuffled, dropped and fused."""
     torch.manual_seed(0)
     x, y = torch.randn(2, 1 + 5, 4, dtype=torch.float64), torch.randn(2, 1 + 4, 4, dtype=torch.float64)
-    before = Tokens(torch.tensor([[7, 2, 0, 9, 4], [1, 9, 3, 8, 6]]), fused=1)  # a grid of 9, so 9 is a fused one
-    after = Tokens(torch.tensor([[4, 9, 7, 10], [8, 1, 6, 10]]), fused=2)  # 10 is new
+    before = Tokens(
+        torch.tensor([[7, 2, 0, 9, 4], [1, 9, 3, 8, 6]]), fused=1
+    )  # the grid has 9 positions, so index 9 is a fused token
+    after = Tokens(torch.tensor([[4, 9, 7, 10], [8, 1, 6, 10]]), fused=2)  # index 10 is a new token
     pairs = [(0, 0), (5, 1), (4, 2), (1, 3)], [(0, 0), (4, 1), (1, 2), (5, 3)]
     expected = [
         (y[image, new] - x[image, old]).norm() / y[image, new].norm()
@@ -117,7 +119,7 @@ def test_maps_have_their_channels_where_the_block_puts_them():
             0,
             0,
             0,
-        )  # ReLU leaves whole positions at zero
+        )  # as after a ReLU, one position is zero in all channels
         assert channel_axis(block, 4) == axis
         found = relative_magnitude(BlockIO(x, None, y, None), prefix=0, axis=axis)
         expected = ((y[1] - x[1]).norm(dim=axis - 1) / y[1].norm(dim=axis - 1)).mean()

@@ -1,4 +1,4 @@
-"""The memory budget of a run: rejected before anything is written, or stopped when the run exceeds it."""
+"""Tests of the memory budget: a run is rejected before it writes a file, or stopped when it exceeds the budget."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_run_above_its_budget_is_rejected_before_anything_is_written(tmp_path:
 
 
 def _predicting(monkeypatch: pytest.MonkeyPatch, phases: Callable[[Config], dict[str, int]]) -> list[Config]:
-    """Let predictions come from `phases`; returns the configurations that are predicted."""
+    """Replace the predictor by `phases`, and return the list of predicted configurations."""
     asked: list[Config] = []
 
     def predict(self: Predictor, config: Config) -> Prediction:
@@ -124,7 +124,7 @@ def test_every_phase_is_in_the_peak() -> None:
         {"evaluation_load_bytes": 10**9},
         {"examples": Forward(0, 10**9, 0)},
         {"examples_load_bytes": 10**9},
-        {"inspection_bytes": 2 * 10**9},  # its phase is over before the weights are there
+        {"inspection_bytes": 2 * 10**9},  # data are inspected before the weights are loaded
         {"copies": 10},
         {"weights_bytes": 10**9},
     ]
@@ -133,7 +133,7 @@ def test_every_phase_is_in_the_peak() -> None:
 
 
 def test_every_phase_can_be_the_largest() -> None:
-    """All but loading the weights, which are loaded again at the end, next to the network."""
+    """Each phase can have the largest demand, except the first loading of the weights."""
     plain = Demand(10**8, 10**8, 0, 10**8, 10**6, 0, evaluation=Forward(0, 10**7, 10**6))
     large = Forward(0, 10**10, 0)
     changes: dict[str, dict[str, Any]] = {
@@ -200,7 +200,7 @@ def test_marks_before_a_measurement_count_in_the_peak() -> None:
     release_freed_memory()
     with HighWaterMark():
         pass
-    assert lifetime_peak_bytes() >= peak - 2**22  # the kernel counts to a few pages
+    assert lifetime_peak_bytes() >= peak - 2**22  # the kernel's counter is inexact by a few pages
 
 
 def test_a_run_is_stopped_when_it_passes_its_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_the_guard_stops_between_two_operations_and_leaves_nothing_behind() -> N
 
 
 def test_a_request_to_stop_that_comes_while_the_watch_ends_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The block may end by its own error, such as the message about the data."""
+    """The error raised in the block, such as a message about the data, is kept."""
     config, join = of_run(memory="1MB"), memory_watch._Watch.join
 
     def late(watch: memory_watch._Watch) -> None:

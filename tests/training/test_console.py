@@ -1,4 +1,4 @@
-"""Numbers and tables as a run prints them."""
+"""Tests of printed numbers and tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``cost_only``: the cost of a step without data, weights or a folder."""
+"""Tests of ``cost_only``, which counts the cost of a step without data, weights or a run folder."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_baseline_is_the_selection_asked_for(tmp_path, configuration, capsys
         assert "ratio" not in shown
         return
     assert costs["baseline"]["name"] == baseline
-    own = baseline == "last_stage"  # the run's own step is compared with nothing
+    own = baseline == "last_stage"  # the baseline equals the run's own step
     assert ("ratio" in shown) is (not own)
     if own:
         assert {group: costs["baseline"][group] for group in ("executed", "measured")} == {

@@ -1,4 +1,4 @@
-"""``evaluate=RUN``: the run's weights on the run's splits; what may be changed, and what may not."""
+"""Tests of ``evaluate=RUN``: the scores of a run's weights, and the settings that may be changed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_loading_precision_and_limits_may_be_changed(configuration, finished, mo
         "data__eval_batch_size": 7,
         "trainer__precision": "bf16",
         "trainer__limit_eval_batches": 3,
-        "optim__lr": 0.5,  # has no effect, and does not matter
+        "optim__lr": 0.5,  # has no effect
     }
     assert evaluate(finished[0], configuration(**changes))["accuracy"] == {"val": 0.5, "test": 0.5}
     assert seen == [(7, "bf16", 3)] * 2
@@ -112,12 +112,12 @@ def test_the_mean_is_over_the_splits_that_all_tasks_have():
 
 @pytest.mark.parametrize("task", ["classification", "segmentation"])
 def test_the_loss_of_an_evaluation_is_the_mean_over_its_items(configuration, monkeypatch, task):
-    """Batches of 5, 5 and 2, in which different shares of the pixels have a label, and some image none."""
+    """The loss is the mean over all items, with batches of different sizes and fractions of labeled pixels."""
     monkeypatch.setattr("efficient_ft.training.module.kind_of", lambda config: kind_named(task))
     monkeypatch.setattr(FineTuner, "_warn_if_constant", lambda self: None)
     logits, labels = uneven_batches(task)
     module = FineTuner(nn.Identity(), configuration(), 4, 10)
-    for _ in range(2):  # the second evaluation starts again
+    for _ in range(2):  # the second evaluation starts from zero
         for batch in zip(logits.split(5), labels.split(5), strict=True):
             module.validation_step(batch, 0)
         module.on_validation_epoch_end()

@@ -1,4 +1,4 @@
-"""model.safetensors: what it holds, and which files are refused."""
+"""Tests of model.safetensors: its contents, and the files that are rejected."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_weights_are_copied_only_where_a_method_changes_them(methods: list[Metho
 
 
 def test_the_same_weights_are_the_same_bytes(tmp_path: Path) -> None:
-    """Names in any language, and escapes, have the length in which the library writes them."""
+    """The same weights and metadata give the same file, with class names that JSON must escape."""
     model = timm.create_model("vit_digits", depth=1, embed_dim=16, num_heads=2, num_classes=3)
     config = ModelConfig(name="vit_digits", pretrained=False, kwargs={"depth": 1, "embed_dim": 16, "num_heads": 2})
     spec = InputSpec((32, 32), (0.5,) * 3, (0.5,) * 3)
@@ -117,7 +117,7 @@ def test_tensors_of_one_storage_are_written_apart(tmp_path):
 
 
 def test_how_images_are_read_is_kept(tmp_path: Path, configuration, without_cost) -> None:
-    """A run on 12-bit images: `predict` scales them as the training did."""
+    """`predict` scales 12-bit images with the value range of the training."""
     values = np.linspace(0, 4095, 20 * 24).reshape(20, 24).astype(np.uint16)
     for k, name in enumerate(("up", "down")):
         for i in range(6):
@@ -137,13 +137,13 @@ def test_how_images_are_read_is_kept(tmp_path: Path, configuration, without_cost
     assert export.load(tmp_path / "plain").decoding == Decoding()
 
 
-# ---------------------------------------------------------------------------------------------- noted methods
+# ---------------------------------------------------------------------------------------------- recorded methods
 KWARGS = {"depth": 3, "embed_dim": 16, "num_heads": 2}
 
 
 @pytest.fixture(scope="module")
 def pruned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file that notes a method: EViT drops tokens in evaluation too."""
+    """A file with a recorded method: EViT, which also drops tokens in evaluation."""
     model, method = timm.create_model("vit_digits", **KWARGS, num_classes=3), EViT(drop_at=[1], keep_rate=0.5)
     method.apply(model)
     file = tmp_path_factory.mktemp("pruned") / export.NAME
@@ -154,7 +154,7 @@ def pruned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def renoted(pruned: Path, folder: Path, **changes: object) -> Path:
-    """The same file with other notes of its method."""
+    """Write a copy of the file in which the method's record is changed."""
     with safe_open(pruned, "pt") as opened:
         about = opened.metadata()
     (part,) = json.loads(about["added"])

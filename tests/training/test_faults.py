@@ -1,4 +1,4 @@
-"""Faults of the system while a run trains: one message with the folder, and nothing that was saved is lost."""
+"""Tests of system errors during training: the run prints one message with its folder, and keeps all saved files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from efficient_ft.training.output.faults import faults_of_the_system
 from efficient_ft.training.run import run
 from tests.training.runs import REPOSITORY, plain_config
 
-#: Run PLAIN in FOLDER; from optimizer step 4 on no file may be longer than 2,000 bytes, as on a disk that is full.
+#: Runs PLAIN in FOLDER. From optimizer step 4, files are limited to 2,000 bytes, which simulates a full disk.
 _FULL = """
 import json, resource, sys
 from pathlib import Path
@@ -99,7 +99,7 @@ def test_a_folder_that_is_gone_is_said_and_not_made_again(
 def test_only_what_the_system_refuses_in_the_folder_is_renamed(tmp_path: Path) -> None:
     (tmp_path / config_file.NAME).write_text("")
     elsewhere = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/nowhere/image.jpg")
-    closed = BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))  # by the reader of what is printed
+    closed = BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))  # the reader of the output closed the pipe
     for error in (elsewhere, closed, RuntimeError("shapes differ"), ValueError("x")):
         with pytest.raises(type(error)) as caught, faults_of_the_system(tmp_path):
             raise error

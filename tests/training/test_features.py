@@ -1,4 +1,4 @@
-"""Runs on stored features of the frozen prefix: the same results, read instead of computed, and what is refused."""
+"""Tests of runs on stored features of the frozen prefix: results equal those of computed features."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.training.runs import assert_same_run, interrupted_at, plain_config, r
 
 pytestmark = pytest.mark.usefixtures("without_cost")
 
-#: Training and validation images of the digits.
+#: Numbers of training and validation images of the digits.
 TRAIN, VAL = 1293, 145
 
 
 @pytest.fixture
 def small(tmp_path: Path) -> Callable[..., Config]:
-    """A run that trains the last block, whose prefix draws no random numbers."""
+    """Return the configuration of a run that trains the last block, with a deterministic prefix."""
 
     def configured(**changes: Any) -> Config:
         return check(
@@ -48,7 +48,7 @@ def small(tmp_path: Path) -> Callable[..., Config]:
 
 
 def assert_same_training(a: Path, b: Path) -> None:
-    """Bit for bit, but for the FLOPs, which are fewer where features are read."""
+    """Assert that weights, losses and accuracies of two runs are equal. FLOPs may differ."""
     one, other = checkpoint.read(a / checkpoint.NAME), checkpoint.read(b / checkpoint.NAME)
     assert all(torch.equal(value, other["state_dict"][name]) for name, value in one["state_dict"].items())
     losses = [[row.get("train_loss_epoch") for row in rows_of(folder)] for folder in (a, b)]
@@ -75,7 +75,7 @@ def test_with_a_view_for_every_epoch_in_fp32_a_run_is_the_one_without_bit_for_bi
     assert report["computed"] == 2 * TRAIN + VAL
     assert report["read"] == VAL
     assert "features" not in plain
-    # Everything is there: another run with this prefix computes nothing.
+    # All features are stored, so another run with this prefix computes none.
     again = run(small(trainer__views=2, trainer__cache_dtype="fp32"), tmp_path / "again")
     assert_same_training(tmp_path / "plain", tmp_path / "again")
     assert (again["features"]["computed"], again["features"]["read"]) == (0, 2 * TRAIN + 2 * VAL)
@@ -125,7 +125,7 @@ def test_one_store_serves_every_run_with_the_same_prefix_and_no_other(
         assert run(config, tmp_path / f"same{number}")["features"]["computed"] == 0
     assert len(stores(tmp_path)) == 1
     others: list[dict[str, Any]] = [
-        {"seed": 1},  # other random weights, another order and augmentation
+        {"seed": 1},  # changes the random weights, the order and the augmentation
         {"trainer__views": 1},
         {"trainer__cache_dtype": "fp32"},
         {"data__augment__flip": True},
@@ -137,7 +137,7 @@ def test_one_store_serves_every_run_with_the_same_prefix_and_no_other(
         assert len(stores(tmp_path)) == 2 + number
 
 
-# ------------------------------------------------------------------------------------------------ mishaps
+# ------------------------------------------------------------------------------------------------ failures
 @pytest.mark.slow
 def test_damaged_features_are_computed_again_and_it_is_said(
     tmp_path: Path, small: Callable[..., Config], capsys: pytest.CaptureFixture[str]
@@ -183,7 +183,7 @@ def test_a_disk_that_fills_ends_the_filling_and_not_the_run(
     assert_same_training(tmp_path / "full", tmp_path / "room")
 
 
-# ------------------------------------------------------------------------------------------------ refusals
+# ------------------------------------------------------------------------------------------------ rejected settings
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -265,7 +265,7 @@ def test_settings_of_stored_features_name_another_run_only_where_they_are_on(sma
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", ["off", "on"])
 def test_a_form_of_the_prefix_is_used_and_recorded(tmp_path: Path, small: Callable[..., Config], cache: str) -> None:
-    """The network of the digits has a convolution with BatchNorm in its prefix."""
+    """The prefix of the digits network has a convolution with BatchNorm, which can be folded."""
     plain = run(small(trainer__cache_features=cache), tmp_path / "plain")
     folded = run(small(trainer__cache_features=cache, trainer__prefix="folded"), tmp_path / "folded")
     assert plain.get("prefix", {"form": "fp32"})["form"] == "fp32"

@@ -1,4 +1,4 @@
-"""The run folder: one run, one process at a time, nothing deleted, no other version misread."""
+"""Tests of the run folder: it holds one run, is locked by one process, and is never deleted or misread."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_resume_never_keeps_the_old_run_under_another_name(tmp_path, configurati
     old = {f.name: f.read_bytes() for f in place.iterdir() if f.name != ".lock"}
     run(configuration(resume="never", trainer__max_steps=2), place)
     kept = tmp_path / "run.1"
-    assert {f.name: f.read_bytes() for f in kept.iterdir()} == old  # without a lock
+    assert {f.name: f.read_bytes() for f in kept.iterdir()} == old  # the lock file is not moved
     assert checkpoint.read(place / checkpoint.NAME)["global_step"] == 2
     assert str(kept) in capsys.readouterr().out
 
@@ -60,15 +60,15 @@ def test_the_same_command_twice_at_once_is_refused(tmp_path, configuration):
     finally:
         other.kill()
         other.communicate()
-    with folder.locked(place) as held:  # free after a kill
+    with folder.locked(place) as held:  # the lock is free after a kill
         held.begin(config, {}, lambda: None)
-    with folder.locked(place):  # and after an ordinary end
+    with folder.locked(place):  # the lock is free after a normal end
         pass
 
 
-# ---------------------------------------------------------------------------------------------- one rename
-#: For numbers from 1 on: copy the run FINISHED to FOLDER/number/run and move it away there, in a process that is killed
-#: before event number at of those which change files. Ends with the number that has no such event.
+# ---------------------------------------------------------------------------------------------- moving a run
+#: For each number from 1, copies the run FINISHED to FOLDER/number/run and moves the copy away in a process.
+#: The process is killed before the file change with this number. The loop ends at a number without a file change.
 _KILLED = """
 import os, shutil, signal, sys
 from pathlib import Path
@@ -118,7 +118,9 @@ def test_a_kill_while_resume_never_moves_a_run_away_never_splits_it(tmp_path, fi
         whole = moved if moved.is_dir() else place
         assert {f.name: f.read_bytes() for f in whole.iterdir() if f.name != ".lock"} == old, number
         if whole is moved and place.is_dir() and number.name != str(len(numbers)):
-            left = {f.name for f in place.iterdir() if not f.name.startswith(".efficient_ft.")}  # temporary folders
+            left = {
+                f.name for f in place.iterdir() if not f.name.startswith(".efficient_ft.")
+            }  # excludes temporary folders
             assert left <= {".lock", "config.yaml", "contents.json", "images"}, number
 
 
@@ -171,7 +173,7 @@ def test_a_part_of_a_run_alone_is_reported(tmp_path, configuration, finished):
 
 # ---------------------------------------------------------------------------------------------- contents
 def images_of(root: Path, size: int = 6) -> Path:
-    """Two classes of small images whose files have equal sizes."""
+    """Write images of two classes whose files have the same size, and return the folder."""
     for label, value in (("0", 60), ("1", 200)):
         (root / label).mkdir(parents=True)
         for number in range(size):
@@ -225,7 +227,7 @@ def test_a_copied_data_set_is_the_same(tmp_path, configuration, without_cost, ca
     config = of_folder(configuration, root)
     run(config, place)
     copy = tmp_path / "copy"
-    shutil.copytree(root, copy, copy_function=shutil.copyfile)  # without dates
+    shutil.copytree(root, copy, copy_function=shutil.copyfile)  # does not copy modification times
     shutil.rmtree(root)
     copy.rename(root)
     (place / "results.json").unlink()
@@ -259,7 +261,7 @@ def test_damaged_contents_are_refused(tmp_path, configuration, finished, text):
 
 
 def tree(place: Path) -> dict[str, bytes]:
-    """The contents of all files below a folder, except locks."""
+    """Return the contents of all files below a folder, except locks."""
     files = (file for file in place.rglob("*") if file.is_file() and file.name != ".lock")
     return {file.relative_to(place).as_posix(): file.read_bytes() for file in files}
 

@@ -1,4 +1,4 @@
-"""Files that others hand over, with payloads: no command that reads them executes anything."""
+"""Tests of untrusted files with payloads: no command that reads them executes code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from efficient_ft.training.run import run
 
 
 class Payload:
-    """Creates a file when it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -37,7 +37,7 @@ class Payload:
 
 @pytest.fixture
 def mark(tmp_path: Path) -> Path:
-    """The file that a payload creates."""
+    """The path of the file that a payload creates."""
     return tmp_path / "MARK"
 
 
@@ -68,12 +68,12 @@ _RUN_FILES = ["checkpoint.ckpt", "model.safetensors", "results.json", "config.ya
 
 @pytest.fixture
 def given(finished: Any, tmp_path: Path) -> Path:
-    """A run folder that somebody else has sent."""
+    """An untrusted run folder."""
     return Path(shutil.copytree(finished[0], tmp_path / "given"))
 
 
 @pytest.mark.parametrize(
-    ("name", "write"),  # ``efficient-ft selftest 7`` tries every form of each
+    ("name", "write"),  # ``efficient-ft selftest 7`` tests all combinations
     list(zip(_RUN_FILES, FORMS * 2, strict=True)),
 )
 def test_no_file_of_a_run_folder_is_unpickled(
@@ -104,7 +104,7 @@ def test_no_file_of_a_run_folder_is_unpickled(
 def test_links_in_a_run_folder_are_not_written_through(
     given: Path, finished: Any, tmp_path: Path, without_cost: None
 ) -> None:
-    """Links under the names of earlier temporary files, and instead of files that the run replaces."""
+    """A run replaces links in its folder and does not write to their targets."""
     victim, place = tmp_path / "victim", tmp_path / "run"
     victim.write_text("kept")
     place.mkdir()
@@ -161,7 +161,7 @@ def test_a_checkpoint_without_weights_is_one_message(weights: Any, tmp_path: Pat
 def test_class_names_do_not_reach_the_terminal_as_they_are(
     given: Path, digit: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An escape sequence in a name could clear the screen or type into the terminal."""
+    """Escape sequences in class names are printed as text, because a terminal would execute them."""
     file = given / export.NAME
     with safe_open(file, "pt") as opened:
         about = opened.metadata()

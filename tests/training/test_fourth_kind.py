@@ -1,4 +1,4 @@
-"""A package adds a kind of task with one module and one YAML: regression of one number for each image."""
+"""Tests of a kind of task that a package adds with one module and one YAML file: regression of one number per image."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from efficient_ft.training.memory.budget import Predictor
 
 HERE = Path(__file__).parent
 
-#: Evaluates, predicts and checks as the commands do, given the run, the images and the settings of the data.
+#: Runs the functions behind evaluate, predict and check. Arguments: the run, the images and the data settings.
 AFTERWARDS = """
 import sys
 from pathlib import Path
@@ -48,7 +48,7 @@ COMMAND = "from efficient_ft.cli.entry import main; main()"
 
 
 def _install(site: Path) -> None:
-    """Write an installed distribution with the kind of `regression_kind`."""
+    """Write an installed distribution that contains `regression_kind`."""
     package = site / "image_regression"
     (package / "conf" / "data").mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -64,7 +64,7 @@ def _install(site: Path) -> None:
 
 
 def _write_images(root: Path) -> None:
-    """Write 60 gray images whose brightness is the number."""
+    """Write 60 gray images whose brightness is the target number."""
     root.mkdir()
     random = np.random.default_rng(0)
     rows = []
@@ -108,7 +108,7 @@ def test_a_kind_of_another_package_trains_evaluates_and_predicts(tmp_path: Path)
     assert 0 < scores["mean_squared_error"] < 0.1
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert any("val_r2" in row for row in rows)
-    assert f"test  {100 * scores['r2']:.2f} %" in shown  # of `evaluate`
+    assert f"test  {100 * scores['r2']:.2f} %" in shown  # printed by `evaluate`
     with open(tmp_path / "images" / "numbers.csv", newline="") as file:
         true = float(next(csv.DictReader(file))["number"])
     predicted = json.loads(shown[shown.index("[\n") : shown.index("]\n") + 1])
@@ -146,7 +146,7 @@ class _KindWithNetworks(ClassificationKind):
 def test_a_kind_adds_a_family_of_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     added = ((registry._registered, "numbers"), (RULES, "numbers"), (TASKS, "numbers"), (factory.FAMILIES, "numbers"))
     for known, name in (*added, (NETWORKS, "linear_48")):
-        monkeypatch.setitem(known, name, None)  # pytest removes the entry at the end of the test
+        monkeypatch.setitem(known, name, None)  # pytest removes the entry after the test
         del known[name]
     kind = registry.register(_KindWithNetworks())
     model = ModelConfig(name="linear_48", pretrained=False)
@@ -158,7 +158,7 @@ def test_a_kind_adds_a_family_of_networks(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class _CalledError(Exception):
-    """The kind built a network."""
+    """Raised when the kind builds a network."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Libraries that only some recipes load: which, and what they add to a process."""
+"""Tests of the libraries that only some recipes load, and of the memory that they add to a process."""
 
 from __future__ import annotations
 

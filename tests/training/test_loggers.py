@@ -1,4 +1,4 @@
-"""wandb and TensorBoard."""
+"""Tests of the loggers wandb and TensorBoard."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def test_wandb_offline_continues_the_same_run(tmp_path, configuration, monkeypat
         with pytest.raises(KeyboardInterrupt):
             run(config, folder)
     run_id = (folder / "run_id").read_text().strip()
-    (folder / "run_id").unlink()  # the checkpoint has it too
+    (folder / "run_id").unlink()  # the checkpoint also contains the id
     run(config, folder)
     started = sorted(p.name for p in (folder / "wandb").iterdir() if p.name.startswith("offline-run-"))
     assert len(started) == 2
-    # A second one that began in the same second is numbered.
+    # wandb appends a number to a run that starts within the same second.
     assert [re.sub(r"^offline-run-\d+_\d+-", "", name).removesuffix("-1") for name in started] == [run_id] * 2
 
 
@@ -77,7 +77,7 @@ def test_tensorboard_gets_curves_classes_samples_and_the_results(tmp_path, confi
 
 
 def validation_labels():
-    """Labels of the validation images of the runs here."""
+    """Return the labels of the validation images."""
     from efficient_ft.training.kinds.registry import kind_of
 
     config = check(plain_config())
@@ -95,7 +95,7 @@ def test_the_interval_of_rows(tmp_path, configuration, without_cost, given, step
     ("given", "total", "every"), [(None, 10, 1), (None, 100, 4), (None, 5000, 4), (7, 5000, 7), (1, 9, 1)]
 )
 def test_short_runs_have_twenty_rows(given, total, every):
-    """RECORD_EVERY is 4 in these tests."""
+    """A short run records about twenty rows. RECORD_EVERY is 4 in these tests."""
     assert rows_every(given, total) == every
 
 
@@ -114,7 +114,7 @@ def test_a_logger_that_is_not_installed_is_named(tmp_path, configuration, monkey
 
 @pytest.fixture
 def no_key(tmp_path, monkeypatch):
-    """wandb without a key, a mode and a home."""
+    """Remove wandb's key and mode from the environment, and set an empty home folder."""
     pytest.importorskip("wandb")
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
@@ -130,7 +130,7 @@ def test_a_missing_key_of_wandb_is_said_at_once(tmp_path, configuration):
 
 @pytest.mark.usefixtures("no_key")
 def test_an_offline_run_after_an_online_one_stays_offline(tmp_path, configuration, monkeypatch):
-    """In one process, as in a sweep: wandb keeps the mode of its first use, and the environment is the later jobs'."""
+    """wandb keeps the mode of its first use in a process, but each job of a sweep uses its own mode."""
     monkeypatch.setenv("WANDB_SILENT", "true")
     with pytest.raises(UserError, match="needs a key"):
         loggers.start_loggers(configuration(logger={"name": "wandb"}), tmp_path / "online", "a")
@@ -175,7 +175,7 @@ def test_a_run_on_wandb_has_a_readable_name_and_what_runs_are_compared_by(
 
 
 def test_the_sweep_of_the_examples_composes():
-    """Each combination of its values is a command line."""
+    """Each combination of the sweep's values is a valid command line."""
     held = yaml.safe_load((REPOSITORY / "examples" / "wandb_sweep.yaml").read_text())
     given = [word for word in held["command"] if not word.startswith("$") and word != "efficient-ft"]
     for order in held["parameters"]["method.lbp_dct.order"]["values"]:

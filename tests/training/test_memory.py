@@ -1,4 +1,4 @@
-"""Memory of the process that a run measures in its own steps: which steps, what survives a resume, what is recorded."""
+"""Tests of the process memory that a run measures during its steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_run_records_what_its_steps_take(finished: tuple[Path, Any, dict[str, 
     assert 2**27 < memory["before_model_bytes"] <= memory["before_steps_bytes"] <= memory["peak_bytes"]
     assert memory["growth_bytes"] == memory["step_peak_bytes"] - memory["before_steps_bytes"]
     assert (memory["first_step"], memory["steps"], memory["device"]) == (WARMUP, STEPS, None)
-    # AdamW: two moments of each parameter, and a counter for each tensor.
+    # AdamW stores two moments per parameter and a counter per tensor.
     assert memory["optimizer_bytes"] == pytest.approx(8 * results["trainable_parameters"], rel=0.1)
     above = results["cost"]["executed"]["step_peak_bytes"]
     assert memory["counted_bytes"] == above + memory["optimizer_bytes"]
@@ -64,7 +64,7 @@ def test_the_table_names_process_memory_and_counted_bytes():
 
 @pytest.mark.slow
 def test_a_resumed_run_keeps_what_was_measured(tmp_path: Path, configuration: Any, without_cost: None):
-    """Interrupted after the measurement: kept. Before it: measured in the continuation, its loaded state subtracted."""
+    """A run that is interrupted before the measurement measures after the resume; a later one keeps its result."""
     for at, first in ((WARMUP + STEPS + 1, WARMUP), (1, WARMUP)):
         config, folder = configuration(), tmp_path / str(at)
         interrupted_at(at, config, folder)
@@ -72,7 +72,7 @@ def test_a_resumed_run_keeps_what_was_measured(tmp_path: Path, configuration: An
         assert (saved is not None) == (at > 1)
         memory = run(config, folder)["memory"]
         if saved is not None:
-            assert memory["peak_bytes"] >= saved.pop("peak_bytes")  # of the whole process, which continues
+            assert memory["peak_bytes"] >= saved.pop("peak_bytes")  # the peak includes the continued part of the run
             assert {key: memory[key] for key in saved} == saved
         assert (memory["first_step"], memory["steps"]) == (first, STEPS)
 
@@ -81,7 +81,7 @@ def test_a_step_of_several_micro_batches_is_one_step(tmp_path: Path, configurati
     config = configuration(trainer__grad_accum_steps=3, trainer__epochs=1)
     results = run(config, tmp_path / "run")
     memory = results["memory"]
-    # 11 batches: steps of 3, 3, 3 and 2 before the evaluation.
+    # The 11 batches form steps of 3, 3, 3 and 2 batches.
     assert (memory["first_step"], memory["steps"]) == (WARMUP, 2)
     assert memory["counted_bytes"] == 6 + memory["optimizer_bytes"] + 4 * results["trainable_parameters"]
 

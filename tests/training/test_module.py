@@ -1,4 +1,4 @@
-"""Training steps of a run: what is frozen, accumulation, precision."""
+"""Tests of training steps: frozen parameters, gradient accumulation, precision and warnings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("without_cost")
 
 @pytest.mark.parametrize("frozen", [True, False])
 def test_frozen_batch_norm_keeps_its_statistics_and_trains_its_weights(tmp_path, configuration, frozen):
-    """After an evaluation too, which switches to evaluation mode and back."""
+    """The statistics stay frozen after an evaluation, which switches the model to evaluation mode and back."""
     limits = {"trainer__max_steps": 3, "trainer__epochs": 3, "trainer__limit_eval_batches": 1}
     config = configuration(model__frozen_bn=frozen, data__batch_size=600, **limits)
     run(config, tmp_path)
@@ -39,7 +39,7 @@ def test_frozen_batch_norm_keeps_its_statistics_and_trains_its_weights(tmp_path,
 
 
 def test_frozen_weights_never_get_a_gradient_nor_change(tmp_path, configuration):
-    """Not zero gradients: momentum and weight decay would still move the weights."""
+    """Frozen parameters have no gradient. With a zero gradient, momentum and weight decay would still change them."""
     config = configuration(method={"head": {}}, trainer__epochs=1)
     seen = []
 
@@ -56,7 +56,7 @@ def test_frozen_weights_never_get_a_gradient_nor_change(tmp_path, configuration)
 
 
 def test_accumulation_equals_one_large_batch(tmp_path, configuration):
-    """Two batches of 64 or one of 128, nothing random in the network: the same first step."""
+    """Two accumulated batches of 64 give the same first step as one batch of 128."""
     quiet = {
         "model__drop_rate": 0.0,
         "model__drop_path_rate": 0.0,
@@ -83,7 +83,7 @@ def test_accumulation_equals_one_large_batch(tmp_path, configuration):
 def test_the_last_step_of_an_epoch_is_the_mean_over_the_batches_that_it_has(
     tmp_path, configuration, accumulated, left, precision
 ):
-    """Six batches, the last of them smaller."""
+    """An epoch has six batches, and the last batch is smaller."""
     config = configuration(
         model__drop_rate=0.0,
         model__drop_path_rate=0.0,
@@ -119,7 +119,7 @@ def test_the_last_step_of_an_epoch_is_the_mean_over_the_batches_that_it_has(
 
 @pytest.mark.parametrize("task", ["classification", "segmentation"])
 def test_the_loss_recorded_is_the_mean_over_the_items_trained_on(configuration, monkeypatch, task):
-    """Batches of 5, 5 and 2, in which different shares of the pixels have a label, and some image none."""
+    """The loss is the mean over all items, with batches of different sizes and fractions of labeled pixels."""
     monkeypatch.setattr("efficient_ft.training.module.kind_of", lambda config: kind_named(task))
     logits, labels = uneven_batches(task)
     module = FineTuner(nn.Identity(), configuration(optim__label_smoothing=0.1), 4, 10)
@@ -132,14 +132,14 @@ def test_the_loss_recorded_is_the_mean_over_the_items_trained_on(configuration, 
     flat, own = flat[own != IGNORED], own[own != IGNORED]
     exact = (-0.9 * flat.gather(1, own[:, None])[:, 0] - 0.1 * flat.mean(1)).mean().item()
     if task == "segmentation":
-        exact *= len(own) / (len(own) + 1)  # a batch without labels counts as a single pixel
+        exact *= len(own) / (len(own) + 1)  # a batch without labels counts as one pixel
     assert module.loss_so_far() == pytest.approx(exact, rel=1e-6)
     assert module.mean_loss("epoch") == module.mean_loss("window") != module.mean_loss("epoch") is None
 
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_gradients_are_freed_before_the_next_forward_pass(tmp_path, configuration, parts):
-    """Only those of earlier micro-batches of the same step are there."""
+    """Before a forward pass, only gradients of earlier micro-batches of the same step exist."""
     config = configuration(trainer__max_steps=2, trainer__grad_accum_steps=parts)
     step, there = FineTuner.training_step, []
 
@@ -174,14 +174,14 @@ def test_a_processor_that_emulates_bf16_is_named(tmp_path, configuration, monkey
 
 @pytest.mark.slow
 def test_constant_predictions_are_reported_once_with_what_likely_caused_them(tmp_path, configuration, capsys):
-    """A rate far too high: the classifier gives one class from the first epoch on."""
+    """With a very high learning rate, the classifier predicts a single class from the first epoch."""
     settings = {"optim__lr": 30.0, "optim__warmup_steps": 0, "optim__name": "sgd", "optim__weight_decay": 0.0}
     run(configuration(**settings), tmp_path / "short")
     assert "is predicted as class" not in capsys.readouterr().out, "22 steps are too few to tell"
     run(configuration(**settings, data__batch_size=32), tmp_path / "collapsed")
     shown = capsys.readouterr().out
     assert shown.count("every image of the evaluation is predicted as class") == 1
-    assert "BatchNorm keeps" not in shown  # frozen_bn=false here
+    assert "BatchNorm keeps" not in shown  # frozen_bn is false in this run
     assert "starts from random weights" in shown
     assert "optim.lr=30 is too high: try 3" in unwrapped(shown)
 
@@ -202,7 +202,7 @@ def test_a_loss_that_diverged_but_is_finite_is_reported_once(tmp_path, configura
 def test_a_loss_is_compared_with_the_first_batch_and_with_chance(configuration, first, mean, warned):
     module = FineTuner(torch.nn.Linear(2, 10), configuration(), 10, 100)
     module.warn_if_diverged(mean)
-    assert not module.warnings  # no batch was read
+    assert not module.warnings  # no batch was read yet
     module._first_loss = first
     for _ in range(2):
         module.warn_if_diverged(mean)
@@ -221,7 +221,7 @@ def test_frozen_batch_norm_statistics_come_first_among_the_likely_causes(configu
     first, *_, last = likely_causes(module)
     assert "model.frozen_bn=true" in first
     assert "optim.lr=0.01" in last
-    network[0].requires_grad_(False)  # only the classifier trains: its statistics are right
+    network[0].requires_grad_(False)  # if only the classifier trains, the statistics are correct
     assert "frozen_bn" not in " ".join(likely_causes(module))
 
 
@@ -230,7 +230,7 @@ def test_frozen_batch_norm_statistics_come_first_among_the_likely_causes(configu
 def test_equal_predictions_are_those_of_all_labeled_pixels_in_all_processes(
     configuration, monkeypatch, label, elsewhere
 ):
-    """Every pixel here is predicted as class 0; `elsewhere`: as what another process predicts its own pixel."""
+    """This process predicts class 0 for every pixel. `elsewhere` is the class predicted by another process, if any."""
 
     def with_the_other(ranges, op):
         assert op is torch.distributed.ReduceOp.MIN
@@ -254,7 +254,7 @@ def test_a_run_that_learns_is_not_warned_about(finished, tmp_path, configuration
 
 
 def test_a_process_without_images_of_an_evaluation_repeats_those_of_the_first() -> None:
-    """Lightning would skip the evaluation in this process alone, or end the run with a traceback."""
+    """A process without images repeats the first process's batch, because Lightning would skip its evaluation."""
 
     def loaders(counts: list[int], rank: int) -> list[DataLoader]:
         return [DataLoader(range(count)[rank::2]) for count in counts]  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The optimizer: its schedule, its groups, and parameters that get their first gradient late."""
+"""Tests of the optimizer: its schedule, its parameter groups, and parameters whose first gradient comes late."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_warm_up_is_linear_and_the_cosine_ends_at_its_floor():
     assert factors[0] == pytest.approx(0.1)
     assert factors[5] == pytest.approx(0.55)
     assert factors[10] == pytest.approx(1.0)
-    assert factors[60] == pytest.approx(0.6)  # half way down
+    assert factors[60] == pytest.approx(0.6)  # middle of the decay
     assert factors[110] == pytest.approx(0.2)
     assert all(b < a for a, b in itertools.pairwise(factors[10:]))
 
@@ -97,10 +97,10 @@ def test_every_optimizer_by_its_name(name):
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
 def test_a_parameter_may_get_its_first_gradient_late(name):
-    """An expert that no token took before, the classifier of another task, a layer that thawed."""
+    """A parameter without a gradient stays unchanged until its first gradient, as for an unused expert."""
     settings = optim(name=name, weight_decay=0.1, **({"momentum": 0.9} if name == "sgd" else {}))
     found = []
-    for precision in ("fp32", "bf16"):  # with torch's fused kernel and without
+    for precision in ("fp32", "bf16"):  # fp32 uses the fused kernel, bf16 does not
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
         optimizer = build_optimizer(model, settings, precision)
@@ -132,7 +132,7 @@ def test_low_bit_states_have_the_groups_of_32_bits(name, bits):
 
 @pytest.mark.parametrize("settings", [{}, {"state_bits": 8}, {"name": "sgd"}])
 def test_the_backward_pass_steps(settings):
-    """With layer decay, a rate of the head and groups without weight decay: as outside of it."""
+    """Steps in the backward pass give the same weights as steps after it, including layer decay and head_lr_mult."""
     settings = {"layer_decay": 0.5, "head_lr_mult": 10.0, "weight_decay": 0.1, **settings}
     trained = []
     for in_backward in (False, True):

@@ -1,4 +1,4 @@
-"""Lack of memory is one message, and the batch size that it names fits."""
+"""Tests of out-of-memory errors: one message names a batch size that fits."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from efficient_ft.training.memory.out_of_memory import out_of_memory
 from tests.conftest import unwrapped
 from tests.training.runs import REPOSITORY, plain_config
 
-#: Run PLAIN in FOLDER in a process that may grow by MORE bytes. The limit is not on address space, of which each thread
-#: reserves 64 MiB and more without using it: a prediction then fails for want of threads.
+#: Runs PLAIN in FOLDER in a process that may grow by MORE bytes. The address space has no limit, because each thread
+#: reserves at least 64 MiB of it without using them, and a prediction would then fail to start threads.
 _SCRIPT = """
 import json, resource, sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Output of real runs, with a pipe and on a terminal: few lines before training, none too wide."""
+"""Tests of the output of real runs in a pipe and on a terminal: the number of lines and their width."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from efficient_ft.training.callbacks import progress
 from tests.models.text_models import write_model, write_texts
 from tests.training.runs import REPOSITORY
 
-#: Lines that a run may print before its first progress.
+#: Maximum number of lines before the first progress line.
 MOST_LINES = 25
-#: A line of progress, of a pipe or of a bar.
+#: Matches a progress line in a pipe and a progress bar.
 PROGRESS = re.compile(r"epoch \d+/\d+")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 def printed(arguments: list[str], folder: Path, width: int | None) -> str:
-    """All that a run prints: with a pipe (None), or on a terminal of `width` columns."""
+    """Return the output of a run in a pipe (`width` is None) or on a terminal of `width` columns."""
     command = [sys.executable, "-m", "efficient_ft", f"hydra.run.dir={folder / 'run'}", *arguments]
     environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR", "WANDB_SILENT")}
     environment |= {"PYTHONPATH": str(REPOSITORY), "TERM": "xterm"}
@@ -61,17 +61,19 @@ def printed(arguments: list[str], folder: Path, width: int | None) -> str:
 
 
 def check(text: str, width: int) -> list[str]:
-    """Check the count of lines before training and the width of all; return the lines without colors."""
+    """Check the number of lines before training and the width of all lines; return the lines without colors."""
     lines = [_ESCAPES.sub("", line) for line in text.replace("\r\n", "\n").replace("\r", "\n").split("\n")]
     before = next(number for number, line in enumerate(lines) if PROGRESS.search(line))
     assert before <= MOST_LINES, "\n".join(lines[:before])
-    wide = [line for line in lines if len(line) > width and " " in line.strip()]  # a path alone may be longer
+    wide = [
+        line for line in lines if len(line) > width and " " in line.strip()
+    ]  # a line with only a path may be longer
     assert not wide
     return lines
 
 
 def images(folder: Path) -> list[str]:
-    """A folder of images of two classes."""
+    """Write an image folder of two classes, and return the settings."""
     for split, count in (("train", 12), ("test", 4)):
         for number in range(count):
             for channel, name in enumerate(("green apples", "red apples")):
@@ -88,7 +90,7 @@ def _small_vit(name: str) -> list[str]:
 
 
 def masks(folder: Path) -> list[str]:
-    """A folder of images with masks."""
+    """Write a folder of images with masks, and return the settings."""
     chance = np.random.default_rng(0)
     for split, count in (("train", 4), ("val", 2)):
         for number in range(count):
@@ -103,7 +105,7 @@ def masks(folder: Path) -> list[str]:
 
 
 def texts(folder: Path) -> list[str]:
-    """A file of texts, and a folder with a network."""
+    """Write a file of texts and a folder with a network, and return the settings."""
     write_texts(folder / "texts.csv", 160)
     write_model(folder / "bert")
     model = ["model=text", "model.name=bert", "model.weights=bert", "model.max_length=16"]

@@ -1,4 +1,4 @@
-"""scripts/predict.py on a trained run and real image files."""
+"""Tests of scripts/predict.py with a trained run and image files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "predict.py"
 
 @pytest.fixture
 def digits(tmp_path: Path) -> Path:
-    """Two digits as image files in a folder, one below the other, and a text file."""
+    """A folder with two image files, one of them in a subfolder, and a text file."""
     images, _ = load_digits()
     for i, name in enumerate(("a.png", "deeper/b.jpg")):
         file = tmp_path / "digits" / name
@@ -42,7 +42,7 @@ def digits(tmp_path: Path) -> Path:
 
 
 def predict(*arguments: object) -> int:
-    """The script's exit status."""
+    """Run the script and return its exit status."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["predict.py", *map(str, arguments)])
         try:
@@ -69,7 +69,7 @@ def test_classes_and_probabilities_of_files_and_folders(finished, digits, capsys
 
 @pytest.fixture
 def labelled(tmp_path: Path) -> Path:
-    """Sixty digits in folders named after their classes, and one in no such folder."""
+    """Sixty digits in folders named after their classes, and one digit in another folder."""
     images, labels = load_digits()
     for i in range(61):
         file = tmp_path / "labelled" / (str(labels[i]) if i < 60 else "other") / f"{i}.png"

@@ -1,6 +1,6 @@
-"""Runs in two processes (DDP over gloo): they train what one process trains, and one of them writes.
+"""Tests of runs in two processes (DDP over gloo): they train like one process, and only one process writes.
 
-Slurm's are in tests/training/test_slurm.py.
+Tests with Slurm are in tests/training/test_slurm.py.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from tests.training.test_text_run import plain_text, write_place
 
 pytestmark = pytest.mark.slow
 
-#: Nothing random in the network.
+#: Settings that disable randomness in the network.
 QUIET: dict[str, Any] = {"model__drop_rate": 0.0, "model__drop_path_rate": 0.0, "model__frozen_bn": True}
 
 
 def same_rows(two: Path, one: Path) -> None:
-    """The losses and the number of images recorded are those of all images, not of a half."""
+    """Assert that the recorded losses and numbers of images are equal."""
     rows = [rows_of(folder) for folder in (two, one)]
     values = [
         [(row["step"], k, v) for row in of for k, v in row.items() if "loss" in k or k == "images"] for of in rows
@@ -53,7 +53,7 @@ def same_rows(two: Path, one: Path) -> None:
 
 
 def test_uneven_halves_of_the_last_batch_count_by_their_images(tmp_path, configuration):
-    """1,293 images: the last batch of 48 has 45, of which one process has 23 and the other 22."""
+    """The last batch has 45 images: 23 in one process and 22 in the other."""
     quiet = {**QUIET, "trainer__epochs": 1, "optim__warmup_steps": 0, "optim__name": "sgd"}
     run_in_processes(plain_config(**quiet, trainer__devices=2, data__batch_size=24), tmp_path / "two")
     run(configuration(**quiet, data__batch_size=48), tmp_path / "one")
@@ -65,7 +65,7 @@ def test_uneven_halves_of_the_last_batch_count_by_their_images(tmp_path, configu
 
 
 def test_a_process_without_a_validation_image_evaluates_as_the_others_do(tmp_path):
-    """One image to validate on: the other process repeats it, and its copy does not count."""
+    """With one validation image, the second process repeats the image, and the copy does not count."""
     for split, count in (("train", 9), ("val", 1), ("test", 1)):
         for k in range(count):
             save(tmp_path / "images" / split / "ab"[k % 2] / f"{k}.png", 1000 * (k % 2) + k)
@@ -78,9 +78,9 @@ def test_a_process_without_a_validation_image_evaluates_as_the_others_do(tmp_pat
     assert found[0] == found[1]
 
 
-@pytest.mark.exhaustive  # numba compiles twenty kernels in each of five processes
+@pytest.mark.exhaustive  # numba compiles 20 kernels in each of five processes
 def test_two_processes_choose_the_same_bits(tmp_path):
-    """Each measures its half of the images; what is chosen follows from the sum, and another run chooses it again."""
+    """Each process measures its half of the images, and both choose bits from the sum. The choice is reproducible."""
     method = {"full": {}, "low_bit": {"bits": "auto", "budget": 3.3, "profile_steps": 2}}
     changes = {**QUIET, "trainer__max_steps": 4, "method": method}
     states = []
@@ -97,7 +97,7 @@ def test_two_processes_choose_the_same_bits(tmp_path):
 
 @pytest.mark.exhaustive
 def test_two_processes_train_one_model(tmp_path):
-    """Both ranks see their half of the images, and one of them writes, also the rows of step statistics."""
+    """Each process reads half of the images, and only one process writes files."""
     plain = plain_config(trainer__devices=2, data__batch_size=64, step_stats__interval=4)
     run_in_processes(plain, tmp_path / "run")
     results = json.loads((tmp_path / "run" / "results.json").read_text())
@@ -110,7 +110,7 @@ def test_two_processes_train_one_model(tmp_path):
 
 @pytest.mark.exhaustive
 def test_two_processes_train_several_tasks_as_one(tmp_path: Path, folders: Path) -> None:
-    """Half a batch each: the same images in the same steps, the same weights but for rounding."""
+    """Two processes with half batches train the same weights as one process, up to rounding."""
     exact: dict[str, Any] = {
         **QUIET,
         "optim": {"name": "sgd", "lr": 0.05, "weight_decay": 0.0, "warmup_steps": 0, "grad_clip_norm": 1.0},
@@ -127,7 +127,7 @@ def test_two_processes_train_several_tasks_as_one(tmp_path: Path, folders: Path)
 
 
 def same_weights_and_scores(tmp_path: Path, one: dict[str, Any], two: dict[str, Any]) -> None:
-    """Train `one` in a process and `two` in two processes, and compare them."""
+    """Train `one` in one process and `two` in two processes, and compare the results."""
     for name, plain in (("one", one), ("two", two)):
         run_in_processes(plain, tmp_path / name)
     same_rows(tmp_path / "two", tmp_path / "one")
@@ -141,9 +141,9 @@ def same_weights_and_scores(tmp_path: Path, one: dict[str, Any], two: dict[str, 
 
 
 def test_two_processes_train_a_segmentation_as_one(tmp_path: Path) -> None:
-    """The halves of a batch have different numbers of labeled pixels; each pixel counts the same."""
+    """The halves of a batch have different numbers of labeled pixels, and each pixel has the same weight."""
     images = write_folder(tmp_path / "shapes", {"train": 24, "val": 6, "test": 6})
-    for k in range(0, 24, 3):  # a third of the masks has labels in their upper half only
+    for k in range(0, 24, 3):  # a third of the masks are labeled only in the upper half
         file = images / "train" / "masks" / f"{k:03}.png"
         mask = np.array(Image.open(file))
         mask[len(mask) // 2 :] = VOID
@@ -182,7 +182,7 @@ def test_a_killed_process_ends_the_other_one_and_the_run_can_be_continued(
     plain = plain_config(**QUIET, trainer__devices=2, data__batch_size=64)
     done = killed_process(plain, tmp_path / "run", process=lost, at=15)
     assert done.returncode != 0
-    if lost == 1 and done.returncode != -signal.SIGKILL:  # Lightning's own watch may end it within the same instant
+    if lost == 1 and done.returncode != -signal.SIGKILL:  # Lightning may kill the process at the same time
         assert "Another process of this run has ended" in unwrapped(done.stderr)
         assert "Traceback" not in unwrapped(done.stderr)
     assert checkpoint.read(tmp_path / "run" / checkpoint.NAME)["global_step"] in (11, 12)
@@ -194,7 +194,7 @@ def test_a_killed_process_ends_the_other_one_and_the_run_can_be_continued(
 def test_two_nodes_of_torchrun_train_as_one_process(tmp_path: Path, configuration: Any) -> None:
     quiet = {**QUIET, "trainer__max_steps": 6, "optim__warmup_steps": 0, "optim__name": "sgd"}
     two = plain_config(**quiet, trainer__num_nodes=2, data__batch_size=64)
-    # An earlier run in the folder: the second process must not look into it before the first has moved it away.
+    # The second process must not read the earlier run before the first process has moved it.
     run(configuration(**quiet, trainer__num_nodes=1, seed=5), tmp_path / "two")
     ended = run_by_torchrun({**two, "resume": "never"}, tmp_path / "two")
     assert [done.returncode for done in ended] == [0, 0], ended[0].stderr + ended[1].stderr

@@ -1,4 +1,4 @@
-"""Ctrl-C during training."""
+"""Tests of Ctrl-C during training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs continue after any end, bit for bit: interrupted, killed, or with a damaged checkpoint."""
+"""Tests of resumed runs: they give the same bits after an interruption, a kill or a damaged checkpoint."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_sigterm_leaves_a_checkpoint_and_has_its_own_status(tmp_path, configurat
 
 # ---------------------------------------------------------------------------------------------- methods with a state
 def straight_and_broken(configuration, folder: Path, steps: tuple[int, ...], **changes) -> tuple[Path, Path]:
-    """The same run without a stop, and stopped at `steps`."""
+    """Run once without a stop and once with stops at `steps`, and compare the results."""
     config, straight, broken = configuration(**changes), folder / "straight", folder / "broken"
     run(config, straight)
     for step in steps:
@@ -72,7 +72,7 @@ def straight_and_broken(configuration, folder: Path, steps: tuple[int, ...], **c
 
 @pytest.mark.exhaustive
 def test_the_bases_that_a_profile_chose_continue(tmp_path, configuration):
-    """LHE stopped while it profiles (5 steps of 8) and again after it has chosen (14)."""
+    """An LHE run gives the same bases after stops during and after its profile of 8 steps."""
     method = {"full": {}, "lbp_wht": {"bases": "lhe", "order": 2, "profile_steps": 8}}
     folders = straight_and_broken(configuration, tmp_path, (5, 14), method=method, trainer__max_steps=16)
     of_straight, of_broken = (method_states(folder)["lbp_wht"] for folder in folders)
@@ -83,7 +83,7 @@ def test_the_bases_that_a_profile_chose_continue(tmp_path, configuration):
 
 @pytest.mark.exhaustive
 def test_the_bits_that_a_profile_chose_continue(tmp_path, configuration):
-    """``bits=auto`` stopped while it profiles (2 steps of 3) and again after it has chosen (6)."""
+    """A ``bits=auto`` run gives the same bits after stops during and after its profile of 3 steps."""
     method = {"full": {}, "low_bit": {"bits": "auto", "budget": 3.3, "profile_steps": 3}}
     folders = straight_and_broken(configuration, tmp_path, (2, 6), method=method, trainer__max_steps=8)
     of_straight, of_broken = (method_states(folder)["low_bit"] for folder in folders)
@@ -98,7 +98,7 @@ def test_the_bits_that_a_profile_chose_continue(tmp_path, configuration):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["alast", "lisa", "top_layers"])
 def test_per_step_choices_continue(name, tmp_path, configuration):
-    """Stopped twice: within a profile and within steps that share a choice, and after it."""
+    """A run gives the same choices after two stops, one of them during a profile."""
     changes = {"method": {name: PER_STEP[name]}, "trainer__max_steps": 16}
     folders = straight_and_broken(configuration, tmp_path, (5, 14), **changes)
     states = [method_states(folder) for folder in folders]
@@ -119,7 +119,7 @@ def test_per_step_choices_continue(name, tmp_path, configuration):
     ids=["8 bits", "4 bits in backward"],
 )
 def test_the_optimizer_s_state_continues(optim, tmp_path, configuration):
-    """Wide enough for block-wise states."""
+    """The network is wide enough for block-wise optimizer states."""
     kwargs = {"depth": 2, "embed_dim": 64, "num_heads": 2}
     changes = {f"optim__{name}": value for name, value in optim.items()}
     folders = straight_and_broken(
@@ -188,7 +188,7 @@ def test_damaged_checkpoints_end_in_one_clear_message(tmp_path, configuration, f
 
 @pytest.mark.parametrize("changed", [b"weight_of_a_layer", bytes(99)], ids=["name", "value"])
 def test_a_single_changed_byte_in_a_checkpoint_is_noticed(changed, tmp_path):
-    """torch compares no checksums: it would load another name, or another value."""
+    """A changed byte is detected by its checksum, which torch does not compare."""
     file, io = tmp_path / checkpoint.NAME, checkpoint.AtomicCheckpointIO()
     for step in (1, 2):
         io.save_checkpoint({"state_dict": {"weight_of_a_layer": torch.zeros(99)}, "global_step": step}, file)
@@ -212,7 +212,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
 
 
 def test_a_checkpoint_with_one_entry_per_method_is_refused(tmp_path, configuration, finished):
-    """Without a format number; Lightning would ignore the entries and start without the methods' state."""
+    """A checkpoint without a format number is rejected, because Lightning would reset the methods' state."""
     folder = tmp_path / "run"
     shutil.copytree(finished[0], folder)
     (folder / "results.json").unlink()
@@ -228,7 +228,7 @@ def test_a_checkpoint_with_one_entry_per_method_is_refused(tmp_path, configurati
 
 # ---------------------------------------------------------------------------------------------- checkpoint files
 def test_a_checkpoint_holds_plain_containers_and_the_format(finished):
-    # `read` loads with weights_only=True: nothing but tensors and plain containers passes.
+    # `read` loads with weights_only=True, which accepts only tensors and plain containers.
     held = checkpoint.read(finished[0] / checkpoint.NAME)
     assert held["global_step"] == 2 * 11
     assert held["efficient_ft_format"] == FORMAT
@@ -239,7 +239,7 @@ def test_the_previous_checkpoint_is_kept_and_removed(tmp_path):
     for step in (1, 2):
         io.save_checkpoint({"state_dict": {}, "global_step": step}, file)
     assert [io.load_checkpoint(path)["global_step"] for path in (checkpoint.previous(file), file)] == [1, 2]
-    file.unlink()  # killed between the two renames
+    file.unlink()  # simulates a kill between the two renames
     assert checkpoint.exists(file)
     assert checkpoint.read(file)["global_step"] == 1
     io.remove_checkpoint(file)
@@ -255,7 +255,7 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path):
 
 
 def test_another_copy_of_a_published_data_set_is_not_taken_for_the_same(tmp_path, configuration):
-    """The place of a data set is not part of a run's identity, but its images are."""
+    """A run is identified by the images of its data set, and not by their path."""
     for name in ("one", "same", "other"):
         write_pets(tmp_path / name)
     for path in (tmp_path / "other").rglob("*.jpg"):

@@ -1,4 +1,4 @@
-"""Forms of stored features: values come back within their precision, or are refused."""
+"""Tests of the storage formats of features: values are restored within their precision, or rejected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_values_come_back_within_the_precision_of_the_form(values: int, count: i
             assert torch.equal(found, x.float())
         elif name == "fp16":
             assert torch.equal(found, x.float().half().float())
-        else:  # half a step of 255 of the range of a group, and the rounding of fp16
+        else:  # half a step of 255 steps per group, plus fp16 rounding
             for begin in range(0, values, 64):
                 part, back = x[:, begin : begin + 64].float(), found[:, begin : begin + 64]
                 span = (part.amax(1) - part.amin(1))[:, None]

@@ -1,4 +1,4 @@
-"""Whole runs: what they leave behind, and what ends them."""
+"""Tests of whole runs: their files and their errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_results_have_the_agreed_keys_and_true_values(finished):
     for cost in (results["cost"], results["cost"]["baseline"]):
         assert {name: set(cost[name]) for name in groups} == groups
         assert all(value > 0 for name in groups for value in cost[name].values())
-    # The method is `full` itself.
+    # The method is the baseline `full`.
     assert results["cost"]["executed"] == results["cost"]["baseline"]["executed"]
     assert results["trainable_parameters"] == results["total_parameters"] > 5_000
     assert results["methods"]["full"]["touched"]
@@ -57,7 +57,7 @@ def test_results_have_the_agreed_keys_and_true_values(finished):
     assert results["seed"] == config.seed
     losses = [row["train_loss_epoch"] for row in rows_of(folder) if "train_loss_epoch" in row]
     assert losses[1] < losses[0]
-    # The exported file, loaded into a new model, gives the best epoch's accuracy.
+    # The exported file gives the accuracy of the best epoch in a new model.
     assert results["data"]["accuracy"]["val"] == pytest.approx(results["accuracy"]["best"], abs=1e-6)
 
 
@@ -90,13 +90,13 @@ def test_max_steps_ends_the_run_at_that_step(tmp_path, configuration, without_co
     config = configuration(trainer__max_steps=13, trainer__epochs=5)
     results = run(config, tmp_path)
     assert checkpoint.read(tmp_path / checkpoint.NAME)["global_step"] == 13
-    (tmp_path / "results.json").unlink()  # killed just before the results were written
+    (tmp_path / "results.json").unlink()  # simulates a kill before the results were written
     again = run(config, tmp_path)
     assert checkpoint.read(tmp_path / checkpoint.NAME)["global_step"] == 13
     assert again["accuracy"] == results["accuracy"]
 
 
-# ---------------------------------------------------------------------------------------------- mistakes
+# ---------------------------------------------------------------------------------------------- errors
 def test_a_loss_that_is_not_finite_stops_the_run_and_says_what_to_try(tmp_path, configuration):
     with pytest.raises(UserError, match=r"loss is (nan|inf) at step \d+ \(epoch 1.*optim\.lr") as caught:
         run(configuration(optim__lr=1e30, optim__grad_clip_norm=None, optim__warmup_steps=0), tmp_path)
@@ -125,7 +125,7 @@ def test_a_run_that_is_cut_within_its_warm_up_says_so(tmp_path, configuration, w
 
 
 def test_the_number_of_a_process_left_in_the_environment_is_named(tmp_path, configuration, monkeypatch):
-    """The first process prepares the folder; there would be none."""
+    """LOCAL_RANK=1 without a first process is rejected, because the first process prepares the folder."""
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(rank_zero_only, "rank", 1)
     with pytest.raises(UserError, match=r"^LOCAL_RANK=1 in the environment means .* Unset LOCAL_RANK\.$"):
@@ -143,7 +143,7 @@ def test_an_optimizer_step_takes_no_more_batches_than_an_epoch_has(tmp_path, con
     [(3e38, r"\d+ of \d+ trained parameters are not finite after step 1 \("), (1e30, r"val loss is (nan|inf) after")],
 )
 def test_a_last_update_that_is_not_finite_is_no_result(lr, message, tmp_path, configuration):
-    """One step: no further training loss would show it."""
+    """A run of one step checks its weights and its validation loss, because no later training loss exists."""
     with pytest.raises(DivergedError, match=message) as caught:
         run(configuration(optim__lr=lr, optim__warmup_steps=0, trainer__max_steps=1), tmp_path)
     assert "a smaller optim.lr" in str(caught.value)

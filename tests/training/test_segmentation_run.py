@@ -1,4 +1,4 @@
-"""Runs with task=segmentation, from folders of images and masks to masks of new images."""
+"""Tests of runs with task=segmentation, from folders of images and masks to predicted masks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ UNET = {
 
 
 def plain_segmentation(images: Path, **changes: Any) -> dict[str, Any]:
-    """A run on a folder of images and masks, as plain containers."""
+    """Return the configuration of a run on a folder of images and masks, as plain containers."""
     data = {
         "name": "mask_folder",
         "root": str(images),

@@ -1,4 +1,4 @@
-"""Jobs of a real Slurm with two nodes on this machine: they train as one process, and continue after a requeue."""
+"""Tests of jobs in a Slurm cluster of two nodes on this machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ARGUMENTS = [
 
 
 def test_a_requeued_job_continues_to_the_bits_of_a_straight_run_and_equals_one_process(tmp_path: Path) -> None:
-    """`scontrol requeue` ends it in its second epoch, the signal of a time limit later; both leave a checkpoint."""
+    """A job is stopped by `scontrol requeue` and by the signal of a time limit, and continues from both checkpoints."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     folder = tmp_path / "runs" / "run"
     with cluster(tmp_path / "slurm") as variables:
@@ -71,7 +71,7 @@ def test_a_requeued_job_continues_to_the_bits_of_a_straight_run_and_equals_one_p
 
 
 def wait_for(folder: Path, epochs: int, submitted: subprocess.Popen[bytes]) -> None:
-    """Wait until the run in `folder` has finished this many epochs."""
+    """Wait until the run in `folder` has finished `epochs` epochs."""
     end = time.monotonic() + 300
     while time.monotonic() < end and submitted.poll() is None:
         if (folder / "metrics.jsonl").is_file() and len(rows_of(folder)) >= epochs:
@@ -81,6 +81,6 @@ def wait_for(folder: Path, epochs: int, submitted: subprocess.Popen[bytes]) -> N
 
 
 def printed_in(folder: Path) -> str:
-    """Return all that the daemons and the jobs have printed."""
+    """Return the output of the daemons and the jobs."""
     files = sorted({*folder.rglob("*.log"), *folder.rglob("*_log.*")})
     return "\n".join(f"--- {file.relative_to(folder)}\n{file.read_text(errors='replace')}" for file in files)

@@ -1,4 +1,4 @@
-"""Step statistics of runs, compared with the same numbers computed one image and one token at a time."""
+"""Tests of step statistics against the same numbers computed per image and per token."""
 
 from __future__ import annotations
 
@@ -47,12 +47,13 @@ METHODS: dict[str, dict[str, Any]] = {
 
 # ---------------------------------------------------------------------------------------------- by hand
 def by_hand(model: Any, images: Tensor, drop: Any) -> tuple[list[int], list[float], list[float]]:
-    """Tokens behind each block, magnitudes and tokens compared, of a plain ViT in double precision.
+    """Compute the statistics of a plain ViT in double precision: tokens, magnitudes and compared tokens of each block.
 
     Args:
-        drop: (block, patch tokens) → None, or (how many stay, "middle" with a fused token or "after" without).
+        drop: Function of (block, patch tokens) that returns None or a pair of the number of kept tokens and the place.
+            The place is "middle" (with a fused token) or "after" (without).
     """
-    model = copy.deepcopy(model).double().train()  # BatchNorm in the stem
+    model = copy.deepcopy(model).double().train()  # the stem has BatchNorm
     with torch.no_grad():
         all_images = model.norm_pre(model._pos_embed(model.patch_embed(images.double())))
     count = len(model.blocks)
@@ -93,7 +94,7 @@ def one_block(block: Any, x: Tensor, names: list, dropped: Any, new: str) -> tup
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[nn.Module, Tensor]]]:
-    """By optimizer step (from 1), the network before it and the images of each micro-batch."""
+    """The network and the images of each micro-batch, by optimizer step (from 1)."""
     batches: dict[int, list[tuple[nn.Module, Tensor]]] = {}
     step = FineTuner.training_step
 
@@ -161,7 +162,7 @@ def test_the_record_is_what_one_finds_by_hand(name, tmp_path, configuration, tak
     "name", ["alast", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in METHODS if n != "alast")]
 )
 def test_a_recorded_run_is_the_same_run_and_continues(name, tmp_path, configuration):
-    """Dropout and drop path on. What was recorded after the checkpoint's step comes again, once."""
+    """Recording changes no weights, and a resumed run records each step once."""
     changes = {
         "method": METHODS[name],
         "model": {**VIT, "drop_rate": 0.1, "drop_path_rate": 0.2},
@@ -194,7 +195,7 @@ def test_a_recorded_run_is_the_same_run_and_continues(name, tmp_path, configurat
         assert any(budgets[block][0] != value for block, value in last.items()), "budgets of the step, not after it"
 
 
-# ---------------------------------------------------------------------------------------------- other models and places
+# ---------------------------------------------------------------------------------------------- other models and tasks
 def test_a_network_without_tokens_and_a_logger(tmp_path, configuration):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     config = configuration(
@@ -240,5 +241,5 @@ def test_with_several_tasks_the_row_names_the_step_s(tmp_path, folders):
     rows = step_stats_file(tmp_path).read()
     assert [row["task"] for row in rows] == ["colours", "planes", "colours"]
     assert [row["trained"] for row in rows] == [["blocks.1", "blocks.3"]] * 3
-    # class token, half of 64 patches, fused; then half of these 33
+    # a class token, half of the 64 patches and a fused token; then half of the 33 tokens
     assert [row["tokens"] for row in rows] == [[65, 1 + 32 + 1, 1 + 17 + 1, 19]] * 3

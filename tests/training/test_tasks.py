@@ -1,4 +1,4 @@
-"""Runs on several data sets in turn: what they leave, that they continue after any end, and mistakes."""
+"""Tests of runs on several data sets in turn: their files, their resumption and their errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BSR_MOE = {"bsr_moe": {"num_experts": 4, "top_k": 2, "blocks": [1, 3], "drop_at"
 
 
 def plain_tasks(folders: Path, **changes: Any) -> dict[str, Any]:
-    """Six batches of `colours` in an epoch, and as many of `planes`, which has four (the last of three images)."""
+    """Return a configuration whose epoch has six batches per data set. The four batches of `planes` are repeated."""
     small: dict[str, Any] = {
         "method": BSR_MOE,
         "model__kwargs": {"depth": 4, "embed_dim": 16, "num_heads": 2},
@@ -45,12 +45,12 @@ def config_of(folders: Path, **changes: Any) -> Config:
 
 @pytest.fixture(scope="session")
 def straight(tmp_path_factory: pytest.TempPathFactory, folders: Path) -> tuple[Path, dict[str, Any]]:
-    """One finished run and its results. Not to be changed."""
+    """A finished run and its results. Tests must not change its folder."""
     folder = tmp_path_factory.mktemp("run") / "straight"
     return folder, run(config_of(folders), folder)
 
 
-# ---------------------------------------------------------------------------------------------- what a run does
+# ---------------------------------------------------------------------------------------------- behavior of a run
 def test_every_step_is_of_the_next_task_and_moves_nothing_of_the_others(tmp_path: Path, folders: Path) -> None:
     seen: list[tuple[int, str, set[str]]] = []
 
@@ -62,7 +62,7 @@ def test_every_step_is_of_the_next_task_and_moves_nothing_of_the_others(tmp_path
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FineTuner, "on_before_optimizer_step", look)
         run(config_of(folders, method={"full": {}}, trainer__grad_accum_steps=2, trainer__epochs=2), tmp_path)
-    # Three steps of two batches each show the larger set once.
+    # Three steps of two batches cover the larger data set once.
     assert [step for step, _, _ in seen] == list(range(2 * 3 * 2))
     assert [task for _, task, _ in seen] == ["colours", "planes"] * 6
     for _, task, moved in seen:
@@ -86,7 +86,7 @@ def test_results_are_given_by_task_and_as_their_mean(straight: tuple[Path, dict[
     assert accuracy["last"] == rows[-1]["val_accuracy"]
     for task, of in accuracy["tasks"].items():
         assert of == {"best": best[f"val_accuracy_{task}"], "last": rows[-1][f"val_accuracy_{task}"]}
-        # The exported file, loaded again, gives the same.
+        # The exported file gives the same accuracy.
         data = results["data"]["tasks"][task]
         assert len(data["digest"]) == 8
         assert data["accuracy"]["val"] == pytest.approx(of["best"], abs=1e-6)
@@ -167,7 +167,7 @@ class _Doubled(Full):
 
 
 def test_a_method_s_own_loss_is_minimized_and_recorded(tmp_path: Path, folders: Path) -> None:
-    """The first step's loss is twice the plain one."""
+    """A method that doubles the loss doubles the recorded loss."""
     losses = []
     for method in (Full(), _Doubled()):
         with pytest.MonkeyPatch.context() as patch:
@@ -180,13 +180,13 @@ def test_a_method_s_own_loss_is_minimized_and_recorded(tmp_path: Path, folders: 
     assert losses[1] == 2 * losses[0]
 
 
-# ---------------------------------------------------------------------------------------------- continuing
+# ---------------------------------------------------------------------------------------------- resuming
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [5, 8, 19])
 def test_interrupted_anywhere_it_continues_bit_for_bit(
     step: int, tmp_path: Path, folders: Path, straight: tuple[Path, dict[str, Any]]
 ) -> None:
-    """In the first and in the second epoch, where the smaller set has been gone through once and more."""
+    """The interruptions cover the first and a later pass over the smaller data set."""
     interrupted_at(step, config_of(folders), tmp_path)
     run(config_of(folders), tmp_path)
     assert_same_run(tmp_path, straight[0])
@@ -210,7 +210,7 @@ def test_killed_and_resumed_equals_straight(workers: int, tmp_path: Path, folder
     assert_same_run(broken, whole)
 
 
-# ---------------------------------------------------------------------------------------------- mistakes
+# ---------------------------------------------------------------------------------------------- errors
 def test_the_missing_images_of_every_task_are_named(tmp_path: Path, folders: Path) -> None:
     nowhere = {task: {"root": str(tmp_path / f"no_{task}")} for task in ("colours", "planes")}
     with pytest.raises(UserError) as caught:

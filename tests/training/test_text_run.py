@@ -1,4 +1,4 @@
-"""Runs with task=text, from a file of texts and a local folder of a pretrained network to the classes of new lines."""
+"""Tests of runs with task=text, from a file of texts and a pretrained network to predicted classes."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from tests.training.runs import assert_same_run, interrupted_at, plain_config
 
 
 def write_place(folder: Path) -> Path:
-    """Write texts.csv and the folder bert of a network."""
+    """Write texts.csv and the network folder bert."""
     write_texts(folder / "texts.csv", 160)
     write_model(folder / "bert")
     return folder
 
 
 def plain_text(place: Path, **changes: Any) -> dict[str, Any]:
-    """A run on what `write_place` wrote, as plain containers."""
+    """Return the configuration of a run on the files of `write_place`, as plain containers."""
     data = {
         "name": "text_folder",
         "root": str(place / "texts.csv"),
@@ -172,7 +172,7 @@ def test_the_file_is_one_of_transformers_weights(trained: tuple[Path, Config, di
     assert about["task"] == "text"
     again = config.model.model_copy(update={"weights": str(folder / export.NAME), "kwargs": {}, "name": "bert_tiny"})
     with pytest.raises(SettingError, match=r"model\.weights"):
-        factory.create_model(again, 2)  # of another width
+        factory.create_model(again, 2)  # the network has another width
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Totals of a whole training: FLOPs against the count of a step, resumption, energy."""
+"""Tests of the totals of a training: FLOPs, time and energy, also after a resume."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from efficient_ft.training.callbacks.totals import same_each_step
 from efficient_ft.training.run import run
 from tests.training.runs import interrupted_at, rows_of
 
-#: Each step trains one of the two blocks, and nothing below it.
+#: Each step trains one of the two blocks and no layer below it.
 LISA_SETTINGS = {"lisa": {"num_layers": 1, "interval": 1, "train_embeddings": False}}
 
 
@@ -30,7 +30,7 @@ def test_totals_of_equal_steps_are_the_counted_step_times_the_images(finished: t
     train = results["data"]["splits"]["train"]
     assert totals["images"] == 2 * train
     assert totals["steps"] == totals["batches"] == 22
-    assert totals["counted_batches"] == 2  # whole batches, and the smaller last one of the epoch
+    assert totals["counted_batches"] == 2  # one full batch and the smaller last batch of the epoch
     assert totals["flops"] == pytest.approx((cost["forward_flops"] + cost["backward_flops"]) * totals["images"])
     rows = rows_of(folder)
     assert [row["images"] for row in rows if "val_accuracy" in row] == [train, 2 * train]
@@ -43,7 +43,7 @@ def test_totals_of_equal_steps_are_the_counted_step_times_the_images(finished: t
 
 @pytest.mark.slow
 def test_steps_that_differ_are_each_counted(tmp_path: Path, configuration: Any, without_cost: None):
-    """LISA trains one block of two per step: steps cost differently."""
+    """LISA trains one of two blocks per step, so the cost differs between steps."""
     config = configuration(method=LISA_SETTINGS)
     totals = run(config, tmp_path / "run")["totals"]
     assert totals["counted_batches"] == totals["batches"] == 22
@@ -108,10 +108,10 @@ def test_energy_of_processor_packages(tmp_path: Path, monkeypatch: pytest.Monkey
     assert meter.source == "processor packages"
     (tmp_path / "intel-rapl:0" / "energy_uj").write_text("9000000")
     assert meter.joules == pytest.approx(4.0)
-    (tmp_path / "intel-rapl:0" / "energy_uj").write_text("10")  # wrapped around
+    (tmp_path / "intel-rapl:0" / "energy_uj").write_text("10")  # the counter wrapped around
     (tmp_path / "intel-rapl:1" / "energy_uj").write_text("3000000")
     assert meter.joules == pytest.approx(6.0)
-    (tmp_path / "intel-rapl:1" / "energy_uj").unlink()  # unreadable for a while
+    (tmp_path / "intel-rapl:1" / "energy_uj").unlink()  # the counter is temporarily unreadable
     assert meter.joules == pytest.approx(6.0)
     (tmp_path / "intel-rapl:1" / "energy_uj").write_text("7000000")
     assert meter.joules == pytest.approx(6.0), "not all that the counter has ever counted"

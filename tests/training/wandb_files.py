@@ -1,4 +1,4 @@
-"""Read what wandb wrote offline: records in the format of LevelDB's log, each a message of wandb's own protocol."""
+"""Reader of wandb's offline files: LevelDB log records, each with a message of wandb's protocol."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ BLOCK, HEADER = 32768, 7
 
 
 def records(file: Path) -> Iterator[Any]:
-    """The messages of a ``run-*.wandb`` file."""
+    """Return the messages of a ``run-*.wandb`` file."""
     from wandb.proto import wandb_internal_pb2
 
     data = file.read_bytes()
     assert data[:4] == b":W&B"
     at, parts = HEADER, b""
     while at + HEADER <= len(data):
-        if BLOCK - at % BLOCK < HEADER:  # too little room for a header: the block was filled up
+        if BLOCK - at % BLOCK < HEADER:  # the rest of the block is padding
             at += BLOCK - at % BLOCK
             continue
         _, size, kind = struct.unpack("<IHB", data[at : at + HEADER])
         parts += data[at + HEADER : at + HEADER + size]
         at += HEADER + size
-        if kind in (1, 4):  # a whole record, or the last part of one
+        if kind in (1, 4):  # a full record, or the last part of a record
             message = wandb_internal_pb2.Record()
             message.ParseFromString(parts)
             parts = b""
@@ -34,9 +34,9 @@ def records(file: Path) -> Iterator[Any]:
 
 
 def offline_run(folder: Path) -> dict[str, Any]:
-    """The only offline run below `folder`: its ``run`` message, history, summary and defined metrics."""
+    """Return the only offline run below `folder`: its ``run`` message, history, summary and defined metrics."""
     (file,) = folder.rglob("offline-run-*/run-*.wandb")
-    for _ in range(300):  # wandb's own process writes the last records after `finish` has returned
+    for _ in range(300):  # wandb's process writes the last records after `finish` returns
         if any(message.WhichOneof("record_type") == "exit" for message in records(file)):
             break
         time.sleep(0.1)
