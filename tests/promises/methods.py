@@ -90,9 +90,7 @@ def methods_of(case: str) -> dict[str, dict[str, Any]]:
 
 
 def network_of(case: str, quiet: bool = False) -> dict[str, Any]:
-    """Return the section `model` of the configuration of a case. If `quiet` is True, the network has no random
-    layers.
-    """
+    """Return the section `model` of the configuration of a case. `quiet` removes random layers."""
     network = _NETWORKS.get(case.split()[0], _VIT)
     if not quiet:
         return dict(network)
