@@ -29,7 +29,7 @@ def test_a_method_s_file_has_the_defaults_of_its_constructor(file: Any) -> None:
     own = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     if file.stem == name:
         own.pop("select", None)
-        # A setting without a default in the constructor is required.
+        # The file contains ??? for a setting without a default.
         defaults = {key: "???" if p.default is p.empty else plain(p.default) for key, p in constructor.items()}
         assert own == defaults
         return

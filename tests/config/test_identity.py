@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from efficient_ft.config import check, fingerprint, run_folder
 from tests.config.settings import PLAIN, two_tasks, with_settings
 
-#: Valid values that differ from PLAIN, of settings that change the result of a run.
+#: Valid values of settings that change the result of a run. The values differ from PLAIN.
 _MATTERS = {
     "model__name": "resnet50",
     "model__pretrained": False,

@@ -30,7 +30,7 @@ def picture(number: int, height: int = 48, width: int = 64) -> tuple[np.ndarray,
 
 
 def write_folder(root: Path, counts: dict[str, int], classes: bool = True, **size: int) -> Path:
-    """Write images and masks. `counts` maps each split to a number; the split "" is written directly into `root`."""
+    """Write images and masks. `counts` maps each split to a number. Files of the split "" are directly in `root`."""
     number = 0
     for split, count in counts.items():
         for inside in ("images", "masks"):

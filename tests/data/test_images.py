@@ -271,7 +271,7 @@ def test_pick_is_at_most_the_augmentations_that_are_on(pick: int) -> None:
 
 
 def test_postscript_under_the_name_of_an_image_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pillow would run the PostScript program with Ghostscript."""
+    """Pillow would run the PostScript program with Ghostscript, so the file is rejected."""
     (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path / 'MARK'}\n")
     (tmp_path / "gs").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")

@@ -109,7 +109,7 @@ def _numbers(segformer: nn.Module, *methods: Any) -> float:
 
 @pytest.mark.exhaustive
 def test_backward_flops_of_the_published_table(segformer: nn.Module) -> None:
-    """The counts at 256×512 match Table 3 of LBP-WHT.
+    """The counts at 256×512 agree with Table 3 of LBP-WHT, up to the following differences.
 
     For the last stage and the decoder, the exact count differs by at most 1 % and low-rank counts by at most 8 %. For
     the whole network, every published count is larger by about 2,000 MFLOPs.

@@ -17,7 +17,7 @@ EPS = 1e-5
 
 
 def _case(shape: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return channels-last x and upstream gradient, and a list of mean, variance, weight and bias."""
+    """Return x and the upstream gradient in channels-last memory, and a list of mean, variance, weight and bias."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*size: int) -> Tensor:

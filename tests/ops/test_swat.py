@@ -24,7 +24,7 @@ from tests.ops.saving.formulas import by_hand_conv, by_hand_linear
 
 
 def top(x: Tensor, sparsity: float) -> Tensor:
-    """Keep the ⌈n(1 − s)⌉ largest magnitudes of the whole tensor. The magnitudes must be distinct."""
+    """Set all but the ⌈n(1 − s)⌉ largest magnitudes of the whole tensor to zero. Magnitudes must be distinct."""
     x = x.detach()
     kept = x.numel() - int(x.numel() * sparsity)
     smallest = x.abs().flatten().sort(descending=True).values[kept - 1]

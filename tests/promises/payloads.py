@@ -92,7 +92,7 @@ def _values(mark: str) -> list[Any]:
 
 
 def trials(long: bool) -> Iterator[Trial]:
-    """Yield a trial for each file that a user may receive, and for the settings of the file."""
+    """Yield a trial for each file that a user may receive, and for sections of the settings."""
     yield Trial("the payloads work", _work)
     for number, name in enumerate(_RUN_FILES if long else _RUN_FILES[::2]):  # short: one kind of payload per file
         forms = range(len(_FORMS)) if long else [number % len(_FORMS)]
@@ -158,7 +158,7 @@ def _read_by_all(folder: Path, run: Path, number: int, changed: str) -> None:
         "results.json",
         "config.yaml",
         "metrics.jsonl",
-    ):  # the command reads only these files, and starts slowly
+    ):  # the dashboard reads only these files and takes seconds to start
         commands["dashboard"] = ["dashboard", str(run), "--offline", "--out", str(folder / f"dashboard_{number}")]
     for name, command in commands.items():
         done = run_child(program, command, output=folder / f"{number}_{name}.log")
@@ -212,9 +212,7 @@ def _read_settings(run: Path, todo: list[tuple[str, dict[str, Any]]], folder: Pa
 
 
 def _quick_commands(run: Path, settings: dict[str, Any], folder: Path) -> str | None:
-    """Write `settings` into a copy of `run`, and read the copy with evaluate, predict, report, collect and a resumed
-    run.
-    """
+    """Write `settings` into a copy of `run`, and read it with evaluate, predict, report, collect and a resumed run."""
     from efficient_ft.cli.commands import collect, predict, report
     from efficient_ft.cli.hydra.compose import configurations
     from efficient_ft.cli.hydra.groups import CONF, register
@@ -341,9 +339,7 @@ def _place(name: str, write: Callable[[Path, str], None], mark: str, folder: Pat
 
 
 def _data_folder(folder: Path) -> None:
-    """Train on images with payloads in their metadata, a PostScript program named .jpg, and file names that contain
-    code.
-    """
+    """Train on images with payloads in metadata, a PostScript program named .jpg, and file names with code."""
     from PIL import Image, PngImagePlugin
 
     write_images(folder / "images")

@@ -18,9 +18,9 @@ from tests.promises.children import returned
 from tests.promises.methods import method_cases, methods_of, network_of
 from tests.promises.trial import Trial, require
 
-#: By name: settings for an exact recomputation in the backward pass, and the largest difference of float64 gradients.
-#: Checkpointing runs the same kernels again. Compact computes attention by a different formula, so its sums have
-#: different rounding errors.
+#: Settings of methods that recompute activations in the backward pass, and the largest difference of float64 gradients.
+#: Checkpointing runs the same kernels again. Compact computes attention by a different formula with different rounding
+#: errors.
 _RECOMPUTING: dict[str, tuple[dict[str, Any], float]] = {
     "checkpointing": ({}, 0.0),
     "compact": ({"attention": "recomputed"}, 1e-10),
@@ -46,9 +46,7 @@ def _in_child(folder: Path, function: Any, *arguments: Any) -> dict[str, float] 
 
 
 def _ours(case: str, recomputing: str) -> dict[str, float]:
-    """Compare a case alone with the same case stacked with a recomputing method. Record the outputs of recomputed
-    blocks.
-    """
+    """Compare a case with and without a recomputing method, and record the outputs of recomputed blocks."""
     settings = methods_of(case)
     of_method, most = _RECOMPUTING[recomputing]
     added = {recomputing: of_method}

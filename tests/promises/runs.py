@@ -31,7 +31,7 @@ STEPS = 6
 _EVERY = 2
 SAVED_AFTER = (2, 3, 4, 6)
 
-#: Audit events of Python that change files, in addition to `open` with flags for writing.
+#: Audit events of Python for file changes, in addition to `open` with flags for writing.
 _FILE_EVENTS = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink")
 
 

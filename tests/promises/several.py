@@ -14,7 +14,7 @@ from tests.promises.methods import method_cases
 from tests.promises.runs import configuration, in_processes, largest_difference, require_close, train, write_images
 from tests.promises.trial import Trial, require
 
-#: Changes of settings that remove random choices, and losses over the tokens of a single process.
+#: Changes of settings that remove random choices and losses over the tokens of a single process.
 _QUIET: dict[str, dict[str, dict[str, Any]]] = {
     "lora": {"lora": {"dropout": 0.0}},
     "moe": {"moe": {"aux_loss_coef": 0.0}},
@@ -23,8 +23,8 @@ _QUIET: dict[str, dict[str, dict[str, Any]]] = {
 }
 #: Methods that draw tokens for each image. Two processes draw different tokens than one process.
 _RANDOM = ("patch_dropout",)
-#: Cases with a range, a threshold, a group or a choice that depends on the half batch of a process. With two processes,
-#: the result then differs by rounding errors of the same size.
+#: Cases with a range, a threshold, a group or a choice that depends on the half batch of a process. The difference
+#: between two processes and one process is then comparable to the rounding error of the method.
 _OF_THE_HALF = ("lbp_wht lhe", "back_razor int8", "checkpointing int8", "mesa", "low_bit", "low_bit auto", "swat")
 #: Learning rates of networks whose random weights amplify rounding errors.
 _LR = {"tinytl": 1e-6}

@@ -86,9 +86,7 @@ def _at_moment(
 
 
 def _program(words: list[str], began: Path) -> None:
-    """Create the file `began`, and run the program with metrics of each step. This function must run in a child
-    process.
-    """
+    """Create the file `began` and run the program with metrics of each step. It must run in a child process."""
     recorder.RECORD_EVERY = 1
     began.touch()
     program(words)

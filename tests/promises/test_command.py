@@ -1,4 +1,4 @@
-"""Tests of ``efficient-ft selftest``: its trials, output and records, and the detection of broken promises."""
+"""Tests of ``efficient-ft selftest``: selected trials, output, records, and the detection of broken promises."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_broken_promise_is_named_and_the_others_stay_in_the_record(
 
 
 def test_the_record_is_written_promise_by_promise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The record is complete after each promise, and an unwritable file is reported before the trials."""
+    """Finished promises are recorded despite an interruption. An unwritable file is reported before the trials."""
 
     def interrupted(long: bool) -> Iterator[Trial]:
         raise KeyboardInterrupt

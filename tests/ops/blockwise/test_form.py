@@ -53,7 +53,7 @@ def test_every_value_becomes_one_of_its_two_neighbors(
 @pytest.mark.first(1, "slow")
 @pytest.mark.parametrize("bits", [8, 4])
 def test_the_rounding_has_no_bias_over_steps(bits: int) -> None:
-    """The mean ratio and a block's mean root are exact. A single mean root has an error of at most a quarter step."""
+    """The mean ratio and the mean root of a block are exact. The mean root of a value is within a quarter step."""
     chance = torch.Generator().manual_seed(0)
     root = torch.rand(BLOCK, generator=chance).add(0.5)
     ratio = torch.randn(BLOCK, generator=chance)

@@ -121,9 +121,7 @@ FORWARD: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.8])
 @pytest.mark.parametrize("name", FORWARD)
 def test_pruned_in_the_forward_pass_too(name, sparsity):
-    """The result is computed from pruned tensors. The gradients use the same formulas with a straight-through
-    estimator.
-    """
+    """The result and the gradients are computed from pruned tensors, with a straight-through estimator."""
     normalized = name.endswith(" normalized")
     function, _, shapes, _ = PRUNED[name.removesuffix(" normalized")]
     inputs, p = tensors(*shapes, seed=1), partial(prune, sparsity=sparsity)

@@ -44,7 +44,8 @@ def test_a_product_after_gelu_gets_its_input_from_gelus(derived):
     exact_first, exact_second = gradients(plain, (first, second))
     assert torch.allclose(g_second, exact_second, **EXACT) == derived
     assert not torch.allclose(g_first, exact_first, **EXACT)
-    # Saved are the values and bits of x and of gelu's input. Without derivation, gelu's output is saved as well.
+    # The saved tensors are the values and bits of x and of gelu's input. Without derivation, gelu's output is also
+    # saved.
     assert len(others(saved, (first, second))) == (3 if derived else 5)
 
 
@@ -159,7 +160,7 @@ def test_memory_used_again_is_another_tensor(monkeypatch):
     expected = upstream(total).sum(0)[:, None].expand(4, 600) * sum(range(20))
     torch.testing.assert_close(gradients(total, (w,))[0], expected, **EXACT)
 
-    # A tensor that was derived from a saved tensor is not matched by its address either.
+    # A tensor that is derived from a saved tensor is not identified by its address either.
     (h,), counting = tensors((2, 600)), Counting()
     with around(Policy(counting, Dense(), Dense(), Dense(), derived=True)):
         x = torch.ones(2, 600, dtype=torch.float64)
@@ -182,8 +183,8 @@ def test_the_product_of_swiglu_is_computed_from_its_factors(derived):
     plain = swiglu(*inputs)
     for a, b in zip(gradients(y, inputs), gradients(plain, inputs), strict=True):
         torch.testing.assert_close(a, b, **EXACT)
-    # Saved are the values and bits of x, the gate before SiLU and the other factor. Without derivation, the gate after
-    # SiLU and the product are saved as well.
+    # The saved tensors are the values and bits of x, of the gate before SiLU and of the other factor. Without
+    # derivation, the gate after SiLU and the product are also saved.
     assert len(others(saved, inputs[1:])) == (6 if derived else 10)
 
 

@@ -24,9 +24,7 @@ def budget(n: int, sparsity: float) -> int:
 
 
 def kept_mask(x_SN: Tensor, sparsity: float) -> np.ndarray:
-    """Return a mask (S, n) of the kept values of each sample. Of values equal to the threshold, the first ones are
-    kept.
-    """
+    """Return a mask (S, n) of the kept values of each sample. Ties at the threshold keep the first values."""
     keep = np.zeros(x_SN.shape, bool)
     for s, row in enumerate(x_SN.double().abs().numpy()):
         kept = budget(len(row), sparsity)

@@ -27,7 +27,7 @@ def values(n: int, scale: float = 1.0, seed: int = 0, shift: float = 0.0) -> Ten
 
 
 def by_hand(x: np.ndarray, bits: int, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the codes, and the minimum and the step of each group, with rounding to nearest in NumPy."""
+    """Return the codes, minima and steps of all groups, computed in NumPy with rounding to nearest."""
     codes, lows, steps = [], [], []
     for start in range(0, len(x), length):
         part = x[start : start + length].astype(np.float32)
