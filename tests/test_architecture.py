@@ -123,7 +123,7 @@ def _circle(imports: dict[str, tuple[str, ...]]) -> list[str]:
     return []
 
 
-# ------------------------------------------------------------------------------------------------ arrows
+# ------------------------------------------------------------------------------------------------ imports
 def test_every_room_has_its_place() -> None:
     rooms = {_room(module) for module in _modules()} - {""}
     outside = {"__main__"}  # entry point of python -m efficient_ft

@@ -126,7 +126,7 @@ def reading(images: Path, run: Path, out: Path) -> dict[str, list[str]]:
     }
 
 
-# ---------------------------------------------------------------------------------------------- in a child
+# ---------------------------------------------------------------------------------------------- child processes
 def program(words: Sequence[str], most_bytes: int | None = None) -> None:
     """Run the program on a command line, with the exit status of a separate process. It must run in a child process.
 
@@ -320,7 +320,7 @@ def _in_group(function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
     return function(*arguments)
 
 
-# ---------------------------------------------------------------------------------------------- comparing
+# ---------------------------------------------------------------------------------------------- comparisons
 def require_same_run(one: Path, other: Path, steps: bool = True) -> None:
     """Require that two finished runs are bitwise equal.
 

@@ -288,7 +288,7 @@ class TrainsInEvaluationMode(Damped):
         return Damped.evaluated(owner, x)
 
 
-# ---------------------------------------------------------------------------------------------- what is left or moved
+# ---------------------------------------------------------------------------------------------- unwanted changes
 def _nothing(*_: Any) -> None:
     """Do nothing, as a hook."""
 

@@ -224,7 +224,7 @@ OPERATIONS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
 }
 
 
-# ------------------------------------------------------------------------------------------------ all of them
+# ------------------------------------------------------------------------------------------------ all operations
 def inputs_of_everything() -> list[Tensor]:
     shapes = [(2, 12, 16), (16, 16), (16, 32), (16,), (16,), (16,), (5, 16, 3, 3)]
     return [(t.detach() / 4).requires_grad_() if t.dim() != 3 else t for t in tensors(*shapes)]

@@ -99,7 +99,7 @@ def test_an_operation_in_place_gives_its_result():
             torch.testing.assert_close(a, b, **EXACT)
 
 
-# ------------------------------------------------------------------------------------------------ odd calls
+# ------------------------------------------------------------------------------------------------ unusual calls
 def as_in_plain_torch(function: Callable[..., Tensor], inputs: Sequence[Tensor], **where: int) -> None:
     y, plain = packed(function, inputs, everywhere(Sparse(0.0)), **where), function(*inputs)
     torch.testing.assert_close(y, plain, **EXACT)
