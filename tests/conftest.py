@@ -1,4 +1,4 @@
-"""Shared fixtures: one thread per test process, no network, and the optional folder of real images."""
+"""Shared fixtures. Each test process uses one thread and no network, and the folder of real images is optional."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-# Before torch is imported, and inherited by every subprocess that a test starts.
+# These variables must be set before the import of torch. Subprocesses of tests inherit them.
 os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-# The same examples every time, so that a failure comes from a change. --hypothesis-profile=random draws new ones.
+# Each run tests the same examples, so a new failure indicates a change. --hypothesis-profile=random draws new examples.
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("random", derandomize=False, deadline=None)
 settings.load_profile("same")
@@ -24,30 +24,30 @@ settings.load_profile("same")
 torch.set_num_threads(1)
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # GPU kernels run as Python; to be set before Triton is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # required before the import of Triton
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def unwrapped(text: str) -> str:
-    """Join the lines into which `core.terminal.show` broke a message: those that begin with spaces."""
+    """Join the lines into which `core.terminal.show` wraps a message. Continuation lines begin with spaces."""
     return re.sub(r"\n +(?=\S)", " ", text)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give each process of ``pytest -n`` one long piece of the suite, so that what is made for a file is made once."""
+    """Give each process of ``pytest -n`` a contiguous part of the tests, so that module fixtures run once."""
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
 
 
 def _positions(item: pytest.Item, seen: dict[Any, dict[Any, int]]) -> dict[str, int]:
-    """Return the position of the values of an item in each of its parametrizations, by the first name of each.
+    """Return the position of a test's values in each of its parametrizations, by the first name of the parametrization.
 
     Args:
-        item: test with or without parameters.
-        seen: positions of the values of each parametrization so far; it is updated.
+        item: Test with or without parameters.
+        seen: Positions of the values of each parametrization so far. The function updates the dict.
     """
     positions = {}
     for mark in item.iter_markers("parametrize"):
@@ -61,7 +61,7 @@ def _positions(item: pytest.Item, seen: dict[Any, dict[Any, int]]) -> dict[str, 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the parameters of `vary_one` and `first` that the default run leaves out."""
+    """Mark the parameters of `vary_one` and `first` that the default test run omits."""
     seen: dict[Any, dict[Any, int]] = {}
     for item in items:
         vary = item.get_closest_marker("vary_one")
@@ -83,20 +83,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def without_the_seed_of_earlier_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run leaves its seed in the environment, and Lightning seeds the processes that a later test starts with it."""
+    """Remove the seed that an earlier run stores in the environment, because Lightning seeds new processes with it."""
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminal that is wide enough for every table in one line per row."""
+    """Set a terminal width at which every table row fits into one line."""
     monkeypatch.setenv("COLUMNS", "1000")
 
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The optional folder of real images next to the checkout; tests that need it are skipped without it."""
+    """Return the optional folder of real images next to the checkout, or skip the test if the folder is missing."""
     folder = Path(os.environ.get("EFFICIENT_FT_SHARED", REPOSITORY.parent / "shared")) / "data"
     if not folder.is_dir():
         pytest.skip(f"needs the optional folder of real images ({folder})")

@@ -1,6 +1,6 @@
-"""The arrows of the package: what may import what, no circle, and the size and documentation of its files.
+"""Tests of the package structure: permitted imports, no import cycles, and the size and documentation of files.
 
-All imports count: at the top of a module, inside a function, and under ``TYPE_CHECKING``.
+All imports count, including imports inside a function and under ``TYPE_CHECKING``.
 """
 
 from __future__ import annotations
@@ -20,34 +20,35 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "efficient_ft"
 
-#: The rooms from the bottom up: a room imports only from rooms before it, and from itself. `record` is the format of
-#: what a run leaves: training writes it and every tool that reads runs imports it, so it is below training.
+#: Subpackages from the bottom up. A subpackage imports only from itself and from earlier subpackages. `record` is the
+#: format of run folders. Training writes this format and every tool that reads runs imports it, so it precedes
+#: training.
 ROOMS = (
     "core", "config", "task", "ops", "optim", "models", "methods", "cost", "testing", "integrations", "data", "record",
     "training", "papers", "bench", "planning", "report", "cli",
 )  # fmt: skip
-#: Rooms that may import less than all that is before them.
+#: Subpackages that may import only from some of the earlier subpackages.
 ONLY: dict[str, tuple[str, ...]] = {
     "task": ("core",),
     "ops": ("core",),
     "optim": ("core", "ops"),
     "models": ("core", "config", "ops"),
-    "cost": ("core", "task", "ops", "optim", "models"),  # it observes any step, and knows no method
+    "cost": ("core", "task", "ops", "optim", "models"),  # observes steps, independent of methods
     "testing": ("core", "models", "methods", "cost"),
     "integrations": ("core", "optim", "models", "methods", "cost"),
     "data": ("core", "config"),
     "record": ("core", "config"),
 }
-#: Modules that import no module of the package.
+#: Modules that import no other module of the package.
 LEAVES = ("efficient_ft.config.schema", "efficient_ft.core.errors")
-#: The number of lines that no file exceeds.
+#: Maximum number of lines of a file.
 MOST_LINES = 500
-#: Numbers of lines (without the docstring) and parameters that no function exceeds without a reason in the docstring of
-#: the function, its class or its module, which contains the word "parameters" or "lines".
+#: Maximum numbers of lines (without the docstring) and of parameters of a function. A function may exceed them if its
+#: docstring, or the docstring of its class or module, contains a reason with the word "parameters" or "lines".
 MOST_BODY, MOST_PARAMETERS = 80, 8
-#: Public definitions without a docstring; to stay empty.
+#: Public definitions without a docstring. This set must stay empty.
 UNDOCUMENTED: frozenset[str] = frozenset()
-#: Functions that a base class of another library documents.
+#: Functions that are documented by a base class of another library.
 _HOOKS = {
     "forward", "backward", "setup", "teardown", "train", "state_dict", "load_state_dict", "training_step",
     "validation_step", "configure_optimizers", "train_dataloader", "val_dataloader", "save_checkpoint",
@@ -57,7 +58,7 @@ _HOOKS = {
 
 @cache
 def _modules() -> dict[str, ast.Module]:
-    """By full name, every module of the package."""
+    """Return every module of the package by full name."""
     found = {}
     for file in sorted((ROOT / PACKAGE).rglob("*.py")):
         parts = file.relative_to(ROOT).with_suffix("").parts
@@ -72,7 +73,7 @@ def _is_package(module: str) -> bool:
 
 @cache
 def _imports() -> dict[str, tuple[str, ...]]:
-    """By module, the modules of the package that it imports."""
+    """Return the imported modules of the package for each module."""
     modules = _modules()
     found: dict[str, tuple[str, ...]] = {}
     for name, tree in modules.items():
@@ -85,7 +86,7 @@ def _imports() -> dict[str, tuple[str, ...]]:
                 if node.level:
                     up = name.split(".")[: len(name.split(".")) - node.level + _is_package(name)]
                     base = ".".join([*up, *([base] if base else [])])
-                # a module of a package, or a name in one
+                # The name is a module of a package or a name in a module.
                 inside = [f"{base}.{alias.name}" for alias in node.names]
                 wanted = [whole if whole in modules else base for whole in inside]
             else:
@@ -96,7 +97,7 @@ def _imports() -> dict[str, tuple[str, ...]]:
 
 
 def _room(module: str) -> str:
-    """The room of a module: the folder below the package, or "" for the package itself."""
+    """Return the subpackage of a module, or "" for the package."""
     return module.split(".")[1] if "." in module else ""
 
 
@@ -122,10 +123,10 @@ def _circle(imports: dict[str, tuple[str, ...]]) -> list[str]:
     return []
 
 
-# ------------------------------------------------------------------------------------------------ arrows
+# ------------------------------------------------------------------------------------------------ imports
 def test_every_room_has_its_place() -> None:
     rooms = {_room(module) for module in _modules()} - {""}
-    outside = {"__main__"}  # python -m efficient_ft
+    outside = {"__main__"}  # entry point of python -m efficient_ft
     assert rooms - set(ROOMS) <= outside, "a new room: say in ROOMS what it may import"
     assert all(set(below) <= set(ROOMS[: ROOMS.index(room)]) for room, below in ONLY.items())
 
@@ -164,7 +165,7 @@ def test_the_checks_see_what_is_wrong() -> None:
 
 # ------------------------------------------------------------------------------------------------ kinds of task
 def _forks(tree: ast.AST) -> Iterator[ast.expr]:
-    """Expressions that branch on the kind of task: checks of a kind of data or task, and comparisons of its name."""
+    """Yield expressions that branch on the kind of task: checks of data or task classes, and comparisons of a name."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func).rpartition(".")[2]
@@ -178,7 +179,7 @@ def _forks(tree: ast.AST) -> Iterator[ast.expr]:
 
 
 _KINDS = "classification|segmentation|text|regression"
-#: Classes of one kind: of data, listings, tasks and kinds.
+#: Data, listing, task and kind classes that belong to one kind of task.
 _OF_KIND = re.compile(
     r"\b((RoundRobin|Segmentation|Text|Image)(Data|Dataset)|(Mask|Text)Listing|(Mask|)Samples|Segmentation|Classification"
     r"|TextClassification|(Text|Class|Classification|Segmentation)Kind|SeveralDataSets)\b"
@@ -188,7 +189,7 @@ _VALUE = re.compile(rf"""['"]({_KINDS})['"]""")
 
 
 def test_almost_nothing_branches_on_the_kind_of_task() -> None:
-    """A kind of task is one object (`training.kinds`), so that a new kind changes no other file."""
+    """Each kind of task is one object (`training.kinds`), so a new kind requires no changes in other files."""
     found = [f"{module}: {ast.unparse(one)}" for module, tree in _modules().items() for one in _forks(tree)]
     assert len(found) <= 6, found
 
@@ -220,9 +221,9 @@ def test_no_file_is_long() -> None:
 
 @cache
 def _classes() -> dict[str, tuple[tuple[str, ...], frozenset[str]]]:
-    """By name, every class of the package: the names of its bases, and of the functions and attributes it has docs of.
+    """Return every class of the package by name, with its base classes and its documented functions and attributes.
 
-    Attributes are documented in the class's own docstring.
+    The docstring of a class documents the attributes.
     """
     found = {}
     for tree in _modules().values():
@@ -255,7 +256,7 @@ def _inherits(cls: ast.ClassDef, function: str) -> bool:
 
 
 def _undocumented(prefix: str, body: list[ast.stmt], cls: ast.ClassDef | None = None) -> Iterator[str]:
-    """Public classes, functions and methods without a docstring; overrides inherit theirs, a test's name says it."""
+    """Yield public classes, functions and methods without a docstring, except overrides and test functions."""
     for node in body:
         if isinstance(node, ast.If | ast.Try):
             yield from _undocumented(prefix, node.body + node.orelse, cls)
@@ -283,7 +284,7 @@ def test_every_public_definition_has_a_docstring() -> None:
 
 
 def test_every_imported_distribution_is_declared() -> None:
-    """In pyproject.toml, as a dependency or in an extra."""
+    """Every imported distribution is a dependency or part of an extra in pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     groups = [project["dependencies"], *project["optional-dependencies"].values()]
     declared = {
@@ -296,7 +297,7 @@ def test_every_imported_distribution_is_declared() -> None:
                 imported |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 imported.add((node.module or "").partition(".")[0])
-    own = {PACKAGE, "hydra_plugins", "triton"}  # triton comes with torch where it can run
+    own = {PACKAGE, "hydra_plugins", "triton"}  # torch installs Triton on supported platforms
     distributions = packages_distributions()
     undeclared = {
         name: distributions.get(name, [])

@@ -1,4 +1,4 @@
-"""The commit-msg hook: short imperative subjects."""
+"""Tests of the commit-msg hook, which requires short imperative subjects."""
 
 from __future__ import annotations
 

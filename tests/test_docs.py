@@ -1,4 +1,4 @@
-"""The documentation is true: generated parts are current, commands compose, code runs, names and files exist."""
+"""Tests that the documentation is correct: generated parts are current, commands compose, code runs and names exist."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.conftest import REPOSITORY
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 CARDS = sorted(page for page in (REPOSITORY / "docs" / "methods").glob("*.md") if page.stem != "index")
 
-#: First words of the installed command that are not settings.
+#: First words of the command ``efficient-ft`` that are not settings.
 SUBCOMMANDS = tuple(COMMANDS)
 
 SECTIONS = ["What it does", "When to use it", "Settings", "Cost", "What it does not do", "Paper", "Our deviations"]
@@ -47,13 +47,13 @@ def text(page: Path) -> str:
 
 
 def fences(page: Path, *languages: str, skipped: bool = False) -> list[str]:
-    """The fenced blocks of a page that are meant to run; `skipped`: those too that are marked as not run."""
+    """Return the fenced blocks of a page that the tests run. `skipped` adds the blocks with the mark "not run"."""
     found = FENCE.finditer(text(page))
     return [m["code"] for m in found if m["language"] in languages and (skipped or not m["skip"])]
 
 
 def inline(page: Path) -> list[str]:
-    """The code that a page shows in backticks, without fenced blocks and the names of old records."""
+    """Return the inline code of a page, without fenced blocks."""
     return re.findall(r"`([^`\n]+)`", FENCE.sub("", text(page)))
 
 
@@ -64,7 +64,7 @@ def run_docs(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def environment() -> dict[str, str]:
-    """One thread, and this checkout's package regardless of what is installed."""
+    """Return environment variables that select one thread and the package of this checkout."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
 
 
@@ -75,7 +75,7 @@ def test_generated_tables_numbers_and_figures_are_current():
 
 @pytest.fixture
 def generator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """The module that fills pages, with its own page folder and no figure."""
+    """Return the module that generates pages, with a temporary page folder and no figures."""
     monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
     from docsgen import pages
 
@@ -150,7 +150,7 @@ def test_every_cpu_record_says_that_the_machine_was_busy(generator):
 
 # ---------------------------------------------------------------------------------------------- commands
 def commands() -> Iterator[tuple[str, list[str]]]:
-    """Every command line of ours that the pages show, in blocks and in backticks, with the page it stands on."""
+    """Yield the page and the words of every command of the program in blocks and inline code."""
     for page in PAGES:
         shown = [
             line for block in fences(page, "bash", skipped=True) for line in block.replace("\\\n", " ").splitlines()
@@ -176,7 +176,7 @@ def test_every_command_composes_and_its_methods_can_be_stacked():
         flags = {"-m", "--help", "--cfg", "job"}
         overrides = [word for word in words if word not in flags]
         if words[0] == "evaluate" or any(word.startswith("evaluate=") for word in overrides):
-            continue  # needs a run
+            continue  # requires a run
         try:
             for config in configurations(CONF, "train", as_settings(overrides), sweep=sweep):
                 build_methods(config)
@@ -203,10 +203,10 @@ def test_settings_in_backticks_exist():
     wrong = []
     for page in PAGES:
         if page.stem in ("style", "writing-a-method", "changelog"):
-            continue  # examples that do not exist
+            continue  # the example does not exist
         for code in inline(page):
             if "..." in code or re.search(r"\.(safetensors|jsonl?|csv|yaml|ckpt)$", code):
-                continue  # part of a call; a file
+                continue  # part of a call, or a file
             dotted = re.fullmatch(r"((?:model|data|optim|trainer|logger|cost|step_stats)\.[a-z_.]+)(=.*)?", code)
             if dotted and dotted[1] not in known:
                 wrong.append((name(page), code))
@@ -243,7 +243,7 @@ for page, block in blocks:
 
 
 def test_the_guide_to_writing_a_method_shows_the_files_of_the_example():
-    """The example's tests run them through the contracts."""
+    """The guide contains the files of the example. The tests of the example run the contracts on these files."""
     guide, example = REPOSITORY / "docs" / "writing-a-method.md", REPOSITORY / "examples" / "out_of_tree_method"
     source = example / "src" / "every_nth_method"
     selection, _, *parts, _, contracts = fences(guide, "python")
@@ -358,13 +358,13 @@ def test_the_changelog_describes_features_and_no_history():
 
 
 def paragraphs(page: Path) -> Iterator[str]:
-    """Paragraphs, list items and table rows."""
+    """Yield paragraphs, list items and table rows."""
     for chunk in re.split(r"\n\s*\n", text(page)):
         yield from re.split(r"\n(?=\s*(?:[-*|]|\d+\.) ?)", chunk)
 
 
 def test_a_paragraph_has_at_most_two_generated_numbers():
-    """More numbers belong in a generated table."""
+    """A paragraph with more than two generated numbers should be a generated table."""
     crowded = [
         f"{name(page)}: {paragraph[:80]}"
         for page in PAGES

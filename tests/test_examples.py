@@ -1,4 +1,4 @@
-"""The programs of `examples/` run, and do what they say."""
+"""Tests that the programs in `examples/` run and give the expected results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
 def main_of(name: str, **arguments: Any) -> Any:
-    """The result of the example's `main`."""
+    """Run the `main` function of an example and return its result."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""The versions of other packages that pyproject.toml allows, against published advisories."""
+"""Tests of the permitted versions of dependencies in pyproject.toml against published advisories."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 
-#: By package: the last version that an advisory names, and the advisory.
+#: For each package: the last version that an advisory names, and the advisory.
 ADVISORIES = {
     "torch": ("2.9.1", "CVE-2026-24747: memory corruption in torch.load(weights_only=True)"),
     "transformers": ("5.9.0", "CVE-2026-4372, CVE-2026-5241: code of config.json; CVE-2026-9856: paths in templates"),

@@ -15,7 +15,7 @@ PLAIN: dict[str, Any] = {
 
 
 def with_settings(**changes: Any) -> dict[str, Any]:
-    """Return a copy of PLAIN with the changes ``group__key=value``."""
+    """Return a copy of PLAIN with the given changes, written as ``group__key=value``."""
     plain = copy.deepcopy(PLAIN)
     for name, value in changes.items():
         *groups, key = name.split("__")

@@ -1,4 +1,4 @@
-"""YAML files that list the settings of a constructor or the schema have the same defaults."""
+"""Tests that YAML files have the defaults of the constructors and of the schema."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from efficient_ft.config.schema import Config, LoggerConfig, OptimConfig, Sectio
 from efficient_ft.core.packages import method_of, option_settings
 from efficient_ft.methods import METHODS
 
-#: Files of methods and variants. A file with the name of its method lists all of the method's settings.
+#: Files of methods and variants. A file with the name of a method lists all settings of the method.
 METHOD_FILES = sorted((CONF / "method").glob("*.yaml"))
 
 
@@ -29,7 +29,7 @@ def test_a_method_s_file_has_the_defaults_of_its_constructor(file: Any) -> None:
     own = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     if file.stem == name:
         own.pop("select", None)
-        # The user must pass a setting without a default in the constructor.
+        # The file contains ??? for a setting without a default.
         defaults = {key: "???" if p.default is p.empty else plain(p.default) for key, p in constructor.items()}
         assert own == defaults
         return

@@ -1,4 +1,4 @@
-"""The settings that affect the result of a run determine the run folder."""
+"""Tests that the settings which affect a run's result determine the run folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from efficient_ft.config import check, fingerprint, run_folder
 from tests.config.settings import PLAIN, two_tasks, with_settings
 
-#: Valid values of settings that change the result of a run. PLAIN has other values.
+#: Valid values of settings that change the result of a run. The values differ from PLAIN.
 _MATTERS = {
     "model__name": "resnet50",
     "model__pretrained": False,

@@ -1,4 +1,4 @@
-"""Configurations of the data section, folders of small images, and published sets with small files."""
+"""Fixtures for data configurations, folders of small images, and published data sets with small files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def data_config() -> Callable[..., DataConfig]:
 
 @pytest.fixture
 def folders(tmp_path: Path) -> Callable[..., Path]:
-    """folders(train={"a": 5, "b": 4}, test={...}) or folders(a=5, b=4): class folders with that many JPEGs."""
+    """Write class folders with the given numbers of JPEG files.
+
+    Examples: ``folders(train={"a": 5, "b": 4}, test={...})``, or ``folders(a=5, b=4)`` without splits.
+    """
 
     def make(**layout: Any) -> Path:
         root = tmp_path / "images"
@@ -43,7 +46,7 @@ def folders(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def change_archives(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """change_archives("food101", **fields): change every archive of a set, e.g. to the checksums of small files."""
+    """Change fields of every archive of a data set, e.g. the checksums: ``change_archives("food101", **fields)``."""
 
     def change(name: str, **fields: object) -> None:
         archives = tuple(replace(a, **fields) for a in PUBLISHED[name].archives)  # type: ignore[arg-type]

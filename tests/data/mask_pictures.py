@@ -1,4 +1,4 @@
-"""A small segmentation data set: bright squares and disks of two classes on a dark background."""
+"""A small segmentation data set with bright squares and disks of two classes on a dark background."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 from PIL import Image
 
 NAMES = ("background", "square", "void", "disk")
-#: Ids in the masks; 2 has no label.
+#: Ids in the masks. The id 2 has no label.
 BACKGROUND, SQUARE, VOID, DISK = range(4)
 
 
 def picture(number: int, height: int = 48, width: int = 64) -> tuple[np.ndarray, np.ndarray]:
-    """An image (H, W, 3) and its mask (H, W)."""
+    """Return an image (H, W, 3) and its mask (H, W)."""
     random = np.random.default_rng(number)
     image = random.integers(0, 60, (height, width, 3))
     mask = np.full((height, width), BACKGROUND)
@@ -30,7 +30,7 @@ def picture(number: int, height: int = 48, width: int = 64) -> tuple[np.ndarray,
 
 
 def write_folder(root: Path, counts: dict[str, int], classes: bool = True, **size: int) -> Path:
-    """Write images and masks: `counts` by split, or with the split "" directly in `root`."""
+    """Write images and masks. `counts` maps each split to a number. Files of the split "" are directly in `root`."""
     number = 0
     for split, count in counts.items():
         for inside in ("images", "masks"):

@@ -1,4 +1,4 @@
-"""Small pictures, the files that hold them, and what a loader makes of them."""
+"""Small images, files of images, and the batches of a loader."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPEC = InputSpec((16, 16), (0.5, 0.4, 0.3), (0.2, 0.25, 0.3))
 
 
 def picture(seed: int, height: int = 20, width: int = 24) -> Image.Image:
-    """A smooth random color picture: survives JPEG, differs for every seed."""
+    """Return a smooth random color image, which JPEG preserves and which differs for each seed."""
     coarse = np.random.default_rng(seed).integers(0, 256, (3, 3, 3), dtype=np.uint8)
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
 
@@ -32,7 +32,7 @@ def truncate(path: Path, keep: float = 0.5) -> None:
 
 
 def epoch_of(data: ImageData, epoch: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """All images and labels of one epoch of training."""
+    """Return all images and labels of one training epoch."""
     loader = data.train_loader()
     loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
     images, labels = zip(*loader, strict=True)

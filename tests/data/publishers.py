@@ -1,4 +1,4 @@
-"""Small data sets in their publishers' own formats."""
+"""Small data sets in the formats of their publishers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists of classes: encodings, ids, colors, comments, and lists that can be read in several ways."""
+"""Tests of class lists: encodings, ids, colors, comments and ambiguous lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contents of a data set, by which a resumed run knows its data."""
+"""Tests of the content hashes by which a resumed run identifies its data."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_file_that_is_not_long_and_weights_of_any_length_are_read_whole(tmp_pa
         found, file = [], tmp_path / "file"
         for value in (0, 1):
             data = bytearray(size)
-            data[100_000] = value  # between two pieces
+            data[100_000] = value  # between two hashed pieces
             file.write_bytes(data)
             hashes = contents.files_contents("x", [file]).parts["x"].hashes if whole else contents._of_file(str(file))
             found.append(hashes)

@@ -1,4 +1,4 @@
-"""Numbers with nouns and verbs."""
+"""Tests of numbers with nouns and verbs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoded images on disk: batches are the same, bit for bit, and no file is decoded twice."""
+"""Tests of decoded images on disk: batches have the same bits, and no file is decoded twice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Make = Callable[..., Path]
 
 @pytest.fixture
 def opened(folders: Make, data_config: Callable[..., DataConfig], tmp_path: Path) -> Callable[..., ImageData]:
-    """Opens 12 images in folders; of `keep_decoded` and other settings."""
+    """Return a function that opens 12 images with `keep_decoded` and other settings."""
     root = folders(train={"a": 5, "b": 5}, val={"a": 1, "b": 1})
 
     def make(keep_decoded: str = "on", epochs: int = 3, **settings: Any) -> ImageData:
@@ -60,7 +60,7 @@ def test_files_are_decoded_once(
     assert torch.equal(evaluated(kept), evaluated(plain))
     expected = epoch_of(plain, epoch=2)[0], evaluated(plain)
     no_decoding(monkeypatch)
-    for again in (kept, opened(augment=augment, num_workers=workers)):  # the same run, and another one
+    for again in (kept, opened(augment=augment, num_workers=workers)):  # the same run and another run
         assert torch.equal(epoch_of(again, epoch=2)[0], expected[0])
         assert torch.equal(evaluated(again), expected[1])
     (note,) = [note for note in kept.report()["notes"] if "data.keep_decoded" in note]
@@ -92,7 +92,7 @@ def test_a_corrupt_file_stops_as_without_a_store(
 ) -> None:
     read = sources.read_data
 
-    def read_then_damage(config: DataConfig) -> Listing:  # a file can go after its folder was listed
+    def read_then_damage(config: DataConfig) -> Listing:  # a file can be removed after the folder is listed
         listing = read(config)
         damage(next(tmp_path.rglob("train/b/*.jpg")))
         return listing

@@ -1,4 +1,4 @@
-"""The digits in the package: their values, and how they are split."""
+"""Tests of the digits in the package: values and splits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Downloads and archives: what is fetched once, what is refused, and what stays behind."""
+"""Tests of downloads and archives: repeated requests, errors and remaining files."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[type[Handler], str
 def food_online(
     tmp_path: Path, server: tuple[type[Handler], str], change_archives: Callable[..., None]
 ) -> tuple[type[Handler], Path]:
-    """A small Food-101 on a local server, and the destination folder."""
+    """Serve a small Food-101 on a local server, and return the handler and the destination folder."""
     handler, address = server
     write_food(tmp_path / "made")
     pack(tmp_path / "made/food-101.tar.gz", tmp_path / "made/food-101")
@@ -90,7 +90,7 @@ def test_what_can_be_fetched_is_fetched_once(food_online: tuple[type[Handler], P
     handler, root = food_online
     config = data_config("food101", root=str(root), download=True)
     assert missing_data(config) is None
-    assert not root.exists()  # asking fetches nothing
+    assert not root.exists()  # the check downloads nothing
     assert open_data(config, SPEC, 0).splits == {"train": 6, "val": 2, "test": 4}
     asked = len(handler.asked)
     assert open_data(config, SPEC, 0).splits == {"train": 6, "val": 2, "test": 4}
@@ -161,7 +161,7 @@ def test_a_host_that_refuses_or_is_silent_is_reported_in_time(
     handler.mode = "silent"
     monkeypatch.setattr(network, "PROBE_SECONDS", 0.3)
     assert "cannot be downloaded" in str(missing_data(config))
-    monkeypatch.setattr(network, "_ask", lambda *_: time.sleep(2))  # a host name that never resolves
+    monkeypatch.setattr(network, "_ask", lambda *_: time.sleep(2))  # simulates a host name that never resolves
     assert "no answer within" in str(missing_data(config))
 
 
@@ -195,7 +195,7 @@ def test_truncated_and_mistaken_archives_put_there_by_hand(tmp_path: Path, data_
     archive.write_bytes(archive.read_bytes()[:-2000])
     with pytest.raises(UserError, match=r"CUB_200_2011\.tgz cannot be unpacked"):
         open_data(config, SPEC, 0)
-    assert not (tmp_path / "data/CUB_200_2011").exists()  # never half a data set
+    assert not (tmp_path / "data/CUB_200_2011").exists()  # no partial data set remains
     archive.write_bytes(b"not an archive")
     with pytest.raises(UserError, match="cannot be unpacked"):
         open_data(config, SPEC, 0)
@@ -214,7 +214,7 @@ def test_archive_states(tmp_path: Path) -> None:
     (tmp_path / "a.tgz").write_bytes(b"abcd")
     assert archive.state(tmp_path) == "packed"
     (tmp_path / "a").mkdir()
-    assert archive.state(tmp_path) == "packed"  # an empty folder is nothing
+    assert archive.state(tmp_path) == "packed"  # an empty folder is ignored
     (tmp_path / "a/x").write_text("")
     assert archive.state(tmp_path) == "broken"
     (tmp_path / "a/list.txt").write_text("")

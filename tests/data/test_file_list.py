@@ -1,4 +1,4 @@
-"""Links out of a data set: refused by default, followed and named with `data.follow_links`."""
+"""Tests of links out of a data set, which are rejected by default and allowed by `data.follow_links`."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_the_folder_itself_may_be_a_link_and_links_inside_of_it_are_used(tmp_pat
 
 
 def test_classes_named_like_splits_change_nothing(tmp_path: Path) -> None:
-    """One may have folders inside of it; a link to an image of another class is not counted."""
+    """A class may be named like a split and contain folders. A link to an image of another class is not counted."""
     config = _classes(tmp_path).model_copy(update={"splits": {"train": "."}})
     for k, name in enumerate(("train/0", "train/1", "test/inside/0", "test/inside/1")):
         save(tmp_path / f"{name}.jpg", 5 + k)
@@ -124,7 +124,7 @@ def test_links_that_are_not_used_are_not_refused(tmp_path: Path) -> None:
 
 
 def test_links_between_the_parts_of_a_segmentation_data_set_are_refused(tmp_path: Path) -> None:
-    """An image would train and be tested."""
+    """A link from one split to another would put an image into both the training split and an evaluation split."""
     config = _masks(tmp_path)
     (tmp_path / "val/images/000.jpg").unlink()
     (tmp_path / "val/images/000.jpg").symlink_to("../../train/images/000.jpg")

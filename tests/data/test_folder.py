@@ -1,4 +1,4 @@
-"""A user's own images: every layout, and every mistake."""
+"""Tests of a user's image folders: all layouts and all errors."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_three_folders(folders: Make, data_config: Config) -> None:
     root = folders(train={"a": 5, "b": 5}, val={"a": 2, "b": 1}, test={"a": 1, "b": 3})
     assert opened(data_config("folder", root=str(root))).splits == {"train": 10, "val": 3, "test": 4}
     best_on_test = opened(data_config("folder", root=str(root), select_best_on="test"))
-    assert best_on_test.splits == {"train": 10, "val": 3, "test": 4}  # the user's val/ is not trained on
+    assert best_on_test.splits == {"train": 10, "val": 3, "test": 4}  # val/ of the user is not used for training
     assert best_on_test.best_split == "test"
     assert any("selected on the test images" in note for note in best_on_test.report()["notes"])
 
@@ -109,7 +109,7 @@ def test_nested_images_links_hidden_files_and_other_files(folders: Make, data_co
     (root / "train/loose.jpg").write_bytes(b"")
     (root / "masks").mkdir()
     if hasattr(os, "symlink"):
-        with contextlib.suppress(OSError):  # Windows without the right to make links
+        with contextlib.suppress(OSError):  # Windows may not permit links
             os.symlink(root / "train/a", root / "train/a/loop", target_is_directory=True)
     data = opened(data_config("folder", root=str(root), val_fraction=0.1))
     assert data.splits["train"] + data.splits["val"] == 9
@@ -124,7 +124,7 @@ def test_nested_images_links_hidden_files_and_other_files(folders: Make, data_co
 
 
 def test_a_pipe_is_no_image_and_a_link_is_no_way_back(folders: Make) -> None:
-    """Reading a pipe never ends, and a link to a folder above gives images of all classes one label."""
+    """A pipe and a link to a parent folder are ignored. Reading a pipe would block the run."""
     root = folders(train={"a": 4, "b": 4}, test={"a": 1, "b": 1})
     os.mkfifo(root / "train/a/9.jpg")
     (root / "train/b/up").symlink_to("..", target_is_directory=True)
@@ -141,7 +141,7 @@ def test_a_pipe_is_no_image_and_a_link_is_no_way_back(folders: Make) -> None:
 
 
 def test_a_link_to_an_image_counts_if_the_image_is_not_in_the_data_set_itself(folders: Make, tmp_path: Path) -> None:
-    """Else it would have two classes, or be in two splits."""
+    """A link to an image of the same data set is ignored: the image would have two classes or be in two splits."""
     root = folders(train={"a": 4, "b": 4}, test={"a": 1, "b": 1})
     save(tmp_path / "elsewhere/x.jpg", 91)
     save(root / "pool/y.jpg", 92)

@@ -1,4 +1,4 @@
-"""A data set opened for training: splits, batches, corrupt files."""
+"""Tests of a data set that is opened for training: splits, batches and corrupt files."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_skip_leaves_corrupt_images_out_of_everything_and_reports_them(folders: 
     assert set(report["skipped"]) == {str(root / "train/b/7.jpg"), str(root / "test/a/2.jpg")}
     assert any("2 unreadable images" in note for note in report["notes"])
     first = epoch_of(data)
-    # the same as if the files had never been there
+    # The result is the same as without these files.
     (root / "train/b/7.jpg").unlink()
     (root / "test/a/2.jpg").unlink()
     second = epoch_of(open_data(data_config("folder", root=str(root)), SPEC, 0))
@@ -118,7 +118,7 @@ def test_real_images(shared_data: Path, tmp_path: Path, data_config: Config) -> 
     classes = ("airplane", "frog", "truck")
     with tarfile.open(shared_data / "cifar10.tar.gz") as archive:
         taken: dict[str, int] = {}
-        for member in archive:  # a part, read from the front
+        for member in archive:  # extracts only the first images of each class
             parts = member.name.split("/")
             if len(parts) == 4 and parts[1] == "test" and parts[2] in classes and taken.get(parts[2], 0) < 40:
                 taken[parts[2]] = taken.get(parts[2], 0) + 1

@@ -1,4 +1,4 @@
-"""Image files of every kind: value ranges, further formats, size limit, bands, frames, orientation, wrong contents."""
+"""Tests of image files: value ranges, formats, size limit, bands, frames, orientation and invalid contents."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def gray(image: Image.Image) -> np.ndarray:
 
 
 def tiff(path: Path, pixels: np.ndarray, *, photometric: int = 1, extra: tuple[int, ...] = ()) -> Path:
-    """An uncompressed little-endian TIFF of (H, W) or (H, W, bands)."""
+    """Return an uncompressed little-endian TIFF file of shape (H, W) or (H, W, bands)."""
     height, width = pixels.shape[:2]
     bands, bits = (pixels.shape[2] if pixels.ndim == 3 else 1), pixels.dtype.itemsize * 8
     kind = {"u": 1, "i": 2, "f": 3}[pixels.dtype.kind]
@@ -72,7 +72,7 @@ def test_twelve_bits_in_sixteen_are_scaled_by_the_setting(tmp_path: Path, kind: 
     read = gray(read_image(file, decoding=Decoding((0, 4095))))
     assert np.abs(read.astype(int) - BRIGHT).max() <= 1
     plain = gray(read_image(file))
-    if kind in ("pgm", "plain"):  # these files state their largest value
+    if kind in ("pgm", "plain"):  # these formats store the largest value
         assert np.abs(plain.astype(int) - BRIGHT).max() <= 1
     else:
         assert plain.max() == 16
@@ -223,7 +223,7 @@ def test_extensions_and_hints() -> None:
 # ------------------------------------------------------------------------------------------ size limit
 def test_images_above_the_limit_name_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = save(tmp_path / "large.png", 5, height=60, width=50)
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)  # Pillow's own: an error above twice this
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)  # Pillow raises an error above twice this limit
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(UserError, match=r"large\.png: the image has 50×60 = 3,000 pixels, .*data\.max_pixels=3000"):

@@ -1,4 +1,4 @@
-"""Reading image files of every kind, and the transforms."""
+"""Tests of the transforms and of reading image files."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_transparency_lies_over_white(tmp_path: Path) -> None:
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation_turns_the_image_upright(tmp_path: Path, orientation: int) -> None:
     upright = picture(3, 16, 32)
-    # what a camera stores: the inverse of what the tag tells a viewer to do
+    # A camera stores the inverse of the transformation that the tag denotes.
     inverse = {
         2: Image.Transpose.FLIP_LEFT_RIGHT,
         3: Image.Transpose.ROTATE_180,
@@ -124,7 +124,7 @@ def test_large_jpegs_are_decoded_smaller_but_never_below_twice_the_input(tmp_pat
     save(tmp_path / "x.jpg", 6, height=330, width=420)
     assert read_image(tmp_path / "x.jpg").size == (420, 330)
     small = read_image(tmp_path / "x.jpg", target_size=(32, 40))
-    assert small.size == (105, 83)  # a quarter; an eighth would be below 80
+    assert small.size == (105, 83)  # one quarter, because one eighth would be smaller than 80 pixels
     assert read_image(tmp_path / "x.jpg", target_size=(100, 100)).size == (420, 330)
     exact = np.asarray(Transform(InputSpec((32, 40), (0,) * 3, (1,) * 3)).resize(read_image(tmp_path / "x.jpg")))
     drafted = np.asarray(Transform(InputSpec((32, 40), (0,) * 3, (1,) * 3)).resize(small))
@@ -250,7 +250,7 @@ def test_vertical_flips_turn_images_upside_down() -> None:
 
 @pytest.mark.parametrize("resize", ["input", "none"])
 def test_pick_draws_some_of_the_augmentations_for_each_image(resize: str) -> None:
-    """One of three: a crop in a third of the images, and in the others at most a flip of the whole image."""
+    """With `pick=1`, each image gets one of three augmentations, so about a third of the images are cropped."""
     image = picture(6, 40, 40)
     transform = Transform(SPEC, "resize_crop", (0.2, 0.3), True, resize, vertical_flip=True, pick=1)
     sides = (Image.Transpose.FLIP_LEFT_RIGHT, Image.Transpose.FLIP_TOP_BOTTOM)
@@ -271,7 +271,7 @@ def test_pick_is_at_most_the_augmentations_that_are_on(pick: int) -> None:
 
 
 def test_postscript_under_the_name_of_an_image_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pillow would hand it to Ghostscript."""
+    """Pillow would run the PostScript program with Ghostscript, so the file is rejected."""
     (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path / 'MARK'}\n")
     (tmp_path / "gs").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")

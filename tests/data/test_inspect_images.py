@@ -1,4 +1,4 @@
-"""Inspection of images: facts, warnings and problems of a few images, and of all."""
+"""Tests of the inspection of images: facts, warnings and problems in some or all images."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Open = Callable[..., ImageData]
 
 @pytest.fixture
 def opened(folders: Callable[..., Path], data_config: Callable[..., Any]) -> tuple[Path, Open]:
-    """A folder of 30 images in two classes, and a function that opens it with settings."""
+    """Return a folder of 30 images in two classes, and a function that opens the folder with settings."""
     root = folders(train={"a": 10, "b": 10}, val={"a": 2, "b": 2}, test={"a": 3, "b": 3})
     return root, lambda **settings: open_data(data_config("folder", root=str(root), **settings), SPEC, 0)
 
@@ -31,7 +31,7 @@ def warned(found: Inspection, *words: str) -> list[str]:
 
 
 def deep(root: Path, most: int, count: int = 10) -> None:
-    """Write 16-bit images with values up to `most` over those of the class a."""
+    """Replace images of class a by 16-bit images with values up to `most`."""
     ramp = np.linspace(0, most, 480).reshape(20, 24).round().astype(np.uint16)
     for i in range(count):
         (root / f"train/a/{i}.jpg").unlink()
@@ -39,7 +39,7 @@ def deep(root: Path, most: int, count: int = 10) -> None:
 
 
 def scene(seed: int) -> Image.Image:
-    """An image of 120×90 with large areas of different colors."""
+    """Return an image of 120×90 pixels with large areas of different colors."""
     coarse = np.random.default_rng(seed).integers(0, 255, (5, 6, 3), dtype=np.uint8)
     return Image.fromarray(coarse).resize((120, 90), Image.Resampling.BICUBIC)
 

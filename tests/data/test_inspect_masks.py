@@ -1,4 +1,4 @@
-"""Inspection of images with masks: the facts that a run records, warnings, and pairs that training would reject."""
+"""Tests of the inspection of images with masks: recorded facts, warnings, and pairs that training would reject."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_equal_masks_and_masks_of_one_class_are_warned_of(folder: Path) -> None:
     assert any(w.startswith("The 13 decoded masks are equal, such as ") for w in equal.warnings)
     constant = _inspect(_rewrite(folder, lambda k: np.full((48, 64), k % 2)))
     assert any(w.startswith("Each of the 13 decoded masks contains a single class.") for w in constant.warnings)
-    # Masks with as many pixels of each class are not equal.
+    # Masks with equal pixel counts per class are not necessarily equal.
     usual = _inspect(_rewrite(folder, lambda k: np.roll(_disc(9), k, axis=1)))
     assert not any("decoded masks" in w for w in usual.warnings)
 
@@ -153,10 +153,10 @@ def test_masks_inverted_relative_to_the_others_are_warned_of(folder: Path, inver
 @pytest.mark.parametrize(
     "mask",
     [
-        lambda k: _disc(4 + 2.5 * k),  # from small to large objects
-        lambda k: _disc(3) ^ (k < 4) if k < 4 else _disc(17),  # groups that do not mirror each other
-        lambda k: _disc(8) if k else ~_disc(8),  # a single one
-        lambda k: _disc(8) if k < 9 else np.full((48, 64), k % 2),  # masks of one class
+        lambda k: _disc(4 + 2.5 * k),  # objects of increasing size
+        lambda k: _disc(3) ^ (k < 4) if k < 4 else _disc(17),  # two groups that are not inversions of each other
+        lambda k: _disc(8) if k else ~_disc(8),  # only one inverted mask
+        lambda k: _disc(8) if k < 9 else np.full((48, 64), k % 2),  # some masks contain a single class
     ],
 )
 def test_masks_of_other_sizes_are_not_inverted(folder: Path, mask: Callable[[int], np.ndarray]) -> None:

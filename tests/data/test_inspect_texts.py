@@ -1,4 +1,4 @@
-"""The inspection of texts: lengths, unknown tokens, duplicates, and texts that look wrong."""
+"""Tests of the inspection of texts: lengths, unknown tokens, duplicates, and suspicious texts."""
 
 from __future__ import annotations
 

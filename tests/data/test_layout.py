@@ -1,4 +1,4 @@
-"""Layouts of image folders: names of splits, nesting, wrappers, and everything that can be read in two ways."""
+"""Tests of layouts of image folders: names of splits, nesting, wrapper folders and ambiguous layouts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Make = Callable[[Mapping[str, int | str]], Path]
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Make:
-    """tree({"train/cat": 5, "labels.csv": "a,b"}): folders with that many images, and files with that text."""
+    """Write folders with numbers of images, and files with a text: ``tree({"train/cat": 5, "labels.csv": "a,b"})``."""
 
     def make(content: Mapping[str, int | str]) -> Path:
         root = tmp_path / "images"
@@ -147,7 +147,7 @@ REJECTED: dict[str, tuple[dict[str, int | str], list[str]]] = {
 def test_a_layout_with_several_readings_is_rejected_with_settings_that_work(
     tree: Make, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(images, "EXTENSIONS", tuple(one for one in images.EXTENSIONS if one != ".heic"))  # no extra
+    monkeypatch.setattr(images, "EXTENSIONS", tuple(one for one in images.EXTENSIONS if one != ".heic"))  # no HEIC
     content, parts = REJECTED[name]
     root = tree(content)
     with pytest.raises(UserError) as error:
@@ -162,7 +162,7 @@ def test_a_layout_with_several_readings_is_rejected_with_settings_that_work(
         (override,) = OverridesParser.create().parse_overrides([f"data.splits={setting}"])
         chosen = override.value()
         assert all(isinstance(n, str) for v in chosen.values() for n in ([v] if isinstance(v, str) else v)), chosen
-        if name != "wrapper in train":  # whose other splits need the same
+        if name != "wrapper in train":  # the other splits need the same setting
             assert len(read_folder(root, splits=chosen).class_names) >= 2, setting
 
 

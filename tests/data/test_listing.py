@@ -1,4 +1,4 @@
-"""Stratified splits."""
+"""Tests of stratified splits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loaders: any number of workers gives the same images, and errors arrive whole."""
+"""Tests of loaders: the number of workers does not change the images, and error messages remain complete."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_no_global_generator_is_disturbed(data_config: Config) -> None:
     after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # noqa: NPY002
     assert torch.equal(before[0], after[0])
     assert before[1:] == after[1:]
-    # and a disturbed global generator changes no image
+    # A changed global random state does not change the images.
     torch.manual_seed(999)
     again = data.train_loader().dataset[0, 3][0]
     torch.manual_seed(1)
@@ -139,7 +139,7 @@ def test_workers_do_not_spawn_threads(folders: Make, data_config: Config, monkey
 
 
 class Recorder(lightning.LightningModule):
-    """Remembers every batch it is given, by epoch, and may save a checkpoint after a step."""
+    """A module that records each batch with its epoch. It saves a checkpoint after step `save_at`."""
 
     def __init__(self, save_at: int = -1, target: Path = Path()) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Layouts of folders of images with masks: splits, names of folders and files, and layouts with several readings."""
+"""Tests of layouts of folders of images with masks: splits, names of folders and files, and ambiguous layouts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from efficient_ft.data.masks import MaskListing
 
 
 def write(root: Path, folders: Mapping[str, int | list[str]], extension: Mapping[str, str] | None = None) -> Path:
-    """Write image files: a number of them, or those of some names, by folder; PNG if the folder has masks."""
+    """Write image files into folders, given a number of files or a list of names for each folder."""
     for folder, files in folders.items():
         (root / folder).mkdir(parents=True, exist_ok=True)
         names = [f"{k:03}.png" for k in range(files)] if isinstance(files, int) else files
@@ -254,7 +254,7 @@ CITY = ("color", "instanceIds", "labelIds", "labelTrainIds")
 
 
 def _city(root: Path) -> Path:
-    """Write images and masks named as in Cityscapes."""
+    """Write images and masks with the file names of Cityscapes."""
     names = [f"{city}_{k:06}_000019" for city in ("aachen", "ulm") for k in range(3)]
     return write(
         root,

@@ -1,4 +1,4 @@
-"""Pixels of mask files of every format, and files whose values cannot be trusted."""
+"""Tests of pixels of mask files in every format, and of files with unreliable values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IDS = np.array([[0, 1, 2], [3, 1, 0]], dtype=np.uint8)
 
 
 def _png(path: Path, bits: int, rows: list[bytes], width: int, color_type: int = 0) -> None:
-    """A PNG file with values of any number of bits."""
+    """Return a PNG file with values of any number of bits."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -122,7 +122,7 @@ def test_orientations_of_images_are_found(tmp_path: Path, name: str) -> None:
     exif[274] = 6
     path = tmp_path / name
     Image.fromarray(np.zeros((30, 50, 3), dtype=np.uint8)).save(path, exif=exif)
-    if name == "late.png":  # some programs write the block after the pixels
+    if name == "late.png":  # some programs write the EXIF block after the pixels
         raw = path.read_bytes()
         start = raw.index(b"eXIf") - 4
         length = int.from_bytes(raw[start : start + 4], "big") + 12

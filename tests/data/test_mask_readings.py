@@ -1,4 +1,4 @@
-"""Readings of masks: maps of values, colors, palettes, EXIF orientations, and masks with several readings."""
+"""Tests of the interpretation of masks: value maps, colors, palettes, EXIF orientations and ambiguous masks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZE = (8, 10)
 
 
 def ids(number: int, values: tuple[int, ...] = (0, 1)) -> np.ndarray:
-    """A mask (H, W) with all the values, different for each number."""
+    """Return a mask (H, W) that contains all the values and differs for each number."""
     return np.asarray(values)[np.add.outer(np.arange(8), np.arange(10) + number) // 3 % len(values)].astype(np.uint8)
 
 
@@ -120,7 +120,7 @@ def test_values_with_one_reading(tmp_path: Path, values: tuple[int, ...], classe
 
 
 def test_a_second_class_is_looked_for_in_many_masks(tmp_path: Path) -> None:
-    """In 100 masks one alone has the second class, and it is not one of the first that are decoded."""
+    """The second class is found even if only one of 100 masks contains it, after the masks that are decoded first."""
     root = write(tmp_path, lambda n: Image.fromarray(ids(n, (0, 1, 255) if n == 1 else (0, 255))), counts=(100, 1))
     Image.fromarray(ids(0)).save(root / "val/masks/0.png")
     assert opened(root).num_classes == 2
@@ -213,7 +213,7 @@ def rgba(number: int) -> Image.Image:
 
 
 def indexed(number: int) -> Image.Image:
-    """A palette in a different order for each mask."""
+    """Return a palette image whose palette has a different order for each number."""
     order = np.roll(np.arange(3), number)
     image = Image.fromarray(np.argsort(order)[ids(number, (0, 1, 2))].astype(np.uint8), mode="P")
     image.putpalette(COLORS[order].flatten().tolist())
@@ -260,7 +260,7 @@ def test_palettes_that_differ_are_rejected(tmp_path: Path) -> None:
 
 def test_gray_palettes_in_another_order_are_ambiguous(tmp_path: Path) -> None:
     def make(number: int) -> Image.Image:
-        """Some programs store the gray values 0, 3 and 2 as indices of a palette of these values."""
+        """Return a mask as some programs write it: gray values 0, 3 and 2 stored as indices of a palette."""
         image = Image.fromarray(ids(number, (0, 1, 2)), mode="P")
         image.putpalette([0, 0, 0, 3, 3, 3, 2, 2, 2])
         return image

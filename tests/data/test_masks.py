@@ -1,4 +1,4 @@
-"""Lists of images with masks, and masks of every kind, good and bad."""
+"""Tests of lists of images with masks, and of valid and invalid masks of every kind."""
 
 from __future__ import annotations
 

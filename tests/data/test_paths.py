@@ -1,4 +1,4 @@
-"""Paths of many files in a few arrays."""
+"""Tests of the storage of many file paths in a few arrays."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 
 from efficient_ft.data.file_list import Paths
 
-#: Paths in a folder, without a folder, not in ASCII, and with bytes that are not UTF-8 (as in old archives).
+#: Paths with a folder, without a folder, with non-ASCII characters, and with bytes that are not valid UTF-8 (as in old
+#: archives).
 _PATHS = [
     os.path.join("data", "cat", "1.jpg"),
     os.path.join("data", "cat", "a", "2.jpg"),

@@ -1,4 +1,4 @@
-"""The published data sets, from small files in their publishers' own formats."""
+"""Tests of published data sets with small files in the formats of their publishers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_cifar(
     files = len(kind.train_list)
     assert data.splits == {"train": files * 2 * classes, "test": 2 * classes}
     assert read_data(config).origins == {"train": "official", "test": "official"}
-    pixels = first[3].reshape(3, 32, 32).transpose(1, 2, 0)  # rows of 1024 reds, 1024 greens, 1024 blues
+    pixels = first[3].reshape(3, 32, 32).transpose(1, 2, 0)  # 1024 red values, then green, then blue
     assert np.array_equal(data._parts["train"].images[3], pixels)
     loader = data.eval_loader("test")
     images, labels = next(iter(loader))
@@ -134,7 +134,7 @@ def test_cars_from_local_files(tmp_path: Path, data_config: Config) -> None:
     assert data.splits == {"train": 6, "val": 3, "test": 6}
     assert data._parts["test"].labels.tolist() == [0, 1, 2] * 2
     assert next(iter(data.train_loader()))[0].shape == (4, 3, 16, 16)
-    # data.root may also be the folder itself
+    # data.root may also be the folder of the data set.
     assert open_data(data_config("cars", root=str(tmp_path / "stanford_cars")), SPEC, 0).splits == data.splits
     (tmp_path / "stanford_cars/devkit/cars_meta.mat").unlink()
     assert "lacks cars_meta.mat" in str(missing_data(config))

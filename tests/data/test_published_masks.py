@@ -1,4 +1,4 @@
-"""Published segmentation data sets, from small files in their publishers' layouts."""
+"""Tests of published segmentation data sets with small files in the layouts of their publishers."""
 
 from __future__ import annotations
 

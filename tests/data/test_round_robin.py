@@ -1,4 +1,4 @@
-"""Several data sets in turn: which batch comes when, from counters alone."""
+"""Tests of alternating data sets: counters alone determine the order of the batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.data.pictures import SPEC, save, truncate
 def round_robin(
     sizes: dict[str, tuple[int, int]], grad_accum_steps: int = 1, rank: int = 0, world: int = 1
 ) -> RoundRobinSampler:
-    """A sampler of tasks with `sizes`, by task: images, and images in a batch."""
+    """Return a sampler of several tasks. `sizes` maps each task to its number of images and its batch size."""
     batches = {
         task: BatchSampler(CounterSampler(images, 7, rank, world), batch, False)
         for task, (images, batch) in sizes.items()
@@ -75,7 +75,7 @@ def test_it_continues_wherever_it_was(
     resumed.start = at
     assert list(resumed) == expected[at:]
     assert resumed.start == 0
-    assert list(resumed) == expected  # once only
+    assert list(resumed) == expected  # `start` applies only once
 
 
 def test_two_processes_have_the_same_turns_and_share_the_images() -> None:
@@ -88,7 +88,7 @@ def test_two_processes_have_the_same_turns_and_share_the_images() -> None:
 
 
 def task_configs(tmp_path: Path, sizes: dict[str, int]) -> dict[str, DataConfig]:
-    """Image folders with `sizes` training images per class; two classes in the first, one more in each next one."""
+    """Write image folders with `sizes` training images per class. The tasks have two, three, … classes."""
     made = {}
     for number, (name, images) in enumerate(sizes.items()):
         for label in range(2 + number):
@@ -116,7 +116,7 @@ def test_batches_are_those_of_each_set_whatever_the_workers(tmp_path: Path, work
     for name, part in parts.items():
         once = part.train_loader()
         own = list(once)
-        if name == "b":  # two batches of four and one image, which is left out; then from the start
+        if name == "b":  # the third batch starts a new pass because the incomplete batch is dropped
             once.sampler.set_epoch(1)  # type: ignore[attr-defined]
             own.append(next(iter(once)))
         mine = [(images, labels) for images, labels, task in found if task == name]

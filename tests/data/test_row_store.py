@@ -1,4 +1,4 @@
-"""The row store: rows are read as they were written, after a kill, damage, a full disk, and by many processes."""
+"""Tests of the row store: rows are correct after a kill, damage or a full disk, and with concurrent processes."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_row_cut_off_in_writing_is_not_there(tmp_path: Path, monkeypatch: pyte
 
 
 class _Full:
-    """A file on a disk that is full after some bytes."""
+    """A file on a disk that is full after `left` bytes."""
 
     def __init__(self, left: int) -> None:
         self.left = left

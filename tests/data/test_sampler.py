@@ -1,4 +1,4 @@
-"""The order of the images: counters decide, nothing else."""
+"""Tests of the order of the images, which depends only on counters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_all_processes_have_as_many_batches_and_none_of_one_image(size: int, wor
     assert size - sum(shares) < 2 * world, "no more is left out than it takes"
     if batch > 1 and each > batch:
         assert all(share % batch != 1 for share in shares)
-    # The batches of the processes are together the batches of a single one, but for the end of the epoch.
+    # Except at the end of the epoch, the batches of all processes together equal the batches of a single process.
     if world * batch > 1 and each % batch not in (0, 1):
         assert sum(shares) == size
 
@@ -54,7 +54,7 @@ def test_start_leaves_out_what_was_seen_once(size: int, start: int) -> None:
     sampler = CounterSampler(size, 3)
     whole = list(sampler)
     sampler.start = start
-    sampler.set_epoch(0)  # as Lightning does, after the state was restored
+    sampler.set_epoch(0)  # Lightning calls this after the state is restored
     assert len(sampler) == size
     assert list(sampler) == whole[start:]
     assert list(sampler) == whole

@@ -1,4 +1,4 @@
-"""Batches of images with masks: transformed together, the same in every order, padded, with errors that name files."""
+"""Tests of batches of images with masks: joint transforms, reproducible order, padding and errors with file names."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_what_a_data_set_says_of_itself(folder: Path) -> None:
 
 
 def test_images_and_masks_are_transformed_together(folder: Path) -> None:
-    """The bright objects are where the mask says: squares are red, disks are blue."""
+    """Bright objects match the mask after the transforms: squares are red and disks are blue."""
     seen = 0
     for images, targets in _open(folder, {"zoom": (1.0, 2.0)}).train_loader():
         assert images.shape[1:] == (3, 32, 40)
@@ -72,7 +72,7 @@ def test_augmentation_depends_on_seed_epoch_and_index_only(folder: Path) -> None
     def batches(seed: int, epoch: int, workers: int) -> list[torch.Tensor]:
         loader = _open(folder, seed=seed, num_workers=workers).train_loader()
         loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
-        torch.manual_seed(workers)  # must not matter
+        torch.manual_seed(workers)  # must not change the batches
         return [t for batch in loader for t in batch]
 
     first = batches(0, 1, 0)

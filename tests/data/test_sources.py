@@ -1,4 +1,4 @@
-"""The data set that a configuration names."""
+"""Tests of the selection of the data set by the configuration."""
 
 from __future__ import annotations
 

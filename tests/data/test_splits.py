@@ -1,4 +1,4 @@
-"""Names of splits: case, affixes, names that denote a split together, and the setting `data.splits`."""
+"""Tests of split names: case, affixes, joint names of several splits, and the setting `data.splits`."""
 
 from __future__ import annotations
 

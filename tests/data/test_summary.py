@@ -1,4 +1,4 @@
-"""The summary of a data set: classes, samples with their origin, facts, warnings; in lines and as a record."""
+"""Tests of the data summary, as lines and as a record: classes, samples and their origin, facts and warnings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formats of files of texts: quotes, delimiters, names of columns, encodings, compression, JSON lines."""
+"""Tests of text file formats: quotes, delimiters, column names, encodings, compression and JSON lines."""
 
 from __future__ import annotations
 

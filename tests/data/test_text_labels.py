@@ -1,4 +1,4 @@
-"""Labels of texts: missing ones, spellings of one label, and columns that hold no classes."""
+"""Tests of text labels: missing labels, different spellings of a label, and columns without classes."""
 
 from __future__ import annotations
 

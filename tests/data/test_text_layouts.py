@@ -1,4 +1,4 @@
-"""Layouts of a user's texts: names of splits, parts of files, class folders at several depths, and data.splits."""
+"""Tests of layouts of text data sets: split names, parts of files, nested class folders and data.splits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading texts: files of rows, class folders, splits, and every mistake in them."""
+"""Tests of reading texts: files of rows, class folders, splits and all errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write(path: Path, text: str) -> Path:
 
 
 def rows_of(listing: TextListing) -> list[tuple[str, str]]:
-    """All (text, class), sorted."""
+    """Return all pairs of text and class, sorted."""
     parts = [part for part in (listing.train, listing.val, listing.test) if part is not None]
     return sorted(
         (" | ".join(text), listing.class_names[label])

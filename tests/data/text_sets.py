@@ -1,4 +1,4 @@
-"""Small data sets of texts, and what became of them."""
+"""Small text data sets, and helpers that open and print a data set."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.models.text_models import sentences, tokenizer
 
 
 def write_all(folder: Path, files: Mapping[str, str | bytes]) -> Path:
-    """Write files by their paths; return the folder."""
+    """Write files by their paths and return the folder."""
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -23,23 +23,23 @@ def write_all(folder: Path, files: Mapping[str, str | bytes]) -> Path:
 
 
 def table(rows: Iterable[tuple[str, str]] | int = 20, separator: str = ",", seed: int = 0) -> str:
-    """A table with the columns text and label, of the given rows, or of a number of sentences."""
+    """Return a table with the columns text and label, from the given rows or from a number of sentences."""
     chosen = sentences(rows, seed) if isinstance(rows, int) else rows
     return "".join(f"{separator.join(row)}\n" for row in [("text", "label"), *chosen])
 
 
 def json_lines(rows: Iterable[Any]) -> str:
-    """Rows as JSON lines."""
+    """Return the rows as JSON lines."""
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def class_files(*above: str, classes: Iterable[str] = ("fruit", "metal"), count: int = 3) -> dict[str, str]:
-    """Texts in class folders, below the folders `above`."""
+    """Return texts in class folders, which are inside the folders `above`."""
     return {"/".join((*above, name, f"{k}.txt")): f"{name} {k} {above}" for name in classes for k in range(count)}
 
 
 def open_set(root: Path, max_length: int = 32, splits: Any = None, on_corrupt: Any = "stop", **text: Any) -> TextData:
-    """Open a data set of texts as a run does."""
+    """Open a text data set like a run."""
     config = DataConfig(
         name="text_folder",
         root=str(root),
@@ -53,6 +53,6 @@ def open_set(root: Path, max_length: int = 32, splits: Any = None, on_corrupt: A
 
 
 def printed(data: TextData) -> str:
-    """All that a run prints about a data set."""
+    """Return all text that a run prints about a data set."""
     summary = data.summary()
     return "\n".join([*summary.lines(), *summary.warnings, *summary.notes])

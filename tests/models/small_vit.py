@@ -1,4 +1,4 @@
-"""A narrow vit_tiny from timm, and weights that serve as pretrained weights."""
+"""A narrow vit_tiny from timm, and random weights that serve as pretrained weights."""
 
 from __future__ import annotations
 

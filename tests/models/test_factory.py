@@ -1,4 +1,4 @@
-"""Classifiers with unsupported image sizes, random weights, and a head of zeros."""
+"""Tests of classifiers with unsupported image sizes, random weights and a zero-initialized head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frozen BatchNorm computes the same as torch's BatchNorm in evaluation mode, and saves fewer tensors."""
+"""Tests that frozen BatchNorm equals torch's BatchNorm in evaluation mode and saves fewer tensors."""
 
 from __future__ import annotations
 

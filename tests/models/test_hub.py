@@ -1,4 +1,4 @@
-"""Pretrained weights in local caches, and the message without network access."""
+"""Tests of pretrained weights in local caches, and of the message without network access."""
 
 from __future__ import annotations
 

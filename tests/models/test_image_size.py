@@ -1,4 +1,4 @@
-"""Image sizes that a network cannot process, or that its patches do not cover completely."""
+"""Tests of image sizes that a network cannot process or that its patches do not fully cover."""
 
 from __future__ import annotations
 

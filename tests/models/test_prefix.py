@@ -1,4 +1,4 @@
-"""The rest of a network computes the same result from the stored output of the frozen prefix."""
+"""Tests that a network computes the same result from the stored output of its frozen prefix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from efficient_ft.methods import BitFit, Blocks, EViT, Full, HeadOnly, LastStage
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
 from efficient_ft.models.prefix import FrozenPrefix, find_prefix
 
-#: Image size in pixels by timm's name: token models, hybrids, CNNs, windowed attention, and a model with two heads.
+#: Image size in pixels for each timm name: token models, hybrids, CNNs, windowed attention, and a model with two heads.
 MODELS = {
     "vit_tiny_patch16_224": 64,
     "deit_tiny_distilled_patch16_224": 64,
@@ -144,7 +144,7 @@ def test_live_batch_statistics_end_the_prefix() -> None:
 
 
 class TwoUses(nn.Module):
-    """A network that uses its stem again at the end, so no later output determines the result."""
+    """A network that uses the stem again before the head, so the output of `middle` does not determine the result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ def test_an_output_that_does_not_determine_the_rest_is_not_the_end() -> None:
 
 
 class OtherInEvaluation(TwoUses):
-    """A network that uses its stem again in evaluation only."""
+    """A network that uses its stem again in evaluation mode only."""
 
     def forward(self, x: Tensor) -> Tensor:
         stem = self.stem(x)
@@ -197,7 +197,7 @@ def test_parameters_that_another_module_uses_end_the_prefix() -> None:
             return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
 
     whole = Attend().train().requires_grad_(False)
-    attention.out_proj.requires_grad_(True)  # attention uses the weight without calling the layer
+    attention.out_proj.requires_grad_(True)  # attention uses this weight without calling the layer
     assert find_prefix(whole, images(8, 2)).end == "below"
     assert find_prefix(whole, images(8, 2)).reason == "attention.out_proj trains"
 

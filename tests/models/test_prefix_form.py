@@ -1,4 +1,4 @@
-"""Forms of the frozen prefix: folded BatchNorm in float64, and the selection of a form."""
+"""Tests of the forms of the frozen prefix: folded BatchNorm in float64, and the selection of a form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.models.test_prefix import gradients, images, network
 
 
 def some_statistics(model: nn.Module) -> None:
-    """Set the parameters and statistics of BatchNorm layers to values as after pretraining."""
+    """Set the parameters and statistics of BatchNorm layers to values that are typical after pretraining."""
     generator = torch.Generator().manual_seed(5)
     for norm in model.modules():
         if isinstance(norm, nn.BatchNorm2d):

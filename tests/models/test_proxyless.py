@@ -1,4 +1,4 @@
-"""ProxylessNAS-Mobile computes the same as a plain implementation with the names of the release."""
+"""Tests that ProxylessNAS-Mobile equals a plain implementation with the parameter names of the release."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.models import factory, hub
 from efficient_ft.models.view import view
 
-#: Input channels, output channels, kernel size, stride and expansion of each block. None is a block without weights.
+#: Input channels, output channels, kernel size, stride and expansion of each block. None denotes a block without
+#: weights.
 BLOCKS = [
     (32, 16, 3, 1, 1),
     (16, 32, 5, 2, 3), (32, 32, 3, 1, 3), None, None,
@@ -83,7 +84,7 @@ def config(path, **changes) -> ModelConfig:
 @pytest.mark.parametrize("form", ["as released", "wrapped in DataParallel", "old torch", "safetensors"])
 def test_the_released_weights_give_the_released_network_s_output(tmp_path, release, form):
     weights = release.state_dict()
-    if form == "old torch":  # old versions did not count batches
+    if form == "old torch":  # old versions have no batch counter
         weights = {k: v for k, v in weights.items() if not k.endswith("num_batches_tracked")}
     if form == "wrapped in DataParallel":
         weights = {f"module.{k}": v for k, v in weights.items()}

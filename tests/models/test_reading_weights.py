@@ -1,4 +1,4 @@
-"""Loading weights under any key and prefix, several sets of weights in a file, and files of other networks."""
+"""Tests of loading weights: keys and prefixes, several sets of weights in a file, and files of other networks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def prefixed(weights: State, prefix: str) -> State:
     return {prefix + name: value for name, value in weights.items()}
 
 
-#: Content of a file with the weights, and the key in the report, by name.
+#: Content of a file with weights, and the key that the report names, for each case.
 NESTINGS: dict[str, tuple[Any, str]] = {
     "flat": (lambda w: w, ""),
     "ordered": (lambda w: OrderedDict(w), ""),

@@ -1,4 +1,4 @@
-"""Segmentation networks: their view, the cost of the low-rank backward pass, and all forms of weights."""
+"""Tests of segmentation networks: their view, the cost of the low-rank backward pass, and weight files."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_segformer_as_methods_see_it(segformer: nn.Module) -> None:
     assert found.last_stage() == (*last, "decode_head")
     grids = {layer.name: layer.tokens.grid for layer in found.layers if layer.tokens is not None}
     first = "segformer.stages.0.blocks.0"
-    # a convolution with stride 8 reduces the map of keys and values
+    # A convolution with stride 8 reduces the map of keys and values.
     assert [grids[f"{first}.attention.{part}_proj"] for part in "qkvo"] == [(64, 128), (8, 16), (8, 16), (64, 128)]
     assert grids[f"{first}.mlp.fc2"] == (64, 128)
     assert [grids[f"decode_head.linear_projections.{k}.proj"] for k in range(4)] == [
@@ -109,10 +109,10 @@ def _numbers(segformer: nn.Module, *methods: Any) -> float:
 
 @pytest.mark.exhaustive
 def test_backward_flops_of_the_published_table(segformer: nn.Module) -> None:
-    """Compare with LBP-WHT, Table 3, at 256×512.
+    """The counts at 256×512 agree with Table 3 of LBP-WHT, up to the following differences.
 
-    For the last stage and the decoder, the exact count differs by at most 1 %, and low-rank counts by at most 8 %. For
-    the whole network, every published row, including the exact row, is about 2,000 MFLOPs larger.
+    For the last stage and the decoder, the exact count differs by at most 1 % and low-rank counts by at most 8 %. For
+    the whole network, every published count is larger by about 2,000 MFLOPs.
     """
     selected = METHODS["last_stage"]
     assert _numbers(segformer, selected()) == pytest.approx(10052.0, rel=0.01)
@@ -178,7 +178,7 @@ _EARLIER = (
 @pytest.mark.parametrize("names", ["present", "earlier"])
 @pytest.mark.parametrize("classes", [4, 6])
 def test_segformer_from_a_file(tmp_path: Path, names: str, classes: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Load files with present names, and with the earlier names in the files on the hub."""
+    """Weight files load with current parameter names and with the earlier names of the files on the hub."""
     caplog.set_level("INFO")
     source = factory.random_model(config(kwargs=SMALL), 4)
     weights = {k: v.clone() for k, v in source.state_dict().items()}

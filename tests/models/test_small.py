@@ -1,4 +1,4 @@
-"""The small models are instances of timm's classes."""
+"""Tests that the small models are instances of timm's classes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from efficient_ft.models import factory
 )
 def test_small_models_are_timms_own_classes(name, width, depth, strides):
     ours = timm.create_model(name)
-    torch.nn.init.normal_(ours.head.weight)  # a head of zeros would hide differences
+    torch.nn.init.normal_(ours.head.weight)  # a zero-initialized head would hide differences
     channels = (width // 4, width // 2, width, width)[: len(strides)]
     stem = ConvStem(depth=len(strides), channels=channels, stride=strides, kernel_size=3, act_layer=torch.nn.GELU)
     plain = VisionTransformer(

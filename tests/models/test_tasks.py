@@ -1,4 +1,4 @@
-"""A network with one classifier per task runs the classifier of the active task."""
+"""Tests that a network with one classifier per task uses the classifier of the active task."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_each_task_has_its_own_classifier_on_one_trunk(name: str) -> None:
         tasks.active = task
         found = model.eval()(images)
         assert found.shape == (2, classes)
-        if task == "b":  # this task keeps the model's classifier with 5 classes
+        if task == "b":  # task b keeps the classifier of the model, with 5 classes
             torch.testing.assert_close(found, plain.eval()(images), rtol=0, atol=0)
     model.train()(images).sum().backward()
     with_gradient = {n for n, p in model.named_parameters() if p.grad is not None}
@@ -89,7 +89,7 @@ def test_mistakes() -> None:
     with pytest.raises(SettingError, match=r"^task must be one of a, b, c, got d\."):
         tasks.active = "d"
     with pytest.raises(AttributeError):
-        tasks.now = "b"  # a misspelled attribute must not keep the active task silently
+        tasks.now = "b"  # a misspelled attribute raises an error
     with pytest.raises(UserError, match="already has several tasks"):
         give_heads(model, CLASSES)
     with pytest.raises(UserError, match="reset_classifier"):

@@ -1,4 +1,4 @@
-"""Text classifiers: their view, all forms of weights, and exact gradients of methods."""
+"""Tests of text classifiers: their view, weight files, and exact gradients of methods."""
 
 from __future__ import annotations
 
@@ -299,7 +299,7 @@ def test_what_is_left_dense_keeps_its_own_bytes() -> None:
     assert "bert.encoder.layer.0.attention.output.dense" in applied.touched
 
 
-#: Methods that require a grid of patches or another family of networks.
+#: Methods that require a patch grid or a different network family.
 REFUSED = {
     "alast", "bsr", "bsr_moe", "evit", "lbp_dct", "lbp_wht", "patch_dropout", "repnet", "tinytl", "tome", "moe",
 }  # fmt: skip
@@ -325,7 +325,7 @@ def test_every_method_serves_texts_or_says_why_not(name: str) -> None:
     assert trained
 
 
-#: Entries of config.json with which `transformers` would download, import or select code.
+#: Entries of config.json that would make `transformers` download, import or select code.
 _CODE = [
     {"attn_implementation": "owner/kernel"},
     {"_attn_implementation": "owner/kernel@main:function"},

@@ -1,4 +1,4 @@
-"""Conversion of a model configuration to timm's arguments."""
+"""Tests of the conversion of a model configuration to timm's arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The view of timm models: grids, prefix tokens, stages, head, and special cases."""
+"""Tests of the view of timm models: grids, prefix tokens, stages, heads and special cases."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def layouts(model: nn.Module, size=None) -> Counter:
 )  # fmt: skip
 def test_where_the_tokens_lie(name, kwargs, expected):
     found = layouts(timm.create_model(name, **kwargs))
-    if name == "resnet50":  # the shortcuts of some blocks are also convolutions
+    if name == "resnet50":  # some blocks also have a convolution as shortcut
         assert set(found) == set(expected)
     else:
         assert dict(found) == expected

@@ -1,4 +1,4 @@
-"""Weights in common file formats, and files that do not fit."""
+"""Tests of weights in common file formats, and of files that do not match the network."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_position_embeddings_are_resized(tmp_path):
 
 @pytest.mark.slow
 def test_original_jax_weights_of_the_vit_family(tmp_path):
-    """Load a file with the names and axes of the published .npz files."""
+    """The published .npz files load, with their own parameter names and axis order."""
     width, heads = 16, 2
     rng = np.random.default_rng(0)
 

@@ -1,4 +1,4 @@
-"""A small BERT in a local folder in the format of `transformers`, and texts for training."""
+"""A small BERT in a local folder in the format of `transformers`, and training texts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tokenizer() -> BertTokenizerFast:
 
 
 def write_model(folder: Path, seed: int = 0, **changes: Any) -> Path:
-    """Write a BERT with random weights and without a classifier, as pretrained models are published."""
+    """Write a BERT with random weights and without a classifier, like a published pretrained model."""
     torch.manual_seed(seed)
     BertModel(BertConfig(**{**SMALL, **changes})).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
@@ -46,7 +46,7 @@ def write_model(folder: Path, seed: int = 0, **changes: Any) -> Path:
 
 
 def sentences(count: int, seed: int = 0) -> Iterator[tuple[str, str]]:
-    """Yield pairs of a text and its class. Each text contains one fruit or one metal."""
+    """Yield pairs of a text and its class. Each text contains either a fruit or a metal."""
     chance = random.Random(seed)
     for k in range(count):
         words = chance.choices(OTHER, k=chance.randint(3, 9))

@@ -1,4 +1,4 @@
-"""Hypothesis draws its examples without a time limit for each: a busy machine fails no test."""
+"""Hypothesis settings without a time limit per example, so that a busy machine does not cause failures."""
 
 from hypothesis import settings
 

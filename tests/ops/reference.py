@@ -1,7 +1,7 @@
-"""A dense float64 reference of the low-rank backward, written from the paper's equations and nothing else.
+"""A dense float64 reference of the low-rank backward pass, based on the equations of the paper alone.
 
-It pads, cuts, transforms and multiplies step by step, with scipy's Hadamard matrix and explicit loops over blocks, so
-that it shares no code with the package.
+The reference pads, crops, transforms and multiplies in separate steps. It uses scipy's Hadamard matrix and explicit
+loops over blocks, and shares no code with the package.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def padding_of(size: int) -> tuple[int, int]:
 
 
 def coefficients(map_HWC: np.ndarray, bases: list[tuple[int, int]], mode: str) -> np.ndarray:
-    """(blocks · R, C): every block's coefficient of every chosen basis."""
+    """Return the coefficient of each chosen basis in each block, with shape (blocks · R, C)."""
     pad = [padding_of(map_HWC.shape[0]), padding_of(map_HWC.shape[1]), (0, 0)]
     padded = np.pad(map_HWC, pad, mode="reflect" if mode == "reflect" else "constant")
     h = sequency_hadamard()
@@ -46,7 +46,7 @@ def coefficients(map_HWC: np.ndarray, bases: list[tuple[int, int]], mode: str) -
 
 
 def synthesis(coefficients_RC: np.ndarray, grid: tuple[int, int], bases: list[tuple[int, int]]) -> np.ndarray:
-    """The map of the coefficients on the padded grid, cropped: (H, W, C)."""
+    """Return the map that the coefficients represent, cropped to shape (H, W, C)."""
     h = sequency_hadamard()
     (top, bottom), (left, right) = padding_of(grid[0]), padding_of(grid[1])
     padded = np.zeros((grid[0] + top + bottom, grid[1] + left + right, coefficients_RC.shape[1]))
@@ -60,7 +60,7 @@ def synthesis(coefficients_RC: np.ndarray, grid: tuple[int, int], bases: list[tu
 
 
 def projector(grid: tuple[int, int], bases: list[tuple[int, int]]) -> np.ndarray:
-    """L × L orthogonal projector on the span of the cropped bases, by pseudo-inverse (padding ``ortho``)."""
+    """Return the L × L orthogonal projector onto the span of the cropped bases, for padding ``ortho``."""
     length = grid[0] * grid[1]
     blocks = (-(-grid[0] // 8)) * (-(-grid[1] // 8)) * len(bases)
     columns = np.stack([synthesis(np.eye(blocks)[k][:, None], grid, bases).reshape(length) for k in range(blocks)], 1)
@@ -76,7 +76,7 @@ def low_rank_backward(
     bases: list[tuple[int, int]],
     mode: str,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(g_x, g_w, g_b): Algorithm 1 image by image; prefix tokens exact; bias exact."""
+    """Return (g_x, g_w, g_b) by Algorithm 1 for each image. The bias and the prefix tokens have exact gradients."""
     g_x, g_w = np.zeros_like(x_BNC), np.zeros_like(weight)
     for b in range(len(x_BNC)):
         x_map = x_BNC[b, prefix:].reshape(*grid, -1)

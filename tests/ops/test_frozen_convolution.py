@@ -1,4 +1,4 @@
-"""The convolution of a frozen weight against torch's, and what it keeps."""
+"""Tests of the convolution with a frozen weight: its result against torch, and its saved tensors."""
 
 from __future__ import annotations
 

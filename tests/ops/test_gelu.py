@@ -1,4 +1,4 @@
-"""GELU, and frozen BatchNorm with it, in one operation, compared with torch's operations in double precision."""
+"""Tests of GELU, alone and fused with frozen BatchNorm, against torch in double precision."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EPS = 1e-5
 
 
 def _case(shape: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """A map and the gradient of the result, in channels-last memory; mean, variance, weight and bias."""
+    """Return x and the upstream gradient in channels-last memory, and a list of mean, variance, weight and bias."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*size: int) -> Tensor:
@@ -83,7 +83,7 @@ def test_every_value_of_a_wide_range() -> None:
 
 def test_what_is_not_finite_stays_so() -> None:
     bad = torch.tensor([float("nan"), float("inf"), -float("inf"), 1.0])
-    expected = F.gelu(bad.double())  # in fp32, torch on AVX-512 returns NaN at +inf
+    expected = F.gelu(bad.double())  # in fp32, torch returns NaN at +inf on AVX-512
     assert torch.equal(torch.isnan(gelu(bad)), torch.isnan(expected))
     x = bad.clone().requires_grad_()
     (g_x,) = torch.autograd.grad(gelu(x).sum(), x)

@@ -1,4 +1,4 @@
-"""SWAT's products against dense references in float64, what they keep, and when their thresholds move."""
+"""Tests of SWAT's products against dense float64 references: results, saved tensors and threshold updates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.ops.saving.formulas import by_hand_conv, by_hand_linear
 
 
 def top(x: Tensor, sparsity: float) -> Tensor:
-    """The ⌈n(1 − s)⌉ largest magnitudes of the whole tensor; no ties here."""
+    """Set all but the ⌈n(1 − s)⌉ largest magnitudes of the whole tensor to zero. Magnitudes must be distinct."""
     x = x.detach()
     kept = x.numel() - int(x.numel() * sparsity)
     smallest = x.abs().flatten().sort(descending=True).values[kept - 1]
@@ -80,7 +80,7 @@ def test_thresholds_hold_until_the_step_in_which_they_are_refreshed() -> None:
 
 
 def test_the_threshold_of_a_layer_that_was_frozen_is_not_that_of_long_ago() -> None:
-    """A layer that pauses in the step of a refresh is given a new threshold when it trains again, and holds it."""
+    """A layer that is frozen in a refresh step computes a new threshold when it trains again, and then keeps it."""
     thresholds, (x, w) = Thresholds(sparsity=0.5, refresh=4), tensors((2, 8, 6), (5, 6))
     seen = {}
     for step in range(12):
@@ -104,7 +104,7 @@ def test_what_is_kept_are_values_and_bits_and_never_a_zero() -> None:
         _, saved = saved_while(lambda: F.conv2d(x, w))
     assert bytes_of(others(saved, (w,))) == 400 * 8 + 100
     assert type(mode.policy.product) is LargestOfBatch
-    zeros = x.detach() * (torch.rand_like(x) < 0.1)  # more zeros than may be dropped: the threshold is 0
+    zeros = x.detach() * (torch.rand_like(x) < 0.1)  # more zeros than values to drop, so the threshold is 0
     with around(Thresholds(sparsity=0.5), w):
         y, saved = saved_while(lambda: F.conv2d(zeros, w))
     assert bytes_of(others(saved, (w,))) == int((zeros != 0).sum()) * 8 + 100

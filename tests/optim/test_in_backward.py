@@ -1,4 +1,4 @@
-"""Stepping inside the backward pass: the same weights, no two gradients at once, and what it refuses."""
+"""Tests of optimizer steps inside the backward pass: equal weights, one gradient at a time, and rejected uses."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_weights_equal_those_of_an_ordinary_step(name: str) -> None:
     optimizers = [OPTIMIZERS[name](plain.parameters()), step_in_backward(OPTIMIZERS[name](inside.parameters()))]
     for seed in range(4):
         for model, optimizer in zip((plain, inside), optimizers, strict=True):
-            optimizer.param_groups[0]["lr"] = 0.01 / (seed + 1)  # a schedule
+            optimizer.param_groups[0]["lr"] = 0.01 / (seed + 1)  # a learning rate schedule
             step(model, optimizer, seed)
         assert_same_weights(plain, inside)
 
@@ -66,7 +66,7 @@ def test_weights_equal_those_of_an_ordinary_step(name: str) -> None:
 @pytest.mark.first(3, "slow")
 @pytest.mark.parametrize("name", METHODS)
 def test_it_stacks_with_methods(name: str) -> None:
-    """Layers frozen per step, experts without tokens, packed activations, recomputation: as an ordinary training."""
+    """Methods that freeze layers, skip experts, pack activations or recompute give the weights of ordinary training."""
     trained = []
     for wrap in (lambda o: o, step_in_backward):
         torch.manual_seed(0)
@@ -85,7 +85,7 @@ def test_gradients_never_exist_together() -> None:
     model = net()
     optimizer = step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
     seen = []
-    for p in model.parameters():  # hooks run in the order in which they were registered: these after the step
+    for p in model.parameters():  # hooks run in order of registration, so these run after the step
         p.register_post_accumulate_grad_hook(lambda _: seen.append([q.grad is not None for q in model.parameters()]))
     step(model, optimizer, 0)
     assert len(seen) == 6
@@ -157,7 +157,7 @@ def test_a_grad_scaler_is_refused() -> None:
     with pytest.raises(UserError, match="cannot be used with a GradScaler"):
         scaler.step(optimizer)
     step(model, optimizer, 0)
-    off = torch.amp.GradScaler("cpu", enabled=False)  # as loops have it that choose fp16 by a setting
+    off = torch.amp.GradScaler("cpu", enabled=False)  # loops that select fp16 by a setting use a disabled scaler
     off.scale(model(torch.ones(4, 64)).square().sum()).backward()
     off.step(optimizer)
 

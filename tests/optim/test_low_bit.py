@@ -1,4 +1,4 @@
-"""Adam in 8 and 4 bits: steps as large as torch's, near it in accuracy, and exactly resumable."""
+"""Tests of Adam in 8 and 4 bits: the size of steps, the difference from torch's Adam, and exact resumption."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def test_it_trains_as_far_as_32_bits(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_its_state_is_as_small_as_it_says(bits: int) -> None:
-    """b bits per value, and 64 bits for both values of 128 parameters: 1.031 bytes per value in 8 bits."""
+    """Each moment uses `bits` bits per parameter. The scales use 80 bits per 128 parameters."""
     weight = nn.Parameter(torch.zeros(512, 1024))
     optimizer = LowBitAdamW([weight], bits=bits)
     weight.grad = torch.ones_like(weight)
     optimizer.step()
     held = sum(t.untyped_storage().nbytes() for t in state_tensors(optimizer))
-    assert held == weight.numel() * (2 * bits / 8 + 10 / 128) + 4  # and the number of the step
+    assert held == weight.numel() * (2 * bits / 8 + 10 / 128) + 4  # 4 bytes hold the step number
     assert bits == 4 or held / weight.numel() / 2 <= 1.04
 
 
@@ -89,7 +89,7 @@ def test_it_continues_bit_for_bit(bits: int) -> None:
         torch.int16,
         torch.float32,
     }
-    train(model, optimizer, 1, 3)  # which the loaded state must not share
+    train(model, optimizer, 1, 3)  # the loaded state must be a copy
     train(again, other, 3, 3)
     assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), again.parameters(), strict=True))
 
@@ -108,7 +108,7 @@ def test_a_state_of_other_bits_is_refused() -> None:
 
 
 def test_strides_and_half_precision() -> None:
-    """Memory order of a parameter plays no part; a bfloat16 parameter is updated in float32 and rounded."""
+    """Memory order does not change the result. A bfloat16 parameter is updated in float32 and rounded."""
     weight = torch.randn(64, 16, 3, 3)
     grad = torch.randn(64, 16, 3, 3)
     found = []
@@ -166,7 +166,7 @@ Gradients = Iterable[torch.Tensor]
 
 
 def spread_over(decades: float, steps: int = 50, shuffled: bool = False) -> Gradients:
-    """Gaussian gradients whose sizes within a row of 256 are spread over these decades."""
+    """Yield Gaussian gradients whose scales cover the given number of decades within a row of 256 values."""
     sizes = torch.logspace(0, -decades, 256)
     if shuffled:
         sizes = sizes[torch.randperm(256, generator=torch.Generator().manual_seed(5))]
@@ -175,7 +175,10 @@ def spread_over(decades: float, steps: int = 50, shuffled: bool = False) -> Grad
 
 
 def pausing(kind: str, steps: int = 200) -> Gradients:
-    """Every seventh channel begins late, or pauses; "constant": with one sign, where AdamW's own steps exceed lr."""
+    """Yield gradients with zeros for every seventh channel, in the middle ("pause") or in the first three quarters.
+
+    With "constant", the later gradients of these channels have one sign, so AdamW's steps exceed the learning rate.
+    """
     for step, grad in enumerate(spread_over(2, steps)):
         if kind == "constant":
             grad[:, ::7] = torch.logspace(0, -2, 256)[::7]
@@ -186,7 +189,7 @@ def pausing(kind: str, steps: int = 200) -> Gradients:
 
 
 def compared(gradients: Gradients, *bits: int) -> dict[int, tuple[float, float]]:
-    """The largest step relative to AdamW's largest, and the relative error of all steps, by bits."""
+    """Return, for each bit width, the largest step relative to AdamW's and the relative error of all steps."""
     makers: dict[int, Callable[..., Any]] = {32: lambda p: torch.optim.AdamW(p, weight_decay=0.0)}
     makers |= {b: lambda p, b=b: LowBitAdamW(p, weight_decay=0.0, bits=b) for b in bits}
     weights = {b: nn.Parameter(torch.zeros(64, 256)) for b in makers}
@@ -225,7 +228,7 @@ def test_steps_are_as_large_as_adamw_s_and_near_them(gradients: Callable[[], Gra
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.99, 0.999), (0.5, 0.9)])
 def test_a_parameter_whose_gradient_becomes_zero_stops(bits: int, betas: tuple[float, float]) -> None:
-    """Momentum that is rounded to nearest can stay at a code for ever."""
+    """A momentum that is rounded to nearest can remain at a nonzero code forever."""
     weight = nn.Parameter(torch.zeros(64, 64))
     optimizer = LowBitAdamW([weight], lr=1.0, betas=betas, weight_decay=0.0, bits=bits)
     for step in range(20):

@@ -15,14 +15,14 @@ from tests.promises.children import returned, run_child
 from tests.promises.runs import arguments, program, reading, write_images
 from tests.promises.trial import Trial, require
 
-#: Names of links in a run folder: files of a run, of Hydra and of reports, and earlier temporary names.
+#: Names of links in a run folder: files of a run, files of Hydra and of reports, and earlier temporary names.
 _LINKS = (
     "config.yaml.tmp", "results.json", ".hydra/config.yaml", "train.log", "metrics.jsonl", "metrics.csv",
     "checkpoint.ckpt.tmp", "model.safetensors", "run_id", ".lock", "report/report.html", "report/report.html.tmp",
     ".hydra/hydra.yaml", ".hydra/overrides.yaml", "checkpoint.ckpt.prev", "images.tmp", "metrics.jsonl.tmp", ".hydra",
     "report", "config.yaml", "checkpoint.ckpt", "results.json.tmp", "images", "run_id.tmp", "metrics.csv.tmp",
 )  # fmt: skip
-#: Settings that name code. MARK is the file that the code creates.
+#: Settings that name code. The code creates the file MARK.
 _CODE = (
     "+hydra.callbacks.a={_target_:builtins.open,file:MARK,mode:w}",
     "hydra.job_logging.handlers.console.class=os.system",
@@ -35,7 +35,7 @@ _CODE = (
 
 
 def trials(long: bool) -> Iterator[Trial]:
-    """Yield trials with links, settings, lists, names and folders of weights that point to other files or code."""
+    """Yield trials with links, settings, lists, names and weight folders that point to other files or code."""
     for number in range(0, len(_LINKS) if long else 5, 5):
         yield Trial(f"links in a run folder: {', '.join(_LINKS[number : number + 5])}", _links, (number, long))
     yield Trial("settings that name code", _code)
@@ -85,7 +85,7 @@ def _code(folder: Path) -> None:
 
 
 def _list(folder: Path) -> None:
-    """Train on a list of CUB-200-2011 that names an image outside of its folder."""
+    """Train on a list of CUB-200-2011 that names an image outside its folder."""
     write_images(folder / "images")
     root = folder / "data" / "CUB_200_2011"
     shutil.copytree(folder / "images", root / "images")
@@ -111,7 +111,7 @@ def _list(folder: Path) -> None:
 
 
 def _names(folder: Path) -> None:
-    """Collect runs in folders whose names are formulas of a spreadsheet or escape sequences of a terminal."""
+    """Collect runs in folders whose names are spreadsheet formulas or terminal escape sequences."""
     write_images(folder / "images")
     odd = ("=HYPERLINK(1)", "+1+2", "-2+3", "@SUM(1)", "a\x1b[2Jb", "<script>")
     command = arguments(folder / "images", folder / "runs" / odd[0], "trainer.max_steps=1")
@@ -120,7 +120,7 @@ def _names(folder: Path) -> None:
     results = json.loads((folder / "runs" / odd[0] / "results.json").read_text(encoding="utf-8"))
     for number, name in enumerate(odd[1:]):
         shutil.copytree(folder / "runs" / odd[0], folder / "runs" / name)
-        results["totals"]["seconds"] += 1 + number  # runs with equal results are copies of one run
+        results["totals"]["seconds"] += 1 + number  # runs with equal results count as copies of one run
         (folder / "runs" / name / "results.json").write_text(json.dumps(results), encoding="utf-8")
     for form in ("csv", "text", "markdown", "json"):
         words = ["collect", str(folder / "runs"), "--runs", "--form", form]
@@ -133,7 +133,7 @@ def _names(folder: Path) -> None:
 
 
 def _folder_of_weights(folder: Path) -> None:
-    """Load a text classifier whose config.json names classes and a kernel of the hub."""
+    """Load a text classifier whose config.json names classes and a kernel on the hub."""
     returned(_load, folder, output=folder / "load.log")
 
 

@@ -1,4 +1,4 @@
-"""Promise 6: bad input never gives a traceback."""
+"""Promise 6: bad input never causes a traceback."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.promises.children import Child, returned, run_child, wait_until
 from tests.promises.runs import arguments, program, reading, write_images
 from tests.promises.trial import Trial, require
 
-#: Number of inputs of one trial.
+#: Number of inputs per trial.
 _AT_ONCE = 10
 #: Additional memory of a process in bytes, and its time limit in seconds.
 _ROOM, _SECONDS = 6 * 2**30, 60.0
@@ -34,7 +34,7 @@ _RUN_FILES = (
 
 
 def trials(long: bool) -> Iterator[Trial]:
-    """Yield trials with random command lines, and with broken data folders, run folders, weights and records."""
+    """Yield trials with random command lines, and with damaged data folders, run folders, weights and records."""
     for start in range(0, 2000 if long else 30, _AT_ONCE):
         yield Trial(f"command lines {start + 1} to {start + _AT_ONCE}", _command_lines, (start,))
     for name in _STREAMS if os.path.exists("/dev/full") else ():
@@ -45,7 +45,8 @@ def trials(long: bool) -> Iterator[Trial]:
             yield Trial(f"broken {kind}: numbers {start + 1} to {start + 5}", function, (start,))
 
 
-#: Numbers of the closed or full standard streams, True if they are full, and the expected status, by name.
+#: By name: numbers of the affected standard streams, True for full and False for closed streams, and the expected
+#: status.
 _STREAMS = {
     "closed standard output": ((1,), False, 0),
     "closed standard error": ((2,), False, 0),
@@ -56,13 +57,13 @@ _STREAMS = {
 
 
 def _streams(folder: Path, name: str) -> None:
-    """Run every command that reads a run, and a training, with closed or full streams."""
+    """Run a training and every command that reads a run, with closed or full streams."""
     numbers, full, status = _STREAMS[name]
     write_images(folder / "images")
     run = folder / "runs" / "run"
     returned(program, arguments(folder / "images", run, "trainer.max_steps=2"), output=folder / "trained.log")
     commands = reading(folder / "images", run, folder / "report")
-    figure = commands.pop("figure")  # needs two runs, so it is rejected with any streams
+    figure = commands.pop("figure")  # the command requires two runs, so it always exits with status 2
     commands["train"] = arguments(folder / "images", folder / "runs" / "other", "trainer.max_steps=1")
     done = run_child(_with_streams, figure, numbers, full, output=folder / "figure.log")
     shown = f"figure: status {done.status}\n{done.printed[-3000:]}"
@@ -76,7 +77,7 @@ def _streams(folder: Path, name: str) -> None:
 
 
 def _with_streams(words: list[str], numbers: Sequence[int], full: bool) -> None:
-    """Run the program with closed or full standard streams. To be called in a child."""
+    """Run the program with closed or full standard streams. This function must run in a child process."""
     for number in numbers:
         if full:
             os.dup2(os.open("/dev/full", os.O_WRONLY), number)
@@ -90,12 +91,12 @@ def _require_one_message(words: list[str], output: Path, may_train: bool = False
     """Run the program, require that it ends normally or with one message, and return its status.
 
     Args:
-        words: command line.
-        output: new file for the printed text.
-        may_train: True if the command may train for longer than a minute. Such a command is asked to stop.
+        words: Command line.
+        output: New file for the printed text.
+        may_train: If True, a command that runs for longer than a minute receives SIGTERM.
 
     Raises:
-        BrokenPromiseError: if the program ends in a different way, or does not end.
+        BrokenPromiseError: If the program ends in a different way or does not end.
     """
     child = Child(program, words, _ROOM, output=output)
     stopped = not wait_until(lambda: not child.runs, _SECONDS) and may_train
@@ -104,14 +105,14 @@ def _require_one_message(words: list[str], output: Path, may_train: bool = False
     done = child.ended(_SECONDS)
     shown = f"{' '.join(words)}\nstatus {done.status}\n{done.printed[-3000:]}"
     require(done.status in ((0, 143) if stopped else (0, 2)), shown)
-    # A traceback, a line that Hydra prints before a message, or a configuration as text.
+    # Signs of a traceback, of a line that Hydra prints before a message, or of a printed configuration.
     for sign in ("Traceback", "Error executing job", "'model': {'name'", '"model": {"name"', "set HYDRA_FULL_ERROR"):
         require(sign not in done.printed, shown)
     return done.status
 
 
 # ---------------------------------------------------------------------------------------------- command lines
-#: Arguments that are valid alone, but not always together.
+#: Arguments that are valid alone, but not always in combination.
 _SENSIBLE = (
     "optim=sgd", "optim.lr=0.1", "optim.weight_decay=0.1", "optim.in_backward=true", "optim.state_bits=8",
     "optim.layer_decay=0.7", "optim.grad_clip_norm=null", "optim.schedule=constant", "trainer.grad_accum_steps=2",
@@ -127,14 +128,14 @@ _SENSIBLE = (
 )  # fmt: skip
 
 
-#: Settings of Hydra's folders, and values that are not folders.
+#: Settings of Hydra's folders, and values that are not valid folders.
 _FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
 _NO_FOLDERS = ("", "null", "${nope}", "${oc.env:NOT_THERE}", "${x:}", "/dev/null", "/dev/null/run", "/proc/x", "[1]",
                "{a:1}", "\udcff", "x" * 5000)  # fmt: skip
 
 
 def _command_lines(folder: Path, start: int) -> dict[str, float]:
-    """Add one to four arguments, sensible and random ones, to the command line of a run of one step."""
+    """Add one to four sensible or random arguments to the command line of a run of one step."""
     write_images(folder / "images")
     keys = returned(_setting_names, output=folder / "keys.log")
     refused = 0
@@ -156,7 +157,7 @@ def _setting_names() -> list[str]:
 
 
 def _argument(chance: random.Random, keys: list[str]) -> str:
-    """Return a random argument: a setting with a valid or invalid value, a typing error, or a malformed text."""
+    """Return a random argument: a setting with a valid or invalid value, a typing error, or malformed text."""
     key = chance.choice(keys)
     form = chance.random()
     if form < 0.03:
@@ -191,7 +192,7 @@ def _value(chance: random.Random) -> str:
 
 # ---------------------------------------------------------------------------------------------- broken files
 def _break(file: Path, chance: random.Random) -> str:
-    """Damage a file in a random way, and return the name of the way."""
+    """Damage a file in a random way and return the name of the damage."""
     content = file.read_bytes() if file.is_file() else b"{}"
     ways = ["empty", "cut off", "flipped bits", "noise", "a folder", "absent", "doubled", "text", "numbers", "a link"]
     way = chance.choice(ways)
@@ -243,7 +244,7 @@ def _data_folder(folder: Path, start: int) -> dict[str, float]:
             elif way == 4:
                 shutil.rmtree(file.parent)
             elif way == 5:
-                with suppress(FileExistsError):  # the same file was chosen twice
+                with suppress(FileExistsError):  # the same file was selected twice
                     os.mkfifo(file.with_suffix(".jpg"))
             elif way == 6:
                 os.rename(os.fsencode(file), os.fsencode(file.parent) + b"/\xff\xfe.png")
@@ -265,7 +266,7 @@ def _finished(folder: Path) -> Path:
 
 
 def _read(folder: Path, run: Path, name: str) -> int:
-    """Read a run folder with every command that reads runs; return the number of commands that reject it."""
+    """Read a run folder with every command that reads runs. Return the number of commands that reject it."""
     commands = reading(folder / "images", run, folder / f"report_{name}")
     refused = 0
     for command, words in commands.items():
@@ -274,7 +275,7 @@ def _read(folder: Path, run: Path, name: str) -> int:
 
 
 def _run_folder(folder: Path, start: int) -> dict[str, float]:
-    """Damage files of a run folder. In half of the inputs the run has not finished."""
+    """Damage files of a run folder. In half of the inputs, the run is unfinished."""
     given, refused = _finished(folder), 0
     for number in range(start, start + 5):
         chance = random.Random(1000 + number)

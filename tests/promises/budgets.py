@@ -1,8 +1,8 @@
-"""Promise 11: a run holds its memory budget from start to end, and records its true peak.
+"""Promise 11: a run stays within its memory budget and records its true peak.
 
-Each trial draws a run: a task, a network, a method, sizes of batches and images, and how the data are read. A first
-start with a tiny budget is rejected and names the memory that the run needs. A second start has a budget near that. The
-system's high-water mark of the process (``VmHWM``) is read from outside throughout.
+Each trial draws a task, a network, a method, batch and image sizes, and a way of reading the data. The first start has
+a tiny budget, is rejected, and names the required memory. The second start has a budget near the required memory. The
+trial reads the system's high-water mark of the process (``VmHWM``) during each run.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from efficient_ft.core.units import parse_bytes
 from tests.promises.children import Child, Ended
 from tests.promises.trial import Trial, require
 
-#: Shares by which a run may exceed its budget, and by which its record may differ from the system's mark.
+#: Relative tolerances: a run's peak above its budget, and the recorded peak relative to the system's mark.
 OVER, RECORDED = 0.005, 0.01
 #: Seed of the random runs, and their number in the short and in the long form.
 SEED, SHORT, LONG = 46, 3, 60
-#: Budgets, relative to the memory that the program reports as required. Up to 1 the run may be rejected.
+#: Budgets relative to the memory that the program reports as required. With a factor of at most 1, a run may be
+#: rejected.
 _FACTORS = (0.97, 1.0, 1.0, 1.03, 1.15)
 
 _CLASSIFIERS = {
@@ -38,7 +39,7 @@ _CLASSIFIERS = {
     "efficientnet_b0": (64, 96),
 }
 _METHODS = ("full", "head", "last_stage", "bitfit", "[full,low_bit]", "[full,checkpointing]", "[full,mesa]", "lora")
-#: Image sets with fewer files have one batch.
+#: Image sets with fewer files than this have one batch.
 _FEW = 20
 _WORDS = ("apple", "pear", "iron", "zinc", "the", "old", "house", "was", "near", "and")
 
@@ -51,7 +52,7 @@ def trials(long: bool) -> Iterator[Trial]:
 
 
 def _holds(folder: Path, number: int, task: str) -> dict[str, float]:
-    """Start a random run twice: with a tiny budget, and with a budget near the required memory."""
+    """Start a random run with a tiny budget, and again with a budget near the required memory."""
     draw = random.Random(f"{SEED} {number}")
     settings = drawn(draw, task, folder)
     first, _ = _watched(folder / "first", [*settings, "memory=1MB"])
@@ -75,13 +76,13 @@ def _holds(folder: Path, number: int, task: str) -> dict[str, float]:
         require(off <= RECORDED, f"recorded {format_bytes(recorded)}, off by {format_percent(off)}: {shown}")
         return {"runs that ended": 1, "largest share of the budget": peak / budget, "largest record off": off}
     rejected = ended.status == 2 and "the run would take about" in ended.unwrapped
-    # The size of the interpreter differs by some MiB from start to start.
+    # The memory of the interpreter differs by some MiB between starts.
     require(rejected and factor <= 1, f"status {ended.status}: {shown}\n{ended.printed[-3000:]}")
     return {"runs rejected": 1}
 
 
 def _watched(run: Path, settings: list[str]) -> tuple[Ended, int]:
-    """Run the program; return its outcome and the highest ``VmHWM`` of its process in bytes."""
+    """Run the program. Return its outcome and the highest ``VmHWM`` of its process in bytes."""
     from tests.promises.runs import program_with_costs
 
     child = Child(program_with_costs, [*settings, f"hydra.run.dir={run}"], output=run.with_suffix(".log"))
@@ -104,7 +105,7 @@ def _watched(run: Path, settings: list[str]) -> tuple[Ended, int]:
 
 
 def _mark(pid: int) -> int:
-    """Return the high-water mark of a process in bytes; 0 if the process has ended."""
+    """Return the high-water mark of a process in bytes, or 0 if the process has ended."""
     try:
         text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     except OSError:
@@ -142,7 +143,7 @@ def _classification(draw: random.Random, data: Path) -> list[str]:
     side = draw.choice((60, 200, 500, 1000, 3000, 6000))
     _write_images(data, draw, 12 if side > 1000 else 40, side)
     batch, size, method = draw.choice((2, 4, 8, 16)), draw.choice(_CLASSIFIERS[name]), draw.choice(_METHODS)
-    if method == "lora" and name == "resnet18":  # no layer can be adapted
+    if method == "lora" and name == "resnet18":  # no layer supports LoRA
         method = "bitfit"
     no_attention = method == "lora" and not name.startswith(("vit", "deit"))
     return [
@@ -191,7 +192,7 @@ def _text(draw: random.Random, data: Path) -> list[str]:
 
 
 def _write_images(data: Path, draw: random.Random, count: int, side: int) -> None:
-    """Write smooth images of two classes, so that the files of large images are small."""
+    """Write images of two classes with little detail, so that files of large images are small."""
     import numpy as np
     from PIL import Image
 
@@ -205,7 +206,7 @@ def _write_images(data: Path, draw: random.Random, count: int, side: int) -> Non
 
 
 def _write_masks(data: Path, draw: random.Random, side: int) -> None:
-    """Write images with masks of three classes. The evaluation images are larger."""
+    """Write images with masks of three classes. The evaluation images are larger than the training images."""
     import numpy as np
     from PIL import Image
 

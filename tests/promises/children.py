@@ -1,7 +1,7 @@
 """Processes that trials start, interrupt and kill.
 
-A server process imports the libraries once, and each child is forked from it. A fork takes a tenth of a second; the
-imports take seconds. Each child is the leader of its process group.
+A server process imports the libraries once, and each child is forked from the server. A fork takes a tenth of a second,
+and the imports take seconds. Each child is the leader of its process group.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ _ENVIRONMENT = {
 _ROOT = Path(__file__).resolve().parents[2]
 #: Time limit of a child in seconds.
 SECONDS = 300.0
-#: Lock for starting a process and reading its status. At each start multiprocessing reads the status of all processes
-#: that have ended; if two threads read the same status, the second one gets 255.
+#: Lock for starting a process and reading its status. At each start, multiprocessing reads the status of all ended
+#: processes. If two threads read the same status, the second thread gets 255.
 _STATUS = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A child that has ended.
+    """A child process that has ended.
 
     Attributes:
-        status: exit status, or the negative number of the signal that killed the child.
-        value: returned value; None if the function did not return.
-        printed: standard output and error.
+        status: Exit status, or the negative number of the signal that killed the child.
+        value: Returned value, or None if the function did not return.
+        printed: Standard output and standard error.
     """
 
     status: int
@@ -59,12 +59,12 @@ class Ended:
 
     @property
     def said(self) -> str:
-        """The last printed message. Continued lines, which are indented, are joined."""
+        """The last printed message, with its indented continuation lines joined."""
         return self.unwrapped.strip().rpartition("\n")[2]
 
     @property
     def unwrapped(self) -> str:
-        """The printed text with continued lines joined."""
+        """The printed text with continuation lines joined."""
         return re.sub(r"\n {2,}(?=\S)", " ", self.printed)
 
 
@@ -72,10 +72,10 @@ class Child:
     """A process that calls a function.
 
     Args:
-        function: function of a module.
-        arguments: arguments of the function; they are pickled.
-        output: new file for the printed text.
-        environment: additional environment variables.
+        function: Function at the top level of a module.
+        arguments: Picklable arguments of the function.
+        output: New file for the printed text.
+        environment: Additional environment variables.
     """
 
     def __init__(
@@ -112,12 +112,12 @@ class Child:
         return not self.runs and self.process.exitcode == 0
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process if it is running."""
+        """Send a signal to the process if the process is running."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
     def signal_group(self, number: int) -> None:
-        """Send a signal to the process and to all processes that it started, like a terminal or a scheduler."""
+        """Send a signal to the process and all processes that it started, like a terminal or a scheduler."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
@@ -125,12 +125,12 @@ class Child:
         """Wait until the process ends.
 
         Raises:
-            BrokenPromiseError: if it runs longer than `seconds`. The process is killed.
+            BrokenPromiseError: If the process runs longer than `seconds`. The process is then killed.
         """
         value = None
         end = time.monotonic() + seconds
         try:
-            # After a kill, processes that the child has started may keep the pipe open.
+            # Processes that a killed child started may keep the pipe open.
             wait([self._receiver, self.process.sentinel], seconds)
             if self._receiver.poll():
                 value = self._receiver.recv()
@@ -138,7 +138,7 @@ class Child:
             pass
         wait([self.process.sentinel], max(0.0, end - time.monotonic()))
         alive = self.runs
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # and all processes that it started
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # also ends the processes that the child started
             os.killpg(self.pid, signal.SIGKILL)
         wait([self.process.sentinel])
         with _STATUS:
@@ -160,7 +160,7 @@ def run_child(
     environment: Mapping[str, str] | None = None,
     seconds: float = SECONDS,
 ) -> Ended:
-    """Call `function` in a child and wait until it ends; see `Child`."""
+    """Call `function` in a child and wait until the child ends (see `Child`)."""
     return Child(function, *arguments, output=output, environment=environment).ended(seconds)
 
 
@@ -170,7 +170,7 @@ def returned(
     """Call `function` in a child and return its value.
 
     Raises:
-        BrokenPromiseError: if the function does not return.
+        BrokenPromiseError: If the function does not return.
     """
     done = run_child(function, *arguments, output=output, environment=environment)
     if done.status != 0:
@@ -179,7 +179,7 @@ def returned(
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = SECONDS) -> bool:
-    """Wait until `holds()` is true; return False if it is not within `seconds`."""
+    """Wait until `holds()` is true. Return False after `seconds`."""
     end = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > end:
@@ -197,17 +197,17 @@ def _context() -> Any:
 
 
 def prepare_environment() -> None:
-    """Set the variables that children inherit, and start the server. Call it before the first child."""
+    """Set the variables that children inherit, and start the server. This function must run before the first child."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if "forkserver" in multiprocessing.get_all_start_methods():
         _context()
-        with contextlib.chdir(_ROOT):  # the server imports what it preloads from its current folder
+        with contextlib.chdir(_ROOT):  # the server imports its preloaded module from this folder
             forkserver.ensure_running()
 
 
 def _end_with_the_server() -> None:
-    """Let the system kill this process when the server ends (Linux). The server ends with the main process."""
+    """Make the system kill this process when the server ends (Linux). The server ends with the main process."""
     if sys.platform == "linux":
         import ctypes
 
@@ -225,7 +225,7 @@ def _main(
         os.setsid()
     _end_with_the_server()
     os.environ.update(environment)
-    # Workers of a data loader are forked, as in a program that was started alone, and not started from a server.
+    # Workers of a data loader are forked from the child, as in a program without a server.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for standard in (1, 2):

@@ -1,4 +1,4 @@
-"""Run trials and report their outcomes: the part of ``efficient-ft selftest`` that needs a checkout."""
+"""The part of ``efficient-ft selftest`` that requires a checkout: run trials and report their outcomes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.promises.trial import Promise, Trial
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a trial.
+    """Outcome of a trial.
 
     Attributes:
-        promise: number of the promise.
-        name: name of the trial.
-        failure: reason of the failure; None if the trial passed.
-        measured: values that the trial measured.
-        seconds: duration of the trial.
+        promise: Number of the promise.
+        name: Name of the trial.
+        failure: Reason of the failure, or None if the trial passed.
+        measured: Values that the trial measured.
+        seconds: Duration of the trial.
     """
 
     promise: int
@@ -44,12 +44,12 @@ def run(options: argparse.Namespace) -> int:
     """Run the trials that the parsed command line `options` selects.
 
     Returns:
-        1 if a trial fails, 0 otherwise.
+        int: 1 if a trial fails, 0 otherwise.
 
     Raises:
-        UserError: if a promise or a trial is unknown, or the record cannot take the results.
+        UserError: If a promise or a trial is unknown, or if the record cannot store the results.
     """
-    children.prepare_environment()  # before torch is imported
+    children.prepare_environment()  # must run before the import of torch
     from tests.promises import promises
 
     numbers = {promise.number for promise in promises.PROMISES}
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
     if options.only and options.json is not None:
         raise UserError("--json keeps a record of whole promises. Leave out --only, or --json.")
     record = _read_record(options.json, "long" if options.long else "short")
-    _write(options.json, record)  # a file that cannot be written is reported before hours of trials
+    _write(options.json, record)  # reports an unwritable file before the trials, which can take hours
     begun, outcomes = time.monotonic(), list[Outcome]()
     for promise in promises.PROMISES:
         if options.promise and promise.number not in options.promise:
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_promise(promise: Promise, trials: Sequence[Trial], options: argparse.Namespace) -> list[Outcome]:
-    """Run trials of one promise, first those that can run at the same time; print a line."""
+    """Run the trials of one promise, parallel trials first, and print a line."""
     begun, outcomes = time.monotonic(), list[Outcome]()
     print(f"{promise.number:2}  {promise.title}: {len(trials)} trials …", end="", flush=True)
     with ThreadPoolExecutor(options.jobs) as pool:
@@ -103,7 +103,7 @@ def _run_trial(number: int, trial: Trial, keep: bool) -> Outcome:
     begun, failure, measured = time.monotonic(), None, None
     try:
         measured = trial.function(folder, *trial.arguments)
-    except Exception as error:  # an error in the trial itself is a failure too
+    except Exception as error:  # an error of the trial is also a failure
         failure = f"{type(error).__name__}: {error}".replace(str(folder), "FOLDER")
         failure += f"\n(its folder: {folder})" if keep else ""
     seconds = time.monotonic() - begun
@@ -113,10 +113,10 @@ def _run_trial(number: int, trial: Trial, keep: bool) -> Outcome:
 
 
 def _read_record(file: Path | None, form: str) -> dict[str, Any]:
-    """Return the record in `file`, or an empty one if there is no file. Promises that do not run keep their entries.
+    """Return the record in `file`, or an empty record if there is no file. Promises that do not run keep their entries.
 
     Raises:
-        UserError: if the file is not a record of this form.
+        UserError: If the file is not a record of this form.
     """
     if file is None or not file.is_file():
         return {"form": form, "promises": {}}
@@ -135,7 +135,7 @@ def _write(file: Path | None, record: dict[str, Any]) -> None:
 
 
 def _summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Return the number of trials, the failures, the measured values and the environment, by promise."""
+    """Return, for each promise, the number of trials, the failures, the measured values and the environment."""
     from efficient_ft.record.environment import environment
 
     summary: dict[str, Any] = {}
@@ -148,7 +148,7 @@ def _summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         if outcome.failure is not None:
             entry["failed"].append({"name": outcome.name, "failure": outcome.failure.splitlines()[0][:500]})
         for key, value in outcome.measured.items():
-            # The largest value is kept for differences and limits; counts are summed.
+            # The maximum is kept for differences and limits. Counts are summed.
             combine = max if key.startswith(("largest", "seconds", "peak", "growth")) else sum
             entry["measured"][key] = combine((entry["measured"].get(key, 0), value))
     return summary

@@ -18,22 +18,22 @@ from tests.promises.methods import method_cases
 from tests.promises.runs import SAVED_AFTER, STEPS, configuration, require_same_run, train, write_images
 from tests.promises.trial import Trial, require
 
-#: Cases that the short form tries too: methods with additional modules, choices or thresholds.
+#: Cases that the short form also tries: methods with additional modules, choices or thresholds.
 _ALSO_SHORT = {"bsr", "bsr_moe", "lhe", "swat", "lora", "lora_fa", "tinytl", "repnet", "stack"}
-#: A case that compiles for most of a minute in every process. The long form tries one event of it.
+#: This case compiles for most of a minute in every process, so the long form tries only one of its events.
 _COMPILES = "low_bit auto"
-#: Number of trials that share the file events of a run.
+#: Number of trials into which the file events of a run are divided.
 _PARTS = 4
 
 
 def trials(long: bool) -> Iterator[Trial]:
-    """Yield kills at file events, at random moments and within a write; disk faults; and damaged checkpoints."""
+    """Yield kills at file events, at random moments and within a write, disk faults, and damaged checkpoints."""
     cases = method_cases(long)
     for number, case in enumerate(cases):
         if case == "full" or (long and case != _COMPILES):
             for part in range(_PARTS):
                 yield Trial(f"kill at file events, {case}, part {part + 1} of {_PARTS}", _at_events, (case, part))
-        elif long or set(case.split()) & _ALSO_SHORT:  # one event per method, a different one for each
+        elif long or set(case.split()) & _ALSO_SHORT:  # one event per method, which differs between methods
             yield Trial(f"kill at a file event, {case}", _at_events, (case, None, number))
     moments = 200 if long else 20
     chance = random.Random(0)
@@ -66,7 +66,10 @@ def _continue(plain: dict[str, Any], run: Path, straight: Path) -> None:
 
 
 def _at_events(folder: Path, case: str, part: int | None, one: int = 0) -> dict[str, float]:
-    """Continue a run from the files that SIGKILL before file events leaves: `part` of the events, or event `one`."""
+    """Continue a run from the files that a SIGKILL before a file event leaves.
+
+    `part` selects every fourth event. If `part` is None, `one` selects a single event.
+    """
     write_images(folder / "images")
     plain = configuration(folder / "images", case)
     straight, copies = folder / "straight", folder / "straight_copies"
@@ -74,7 +77,7 @@ def _at_events(folder: Path, case: str, part: int | None, one: int = 0) -> dict[
     numbers = range(part + 1, len(events) + 1, _PARTS) if part is not None else [19 + one % (len(events) - 19)]
     for number in numbers:
         run = folder / f"killed_{number}"
-        if (copies / str(number)).is_dir():  # else the run folder did not exist yet
+        if (copies / str(number)).is_dir():  # otherwise the run folder does not exist yet
             (copies / str(number)).rename(run)
         saved = sum(_saves(event) for event in events[: number - 1])
         if saved:
@@ -86,7 +89,7 @@ def _at_events(folder: Path, case: str, part: int | None, one: int = 0) -> dict[
 
 
 def _at_moment(folder: Path, case: str, share: float) -> dict[str, float]:
-    """Kill a run after a share of the time of an uninterrupted run."""
+    """Kill a run after the fraction `share` of the time of an uninterrupted run."""
     begun = time.monotonic()
     plain, straight, _ = _started(folder, case)
     seconds = share * (time.monotonic() - begun)
@@ -105,7 +108,7 @@ def _saves(event: str) -> bool:
 
 
 def _moved_away(folder: Path, part: int) -> dict[str, float]:
-    """Kill a run with resume=never before its first file events. The earlier run stays complete in one folder."""
+    """Kill a run with resume=never before its first file events. The earlier run remains complete in one folder."""
     plain, straight, _ = _started(folder)
     again = {**plain, "resume": "never"}
     before = _contents(straight)
@@ -128,12 +131,12 @@ def _moved_away(folder: Path, part: int) -> dict[str, float]:
 
 
 def _contents(run: Path) -> dict[str, bytes]:
-    """Return the contents of the files of a run, by name."""
+    """Return the contents of a run's files by name."""
     return {file.name: file.read_bytes() for file in run.iterdir() if file.is_file() and file.name != ".lock"}
 
 
 def _within_a_write(folder: Path, size: int) -> None:
-    """Kill a run within a write. The system kills it when a file becomes longer than `size` bytes."""
+    """Kill a run within a write. The system kills the run when a file becomes longer than `size` bytes."""
     plain, straight, _ = _started(folder)
     done = run_child(train, plain, folder / "killed", "write", size, output=folder / "killed.log")
     require(done.status == -signal.SIGXFSZ, f"no write was so long: status {done.status}\n{done.printed}")
@@ -143,11 +146,11 @@ def _within_a_write(folder: Path, size: int) -> None:
 
 
 def _full_disk(folder: Path) -> dict[str, float]:
-    """Fill the disk in the middle of a run, free it, and continue."""
+    """Fill the disk in the middle of a run, free space, and continue the run."""
     plain, straight, _ = _started(folder)
     with _small_disk(folder / "disk") as real:
         run = folder / "disk" / "run"
-        if real:  # space for one checkpoint, but not for two
+        if real:  # leaves space for one checkpoint, but not for two
             taken = sum(file.stat().st_size for file in straight.iterdir())
             (folder / "disk" / "filled").write_bytes(bytes(max(0, 2**20 - int(0.8 * taken))))
         done = run_child(train, plain, run, *(() if real else ("full", 2000)), output=folder / "full.log")
@@ -166,7 +169,7 @@ def _full_disk(folder: Path) -> dict[str, float]:
 
 @contextmanager
 def _small_disk(at: Path) -> Iterator[bool]:
-    """Mount a file system of 1 MiB at `at`; yield False, and use a folder, if only root may mount."""
+    """Mount a file system of 1 MiB at `at` and yield True, or yield False if only root may mount."""
     at.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(at)]
     try:
@@ -181,7 +184,7 @@ def _small_disk(at: Path) -> Iterator[bool]:
 
 
 def _other_tmpdir(folder: Path) -> dict[str, float]:
-    """Kill a run whose $TMPDIR is on another file system, if there is one."""
+    """Kill a run whose $TMPDIR is on another file system, if one exists."""
     elsewhere = Path("/dev/shm")
     other = elsewhere.is_dir() and elsewhere.stat().st_dev != folder.stat().st_dev
     environment = {"TMPDIR": str(elsewhere)} if other else {}
@@ -197,7 +200,7 @@ def _other_tmpdir(folder: Path) -> dict[str, float]:
 
 
 def _cut_off(folder: Path, share: float) -> None:
-    """Truncate the last checkpoint of a killed run. The run continues from the previous one."""
+    """Truncate the last checkpoint of a killed run. The run continues from the previous checkpoint."""
     plain, straight, _ = _started(folder)
     run = folder / "killed"
     done = run_child(train, plain, run, "SIGKILL", STEPS - 1, output=folder / "killed.log")

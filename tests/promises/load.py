@@ -1,4 +1,4 @@
-"""Measure a data set of a million files, a folder of a thousand runs, and a run of a hundred thousand steps.
+"""Measurements of a data set of a million files, a folder of a thousand runs, and a run of a hundred thousand steps.
 
 Each function runs the command in a separate process and returns its measurements.
 """
@@ -21,7 +21,7 @@ import psutil
 
 from efficient_ft.core.errors import UserError
 
-#: Settings of the smallest run: a network with random weights on a CPU, without costs.
+#: Settings of the smallest run: a network with random weights on a CPU, without a baseline cost.
 _SMALL = (
     "model=vit_digits", "+model.kwargs.depth=1", "+model.kwargs.embed_dim=16", "+model.kwargs.num_heads=2",
     "model.frozen_bn=false", "data.batch_size=2", "trainer.accelerator=cpu", "trainer.progress=false",
@@ -34,7 +34,7 @@ _INTERVAL = 0.25
 
 
 class _Look(NamedTuple):
-    """A sample of a run: its step, resident bytes, open files or handles, and child processes."""
+    """A sample of a run: step, resident bytes, open files or handles, and child processes."""
 
     step: int
     bytes: int
@@ -43,26 +43,27 @@ class _Look(NamedTuple):
 
 
 def million_files(folder: Path, files: int = 1_000_000) -> dict[str, float]:
-    """Start a run on a class folder of many small images, and measure it up to its first step.
+    """Start a run on a class folder of many small images, and measure it up to the first step.
 
-    The images of a class are hard links to one file, where the file system has them. All is removed afterwards.
+    The images of a class are hard links to one file if the file system supports hard links. The function removes all
+    files at the end.
 
     Args:
-        folder: an existing folder, on a disk with room for as many names.
-        files: images, in 1,000 classes, of at least four images each.
+        folder: An existing folder on a disk with space for `files` directory entries.
+        files: Number of images in 1,000 classes, at least four images per class.
 
     Returns:
-        ``seconds`` from the start of the command to the end of the first optimizer step, and ``peak_bytes``, the
-        highest resident memory of the process until then.
+        dict: ``seconds`` from the start of the command to the end of the first optimizer step, and ``peak_bytes``, the
+            highest resident memory of the process until then.
 
     Raises:
-        UserError: the run failed.
+        UserError: If the run fails.
     """
     images, run = folder / "images", folder / "run_on_files"
     try:
         _write_images(images, files)
         began = time.monotonic()
-        # Each step writes a row, so that the first step is noticed at once.
+        # Each step writes a row, so the first step is detected immediately.
         arguments = [*_SMALL, "method=full", "data=folder", f"data.root={images}", "step_stats.interval=1"]
         with _started([*arguments, f"hydra.run.dir={run}"], folder) as process:
             peak = 0
@@ -80,18 +81,18 @@ def million_files(folder: Path, files: int = 1_000_000) -> dict[str, float]:
 
 
 def collect_many(folder: Path, run: Path, runs: int = 1000) -> dict[str, float]:
-    """Run ``efficient-ft collect`` on many copies of a finished run with different seeds, and remove them.
+    """Run ``efficient-ft collect`` on many copies of a finished run with different seeds, and remove the copies.
 
     Args:
-        folder: an existing folder.
-        run: the folder of a finished run.
-        runs: how many.
+        folder: An existing folder.
+        run: The folder of a finished run.
+        runs: Number of copies.
 
     Returns:
-        ``seconds`` of the command.
+        dict: ``seconds`` of the command.
 
     Raises:
-        UserError: the command failed, or did not read every run.
+        UserError: If the command fails or does not read every run.
     """
     copies = folder / "runs"
     try:
@@ -118,20 +119,20 @@ def collect_many(folder: Path, run: Path, runs: int = 1000) -> dict[str, float]:
 def many_steps(folder: Path, steps: int = 100_000, arguments: Sequence[str] = ("method=full",)) -> dict[str, float]:
     """Train the smallest network for many steps, and measure the growth of the process.
 
-    Compared are the medians of the looks at the process during the second and during the last tenth of the steps: in
-    the first one kernels are loaded and memory settles.
+    The growth is the difference between the medians of the samples in the last tenth and in the second tenth of the
+    steps. The first tenth is excluded because kernels are loaded and memory usage stabilizes.
 
     Args:
-        folder: an existing folder; the run is written into FOLDER/run_of_steps, instead of an earlier one.
-        steps: optimizer steps, at least 1,000, since a run records every fiftieth.
-        arguments: further settings of the run.
+        folder: An existing folder. The run replaces FOLDER/run_of_steps.
+        steps: Number of optimizer steps, at least 1,000, because a run records every fiftieth step.
+        arguments: Further settings of the run.
 
     Returns:
-        ``bytes``, ``handles`` and ``processes``, by which resident memory, open files and child processes have grown,
-        and the ``seconds`` of the command.
+        dict: ``bytes``, ``handles`` and ``processes``, the growth of resident memory, open files and child processes,
+            and the ``seconds`` of the command.
 
     Raises:
-        UserError: the run failed, or was too short to be looked at.
+        UserError: If the run fails or is too short for samples.
     """
     run, looks = folder / "run_of_steps", list[_Look]()
     shutil.rmtree(run, ignore_errors=True)
@@ -145,7 +146,7 @@ def many_steps(folder: Path, steps: int = 100_000, arguments: Sequence[str] = ("
     if process.returncode:
         raise UserError(f"The run of {steps} steps ended with status {process.returncode}: {_printed(folder)}")
     early = [look for look in looks if 0.1 * steps <= look.step < 0.2 * steps]
-    # The test images are evaluated, and the cost is counted, after the last step.
+    # The evaluation on the test images and the cost count follow the last step.
     late = [look for look in looks if 0.9 * steps <= look.step < steps]
     if not early or not late:
         raise UserError(f"{steps} steps were too few to look at the process. Choose more.")
@@ -181,7 +182,7 @@ def _write_images(folder: Path, files: int) -> None:
 
 @contextmanager
 def _started(arguments: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Start ``efficient-ft`` in `folder` with its output in a file, and end it after the block."""
+    """Start ``efficient-ft`` in `folder` with its output in a file, and end the process after the block."""
     with open(folder / "printed", "wb") as printed:
         process = subprocess.Popen(
             [sys.executable, "-m", "efficient_ft", *arguments], cwd=folder, stdout=printed, stderr=subprocess.STDOUT
@@ -208,7 +209,7 @@ def _look(process: psutil.Process, step: int) -> _Look:
 
 
 def _last_step(file: Path) -> int:
-    """Return the step of the last complete row of a JSON lines file; 0 if there is no row."""
+    """Return the step of the last complete row of a JSON lines file, or 0 if there is no row."""
     try:
         with open(file, "rb") as rows:
             rows.seek(max(0, rows.seek(0, os.SEEK_END) - 65536))

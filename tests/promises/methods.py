@@ -1,4 +1,4 @@
-"""Every method with settings and a small network that it supports."""
+"""Every method with settings and a small network that the method supports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from efficient_ft.methods import METHODS
 
-#: A vision transformer for the handwritten digits with all random layers that a network can have.
+#: A vision transformer for the handwritten digits, with all types of random layers.
 _VIT: dict[str, Any] = {
     "name": "vit_digits",
     "pretrained": False,
@@ -27,8 +27,8 @@ _RESNET: dict[str, Any] = {
 _EXPERTS = {"num_experts": 3, "top_k": 2, "blocks": [0, -1], "aux_loss_coef": 0.01}
 _DROPPING = {"drop_at": [0, 1], "keep_rate": 0.5}
 
-#: The methods of a run with their settings, by name. The first word of a name is the method, the others name its
-#: variant. Methods that are not listed are tried with their defaults.
+#: Methods of a run with their settings, by name. The first word of a name is the method, and the other words are the
+#: variant. Unlisted methods use their defaults.
 _CASES: dict[str, dict[str, dict[str, Any]]] = {
     "full": {"full": {}},
     "head": {"head": {}},
@@ -74,10 +74,10 @@ _NETWORKS = {"tinytl": _MOBILENET, "repnet": _RESNET}
 
 
 def method_cases(long: bool = True) -> list[str]:
-    """Return the names of the cases: every registered method, some in several variants, and a stack.
+    """Return the names of the cases: every registered method, some methods in several variants, and a stack.
 
     Args:
-        long: False omits the variant that compiles for most of a minute in every process.
+        long: If False, omit the variant that compiles for most of a minute in every process.
     """
     tried = {case.split()[0] for case in _CASES}
     cases = [*_CASES, *(name for name in METHODS if name not in tried)]
@@ -90,7 +90,7 @@ def methods_of(case: str) -> dict[str, dict[str, Any]]:
 
 
 def network_of(case: str, quiet: bool = False) -> dict[str, Any]:
-    """Return the section `model` of the configuration of a case. With `quiet` the network has no random layers."""
+    """Return the section `model` of the configuration of a case. `quiet` removes random layers."""
     network = _NETWORKS.get(case.split()[0], _VIT)
     if not quiet:
         return dict(network)

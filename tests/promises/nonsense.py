@@ -29,12 +29,12 @@ _DAMAGE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "infinity in one weight": lambda tensor: _with(tensor, math.inf),
     "NaN in every weight": lambda tensor: torch.full_like(tensor, math.nan),
 }
-#: Additional memory of a process in bytes: too little for the batch of `_out_of_memory`.
+#: Additional memory of a process in bytes, which is too small for the batch of `_out_of_memory`.
 _ROOM = 2**30
 
 
 def trials(long: bool) -> Iterator[Trial]:
-    """Yield runs that diverge, non-finite pretrained weights, and a run without enough memory."""
+    """Yield runs that diverge, runs from non-finite pretrained weights, and a run without enough memory."""
     for name, settings in _DIVERGING.items():
         yield Trial(f"not finite: {name}", _diverges, (settings,))
     for name in _DAMAGE:
@@ -87,9 +87,9 @@ def _no_constant(text: str) -> None:
 
 
 def _out_of_memory(folder: Path) -> None:
-    """Train on a batch that needs more memory than the process can get."""
+    """Train on a batch that requires more memory than the process can get."""
     write_images(folder / "images")
-    # Unfused attention over 64×64 tokens: 128 MiB for each image.
+    # Unfused attention over 64×64 tokens requires 128 MiB per image.
     settings = ("model.image_size=256", "data.batch_size=48", "trainer.max_steps=1", "method=back_razor")
     command = arguments(folder / "images", folder / "run", *settings)
     done = run_child(program, command, _ROOM, output=folder / "run.log")

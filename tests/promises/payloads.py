@@ -1,4 +1,4 @@
-"""Promise 7: nothing foreign is executed."""
+"""Promise 7: foreign code is never executed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.promises.children import returned, run_child
 from tests.promises.runs import arguments, configuration, program, reading, write_images
 from tests.promises.trial import Trial, require
 
-#: Name of the file that an executed payload creates: the mark.
+#: Name of the mark, a file that an executed payload creates.
 _MARK = "MARK"
 
 
 class _Payload:
-    """Creates the mark when it is unpickled."""
+    """An object that creates the mark when it is unpickled."""
 
     def __init__(self, mark: str) -> None:
         self.mark = mark
@@ -65,7 +65,7 @@ def _python(file: Path, mark: str) -> None:
 
 
 def _overrides(file: Path, mark: str) -> None:
-    """Return arguments that make Hydra call a function when they are composed again, e.g. to evaluate the run."""
+    """Write arguments that make Hydra call a function when the run is composed again, e.g. for an evaluation."""
     target = [f"hydra.callbacks.a.{key}={value}" for key, value in _call(mark).items()]
     file.write_text(yaml.safe_dump([f"+{target[0]}", *(f"+{one}" for one in target[1:]), "seed=1"]))
 
@@ -81,18 +81,18 @@ _WEIGHTS = ("w.pth", "w.pt", "w.bin", "w.ckpt", "w.safetensors", "w.npz", "w.tar
 
 
 def _call(mark: str) -> dict[str, str]:
-    """Return a configuration whose instantiation creates the mark."""
+    """Return a configuration that creates the mark when it is instantiated."""
     return {"_target_": "builtins.open", "file": mark, "mode": "w"}
 
 
 def _values(mark: str) -> list[Any]:
-    """Return values of a setting that create the mark if the configuration is composed or instantiated."""
+    """Return setting values that create the mark if the configuration is composed or instantiated."""
     call = _call(mark)
     return [call, [call], {"a": call}, f"${{oc.env:HOME,{mark}}}", f"__import__('os').mknod('{mark}')"]
 
 
 def trials(long: bool) -> Iterator[Trial]:
-    """Yield a trial for each file that a user may receive, and for its settings."""
+    """Yield a trial for each file that a user may receive, and for sections of the settings."""
     yield Trial("the payloads work", _work)
     for number, name in enumerate(_RUN_FILES if long else _RUN_FILES[::2]):  # short: one kind of payload per file
         forms = range(len(_FORMS)) if long else [number % len(_FORMS)]
@@ -109,7 +109,7 @@ def trials(long: bool) -> Iterator[Trial]:
 
 
 def _sections() -> list[str]:
-    """Return the full names of all sections of a configuration. The empty name is the top level."""
+    """Return the full names of all sections of a configuration. The empty name denotes the top level."""
     from efficient_ft.config import check
 
     found, waiting = ["hydra"], [("", check(configuration(Path("images"))).model_dump(mode="json"))]
@@ -121,7 +121,7 @@ def _sections() -> list[str]:
 
 
 def _work(folder: Path) -> None:
-    """Require that a payload that is unpickled, and one that Hydra instantiates, create the mark."""
+    """Require that an unpickled payload creates the mark, and that an instantiated payload creates it."""
     from hydra.utils import instantiate
 
     mark = folder / _MARK
@@ -141,13 +141,13 @@ def _given(folder: Path) -> Path:
 
 
 def _read_by_all(folder: Path, run: Path, number: int, changed: str) -> None:
-    """Read `run` with every command that reads run folders, and continue it. No command may create the mark.
+    """Read `run` with every command that reads run folders, and continue the run. No command may create the mark.
 
     Args:
-        folder: of the trial.
-        run: the run folder.
-        number: of the payload.
-        changed: the file of the run folder that holds it.
+        folder: Folder of the trial.
+        run: Run folder.
+        number: Number of the payload.
+        changed: File of the run folder that contains the payload.
     """
     resumed = run.with_name(f"{run.name}_resumed")
     shutil.copytree(run, resumed)
@@ -158,7 +158,7 @@ def _read_by_all(folder: Path, run: Path, number: int, changed: str) -> None:
         "results.json",
         "config.yaml",
         "metrics.jsonl",
-    ):  # the files that the command reads; it takes seconds to start
+    ):  # the dashboard reads only these files and takes seconds to start
         commands["dashboard"] = ["dashboard", str(run), "--offline", "--out", str(folder / f"dashboard_{number}")]
     for name, command in commands.items():
         done = run_child(program, command, output=folder / f"{number}_{name}.log")
@@ -203,7 +203,7 @@ def _settings(folder: Path, section: str) -> dict[str, float]:
 
 
 def _read_settings(run: Path, todo: list[tuple[str, dict[str, Any]]], folder: Path) -> str | None:
-    """Read a run with each of several settings; return the first failure."""
+    """Read a run with each of several settings, and return the first failure."""
     for name, settings in todo:
         failure = _quick_commands(run, settings, folder)
         if failure is not None:
@@ -212,7 +212,7 @@ def _read_settings(run: Path, todo: list[tuple[str, dict[str, Any]]], folder: Pa
 
 
 def _quick_commands(run: Path, settings: dict[str, Any], folder: Path) -> str | None:
-    """Write `settings` into a copy of `run` and read it with evaluate, predict, report, collect and a resumed run."""
+    """Write `settings` into a copy of `run`, and read it with evaluate, predict, report, collect and a resumed run."""
     from efficient_ft.cli.commands import collect, predict, report
     from efficient_ft.cli.hydra.compose import configurations
     from efficient_ft.cli.hydra.groups import CONF, register
@@ -296,7 +296,7 @@ def _study(folder: Path) -> dict[str, float]:
 
     write_images(folder / "images")
     mark = str(folder / _MARK)
-    runs = arguments(folder / "images", folder / "run", "trainer.max_steps=1")[:-2]  # without the folder
+    runs = arguments(folder / "images", folder / "run", "trainer.max_steps=1")[:-2]  # without the run folder
     plain: dict[str, Any] = {
         "title": "a study",
         "settings": runs[: runs.index("method=full")],
@@ -339,7 +339,7 @@ def _place(name: str, write: Callable[[Path, str], None], mark: str, folder: Pat
 
 
 def _data_folder(folder: Path) -> None:
-    """Train on images with payloads in metadata, a PostScript program named .jpg, and names that contain code."""
+    """Train on images with payloads in metadata, a PostScript program named .jpg, and file names with code."""
     from PIL import Image, PngImagePlugin
 
     write_images(folder / "images")

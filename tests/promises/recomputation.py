@@ -18,9 +18,9 @@ from tests.promises.children import returned
 from tests.promises.methods import method_cases, methods_of, network_of
 from tests.promises.trial import Trial, require
 
-#: Methods that compute a part of the forward pass again in the backward pass, with their exact settings, and the
-#: largest difference of gradients in float64. Checkpointing runs the same kernels again. Compact computes attention
-#: by another formula, whose sums are rounded in another way.
+#: Settings of methods that recompute activations in the backward pass, and the largest difference of float64 gradients.
+#: Checkpointing runs the same kernels again. Compact computes attention by a different formula with different rounding
+#: errors.
 _RECOMPUTING: dict[str, tuple[dict[str, Any], float]] = {
     "checkpointing": ({}, 0.0),
     "compact": ({"attention": "recomputed"}, 1e-10),
@@ -29,7 +29,7 @@ _IMAGES, _STEPS = 4, 3
 
 
 def trials(long: bool) -> Iterator[Trial]:
-    """Yield, for every method, a network recomputed by ours and by PyTorch's checkpointing, reentrant and not."""
+    """Yield trials of every method with the package's recomputation and with both forms of PyTorch's checkpointing."""
     for case in method_cases(long):
         names = set(methods_of(case))
         for recomputing in _RECOMPUTING:
@@ -46,7 +46,7 @@ def _in_child(folder: Path, function: Any, *arguments: Any) -> dict[str, float] 
 
 
 def _ours(case: str, recomputing: str) -> dict[str, float]:
-    """Compare a case alone and stacked with a recomputing method; record what a recomputed block gives."""
+    """Compare a case with and without a recomputing method, and record the outputs of recomputed blocks."""
     settings = methods_of(case)
     of_method, most = _RECOMPUTING[recomputing]
     added = {recomputing: of_method}
@@ -56,7 +56,7 @@ def _ours(case: str, recomputing: str) -> dict[str, float]:
     except UserError as error:
         require(_may_refuse(case), f"it is refused: {error}")
         return {"refused": 1.0}
-    # Below the classifier no parameter of head needs a gradient, so that no block runs again.
+    # With the method head, no parameter before the classifier requires gradients, so no block runs again.
     require(recomputing != "checkpointing" or case == "head" or spy.replayed > 0, "no block ran again")
     spy.require_replayed()
     _require_equal(_trained(case, settings), recomputed, most)
@@ -88,16 +88,16 @@ def _may_refuse(case: str) -> bool:
 def _trained(
     case: str, settings: dict[str, dict[str, Any]], reentrant: bool | None = None, frozen: bool = False
 ) -> dict[str, Tensor]:
-    """Train a case by hand for a few steps in float64; return the gradients of every step, and the last weights.
+    """Train a case for a few steps in float64. Return the gradients of every step and the final weights.
 
     Args:
-        case: a case of `methods`.
-        settings: methods with their settings.
-        reentrant: run the network with PyTorch's checkpointing, in this form; None: without.
-        frozen: the statistics of BatchNorm are frozen, as with `reentrant`.
+        case: Name of a case of `methods`.
+        settings: Methods with their settings.
+        reentrant: Form of PyTorch's checkpointing, or None for no checkpointing.
+        frozen: If True, the statistics of BatchNorm are frozen, as with `reentrant`.
 
     Raises:
-        UserError: the methods refuse the network, or one another.
+        UserError: If the methods reject the network or each other.
     """
     from efficient_ft.config import check
     from efficient_ft.methods.build import build_methods
@@ -114,7 +114,7 @@ def _trained(
         if not hasattr(network, "set_grad_checkpointing"):
             raise UserError("no checkpointing of its own")
         _checkpoint_by_torch(network, reentrant)
-    # PyTorch's second forward pass would move the statistics of BatchNorm again.
+    # Frozen statistics are required because PyTorch's second forward pass would update BatchNorm again.
     session = MethodSession(network, build_methods(config), frozen_bn=frozen or reentrant is not None).apply()
     network.train()
     optimizer = torch.optim.SGD([p for p in network.parameters() if p.requires_grad], lr=0.05)
@@ -138,7 +138,7 @@ def _trained(
 
 
 def _checkpoint_by_torch(network: nn.Module, reentrant: bool) -> None:
-    """Turn on timm's checkpointing, in the given form of ``torch.utils.checkpoint``."""
+    """Turn on timm's checkpointing in the given form of ``torch.utils.checkpoint``."""
     import functools
 
     import timm.models.vision_transformer as vision_transformer
@@ -157,7 +157,7 @@ def _checkpoint_by_torch(network: nn.Module, reentrant: bool) -> None:
 
 
 def _require_equal(one: dict[str, Tensor], other: dict[str, Tensor], most: float = 0.0) -> None:
-    """Require that tensors differ by `most` at most; 0: in no bit."""
+    """Require that tensors differ by at most `most`. If `most` is 0, all bits must be equal."""
     require(one.keys() == other.keys(), f"other tensors: {sorted(one.keys() ^ other.keys())[:3]}")
     for name, value in one.items():
         difference = float((value.double() - other[name].double()).abs().max()) if value.numel() else 0.0
@@ -165,7 +165,7 @@ def _require_equal(one: dict[str, Tensor], other: dict[str, Tensor], most: float
 
 
 class _Spy:
-    """Records what recomputed blocks give in the forward pass and in the backward pass, inside a ``with`` block."""
+    """Context manager that records the outputs of recomputed blocks in the forward and backward passes."""
 
     def __init__(self) -> None:
         self.first: list[list[Tensor]] = []
@@ -200,13 +200,13 @@ class _Spy:
 
     @property
     def replayed(self) -> int:
-        """The number of blocks that ran again."""
+        """Number of blocks that ran again."""
         return sum(bool(again) for again in self.again)
 
     def require_replayed(self) -> None:
-        """Require that every block that ran again gave the same bits."""
+        """Require that every block that ran again returned the same bits."""
         for number, (first, again) in enumerate(zip(self.first, self.again, strict=True)):
-            if not again:  # it needed no gradient
+            if not again:  # the block required no gradient
                 continue
             require(len(first) == len(again), f"recomputed block {number} has {len(again)} results, not {len(first)}")
             for one, other in zip(first, again, strict=True):

@@ -14,12 +14,13 @@ from tests.promises.methods import method_cases
 from tests.promises.runs import configuration, require_same_run, train, write_images
 from tests.promises.trial import Trial, require
 
-#: The interruption of a run of two epochs of 3 steps, its number, and the step of the last checkpoint, by place.
+#: By place: the kind of interruption of a run of two epochs of 3 steps, its epoch or step, and the step of the last
+#: checkpoint.
 _PLACES = {"at the end of an epoch": ("epoch", 1, 3), "in the middle of an epoch": ("SIGKILL", 5, 4)}
 
 
 def trials(long: bool) -> Iterator[Trial]:
-    """Yield a trial for every method, place in the epoch and number of workers (short: one per method)."""
+    """Yield a trial for every method, place in the epoch and number of workers (short form: one trial per method)."""
     forms = list(product(_PLACES, (0, 2)))
     for number, case in enumerate(method_cases(long)):
         for place, workers in forms if long else [forms[(0, 2, 0, 2, 1, 0, 2, 3)[number % 8]]]:
@@ -52,10 +53,10 @@ _CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 def _changed(folder: Path, change: str) -> None:
-    """Change the data of a killed run: the run is rejected. Restore the data: the run continues."""
+    """Require that a killed run is rejected after a change of its data, and continues after the data are restored."""
     images, run = folder / "images", folder / "run"
     write_images(images)
-    shutil.copytree(images, folder / "copy", copy_function=shutil.copyfile)  # without the dates of files
+    shutil.copytree(images, folder / "copy", copy_function=shutil.copyfile)  # does not copy modification times
     plain = configuration(images)
     returned(train, plain, folder / "straight", output=folder / "straight.log")
     done = run_child(train, plain, run, "SIGKILL", 4, output=folder / "run.log")
@@ -76,7 +77,7 @@ def _changed(folder: Path, change: str) -> None:
 
 
 def _continued(folder: Path, case: str, place: str, workers: int) -> None:
-    """Kill a run after a checkpoint, continue it, and compare it with an uninterrupted run."""
+    """Kill a run after a checkpoint, continue the run, and compare it with an uninterrupted run."""
     write_images(folder / "images")
     plain = configuration(folder / "images", case, data__num_workers=workers)
     interruption, at, saved = _PLACES[place]

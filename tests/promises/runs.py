@@ -1,4 +1,4 @@
-"""Small runs: their configuration, interruptions, and comparisons."""
+"""Small runs: their configuration, interruptions and comparisons."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tests.promises.children import SECONDS, Child, wait_until
 from tests.promises.methods import methods_of, network_of
 from tests.promises.trial import require
 
-#: Optimizer steps of a run: two epochs.
+#: Number of optimizer steps of a run, which has two epochs.
 STEPS = 6
-#: A checkpoint is written after every second step and at the end of each epoch, so after these steps.
+#: A checkpoint is written after every second step and at the end of each epoch.
 _EVERY = 2
 SAVED_AFTER = (2, 3, 4, 6)
 
-#: Audit events of Python that change files, in addition to `open` with flags for writing.
+#: Audit events of Python for file changes, in addition to `open` with flags for writing.
 _FILE_EVENTS = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink")
 
 
@@ -51,13 +51,13 @@ def write_images(folder: Path) -> None:
 
 
 def configuration(images: Path, case: str = "full", quiet: bool = False, **changes: Any) -> dict[str, Any]:
-    """Return the configuration of a run of 6 steps, as plain containers.
+    """Return the configuration of a run of 6 steps as plain containers.
 
     Args:
-        images: folder filled by `write_images`.
-        case: a case of `methods`.
-        quiet: use a network without random layers.
-        changes: dotted keys with ``__`` for the dot.
+        images: Folder filled by `write_images`.
+        case: Name of a case of `methods`.
+        quiet: If True, the network has no random layers.
+        changes: Values by dotted key, with ``__`` for the dot.
     """
     plain: dict[str, Any] = {
         "model": network_of(case, quiet),
@@ -86,7 +86,7 @@ def configuration(images: Path, case: str = "full", quiet: bool = False, **chang
 
 
 def with_changes(plain: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """Change `plain` in place, by dotted keys with ``__`` for the dot, and return it."""
+    """Change `plain` in place by dotted keys, with ``__`` for the dot, and return `plain`."""
     for key, value in changes.items():
         *path, last = key.split("__")
         inner = plain
@@ -97,7 +97,7 @@ def with_changes(plain: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 
 def arguments(images: Path, run: Path, *more: str) -> list[str]:
-    """Return the command line of the same run without random layers in the folder `run`. `more` replaces settings."""
+    """Return the command line of the same run in the folder `run`, without random layers. `more` replaces settings."""
     own = [
         "data=folder", f"data.root={images}", "data.batch_size=24", "data.num_workers=0", "data.val_fraction=0.25",
         "data.keep_decoded=off", "+model.kwargs.depth=2", "+model.kwargs.embed_dim=16",
@@ -109,12 +109,12 @@ def arguments(images: Path, run: Path, *more: str) -> list[str]:
 
 
 def reading(images: Path, run: Path, out: Path) -> dict[str, list[str]]:
-    """Return the command lines that read the run folder `run`, by name. The last one continues the run.
+    """Return the command lines that read the run folder `run`, by name. The last command line continues the run.
 
     Args:
-        images: folder of the images.
-        run: run folder.
-        out: folder for a report, which must not exist.
+        images: Folder of the images.
+        run: Run folder.
+        out: Folder for a report, which must not exist.
     """
     return {
         "evaluate": [f"evaluate={run}"],
@@ -126,14 +126,14 @@ def reading(images: Path, run: Path, out: Path) -> dict[str, list[str]]:
     }
 
 
-# ---------------------------------------------------------------------------------------------- in a child
+# ---------------------------------------------------------------------------------------------- child processes
 def program(words: Sequence[str], most_bytes: int | None = None) -> None:
-    """Run the program on a command line, with the exit status of a separate process. To be called in a child.
+    """Run the program on a command line, with the exit status of a separate process. It must run in a child process.
 
     Args:
-        words: command line after the name of the program.
-        most_bytes: limit of additional memory. Reserved address space, such as the arena of each thread, does not
-            count.
+        words: Command line after the name of the program.
+        most_bytes: Limit of additional memory in bytes. Reserved address space, such as the arena of each thread, does
+            not count.
     """
     from efficient_ft.cli.entry import main
 
@@ -149,7 +149,7 @@ def program(words: Sequence[str], most_bytes: int | None = None) -> None:
 
 
 def program_with_costs(words: Sequence[str]) -> None:
-    """Run the program on a command line, with its cost report. To be called in a child."""
+    """Run the program on a command line, with its cost report. This function must run in a child process."""
     from efficient_ft.cli.entry import main
 
     sys.argv = ["efficient-ft", *words]
@@ -157,18 +157,24 @@ def program_with_costs(words: Sequence[str]) -> None:
 
 
 def train(plain: dict[str, Any], folder: Path, interruption: str = "", at: int = 0) -> dict[str, Any] | list[str]:
-    """Run `plain` in `folder` with a checkpoint after every second step. To be called in a child.
+    """Run `plain` in `folder` with a checkpoint after every second step. This function must run in a child process.
+
+    The argument `interruption` has the following values:
+
+    * ``event``: Send SIGKILL before file event `at` (from 1).
+    * ``events``: Return the names of the file events.
+    * ``copies``: Return the names of the file events. Before event N, copy an existing run folder to FOLDER_copies/N.
+    * ``SIGKILL``, ``SIGINT``, ``SIGTERM``: Send this signal after optimizer step `at` is recorded.
+    * ``epoch``: Send SIGKILL after epoch `at` is evaluated and saved.
+    * ``write``: After 4 steps, a write that makes a file longer than `at` bytes kills the process.
+    * ``full``: After 4 steps, no file can become longer than `at` bytes, as on a full disk.
+    * The empty string: Run to the end.
 
     Args:
-        plain: a configuration.
-        folder: the run folder.
-        interruption: ``event``: SIGKILL before file event `at` (from 1); ``events``: return their names; ``copies``:
-            return their names, and copy the run folder before event N to FOLDER_copies/N, where FOLDER exists;
-            ``SIGKILL``, ``SIGINT``, ``SIGTERM``: the signal after optimizer step `at`, once it is recorded;
-            ``epoch``: SIGKILL after epoch `at`, once it is evaluated and saved;
-            ``write``: after 4 steps the process is killed within the write that makes a file longer than `at` bytes;
-            ``full``: after 4 steps no file can be longer than `at` bytes, as on a disk that is full; none: to the end.
-        at: see `interruption`.
+        plain: Configuration.
+        folder: Run folder.
+        interruption: Kind of interruption.
+        at: Position or size of the interruption.
 
     Returns:
         The results, or the names of the file events.
@@ -207,10 +213,10 @@ def _watch_files(folder: Path, events: list[str], kill_at: int = 0, copies: Path
     """Append each event that changes a file of `folder` to `events`.
 
     Args:
-        folder: run folder.
-        events: names of the events.
-        kill_at: number of the event, from 1, before which the process is killed; 0: none.
-        copies: folder for copies of the run folder before each event; None: none.
+        folder: Run folder.
+        events: Names of the events.
+        kill_at: Number of the event, from 1, before which the process is killed, or 0 for no kill.
+        copies: Folder for copies of the run folder before each event, or None for no copies.
     """
     within = f"{folder}{os.sep}"
 
@@ -260,26 +266,26 @@ def _after_epoch(epoch: int, happen: Callable[[], None]) -> None:
 def _limit_files(size: int, kill: bool) -> None:
     import resource
 
-    if kill:  # Python ignores this signal by default, and the write would fail instead
+    if kill:  # Python ignores this signal by default, so the write would fail instead
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
 # ---------------------------------------------------------------------------------------------- several processes
 def in_processes(count: int, function: Callable[..., Any], *arguments: Any, output: Path) -> list[Any]:
-    """Call `function` in each process of a group of DDP, as a launcher would start them.
+    """Call `function` in each process of a DDP group, like a launcher.
 
     Args:
-        count: number of processes.
-        function: function of a module.
-        arguments: arguments of the function.
-        output: path of the files with the printed text, without ``_RANK.log``.
+        count: Number of processes.
+        function: Function at the top level of a module.
+        arguments: Arguments of the function.
+        output: Path of the files with the printed text, without ``_RANK.log``.
 
     Returns:
-        The returned value of each process.
+        list: The returned value of each process.
 
     Raises:
-        BrokenPromiseError: if a process fails.
+        BrokenPromiseError: If a process fails.
     """
     group: dict[str, str] = {}
     if count > 1:
@@ -298,7 +304,7 @@ def in_processes(count: int, function: Callable[..., Any], *arguments: Any, outp
         for rank in range(count)
     ]
     wait_until(lambda: not all(child.runs for child in children))
-    # A process that fails leaves the others in a collective call.
+    # If a process fails, the other processes wait in a collective call.
     done = [child.ended(SECONDS if all(one.runs or one.succeeded for one in children) else 10.0) for child in children]
     for rank, one in enumerate(done):
         require(one.status == 0, f"process {rank}: status {one.status}\n{one.printed[-2000:]}")
@@ -306,28 +312,28 @@ def in_processes(count: int, function: Callable[..., Any], *arguments: Any, outp
 
 
 def _in_group(function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-    """Call `function` in a process of a group. To be called in a child."""
+    """Call `function` in a process of a group. This function must run in a child process."""
     from lightning.fabric.utilities.rank_zero import rank_zero_only
 
     rank_zero: Any = rank_zero_only
-    rank_zero.rank = int(os.environ.get("LOCAL_RANK", 0))  # Lightning reads it when it is imported
+    rank_zero.rank = int(os.environ.get("LOCAL_RANK", 0))  # Lightning reads the rank when it is imported
     return function(*arguments)
 
 
-# ---------------------------------------------------------------------------------------------- comparing
+# ---------------------------------------------------------------------------------------------- comparisons
 def require_same_run(one: Path, other: Path, steps: bool = True) -> None:
-    """Require that two finished runs are the same bit for bit.
+    """Require that two finished runs are bitwise equal.
 
-    The last weights, the best weights, the states of the optimizer and the methods, the metrics and the accuracies are
-    compared.
+    The comparison covers the last weights, the best weights, the states of the optimizer and the methods, the metrics
+    and the accuracies.
 
     Args:
-        one: folder of the first run.
-        other: folder of the second run.
-        steps: also compare the rows of metrics within epochs.
+        one: Folder of the first run.
+        other: Folder of the second run.
+        steps: If True, also compare the rows of metrics within epochs.
 
     Raises:
-        BrokenPromiseError: if the runs differ; the message names the first difference.
+        BrokenPromiseError: If the runs differ. The message names the first difference.
     """
     checkpoints = [checkpoint.read(folder / checkpoint.NAME) for folder in (one, other)]
     for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch"):
@@ -348,10 +354,10 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def require_close(one: Path, other: Path, rtol: float, atol: float) -> float:
-    """Require that the last weights of two runs are close; return the largest absolute difference.
+    """Require that the last weights of two runs are close, and return the largest absolute difference.
 
     Raises:
-        BrokenPromiseError: if a weight differs by more than `atol` + `rtol` · its absolute value.
+        BrokenPromiseError: If a weight differs by more than `atol` + `rtol` · its absolute value.
     """
     states = [checkpoint.read(folder / checkpoint.NAME)["state_dict"] for folder in (one, other)]
     require(states[0].keys() == states[1].keys(), "the checkpoints hold other weights")

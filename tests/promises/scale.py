@@ -1,4 +1,4 @@
-"""Promise 9: load."""
+"""Promise 9: a large data set, many runs and many steps."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tests.promises.children import returned
 from tests.promises.runs import configuration, train, write_images
 from tests.promises.trial import Trial, require
 
-#: Limits of seconds and bytes for a million files, and of seconds for a thousand runs.
+#: Limits: seconds and bytes for a million files, and seconds for a thousand runs.
 _FILES_SECONDS, _FILES_BYTES, _COLLECT_SECONDS = 60.0, 2**30, 5.0
 #: Limit of the growth of a process in bytes.
 _GROWTH_BYTES = 16 * 2**20
-#: Methods with a state, which run for fewer steps, with the settings that the smallest network needs.
+#: Methods with a state, and the settings that they require with the smallest network. They run for fewer steps.
 _WITH_STATE: dict[str, tuple[str, ...]] = {
     "alast": ("model.kwargs.depth=2", "method.alast.num_layers=1"),
     "mesa": (),
@@ -25,7 +25,7 @@ _WITH_STATE: dict[str, tuple[str, ...]] = {
 
 
 def trials(long: bool) -> Iterator[Trial]:
-    """Yield trials with many files, with many runs and with many steps. Each runs alone."""
+    """Yield trials with many files, many runs and many steps. Each trial runs alone."""
     yield Trial("many files", _files, (1_000_000 if long else 20_000,), alone=True)
     yield Trial("many runs", _runs, (1000 if long else 100,), alone=True)
     yield Trial("many steps", _steps, (100_000 if long else 1_500, "full"), alone=True)

@@ -14,26 +14,26 @@ from tests.promises.methods import method_cases
 from tests.promises.runs import configuration, in_processes, largest_difference, require_close, train, write_images
 from tests.promises.trial import Trial, require
 
-#: Changes of settings that remove random choices, and losses over the tokens of a single process.
+#: Changes of settings that remove random choices and losses over the tokens of a single process.
 _QUIET: dict[str, dict[str, dict[str, Any]]] = {
     "lora": {"lora": {"dropout": 0.0}},
     "moe": {"moe": {"aux_loss_coef": 0.0}},
     "bsr_moe": {"bsr_moe": {"aux_loss_coef": 0.0}},
     "low_bit": {"low_bit": {"rounding": "nearest"}},
 }
-#: Methods that draw tokens for each image: two processes draw different tokens than one process.
+#: Methods that draw tokens for each image. Two processes draw different tokens than one process.
 _RANDOM = ("patch_dropout",)
-#: Cases in which a range, a threshold, a group or a choice depends on the half batch of a process. Two processes then
-#: differ from one process by rounding errors of the same size.
+#: Cases with a range, a threshold, a group or a choice that depends on the half batch of a process. The difference
+#: between two processes and one process is then comparable to the rounding error of the method.
 _OF_THE_HALF = ("lbp_wht lhe", "back_razor int8", "checkpointing int8", "mesa", "low_bit", "low_bit auto", "swat")
 #: Learning rates of networks whose random weights amplify rounding errors.
 _LR = {"tinytl": 1e-6}
-#: Tolerances in fp32, where the order of sums over a batch differs.
+#: Tolerances in fp32, because the order of sums over a batch differs.
 _RTOL, _ATOL = 1e-4, 1e-5
 
 
 def trials(long: bool) -> Iterator[Trial]:
-    """Yield a trial for every method (long: also with an uneven last batch), and one of a repeated run."""
+    """Yield a trial of a repeated run, and a trial for every method (long form: also with an uneven last batch)."""
     for case in method_cases(long):
         for uneven in (False, True) if long else (False,):
             yield Trial(f"{case}{', an uneven last batch' if uneven else ''}", _as_one, (case, uneven))
@@ -41,9 +41,9 @@ def trials(long: bool) -> Iterator[Trial]:
 
 
 def _as_one(folder: Path, case: str, uneven: bool) -> dict[str, float]:
-    """Train in two processes on half a batch each, and in one process on whole batches."""
+    """Compare training in two processes on half batches with training in one process on whole batches."""
     write_images(folder / "images")
-    if uneven:  # an odd number of training images
+    if uneven:  # gives an odd number of training images
         (folder / "images" / "0" / "00.png").unlink()
     plain = configuration(
         folder / "images",
@@ -55,7 +55,7 @@ def _as_one(folder: Path, case: str, uneven: bool) -> dict[str, float]:
     plain["method"] = copy.deepcopy(plain["method"])
     for method, settings in _QUIET.get(case.split()[0], {}).items():
         plain["method"][method].update(settings)
-    plain["data"]["batch_size"] = 22 if uneven else 24  # of 56 images: 24, 24, 8, or of 55: 22, 22, 11
+    plain["data"]["batch_size"] = 22 if uneven else 24  # batches of 24, 24, 8 of 56 images, or 22, 22, 11 of 55
     digests = _trained_in_two(folder, plain, "two")
     images = json.loads((folder / "two" / "results.json").read_text())["data"]["splits"]["train"]
     require(images % 2 == uneven, f"it trained on {images} images")
@@ -76,7 +76,7 @@ def _as_one(folder: Path, case: str, uneven: bool) -> dict[str, float]:
 
 
 def _again(folder: Path) -> None:
-    """Train twice in two processes: the same bits, with everything random."""
+    """Require that training twice in two processes with all random choices gives the same bits."""
     write_images(folder / "images")
     plain = configuration(folder / "images", "lora", data__num_workers=1, trainer__grad_accum_steps=2)
     plain["data"]["batch_size"] = 12
@@ -85,7 +85,7 @@ def _again(folder: Path) -> None:
 
 
 def _trained_in_two(folder: Path, plain: dict[str, Any], name: str) -> list[str]:
-    """Run `plain` in two processes with half of its batch size; return the digests of their weights."""
+    """Run `plain` in two processes with half of its batch size, and return the digests of their weights."""
     plain = copy.deepcopy(plain)
     plain["data"]["batch_size"] //= 2
     plain["trainer"]["devices"] = 2

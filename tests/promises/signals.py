@@ -21,9 +21,9 @@ from tests.promises.trial import Trial, require
 _STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143}
 #: Signals that a terminal, ``timeout``, a scheduler or a service manager sends to a process group.
 _TO_GROUPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
-#: Seconds until a forked program answers signals.
+#: Delay in seconds until a forked program responds to signals.
 _FIRST_MOMENT = 0.05
-#: Enough epochs that the signal arrives before the end.
+#: Setting with enough epochs that the signal arrives before the end.
 _LONGER = "trainer.epochs=8"
 
 
@@ -47,14 +47,14 @@ def trials(long: bool) -> Iterator[Trial]:
 def _at_moment(
     folder: Path, number: signal.Signals, share: float, workers: bool, group: bool = False
 ) -> dict[str, float]:
-    """Signal a run after a share of its time, and continue it. The outcome equals that of an uninterrupted run.
+    """Signal a run after a fraction of its duration, and continue the run. The outcome equals an uninterrupted run.
 
     Args:
-        folder: empty folder.
-        number: number of the signal.
-        share: share of the duration of a run.
-        workers: load the data in two processes.
-        group: also signal the workers, and signal the run twice except for Ctrl-C.
+        folder: Empty folder.
+        number: Number of the signal.
+        share: Fraction of the duration of a run.
+        workers: If True, load the data in two processes.
+        group: If True, also signal the workers, and send every signal except SIGINT twice.
     """
     write_images(folder / "images")
     more = (_LONGER, f"data.num_workers={2 if workers else 0}")
@@ -72,7 +72,7 @@ def _at_moment(
         child.signal_group(number)
     done = child.ended()
     saved = checkpoint.exists(folder / "run" / checkpoint.NAME)
-    if done.status != 0:  # otherwise the run had finished
+    if done.status != 0:  # otherwise the run is finished
         require(done.status == 128 + number, f"status {done.status}, not {128 + number}\n{done.printed[-3000:]}")
         require("Traceback" not in done.printed, done.printed[-3000:])
         require("memory" not in done.said, f"a requested stop is reported as lack of memory: {done.said}")
@@ -86,7 +86,7 @@ def _at_moment(
 
 
 def _program(words: list[str], began: Path) -> None:
-    """Run the program with metrics of each step, and create the file `began` first. To be called in a child."""
+    """Create the file `began` and run the program with metrics of each step. It must run in a child process."""
     recorder.RECORD_EVERY = 1
     began.touch()
     program(words)

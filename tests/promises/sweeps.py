@@ -14,7 +14,8 @@ from tests.promises.children import SECONDS, returned
 from tests.promises.runs import configuration, train, write_images
 from tests.promises.trial import Trial, require
 
-#: The program with a replaced training, which dies, hangs or raises for some orders and writes GIVEN for others.
+#: The program with a replaced training. For some orders, the training dies, hangs or raises. For other orders, it
+#: writes the results in GIVEN.
 _PROGRAM = """
 import json, os, signal, subprocess, sys, time, types
 from pathlib import Path
@@ -61,18 +62,18 @@ _FAILURES = {
 
 
 def trials(long: bool) -> Iterator[Trial]:
-    """Yield a sweep with one job at a time, and one with two."""
+    """Yield a sweep with one job at a time and a sweep with two jobs at a time."""
     for parallel in (1, 2) if long else (2,):
         yield Trial(f"jobs that die, hang, raise and leave, {parallel} at a time", _sweep, (parallel, long))
 
 
 def _sweep(folder: Path, parallel: int, stubborn: bool) -> None:
-    """Run a sweep in which three jobs finish and the others fail in different ways; repeat the sweep.
+    """Run a sweep in which three jobs finish and the other jobs fail in different ways, and repeat the sweep.
 
     Args:
-        folder: empty folder.
-        parallel: number of jobs at a time.
-        stubborn: add a job that ignores requests to stop and is killed a minute later.
+        folder: Empty folder.
+        parallel: Number of concurrent jobs.
+        stubborn: If True, add a job that ignores requests to stop and is killed a minute later.
     """
     failures = {order: reason for order, reason in _FAILURES.items() if stubborn or order != 8}
     write_images(folder / "images")

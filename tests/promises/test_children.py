@@ -1,4 +1,4 @@
-"""Child processes of trials: what they return, how they end, and that none of them is left."""
+"""Tests of child processes of trials: returned values, exit statuses, and no remaining processes."""
 
 from __future__ import annotations
 

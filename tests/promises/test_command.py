@@ -1,4 +1,4 @@
-"""``efficient-ft selftest``: what it runs, prints and records; that trials notice what they are for."""
+"""Tests of ``efficient-ft selftest``: selected trials, output, records, and the detection of broken promises."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_broken_promise_is_named_and_the_others_stay_in_the_record(
 
 
 def test_the_record_is_written_promise_by_promise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The long form takes hours, and may be interrupted; a place that cannot be written is known before."""
+    """Finished promises are recorded despite an interruption. An unwritable file is reported before the trials."""
 
     def interrupted(long: bool) -> Iterator[Trial]:
         raise KeyboardInterrupt
@@ -130,7 +130,7 @@ def test_the_names_of_a_promise_s_trials_differ(long: bool) -> None:
 
 
 def _run(folder: Path, weight: float = 1.0, accuracy: float = 0.5, metric: float = 0.25) -> Path:
-    """Write the files of a finished run that are compared."""
+    """Write the compared files of a finished run."""
     folder.mkdir()
     tensors = {"a": torch.tensor([weight, 2.0])}
     held = {"state_dict": tensors, "optimizer_states": [{"state": {0: {"m": torch.ones(2)}}}], "lr_schedulers": [],

@@ -1,4 +1,4 @@
-"""Load, in small: each measurement runs the real command and removes what it has made."""
+"""Tests of the load measurements at a small scale. Each measurement runs the real command and removes its files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every trial of the short form of ``efficient-ft selftest`` as a test: ``pytest -m promises``."""
+"""Tests that run every trial of the short form of ``efficient-ft selftest``: ``pytest -m promises``."""
 
 from __future__ import annotations
 

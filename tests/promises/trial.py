@@ -1,4 +1,4 @@
-"""Trials of promises."""
+"""Promises and their trials."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 
 class BrokenPromiseError(AssertionError):
-    """A trial failed: the promise does not hold."""
+    """Raised if a trial finds that a promise does not hold."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One trial.
+    """A trial of a promise.
 
     Attributes:
-        name: description of the trial, unique within its promise.
-        function: function that is called with an empty folder and `arguments`. It raises `BrokenPromiseError` if the
+        name: Description of the trial, unique within its promise.
+        function: Function that is called with an empty folder and `arguments`. It raises `BrokenPromiseError` if the
             promise does not hold, and returns measured values or None.
-        arguments: further arguments of the function.
+        arguments: Further arguments of the function.
         alone: True if no other trial may run at the same time, because the trial measures time or memory.
     """
 
@@ -35,12 +35,12 @@ class Promise:
     """A promise and its trials.
 
     Attributes:
-        number: number of the promise, from 1.
-        title: short title.
-        text: statement of the promise.
-        tried: description of the trials in the short and in the long form.
-        trials: function that yields the trials; its argument is True for the long form.
-        not_covered: limits of the promise.
+        number: Number of the promise, from 1.
+        title: Short title.
+        text: Statement of the promise.
+        tried: Description of the trials in the short and in the long form.
+        trials: Function that yields the trials. Its argument is True for the long form.
+        not_covered: Limits of the promise.
     """
 
     number: int

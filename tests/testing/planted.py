@@ -1,4 +1,4 @@
-"""A correct method, `Damped`, and methods that differ from it by one fault each."""
+"""A correct method `Damped`, and methods that each differ from it by one fault."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Found = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class Product(torch.autograd.Function):
-    """x Wᵀ + b, with a gradient to W that is multiplied by a factor."""
+    """Compute x Wᵀ + b. The gradient of W is multiplied by a factor."""
 
     @staticmethod
     def forward(ctx: Any, owner: LinearForward, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -43,7 +43,7 @@ class Product(torch.autograd.Function):
 
 
 class LinearForward(OwnForward):
-    """The forward pass of a linear layer by `Product`, in training."""
+    """A forward pass of a linear layer that uses `Product` in training."""
 
     def __init__(self, module: nn.Module, name: str, method: Damped) -> None:
         super().__init__(module)
@@ -59,12 +59,12 @@ class LinearForward(OwnForward):
 
 
 class Damped(Method):
-    """Multiply the gradients of the weights of linear layers by a factor.
+    """Multiply the weight gradients of linear layers by a factor.
 
-    The class methods are the places at which a subclass goes wrong.
+    Subclasses override the static methods to introduce faults.
 
     Args:
-        factor: above 0; 1 changes nothing.
+        factor: A positive number. With 1, the gradients do not change.
     """
 
     name = "damped"
@@ -74,7 +74,7 @@ class Damped(Method):
 
     def __init__(self, factor: float = 0.5) -> None:
         self.factor = factor
-        #: What the layers share with the method.
+        #: State that the layers share with the method.
         self.shared: dict[str, Any] = {"steps": 0}
         self._model: nn.Module | None = None
 
@@ -116,7 +116,7 @@ class Damped(Method):
 
 
 def reference(method: Any, model: nn.Module, parameters: dict[str, Tensor], images: Tensor) -> Tensor:
-    """The plain network, with the factor on the gradients of the weights of linear layers."""
+    """Compute the logits of the plain network, with the weight gradients of linear layers multiplied by the factor."""
     if model.training:
         for name in method.applied.touched:
             weight = parameters[f"{name}.weight"]
@@ -137,7 +137,7 @@ def scaled(found: Found, x: float = 1, w: float = 1, b: float = 1) -> Found:
 def wrong(
     when: Callable[[LinearForward, Tensor, Found], bool] = lambda *_: True, **factors: float
 ) -> Callable[[LinearForward, Tensor, Found], Found]:
-    """Return `Damped.gradients` that multiplies gradients by factors, in some cases."""
+    """Return a `Damped.gradients` that multiplies gradients by `factors` if `when` returns True."""
     return lambda owner, g, found: scaled(found, **factors) if when(owner, g, found) else found
 
 
@@ -288,9 +288,9 @@ class TrainsInEvaluationMode(Damped):
         return Damped.evaluated(owner, x)
 
 
-# ---------------------------------------------------------------------------------------------- what is left or moved
+# ---------------------------------------------------------------------------------------------- unwanted changes
 def _nothing(*_: Any) -> None:
-    """A hook that does nothing."""
+    """Do nothing, as a hook."""
 
 
 def _larger(g: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The contract kit reports each planted fault by the contract that it breaks, and no fault of a correct method."""
+"""Tests that the contract kit reports each planted fault by the violated contract, and accepts a correct method."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STATE = "test_state_travels_in_a_checkpoint"
 METER = "test_nothing_hides_from_the_meter"
 COPY = "test_no_copy_of_an_activation_is_kept_outside_of_tensors"
 
-#: The contracts that each fault breaks.
+#: The contracts that each fault violates.
 FAULTS: list[tuple[type[Damped], str]] = [
     (planted.WeightDoubled, REFERENCE),
     (planted.WeightDoubled, LOWER),
@@ -95,14 +95,14 @@ FAULTS: list[tuple[type[Damped], str]] = [
 
 @pytest.fixture
 def restored() -> Iterator[None]:
-    """Restore what a faulty method changes in the process."""
+    """Restore the process settings that a faulty method changes."""
     dtype = torch.get_default_dtype()
     yield
     torch.set_default_dtype(dtype)
 
 
 def broken(row: Row, contract: str, model: str) -> str:
-    """Return the message with which a contract reports a row; empty: it reports nothing."""
+    """Return the message of the contract for this row, or an empty string if the contract passes."""
 
     class Contracts(MethodContracts):
         rows = {"row": row}  # noqa: RUF012
@@ -113,7 +113,7 @@ def broken(row: Row, contract: str, model: str) -> str:
         test("row", model) if "name" in test.__code__.co_varnames[: test.__code__.co_argcount] else test("row")
     except AssertionError as error:
         return str(error) or "failed"
-    except RuntimeError as error:  # torch's own
+    except RuntimeError as error:  # an error from torch
         if "Inference tensors" not in str(error):
             raise
         return str(error)

@@ -1,6 +1,6 @@
-"""Adam in float64, and the values that block-wise codes can have, written without the package's code.
+"""Adam in float64 and the values that block-wise codes can represent, without the package's code.
 
-Kingma, Ba, ICLR 2015, algorithm 1; Loshchilov, Hutter, ICLR 2019, algorithm 2.
+References: Kingma, Ba, ICLR 2015, algorithm 1; Loshchilov, Hutter, ICLR 2019, algorithm 2.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def adam(
     decoupled: bool,
     divisor: Any = 1.0,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """Return the parameter and the moments after step t, all float64; the root of v is multiplied by `divisor`."""
+    """Return the parameter and the moments after step t in float64. `divisor` multiplies the root of v."""
     p, m, v, g = (np.asarray(x, np.float64) for x in (p, m, v, g))
     if decoupled:
         p = p - lr * decay * p
@@ -40,34 +40,34 @@ def adam(
 
 
 def bound(t: int, beta1: float, beta2: float) -> float:
-    """Return the largest step that Adam can take in step t, divided by the learning rate (Cauchy–Schwarz)."""
+    """Return the upper bound of Adam's step t, divided by the learning rate (Cauchy–Schwarz)."""
     terms = sum((beta1**2 / beta2) ** k for k in range(t))
     ratio = (1 - beta1) / math.sqrt(1 - beta2) * math.sqrt(terms)
     return ratio / (1 - beta1**t) * math.sqrt(1 - beta2**t)
 
 
 def neighbors(x: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the nearest of the ascending values at most x, and at least x."""
+    """Return the largest value that is at most x, and the smallest value that is at least x. `values` is ascending."""
     below = np.searchsorted(values, x, side="right") - 1
     above = np.searchsorted(values, x, side="left")
     return values[np.clip(below, 0, len(values) - 1)], values[np.clip(above, 0, len(values) - 1)]
 
 
 def ratio_values(largest: float, bits: int) -> np.ndarray:
-    """Return the ratios that a block with this largest magnitude can hold: signed squares."""
+    """Return the ratios that a block with this largest magnitude can represent: signed squares."""
     codes = np.arange(-(2 ** (bits - 1)) + 1, 2 ** (bits - 1))
     return np.sign(codes) * largest * (codes / codes[-1]) ** 2
 
 
 def without_shift(roots: np.ndarray, range_: np.ndarray, bits: int) -> np.ndarray:
-    """Return the roots at the codes of one block, from decoded ones: these are shifted by a share of the distance."""
+    """Return the roots at the codes of one block. Decoded roots are shifted by a fraction of the code distance."""
     distance = int(range_[1]) * {8: 256, 4: 4096}[bits]
     integers = roots.astype(np.float32).view(np.int32).astype(np.int64) - int(int(range_[2]) * distance / 2**14)
     return np.where(roots > 0, integers.astype(np.int32).view(np.float32).astype(np.float64), 0)
 
 
 def root_values(roots: np.ndarray, bits: int) -> np.ndarray:
-    """Return the positive roots that a block can hold: equally spaced in the float32 numbers of its range."""
+    """Return the positive roots that a block can represent: equally spaced float32 bit patterns within its range."""
     positive = roots[roots > 0].astype(np.float32).view(np.int32).astype(np.int64)
     if not positive.size:
         return np.zeros(1)

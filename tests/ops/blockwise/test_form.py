@@ -1,4 +1,4 @@
-"""The block-wise form: codes next to each value, exact zeros, unbiased rounding, and extreme values."""
+"""Tests of the block-wise form: codes next to each value, exact zeros, unbiased rounding and extreme values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.ops.blockwise.reference import neighbors, ratio_values, root_values, 
 
 
 def values_of(moments: Moments, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """The ratios and the roots that a state represents, float64."""
+    """Return the ratios and the roots that a state represents, in float64."""
     m, v = (x.double().numpy() for x in dequantize(moments, bits))
     roots = np.sqrt(v)
     return np.divide(m, roots, out=np.zeros_like(m), where=roots > 0), roots
@@ -53,7 +53,7 @@ def test_every_value_becomes_one_of_its_two_neighbors(
 @pytest.mark.first(1, "slow")
 @pytest.mark.parametrize("bits", [8, 4])
 def test_the_rounding_has_no_bias_over_steps(bits: int) -> None:
-    """The mean ratio is exact. So is the mean root of a block; that of a value is within a quarter of the distance."""
+    """The mean ratio and the mean root of a block are exact. The mean root of a value is within a quarter step."""
     chance = torch.Generator().manual_seed(0)
     root = torch.rand(BLOCK, generator=chance).add(0.5)
     ratio = torch.randn(BLOCK, generator=chance)

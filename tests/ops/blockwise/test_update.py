@@ -1,4 +1,4 @@
-"""A step of Adam over block-wise moments: against float64, and the kernels against plain torch."""
+"""Tests of an Adam step with block-wise moments: plain torch against float64, and the kernels against plain torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SETTINGS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay"
 
 
 def form_of(name: str) -> Callable[..., None]:
-    """A form of the step; Triton's kernel runs on a GPU elsewhere, and in its interpreter here."""
+    """Return one implementation of the step. Without a GPU, the Triton kernel runs in its interpreter."""
     if name == "plain":
         return adam_step_reference
     if name == "triton":
@@ -47,7 +47,7 @@ def gradients(n: int, steps: int, spread: float = 2.0) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("form", ["numba", "plain", "triton"])
-@example(8, 7, 0.0, 3, 0.5, 0.0, 0.0, 0.0, False)  # v is a square of g: steps of 150, and parameters as large
+@example(8, 7, 0.0, 3, 0.5, 0.0, 0.0, 0.0, False)  # v is the square of g, so steps and parameters reach 150
 @settings(max_examples=25, deadline=None)
 @given(
     bits=st.sampled_from([8, 4]), blocks=st.integers(1, 9), spread=st.floats(0, 5), step=st.integers(1, 3),
@@ -66,7 +66,7 @@ def test_a_step_equals_float64(
         step_of(p, grad, moments, bits, AdamStep(1e-2, beta1, beta2, eps, decay, decoupled, t))
         divisor = 1.0 if bits == 8 else 1 + 0.05 * (1 - 0.97**t)
         exact, _, v = adam(*before, grad.numpy(), t, 1e-2, beta1, beta2, eps, decay, decoupled, divisor)
-        rounding = 2.0**-23 * np.maximum(np.abs(before[0]), np.abs(exact))  # of the parameter, which is float32
+        rounding = 2.0**-23 * np.maximum(np.abs(before[0]), np.abs(exact))  # rounding of the float32 parameter
         error = np.abs(p.double().numpy() - exact)
         assert (error <= 2e-4 * np.abs(exact - before[0]) + rounding + 1e-6).all()
         roots = np.sqrt(dequantize(moments, bits)[1].double().numpy())
@@ -88,7 +88,7 @@ def test_the_kernels_find_the_codes_of_plain_torch(form: str, bits: int, blocks:
         step = AdamStep(**SETTINGS, decoupled=True, step=number)
         step_of(p[0], grad, held[0], bits, step)
         adam_step_reference(p[1], grad, held[1], bits, step)
-        # The last bit of a square root decides some codes.
+        # The last bit of a square root changes a few codes.
         assert (held[0].ratio != held[1].ratio).float().mean() < 1e-3
         assert (held[0].root != held[1].root).float().mean() < 1e-3
         assert torch.equal(held[0].root_range[:, :2], held[1].root_range[:, :2])
@@ -125,13 +125,13 @@ def test_no_step_exceeds_adams_bound(bits: int, seed: int, beta1: float, beta2: 
             grad *= torch.rand(n, generator=chance) > 0.9
         p = torch.zeros(n)
         adam_step(p, grad, moments, bits, AdamStep(1.0, beta1, beta2, 0.0, 0.0, True, t))
-        steps = torch.where(dequantize(moments, bits)[1] > 0, p, 0.0)  # without eps, 0 / 0 where nothing came yet
+        steps = torch.where(dequantize(moments, bits)[1] > 0, p, 0.0)  # 0 / 0 before the first gradient
         assert steps.abs().max() <= 1.001 * bound(t, beta1, beta2)
 
 
 @pytest.mark.parametrize(("bits", "largest_bias"), [(8, 0.025), (4, 0.35)])
 def test_rounding_does_not_add_up_over_thousands_of_steps(bits: int, largest_bias: float) -> None:
-    """Steps stay as large as Adam's. Without the shift, roots in 4 bits become 30 times too large."""
+    """Steps stay as large as Adam's. Without the shift, 4-bit roots become 30 times too large."""
     chance, n, steps = torch.Generator().manual_seed(1), 8 * BLOCK, 3000
     sizes = torch.randn(n, generator=chance).mul(0.4).exp()
     moments, found, exact = empty_moments(n, bits), [], []

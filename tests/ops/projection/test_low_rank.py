@@ -1,4 +1,4 @@
-"""The low-rank backward against exact back-propagation and against a dense reference, in float64."""
+"""Tests of the low-rank backward pass against exact backpropagation and a dense reference, in float64."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOLERANCE = {"rtol": 1e-9, "atol": 1e-10}
 
 
 def case(grid, prefix, c_in=3, c_out=4, batch=2, seed=0):
-    """x, weight, bias and an upstream gradient, float64."""
+    """Return x, weight, bias and an upstream gradient in float64."""
     generator = torch.Generator().manual_seed(seed)
     tokens = prefix + grid[0] * grid[1]
     shapes = (batch, tokens, c_in), (c_out, c_in), (c_out,), (batch, tokens, c_out)
@@ -75,13 +75,16 @@ def test_full_rank_cosine_equals_exact(grid):
     seed=st.integers(0, 99),
 )
 def test_kept_tokens_are_projected_where_they_lie(grid, prefix, kept, fused, order, padding, seed):
-    """As the whole map is, zeros where tokens were dropped; fused and prefix tokens exactly. Exact at full rank."""
+    """The projection of a subset equals the projection of the whole map with zeros for dropped tokens.
+
+    Fused tokens and prefix tokens are exact. At full rank, all gradients are exact.
+    """
     if padding == "reflect" and min(grid) < 7:
         return
     whole = WalshProjector(low_pass_l1(order), padding).projection(grid, prefix, (3, 4))
     positions = grid[0] * grid[1]
     generator = torch.Generator().manual_seed(seed)
-    # Indices on the grid, and after it those of fused tokens, in any order; not every image has every fused token.
+    # Grid indices, followed by the indices of fused tokens, in random order. Some images lack some fused tokens.
     places = torch.stack([torch.randperm(positions + fused, generator=generator)[:kept] for _ in range(2)])
     columns = torch.cat([torch.arange(prefix).expand(2, -1), places + prefix], 1)
     at = columns.numpy()
@@ -114,7 +117,7 @@ def test_kept_tokens_are_projected_where_they_lie(grid, prefix, kept, fused, ord
 
 
 def test_reflect_is_not_exact_at_any_rank():
-    # As published: mirrored rows are counted twice (about 40 % of g_w at 7×7).
+    # The published method counts mirrored rows twice, which adds about 40 % of g_w at 7×7.
     projection = WalshProjector(low_pass_l1(15), "reflect").projection((7, 7), 0, (3, 4))
     arguments = case((7, 7), 0)
     g_x, g_w, g_b = gradients(low_rank(projection), *arguments)
@@ -137,7 +140,7 @@ def test_every_order_equals_the_dense_reference_and_differs_from_exact(bases, or
             np.testing.assert_allclose(a.numpy(), b, rtol=1e-8, atol=1e-9)
         exact = gradients(F.linear, x, weight, bias, g)
         torch.testing.assert_close(low[2], exact[2], **TOLERANCE)
-        # fewer than 64 bases can span a cropped map already
+        # Fewer than 64 bases can already span a cropped map.
         full = projection.rank >= projection.tokens if padding == "ortho" else order == FULL[bases]
         assert torch.allclose(low[1], exact[1], **TOLERANCE) == (full and padding != "reflect")
 
@@ -203,7 +206,7 @@ def test_tiles_of_large_maps_equal_the_dense_reference(grid, padding):
     assert projection.groups[0].positions is not None
     assert sum(group.tiles for group in projection.groups) > 4
     low = gradients(low_rank(projection), x, weight, bias, g)
-    mode = padding if padding != "ortho" or grid != (56, 56) else "zero"  # 56 needs no padding: ortho is zero
+    mode = padding if padding != "ortho" or grid != (56, 56) else "zero"  # a side of 56 needs no padding
     arrays = (t.detach().numpy() for t in (x, g, weight))
     expected = reference.low_rank_backward(*arrays, grid, 1, reference.chosen("l1", 3), mode)
     for a, b in zip(low, expected, strict=True):

@@ -1,4 +1,4 @@
-"""Energies of the 64 bases, against explicit projections."""
+"""Tests of the energies of the 64 bases against explicit projections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The constant matrices: sequencies, selections, ranks, padding, tiles."""
+"""Tests of the constant matrices: sequencies, selections, ranks, padding and tiles."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_walsh_rows_are_symmetric_orthogonal_and_in_sequency_order():
 def test_ranks_of_the_selections():
     assert [len(low_pass_l1(r)) for r in range(1, 16)] == [1, 3, 6, 10, 15, 21, 28, 36, 43, 49, 54, 58, 61, 63, 64]
     assert [len(low_pass_linf(r)) for r in range(1, 9)] == [r * r for r in range(1, 9)]
-    assert set(low_pass_l1(2)) == {(0, 0), (0, 1), (1, 0)}  # the paper's worked example
+    assert set(low_pass_l1(2)) == {(0, 0), (0, 1), (1, 0)}  # the example in the paper
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_cosine_order_breaks_ties_by_row_then_column():
 
     rows = dct_rows((4, 8), 6).reshape(6, 4, 8)
     places = [tuple(int(v) for v in np.argwhere(np.abs(dctn(r, norm="ortho")) > 0.5)[0]) for r in rows]
-    assert places == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]  # (0,2) and (1,0) are equally low
+    assert places == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]  # (0,2) and (1,0) have the same frequency
 
 
 @given(
@@ -89,7 +89,7 @@ def test_cosine_tiles_share_out_all_rows(heights, widths, data):
 
 
 def test_tiles_that_share_positions_are_merged():
-    tiles = wht_tiles((17, 8), low_pass_l1(2), "reflect")  # the reflection of the last block reaches its neighbour
+    tiles = wht_tiles((17, 8), low_pass_l1(2), "reflect")  # the last reflection reaches the previous block
     assert len(tiles) == 3
     merged = disjoint(tiles, 17 * 8)
     positions = np.concatenate([t.positions for t in merged])
@@ -111,5 +111,5 @@ def test_large_cosine_tiles_never_cost_more_than_the_published_transform(side, o
 @given(st.tuples(st.integers(1, 20), st.integers(1, 20)), st.integers(0, 3), st.integers(1, 15))
 def test_the_sum_over_tokens_is_read_off_the_coefficients(grid, prefix, order):
     projection = WalshProjector(low_pass_l1(order)).projection(grid, prefix, (1, 1))
-    assert projection.ones is not None  # the constant map is always in a low-pass span
+    assert projection.ones is not None  # every low-pass span contains the constant map
     assert projection.tokens == prefix + grid[0] * grid[1]

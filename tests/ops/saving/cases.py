@@ -1,4 +1,4 @@
-"""Operations with inputs of every kind, and what the tests of packed operations share. All in float64."""
+"""Operations with all kinds of float64 inputs, and helpers for the tests of packed operations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAMPLES = 2
 
 @dataclass
 class Counting:
-    """Keeps everything, and counts what it was given."""
+    """A packer that keeps all values and records the shapes of its inputs."""
 
     shapes: list[tuple[int, ...]] = field(default_factory=list)
 
@@ -58,7 +58,7 @@ def packed(function: Callable[..., Tensor], inputs: Sequence[Tensor], policy: Po
 
 
 def prune(x: Tensor, sparsity: float, samples: int = SAMPLES) -> Tensor:
-    """Zero what is smaller than the k-th smallest magnitude of each sample; no ties here."""
+    """Set all values below the k-th smallest magnitude of each sample to zero. The magnitudes must be distinct."""
     rows = x.detach().reshape(samples, -1)
     k = min(max(math.floor(rows.shape[1] * sparsity), 1), rows.shape[1])
     threshold = rows.abs().sort(1).values[:, k - 1 : k]
@@ -66,7 +66,7 @@ def prune(x: Tensor, sparsity: float, samples: int = SAMPLES) -> Tensor:
 
 
 def saved_while(function: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """The result of `function`, and one tensor of each storage that it saves for the backward pass."""
+    """Return the result of `function` and one saved tensor per storage."""
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         y = function()
@@ -74,7 +74,7 @@ def saved_while(function: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
 
 
 def others(saved: list[Tensor], known: Sequence[Tensor]) -> list[Tensor]:
-    """Return those of `saved` that share a storage with none of `known`."""
+    """Return the tensors in `saved` that share no storage with a tensor in `known`."""
     storages = {t.untyped_storage().data_ptr() for t in known}
     return [t for t in saved if t.untyped_storage().data_ptr() not in storages]
 
@@ -115,7 +115,7 @@ def multi_head_of_three(
     b_in: Tensor | None = None,
     b_out: Tensor | None = None,
 ) -> Tensor:
-    """`nn.MultiheadAttention` with the batch first, as its module calls it."""
+    """Call `F.multi_head_attention_forward` on batch-first inputs, as `nn.MultiheadAttention` does."""
     x = [q.transpose(0, 1)] * 3 if q is k is v else [t.transpose(0, 1) for t in (q, k, v)]
     biases = (b_in, None, None, False, 0.0, w_out, b_out)
     return F.multi_head_attention_forward(*x, 8, 2, w_in, *biases, need_weights=False)[0].transpose(0, 1)
@@ -224,7 +224,7 @@ OPERATIONS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
 }
 
 
-# ------------------------------------------------------------------------------------------------ all of them
+# ------------------------------------------------------------------------------------------------ all operations
 def inputs_of_everything() -> list[Tensor]:
     shapes = [(2, 12, 16), (16, 16), (16, 32), (16,), (16,), (16,), (5, 16, 3, 3)]
     return [(t.detach() / 4).requires_grad_() if t.dim() != 3 else t for t in tensors(*shapes)]

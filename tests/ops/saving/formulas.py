@@ -1,4 +1,4 @@
-"""The backward pass of each operation by hand, on tensors that `p` prunes (Back Razor, Equation 3)."""
+"""Hand-written backward pass of each operation on tensors pruned by `p` (Back Razor, Equation 3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Edges of operations, against torch in float64: masked-out queries, shared heads, small norms, far means; names."""
+"""Tests of edge cases against torch in float64: fully masked queries, shared heads, small norms and large means.
+
+Other tests check the names of tensors and non-finite values.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +99,7 @@ def test_rms_norm_has_torch_s_eps_under_autocast(eps: float | None) -> None:
 @pytest.mark.parametrize("packer", [Dense(), Sparse(0.0), Sparse(0.8)])
 @pytest.mark.parametrize("far", [0.0, 1.0, 1e2, 1e3])
 def test_gamma_of_a_frozen_batch_norm_does_not_depend_on_the_mean(packer: Packer, far: float) -> None:
-    """The gradient of γ in float32 is near that of torch in float64; pruned, it errs as if the mean were 0."""
+    """The float32 gradient of γ is close to the float64 gradient. With pruning, the mean does not change its error."""
     generator = torch.Generator().manual_seed(0)
     x, g = (torch.randn(16, 8, 14, 14, generator=generator) for _ in range(2))
     policy = everywhere(packer, normalized=True, derived=True, derived_all=packer == Dense())
@@ -131,7 +134,7 @@ class Named:
 
 
 class Block(nn.Module):
-    """One activation module that is called twice, and a linear layer that is."""
+    """A module that calls an activation module and a linear layer twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +165,7 @@ def test_names_are_those_of_modules_and_roles_whatever_trains() -> None:
         "blocks.0/act/gelu(2)/input",
         "blocks.0/fc2/linear(2)/input",
     ]
-    block.fc1.requires_grad_(False)  # the first call of the activation function keeps nothing
+    block.fc1.requires_grad_(False)  # the first call of the activation function saves nothing
     assert names_in(block, torch.randn(2, 3, 6)) == names[2:]
     block.requires_grad_(False)
     assert names_in(block, torch.randn(2, 3, 6, requires_grad=True)) == [names[1], names[3]]
@@ -171,7 +174,7 @@ def test_names_are_those_of_modules_and_roles_whatever_trains() -> None:
 
 def test_a_part_that_runs_twice_has_names_for_both_calls() -> None:
     block, state = Block(), PackingState()
-    for _ in range(2):  # a backward pass ends a forward pass
+    for _ in range(2):  # the backward pass resets the counters of calls
         names = names_in(block, torch.randn(2, 3, 6), 2, state)
         assert [name.partition("/")[0] for name in names] == ["blocks.0"] * 5 + ["blocks.0(2)"] * 5
     assert len(set(names)) == 10
@@ -203,7 +206,7 @@ def test_a_tensor_that_is_not_finite_leaves_no_trace(
         if first is wrong:
             assert not back.isfinite().all(), "packing hides no value that is not finite"
             if with_steps:
-                pack(5 * x, "y")  # finite itself, in a step that is not
+                pack(5 * x, "y")  # a finite tensor in a step with a non-finite tensor
         if with_steps:
             state.end_step()
         if first is wrong:

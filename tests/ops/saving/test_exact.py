@@ -1,4 +1,4 @@
-"""Packed operations equal plain torch where nothing is dropped."""
+"""Tests that packed operations equal plain torch if no value is dropped."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_where_nothing_is_dropped_everything_is_as_in_plain_torch(name, normaliz
     inputs = tensors(*shapes)
     y, plain = packed(function, inputs, everywhere(Sparse(0.0), normalized=normalized)), function(*inputs)
     node = y.grad_fn
-    while type(node).__name__ == "TransposeBackward0":  # nn.MultiheadAttention turns its result
+    while type(node).__name__ == "TransposeBackward0":  # nn.MultiheadAttention transposes its result
         node = node.next_functions[0][0]
     assert isinstance(node, BackwardCFunction), "torch's own operation ran"
     torch.testing.assert_close(y, plain, **EXACT)
@@ -48,7 +48,7 @@ def test_where_nothing_is_dropped_everything_is_as_in_plain_torch(name, normaliz
 
 @pytest.mark.parametrize("name", ["linear 3-D", "conv", "layer_norm", "attention float mask", "batch_norm training"])
 def test_each_gradient_alone_is_that_of_plain_torch(name):
-    # What another gradient would have needed is not kept then.
+    # The operation saves only the tensors that the required gradient needs.
     function, shapes = OPERATIONS[name]
     for wanted in range(len(shapes)):
         inputs = [t.detach().requires_grad_(i == wanted) for i, t in enumerate(tensors(*shapes))]
@@ -99,7 +99,7 @@ def test_an_operation_in_place_gives_its_result():
             torch.testing.assert_close(a, b, **EXACT)
 
 
-# ------------------------------------------------------------------------------------------------ odd calls
+# ------------------------------------------------------------------------------------------------ unusual calls
 def as_in_plain_torch(function: Callable[..., Tensor], inputs: Sequence[Tensor], **where: int) -> None:
     y, plain = packed(function, inputs, everywhere(Sparse(0.0)), **where), function(*inputs)
     torch.testing.assert_close(y, plain, **EXACT)

@@ -1,4 +1,4 @@
-"""Gradients of packed operations are the paper's formulas on the pruned tensors."""
+"""Tests that the gradients of packed operations equal the paper's formulas on pruned tensors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from tests.ops.saving.formulas import (
     softmax,
 )
 
-# operation, its formulas, which gradients stay exact
+# By name: the operation, its formulas, the shapes of its inputs, and the indices of the exact gradients.
 PRUNED: dict[str, tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, ...]], list, set[int]]] = {
     "linear": (F.linear, by_hand_linear, [(2, 3, 6), (5, 6), (5,)], {0, 2}),
     "conv": (
@@ -95,7 +95,7 @@ def test_gradients_are_the_papers_formulas_on_pruned_tensors(name, sparsity):
         assert torch.allclose(a, c, **EXACT) == (i in exact or sparsity == 0)
 
 
-# What a control that prunes in the forward pass too returns, from pruned tensors; `by_hand` has its gradients.
+# Results of operations that are also pruned in the forward pass. `by_hand` computes the gradients.
 FORWARD: dict[str, Callable[..., Tensor]] = {
     "linear": lambda p, x, w, b: p(x) @ w.T + b,
     "conv": lambda p, x, w, b: conv(p(x), w, b, stride=2, padding=1),
@@ -121,7 +121,7 @@ FORWARD: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.8])
 @pytest.mark.parametrize("name", FORWARD)
 def test_pruned_in_the_forward_pass_too(name, sparsity):
-    """The result is that of the pruned tensors, the gradients are the same formulas on them, straight through."""
+    """The result and the gradients are computed from pruned tensors, with a straight-through estimator."""
     normalized = name.endswith(" normalized")
     function, _, shapes, _ = PRUNED[name.removesuffix(" normalized")]
     inputs, p = tensors(*shapes, seed=1), partial(prune, sparsity=sparsity)
@@ -136,7 +136,7 @@ def test_pruned_in_the_forward_pass_too(name, sparsity):
     plain = Policy(Sparse(sparsity), Sparse(sparsity), Sparse(sparsity), Dense(), normalized=normalized, forward=True)
     found = gradients(packed(function, inputs, plain), inputs)
     if name in BY_HAND_FORWARD:
-        # Formulas in the operation's result, or in x̂: Back Razor puts what is pruned there, autograd what is not.
+        # These formulas use the operation's result or x̂. Back Razor inserts the pruned tensor, autograd the full one.
         by_hand = BY_HAND_FORWARD[name]
         with torch.no_grad():
             expected = by_hand(p, upstream(y), *inputs)
@@ -231,7 +231,7 @@ def test_fused_attention_with_a_constant_bias_keeps_it_as_it_is():
 
 
 def test_attention_with_a_learned_mask_is_not_fused():
-    # The backward pass has no gradient for it: it is attention in its parts, whose packer the policy names.
+    # The fused backward pass has no gradient for the mask, so attention runs as separate operations.
     inputs = tensors(*QKV, (2, 1, 3, 5))
     y = packed(attention, inputs, Policy(Dense(), Dense(), Sparse(0.0), Dense(), fused=Sparse(0.9)))
     for a, b in zip(gradients(y, inputs), gradients(attention(*inputs), inputs), strict=True):
@@ -240,7 +240,7 @@ def test_attention_with_a_learned_mask_is_not_fused():
 
 def test_dropout_of_attention_drops_forward_and_backward():
     q, k = tensors((2, 1, 3, 4), (2, 1, 3, 4))
-    v = torch.eye(3).double().expand(2, 1, 3, 3).clone().requires_grad_()  # the result is what P was made of
+    v = torch.eye(3).double().expand(2, 1, 3, 3).clone().requires_grad_()  # v is the identity, so the result is P
     torch.manual_seed(0)
     y = packed(partial(attention, dropout_p=0.5), (q, k, v), everywhere(Sparse(0.0)))
     p = softmax(q @ k.mT / 2)

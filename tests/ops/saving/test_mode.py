@@ -1,4 +1,4 @@
-"""The packing mode applies to activations of the batch, unless it is suspended."""
+"""Tests that the packing mode applies to activations of the batch, unless packing is suspended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.ops.saving.cases import EXACT, Counting, around, everywhere, gradient
 
 
 def test_what_is_no_activation_of_the_batch_runs_plainly():
-    # Position embeddings, relative position biases: their first dimension is not a multiple of the batch size.
+    # The first dimension of position embeddings and relative position biases is not a multiple of the batch size.
     counting = Counting()
     x, w = tensors((3, 6), (5, 6))
     y = packed(F.linear, (x, w), everywhere(counting))

@@ -1,4 +1,4 @@
-"""8-bit ranges, and mixed precision."""
+"""Tests of 8-bit ranges and mixed precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that packed operations save: no more than their backward pass needs."""
+"""Tests that packed operations save only the tensors that their backward pass needs."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_without_gradients_nothing_is_packed(name):
 
 
 EMPTY: list = [
-    # name, how many of the inputs are activations
+    # name, number of inputs that are activations
     ("linear 3-D", 1),
     ("conv", 1),
     ("layer_norm", 1),

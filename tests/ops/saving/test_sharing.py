@@ -1,4 +1,4 @@
-"""A tensor is packed once for all its users, and what can be computed from a kept tensor is not kept again."""
+"""Tests that a tensor is packed once for all its users, and that derivable tensors are not saved."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def test_a_product_after_gelu_gets_its_input_from_gelus(derived):
     exact_first, exact_second = gradients(plain, (first, second))
     assert torch.allclose(g_second, exact_second, **EXACT) == derived
     assert not torch.allclose(g_first, exact_first, **EXACT)
-    # Values and bits of x, gelu's input, and of its output only where it is not derived.
+    # The saved tensors are the values and bits of x and of gelu's input. Without derivation, gelu's output is also
+    # saved.
     assert len(others(saved, (first, second))) == (3 if derived else 5)
 
 
@@ -141,7 +142,7 @@ def test_what_changed_since_is_packed_again():
 
 
 def test_memory_used_again_is_another_tensor(monkeypatch):
-    """An address in memory does not identify a tensor. Here every tensor has the same address."""
+    """An address in memory does not identify a tensor. In this test, every tensor has the same address."""
     memory_order = mode.memory_order
 
     def at_one_address(x):
@@ -159,7 +160,7 @@ def test_memory_used_again_is_another_tensor(monkeypatch):
     expected = upstream(total).sum(0)[:, None].expand(4, 600) * sum(range(20))
     torch.testing.assert_close(gradients(total, (w,))[0], expected, **EXACT)
 
-    # Nor is a tensor found there that was computed from a kept one.
+    # A tensor that is derived from a saved tensor is not identified by its address either.
     (h,), counting = tensors((2, 600)), Counting()
     with around(Policy(counting, Dense(), Dense(), Dense(), derived=True)):
         x = torch.ones(2, 600, dtype=torch.float64)
@@ -182,8 +183,8 @@ def test_the_product_of_swiglu_is_computed_from_its_factors(derived):
     plain = swiglu(*inputs)
     for a, b in zip(gradients(y, inputs), gradients(plain, inputs), strict=True):
         torch.testing.assert_close(a, b, **EXACT)
-    # Values and bits of x, of the gate before SiLU and of the other factor; without deriving, of the gate after SiLU
-    # and of the product too.
+    # The saved tensors are the values and bits of x, of the gate before SiLU and of the other factor. Without
+    # derivation, the gate after SiLU and the product are also saved.
     assert len(others(saved, inputs[1:])) == (6 if derived else 10)
 
 

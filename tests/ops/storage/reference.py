@@ -1,4 +1,4 @@
-"""A naive form of sparse packing in NumPy, data to pack, and comparisons bit by bit."""
+"""A naive NumPy implementation of sparse packing, test data, and bitwise comparisons."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def budget(n: int, sparsity: float) -> int:
 
 
 def kept_mask(x_SN: Tensor, sparsity: float) -> np.ndarray:
-    """(S, n), sample by sample: above the k-th smallest magnitude, and of those equal to it the first ones."""
+    """Return a mask (S, n) of the kept values of each sample. Ties at the threshold keep the first values."""
     keep = np.zeros(x_SN.shape, bool)
     for s, row in enumerate(x_SN.double().abs().numpy()):
         kept = budget(len(row), sparsity)
@@ -36,7 +36,7 @@ def kept_mask(x_SN: Tensor, sparsity: float) -> np.ndarray:
 
 
 def form_of(x_SN: Tensor, keep: np.ndarray, kept: int) -> tuple[Tensor, Tensor]:
-    """The values (S, kept) and the bitmap of what `keep` says."""
+    """Return the kept values (S, kept) and the bitmap of the mask `keep`."""
     values = x_SN.new_zeros(len(x_SN), kept)
     for s, mask in enumerate(keep):
         values[s, : mask.sum()] = x_SN[s][torch.from_numpy(mask)]
@@ -48,7 +48,7 @@ def mask_of(bitmap: Tensor, n: int) -> np.ndarray:
 
 
 def data(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Values that are easy, or that one of the ways to find a threshold could stumble over."""
+    """Return test values, including values for which a threshold estimate is difficult."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     if kind == "rounded":
         x = (2 * x).round() / 2
@@ -58,14 +58,14 @@ def data(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -
         x[:: 2 if len(x) > 1 else 1] = 0
     elif kind == "sorted":
         x = x.flatten(1).sort(1).values.view(shape)
-    elif kind == "misleading":  # the subsample sees large values only
+    elif kind == "misleading":  # the subsample contains only large values
         rows = x.view(len(x), -1)
         rows[:, looked_at(rows.shape[1])] += 100
     return x.to(dtype)
 
 
 def looked_at(n: int) -> Tensor:
-    """Which values of a row are looked at first."""
+    """Return the indices of the subsample of a row."""
     return torch.arange(min(sparse.SUBSAMPLE, n // 2)) * sparse.subsample_stride(n) % n
 
 
@@ -81,7 +81,7 @@ def assert_same_form(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tenso
 
 
 def packs() -> list:
-    """Every way to pack that there is on this machine."""
+    """Return the reference implementation and the default implementation of packing."""
     return [sparse.sparse_pack_reference, sparse.sparse_pack]
 
 
@@ -93,7 +93,7 @@ SHAPES = [(3, 4, 17), (5, 1, 1023), (200, 3, 50), (2, 3, 1024), (1, 1, 40001), (
 
 
 def groups(shape: tuple[int, int, int], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x and a range for each group, narrower from group to group, that does not hold all values."""
+    """Return x and a range for each group. The groups become narrower, and some values exceed their range."""
     scale = 8.0 ** -torch.arange(shape[1])
     x = data("normal", shape, torch.float64) * scale[:, None]
     high = 1.5 * scale

@@ -1,7 +1,7 @@
-"""Packing does not depend on torch's default dtype, which Lightning's ``64-true`` and ``bf16-true`` change.
+"""Tests that packing is independent of torch's default dtype, which Lightning's ``64-true`` and ``bf16-true`` change.
 
-A kernel that writes float32 into a buffer of the default dtype reads garbage back (float64) or writes past the
-buffer's end (bfloat16), which can abort the process. So these checks run in a separate process.
+A kernel that writes float32 into a buffer of the default dtype returns invalid values (float64) or writes past the end
+of the buffer (bfloat16). An invalid write can abort the process, so these tests run in a separate process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The 8-bit form: its rounding, and the CPU kernels against the plain torch form, bit by bit."""
+"""Tests of the 8-bit form: rounding, and equal bits from the CPU kernels and plain torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_eight_bit_kernels_equal_the_reference(shape, dtype):
 )
 def test_eight_bit_kernels_of_any_shape_equal_the_reference(shape, seed):
     x, low, high = groups(shape)
-    # Not contiguous: as a permuted activation comes.
+    # The input is non-contiguous, like a permuted activation.
     x = x.transpose(0, 2).contiguous().transpose(0, 2)
     q = cpu.quantize(x, low, high, torch.tensor(seed))
     assert torch.equal(q, eight_bits.quantize_reference(x, low, high, torch.tensor(seed)))
@@ -76,7 +76,7 @@ def test_rounding_at_random_is_unbiased():
         total = torch.zeros(x.shape, dtype=torch.float64)
         for seed in seeds:
             total += eight_bits.dequantize(quantize(x, low, high, seed), low, high)
-        # A value is one of two neighbours: its standard deviation is at most half a step.
+        # A value is rounded to one of two neighbors, so its standard deviation is at most half a step.
         deviation = (3 / 255) / 2 / math.sqrt(len(seeds))
         error = total / len(seeds) - x
         assert error.abs().max() < 5 * deviation
@@ -87,7 +87,7 @@ def test_neighbors_and_seeds_are_rounded_independently():
     noise = torch.stack([eight_bits.uniform(4096, torch.tensor(s), torch.device("cpu")) for s in (0, 10**6, 2 * 10**9)])
     assert 0 <= noise.min() < 0.01
     assert 0.99 < noise.max() < 1
-    # 4096 numbers: a correlation's standard deviation is 1/64.
+    # The standard deviation of the correlation of 4096 numbers is 1/64.
     lagged = [(a, b) for i, a in enumerate(noise) for b in noise[i + 1 :]] + [(a[1:], a[:-1]) for a in noise]
     for a, b in lagged:
         assert abs(torch.corrcoef(torch.stack([a, b]))[0, 1]) < 5 / 64
@@ -99,7 +99,7 @@ def test_a_constant_group_gives_its_value_back(inner):
     low, high = eight_bits.extremes(x)
     assert torch.equal(low, high)
     for quantize in (eight_bits.quantize, eight_bits.quantize_reference):
-        for values in (x, x + 1, x - 1):  # the last two are outside of a range of width 0
+        for values in (x, x + 1, x - 1):  # x + 1 and x - 1 are outside the range, which has width 0
             q = quantize(values, low, high, torch.tensor(3))
             for dequantize in (eight_bits.dequantize, eight_bits.dequantize_reference):
                 assert torch.equal(dequantize(q, low, high), x)

@@ -1,4 +1,4 @@
-"""The group form: an independent form in NumPy, its error, and the CPU kernels against the plain torch form."""
+"""Tests of the group form: a NumPy implementation, the error bound, and the CPU kernels against plain torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCALES = [1.0, 1e-7, 1e-40, 1e3]
 
 
 def values(n: int, scale: float = 1.0, seed: int = 0, shift: float = 0.0) -> Tensor:
-    """Normal values times `scale`, every fifth group of 64 constant."""
+    """Return normal values times `scale`. Every fifth group of 64 values is constant."""
     x = torch.randn(n, generator=torch.Generator().manual_seed(seed)) * scale + shift
     for start in range(0, n, 320):
         x[start : start + 64] = x[start].item()
@@ -27,7 +27,7 @@ def values(n: int, scale: float = 1.0, seed: int = 0, shift: float = 0.0) -> Ten
 
 
 def by_hand(x: np.ndarray, bits: int, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes as a string of bits per value, minimum and step of each group, rounding to nearest, in NumPy."""
+    """Return the codes, minima and steps of all groups, computed in NumPy with rounding to nearest."""
     codes, lows, steps = [], [], []
     for start in range(0, len(x), length):
         part = x[start : start + length].astype(np.float32)
@@ -52,7 +52,7 @@ def test_what_comes_back_is_minimum_plus_steps(n, bits):
     np.testing.assert_allclose(packed[1][1].numpy(), step, rtol=1e-3)
     expected = np.repeat(low.astype(np.float64), length)[:n] + codes * np.repeat(step.astype(np.float64), length)[:n]
     found = groups.group_unpack(*packed, n, bits, torch.float32)
-    # A value half-way between two steps may round either way in another order of operations.
+    # A value halfway between two steps may round up or down, depending on the order of operations.
     near = np.repeat(step.astype(np.float64), length)[:n] * 1.01 + 1e-6
     difference = np.abs(found.double().numpy() - expected)
     assert (difference <= near).all()
@@ -68,7 +68,7 @@ def test_error_is_within_a_step(at_random, bits, scale):
     back = groups.group_unpack(*groups.group_pack(x, bits, 64, seed), 4000, bits, torch.float32).double()
     x_GL = torch.nn.functional.pad(x, (0, -4000 % 64), value=x[-1].item()).view(-1, 64).double()
     step = (x_GL.amax(1) - x_GL.amin(1)) / (2**bits - 1)
-    # The minimum and the step are rounded to fp16: 11 bits, or steps of 2⁻²⁴ for the smallest numbers.
+    # The minimum and the step have 11 significant bits in fp16, or a resolution of 2⁻²⁴ for the smallest numbers.
     rounding = x_GL.amin(1).abs() * 2.0**-11 + step * 2**bits * 2.0**-11 + 2**bits * 2.0**-24
     allowed = (step * (1.0 if at_random else 0.5) + rounding).repeat_interleave(64)[:4000]
     assert ((back - x.double()).abs() <= allowed).all()
@@ -82,7 +82,7 @@ def test_stochastic_rounding_has_the_mean_of_the_input(bits):
     for seed in range(seeds):
         total += groups.group_unpack(*groups.group_pack(x, bits, 64, torch.tensor(seed * 7919)), 640, bits, x.dtype)
     step = groups.group_pack(x, bits, 64)[1][1].double().repeat_interleave(64)
-    # The deviation of a mean of `seeds` draws is at most step / 2 / √seeds; the ends of a range are cut by fp16.
+    # The standard deviation of the mean of `seeds` draws is at most step / 2 / √seeds. fp16 rounds the ends of a range.
     bound = 5 * step / 2 / seeds**0.5 + x.abs() * 2.0**-11 + step * 2**bits * 2.0**-11
     assert ((total / seeds - x).abs() <= bound).all()
     nearest = groups.group_unpack(*groups.group_pack(x, bits, 64), 640, bits, x.dtype)
@@ -109,7 +109,7 @@ def test_a_group_too_large_for_fp16_is_reported(large):
     x[70:80] = large
     x[64:70] = large * 0.9
     GroupBits(4).pack(x[64:128], where)
-    if large == 1e5:  # a minimum below, a step that fits: no overflow
+    if large == 1e5:  # the minimum and the step fit into fp16
         where.overflow.check()
     else:
         with pytest.raises(ValueError, match="65504"):
@@ -137,13 +137,13 @@ def test_size_is_that_of_the_formula(bits, group, size, dtype):
 @pytest.mark.parametrize("offset", [0.0, 10.0, -100.0, 100.0, 1000.0])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_stochastic_rounding_of_values_far_from_zero_has_no_bias(bits, offset):
-    """In steps of the values' own range; the mean of 300 draws deviates by .12."""
+    """The mean of 300 draws has an error of less than 0.2 quantization steps."""
     x, total = offset + torch.rand(64 * 16, generator=torch.Generator().manual_seed(0)), 0
     for seed in range(300):
         packed = groups.group_pack(x, bits, 64, torch.tensor(seed * 7919))
         total += groups.group_unpack(*packed, x.numel(), bits, torch.float32).double()
     assert ((total / 300 - x).abs().max() * (2**bits - 1)).item() < 0.2
-    for scale in (1e-5, 1e-7):  # a step below the smallest of fp16
+    for scale in (1e-5, 1e-7):  # the step is below the smallest fp16 number
         small, mean = x[:64] * scale if not offset else x[:64], 0
         for seed in range(300):
             packed = groups.group_pack(small, bits, 64, torch.tensor(seed * 7919))

@@ -1,4 +1,4 @@
-"""Packers: what they keep, what comes back, and the state they need."""
+"""Tests of packers: saved tensors, restored values, and the required state."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_half_takes_two_bytes_and_leaves_what_has_them(dtype, half):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("shape", "samples"), [((3, 4, 5), 3), ((3, 21), 3), ((12, 3, 5), 4), ((6, 7), 1)])
 def test_sparse_takes_what_is_documented(shape, samples, dtype, values_dtype):
-    # (12, 3, 5) of 4 samples: windows; a sample's budget is over all of its windows.
+    # The shape (12, 3, 5) has 4 samples of 3 windows. The budget of a sample covers all of its windows.
     x = data("normal", shape, dtype)
     n = math.prod(shape) // samples
     tensors, back = there_and_back(Sparse(0.6, values_dtype), x, context(samples))
@@ -97,7 +97,7 @@ def test_sparse_in_eight_bits_takes_a_byte_per_value_and_one_range(dtype, values
     kept = budget(100, 0.5)
     assert size(tensors) == 3 * kept + 3 * 13 + 2 * 4
     keep = torch.from_numpy(kept_mask(x.flatten(1), 0.5)).view(x.shape)
-    # A kept value near zero may become exactly zero, what is dropped is nothing else.
+    # A kept value near zero may become exactly zero. A dropped value is always zero.
     assert (back[~keep] == 0).all()
     low, high = where.ranges.by_name["here"]
     assert (low, high) == (x[keep].min().float(), x[keep].max().float())
@@ -112,7 +112,7 @@ def test_eight_bits_take_a_byte_per_value_and_a_range_per_head(dtype, heads):
     x = data("normal", (3, 4, 6), torch.float64)
     dim, count = heads or (0, 1)
     blocks = x.tensor_split(count, dim) if heads else (x,)
-    # Each head on its own scale: a range for all would lose the small ones.
+    # Each head has a different scale, so a common range would round small values to zero.
     for i, block in enumerate(blocks):
         block *= 10.0**-i
     x = x.to(dtype)
@@ -136,7 +136,7 @@ def test_two_eight_bit_packings_of_one_tensor_round_differently():
     where = context(2)
     a, b = (EightBits().pack(x, where).tensors[0] for _ in range(2))
     assert not torch.equal(a, b)
-    torch.rand(3)  # does not matter: torch's generator is not used
+    torch.rand(3)  # packing does not use torch's generator
     assert torch.equal(EightBits().pack(x, context(2)).tensors[0], a), "torch's seed should fix the rounding"
     torch.manual_seed(1)
     assert not torch.equal(EightBits().pack(x, context(2)).tensors[0], a)
@@ -150,7 +150,7 @@ def test_a_range_is_a_running_mean():
     low, high = ranges.update("a", second)
     torch.testing.assert_close(low, torch.tensor([0.9 * -1 + 0.1 * -5, 0.9 * 3 + 0.1 * 0]))
     torch.testing.assert_close(high, torch.tensor([0.9 * -1 + 0.1 * 9, 0.9 * 3 + 0.1 * 4]))
-    # Kept for the next step; another place has its own range.
+    # The range is kept for the next step, and each context has a separate range.
     assert torch.equal(ranges.by_name["a"][0], low)
     assert ranges.update("b", second)[0].tolist() == [-5, 0]
     assert torch.equal(ranges.by_name["a"][1], high)
@@ -163,10 +163,10 @@ def test_a_value_too_large_for_fp16_is_an_error_that_names_bf16(packer, large):
     packer.pack(torch.randn(2, 8), where)
     where.overflow.check()
     packer.pack(torch.tensor([[1.0, 2, 3, large]] * 2), where)
-    packer.pack(torch.randn(2, 8), where)  # does not make it forget
+    packer.pack(torch.randn(2, 8), where)  # the overflow flag stays set
     with pytest.raises(UserError, match="bf16"):
         where.overflow.check()
-    where.overflow.check()  # said once
+    where.overflow.check()  # the error is raised once
 
 
 @pytest.mark.parametrize("other", [torch.inf, -torch.inf, torch.nan])
@@ -180,10 +180,10 @@ def test_what_is_not_finite_hides_no_overflow(other):
 @pytest.mark.parametrize(
     ("packer", "x"),
     [
-        (Half(torch.float16), [1.0, torch.inf]),  # was infinite before
+        (Half(torch.float16), [1.0, torch.inf]),  # the value was infinite before packing
         (Half(torch.float16), [1.0, -torch.inf]),
         (Half(torch.float16), [1.0, torch.nan]),
-        (Half(torch.float16), [1.0, 65504.0]),  # the largest there is
+        (Half(torch.float16), [1.0, 65504.0]),  # the largest fp16 number
         (Half(torch.bfloat16), [1.0, 1e6]),
         (Sparse(0.5, torch.bfloat16), [1.0, 1e6]),
         (Sparse(0.5), [1.0, 1e6]),
@@ -210,7 +210,7 @@ def test_fake_tensors_have_the_shapes_of_real_ones(packer, dtype, shape, samples
     def run() -> list[Tensor]:
         where = context(samples, heads)
         tensors, back = there_and_back(packer, torch.ones(shape, dtype=dtype), where)
-        there_and_back(packer, torch.ones(shape, dtype=dtype), where)  # a range that is there already
+        there_and_back(packer, torch.ones(shape, dtype=dtype), where)  # the range exists already
         return [*tensors, back, *(t for pair in where.ranges.by_name.values() for t in pair)]
 
     real = run()

@@ -1,4 +1,4 @@
-"""The sparse form against a naive reference; the CPU kernels and the plain torch form, bit by bit."""
+"""Tests of the sparse form: a naive reference, and equal bits from the CPU kernels and plain torch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_sparse_form_of_any_shape_equals_the_naive_one(rows, inner, kind, dtype,
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sparse_form_of_long_rows_equals_the_naive_one(dtype, kind):
-    # Rows longer than a subsample: the kernel brackets the threshold, and must notice where the bracket misses it.
+    # For rows longer than a subsample, the kernel estimates a bracket of the threshold and must detect a wrong bracket.
     for n, sparsity in ((4097, 0.5), (12291, 0.8), (12288, 0.05), (9001, 0.99)):
         x = data(kind, (2, n), dtype, seed=n)
         kept = sparse.values_kept(n, sparsity)
@@ -77,12 +77,12 @@ def test_values_kept_is_the_papers_formula(n, sparsity):
 
 def test_values_kept_by_hand():
     found = {(n, s): sparse.values_kept(n, s) for n, s in ((0, 0.5), (1, 0.9), (10, 0.0), (10, 0.5), (10, 0.89))}
-    # k = 0 is brought to 1: nothing is dropped. k = 5: the fifth smallest is kept too.
+    # k = 0 becomes 1, so nothing is dropped. With k = 5, the fifth smallest value is also kept.
     assert found == {(0, 0.5): 0, (1, 0.9): 1, (10, 0.0): 10, (10, 0.5): 6, (10, 0.89): 3}
 
 
 def test_a_sample_of_zeros_never_exceeds_its_budget():
-    # After ReLU6 more than a fraction s is zero: "≥ threshold" alone would keep everything.
+    # After ReLU6, more than a fraction s of the values can be zero. The test "≥ threshold" alone would keep all values.
     x = torch.zeros(3, 100)
     x[1, 40] = 1
     for pack in packs():
@@ -120,9 +120,9 @@ def test_estimated_form_is_the_same_in_both_ways_and_within_its_budget(dtype, ki
         assert_same_form(sparse.sparse_pack(x, kept, False), expected)
         keep = mask_of(expected[1], n)
         assert keep.sum(1).max() <= kept
-        # What it says is kept is kept, in its order.
+        # The bitmap and the order of the values match.
         assert_same_form(expected, form_of(x, keep, kept))
-        # No subsample decides where a row is short or nothing is dropped.
+        # The threshold is exact if a row is short or nothing is dropped.
         exact = sparse.sparse_pack_reference(x, kept, True)
         if not sparse.uses_sampling(kept, n):
             assert_same_form(expected, exact)
@@ -166,7 +166,7 @@ def test_an_estimated_threshold_that_lets_too_much_pass_drops_the_tail():
 
 # ------------------------------------------------------------------------------------------------ strides
 def strided(name: str, channels: int) -> Tensor:
-    """(4, …), each a view that is not contiguous."""
+    """Return a non-contiguous view with 4 samples."""
     tokens, heads = 128, 3
     x = data("rounded", (4, tokens, 3, heads, channels), torch.float32)
     views = {
@@ -204,7 +204,7 @@ STRIDED = [
 ]
 
 
-@pytest.mark.parametrize("channels", [4, 8, 16])  # pieces of 12 values end inside a byte of the bitmap
+@pytest.mark.parametrize("channels", [4, 8, 16])  # a piece of 12 values (4 channels) ends inside a byte of the bitmap
 @pytest.mark.parametrize("name", STRIDED)
 def test_strided_input_gives_the_same_as_a_contiguous_one(name, channels):
     x = strided(name, channels)

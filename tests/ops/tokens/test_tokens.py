@@ -1,4 +1,4 @@
-"""Token selection against references in numpy, sample by sample and token by token, in float64."""
+"""Tests of token selection in float64 against NumPy references for each sample and token."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_gradients_of_class_attention_are_those_of_the_whole_map():
 
 
 def test_places_follow_the_tokens_through_drops_and_fusions():
-    """Each token left is at its own index of the grid, after any number of drops and fusions."""
+    """Each remaining token has its grid index after any number of drops and fusions."""
     prefix, positions = 2, 12
     x = torch.cat([random(3, prefix, 4), random(3, positions, 4, seed=1)], 1)
     grid = x[:, prefix:].clone()
@@ -188,7 +188,7 @@ def test_gradients_of_merging_are_those_of_the_means():
 
 
 def test_sizes_and_similarity_are_exact_where_tokens_are_not():
-    """bfloat16 has no 257, and many pairs of tokens with equal similarity."""
+    """Sizes and similarities do not use bfloat16, which cannot represent 257 and produces equal similarities."""
     metric = random(1, 1, 4) + 0.02 * random(1, 64, 4, seed=1)
     size = torch.tensor([[200.0, 1, 57, 1, 1, 1, 1, 1, 1, 1, 1, 1]])
     place = torch.tensor([[0, 1, 0, *range(2, 11)]])
@@ -201,7 +201,7 @@ def test_sizes_and_similarity_are_exact_where_tokens_are_not():
 
 
 def test_proportional_attention_is_attention_to_all_the_copies():
-    """log(size) added to the scores is what as many equal tokens would get."""
+    """Adding log(size) to the scores equals attention to that number of equal tokens."""
     q, k, v = (random(1, 2, n, 4, seed=s) for s, n in ((0, 3), (1, 3), (2, 3)))
     size = torch.tensor([1, 3, 2])
     together = F.scaled_dot_product_attention(q, k, v, attn_mask=size.double().log().expand(1, 1, 3, 3))

@@ -1,4 +1,4 @@
-"""Code that the CPU kernels cache on disk: right in every process that loads it, and no more of it at each start."""
+"""Tests of the disk cache of the CPU kernels: cached code is correct in every process, and the cache does not grow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.conftest import REPOSITORY
 
 pytest.importorskip("numba")
 
-#: Packs with every kernel of the widths given, and compares with the plain torch forms.
+#: A program that packs with all kernels of the given widths and compares the results with plain torch.
 PROGRAM = """
 import sys
 import torch
@@ -41,7 +41,7 @@ for word in sys.argv[1:]:
 
 
 def run(folder: Path, *words: str) -> None:
-    """Run the program in a separate process, with the cache in `folder`."""
+    """Run the program in a separate process with the cache in `folder`."""
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(folder), "PYTHONPATH": str(REPOSITORY)}
     ended = subprocess.run([sys.executable, "-c", PROGRAM, *words], env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
@@ -49,7 +49,7 @@ def run(folder: Path, *words: str) -> None:
 
 @pytest.mark.exhaustive
 def test_code_cached_by_several_processes_is_right_in_one(tmp_path: Path) -> None:
-    # Each process numbers the functions that it compiles, so that code of different variants can have the same symbols.
+    # Each process numbers its compiled functions, so different variants can have the same symbols.
     for words in (["bits:8"], ["bits:4"], ["bits:3", "bits:2"], ["bytes:2"], ["bytes:8"], ["bytes:4"]):
         run(tmp_path, *words)
     every = ["bits:2", "bits:8", "bits:3", "bits:4", "bytes:8", "bytes:4", "bytes:2"]

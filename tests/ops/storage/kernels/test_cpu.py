@@ -1,4 +1,4 @@
-"""Threads of the CPU kernels, and packing without them."""
+"""Tests of the threads of the CPU kernels, and of packing without the kernels."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def threads() -> Iterator[None]:
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("team", ["torch's", "its own"])
 def test_any_threads_give_the_same_results(monkeypatch, team):
-    # Without torch's OpenMP the kernels run in their own threads.
+    # Without torch's OpenMP, the kernels run in separate threads.
     if team == "its own":
         monkeypatch.setattr(cpu, "_team", lambda: None)
     x = data("rounded", (37, 5003), torch.float32)
@@ -65,7 +65,7 @@ def test_the_threads_are_those_asked_for(monkeypatch):
     monkeypatch.setattr(cpu, "_team", lambda: lambda *job: calls.append(job[2]) or parallel(*job))
     sparse.sparse_pack(torch.randn(8, 20), 10, True)
     sparse.sparse_pack(torch.randn(2, 20), 10, True)
-    sparse.sparse_pack(torch.randn(1, 20), 10, True)  # one row: one thread, no team
+    sparse.sparse_pack(torch.randn(1, 20), 10, True)  # a single row runs in one thread
     assert calls == [3, 2]
 
 

@@ -1,6 +1,6 @@
-"""The GPU kernels against the plain torch forms, bit by bit: on a GPU, or in Triton's interpreter.
+"""Tests that the GPU kernels and plain torch give the same bits, on a GPU or in Triton's interpreter.
 
-Interpreted kernels are slow: the default set is a smoke test, the marker ``slow`` has all kinds of data and shapes.
+The interpreter is slow, so the default set is a smoke test. The marker ``slow`` selects all kinds of data and shapes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 @pytest.fixture(autouse=True, scope="module")
 def _only_these_kernels():
-    """Let the functions of `packing` use the GPU's kernels, interpreted on the CPU."""
+    """On a CPU, make the packing functions use the GPU kernels in Triton's interpreter."""
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE.type == "cpu":
             patch.setattr(cpu, "supports", lambda x: False)
@@ -94,7 +94,7 @@ def test_sparse_form_of_rows_longer_than_a_subsample_and_a_tile(kind, dtype, exa
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kind", "exact"),  # a sixth of the combinations is slow
+    ("dtype", "kind", "exact"),  # one sixth of the combinations has the marker slow
     [
         pytest.param(*case, marks=pytest.mark.exhaustive if sum(at) % 6 else pytest.mark.slow)
         for at, case in zip(product(range(3), range(6), range(2)), product(DTYPES, KINDS, [True, False]), strict=True)
@@ -110,7 +110,7 @@ def test_sparse_form_of_all_kinds_of_long_rows(dtype, kind, exact):
 )
 @pytest.mark.parametrize("scale", [100.0, 0.01])
 def test_sparse_form_when_the_subsample_misses_the_threshold(scale, sparsity):
-    # All values of the subsample are larger, or smaller, than the threshold, which its range then misses.
+    # All values of the subsample are above or below the threshold, so the estimated range misses the threshold.
     x = 1 + torch.rand(2, 8192, generator=torch.Generator().manual_seed(0))
     x[:, looked_at(8192)] *= scale
     assert_same_packing(x.to(DEVICE), sparsity, True)
@@ -168,7 +168,7 @@ def assert_same_eight_bits(x: Tensor, seed: int) -> None:
     low, high = eight_bits.extremes(x)
     for found, expected in zip((low, high), eight_bits.extremes_reference(x), strict=True):
         assert torch.equal(found, expected)
-    low, high = 0.9 * low, 0.9 * high  # some values are outside
+    low, high = 0.9 * low, 0.9 * high  # some values are outside the range
     of_seed = torch.tensor(seed, device=DEVICE)
     q = eight_bits.quantize(x, low, high, of_seed)
     assert torch.equal(q, eight_bits.quantize_reference(x, low, high, of_seed))
@@ -206,7 +206,7 @@ def assert_same_groups(x: Tensor, bits: int, group: int, seed: Tensor | None) ->
     found = groups.group_pack(x, bits, group, seed)
     for a, b in zip(found, groups.group_pack_reference(x, bits, length, seed), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-    # Triton's interpreter truncates float32 to bfloat16, where a GPU rounds.
+    # To convert float32 to bfloat16, Triton's interpreter truncates and a GPU rounds.
     dtype = torch.float32 if DEVICE.type == "cpu" and x.dtype == torch.bfloat16 else x.dtype
     back = groups.group_unpack(*found, x.numel(), bits, dtype)
     expected = groups.group_unpack_reference(*found, x.numel(), bits).to(dtype)
@@ -229,7 +229,7 @@ def test_groups_equal_the_reference(bits):
 @settings(max_examples=12)
 @given(
     n=st.integers(1, 3000),
-    scale=st.sampled_from([1.0, 1e-7, 1e-30, 1e5]),  # not below float32's normal numbers: a process may flush those
+    scale=st.sampled_from([1.0, 1e-7, 1e-30, 1e5]),  # no subnormal float32 numbers, which a process may flush to zero
     dtype=st.sampled_from(DTYPES),
     bits=st.sampled_from(groups.BITS),
     group=st.integers(1, 40).map(lambda k: 8 * k),
