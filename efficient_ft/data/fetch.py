@@ -78,7 +78,11 @@ class Archive:
 
 
 def fetch(archives: Sequence[Archive], root: Path) -> None:
-    """Download, verify and unpack all archives that are not ``ready``. Raise `UserError` if a step fails."""
+    """Download, verify and unpack all archives that are not ``ready``.
+
+    Raises:
+        UserError: If a download fails or stops early, a checksum differs, or the disk is full or not writable.
+    """
     for archive in archives:
         state = archive.state(root)
         if state == "ready":

@@ -173,7 +173,11 @@ def _odd(result: Inspection, found: Survey, classes: Classes) -> None:
 
 
 def _inverted(result: Inspection, paths: Sequence[str], pixels: np.ndarray, classes: Classes) -> None:
-    """Warn if some masks of two classes may be inverted, given their pixel counts, int64 (N, 2)."""
+    """Warn if some masks of two classes may be inverted, given their pixel counts, int64 (N, 2).
+
+    The criterion has two parts. No mask has a foreground share near one half. One class covers about the same share in
+    the first group of masks as the other class covers in the second group.
+    """
     mixed = np.flatnonzero(pixels.all(axis=1))  # masks with a single class are ignored
     share = pixels[mixed, 1] / np.maximum(pixels[mixed].sum(axis=1), 1)
     high = share > 0.5
@@ -257,7 +261,8 @@ def _duplicates(result: Inspection, parts: _Parts) -> None:
         (first, one), (second, two) = list(shared[0].items())[:2]
         result.warnings.append(
             f"{counted(len(shared), 'image')} {verb(len(shared), 'is', 'are')} in several splits, such as"
-            f" {printable(one)} ({first}) and {printable(two)} ({second}). Remove such duplicates."
+            f" {printable(one)} ({first}) and {printable(two)} ({second}). Scores on them are"
+            " too high. Remove the duplicates."
         )
 
 

@@ -201,7 +201,7 @@ def _recognized(top: Folder) -> Layout:
             rest = {one: of[0].name for one, of in places.items()}
             raise UserError(
                 f"{printable(top.path / name)} has no images in class folders, but {counted(folder.images, 'image')}"
-                f" without a class. Use {printable(name)}/CLASS/, or exclude them: 'data.splits={show(rest)}'."
+                f" without a class. Move them to {printable(name)}/CLASS/, or exclude them: 'data.splits={show(rest)}'."
             )
         places[split] = [folder]  # reported as empty when files are listed
     now: dict[Split, str] = {split: of[0].name for split, of in places.items()}

@@ -34,13 +34,22 @@ def missing_mask_folder(root: Path) -> str | None:
 def read_mask_folder(
     root: Path, settings: MaskConfig, chosen: Chosen | None = None, follow_links: bool = False
 ) -> MaskListing:
-    """List the images and masks below `root`. See `read_folder` for the arguments and errors.
+    """List the images and masks below `root`.
 
     Images, masks and splits are recognized by folder names: ``SPLIT/images`` with ``SPLIT/masks``, ``images/SPLIT``
     with ``masks/SPLIT``, ``SPLIT`` with ``SPLIT_masks``, or ``images`` with ``masks``. If there is neither a validation
     nor a test split, one fifth of the images is held out for testing, the same images for every seed. A mask has the
-    name of its image, except for the extension and a constant prefix or suffix. Raise `UserError` if an image has no
-    mask.
+    name of its image, except for the extension and a constant prefix or suffix.
+
+    Args:
+        root: Folder of the data set, which may be a link.
+        settings: Mask settings.
+        chosen: Folders of each split, as in ``data.splits``. If None, they are recognized by name.
+        follow_links: If True, links to targets outside of `root` are followed and listed in the notes.
+
+    Raises:
+        UserError: If the folder does not exist, there are no classes, the layout is ambiguous, an image has no mask, or
+            a link leads out of `root` and `follow_links` is False.
     """
     if (problem := missing_mask_folder(root)) is not None:
         raise UserError(problem)
@@ -131,7 +140,7 @@ class _Pairs:
             if not named:
                 known = f"a suffix of the mask names in {printable(masks)}, without the extension"
                 raise SettingError("data.masks.suffix", self._suffix, known, f"Found: {some(sorted(mask_files), 3)}.")
-            self.left_out["masks with a different suffix"] += len(mask_files) - len(named)
+            self.left_out["masks with another suffix"] += len(mask_files) - len(named)
             mask_files = named
         found = match_names(list(image_files), list(mask_files))
         if found.several:

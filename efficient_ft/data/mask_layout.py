@@ -170,7 +170,7 @@ def recognized_places(root: Path, tree: Tree, settings: MaskConfig) -> Places:
             for area in images:
                 if area.split is not None:
                     names[area.split].append(_split_folder(area, root))
-            raise repeated(root, split, names)
+            raise repeated(root, split, names, _counts(here, root))
         clear = [area for area in here if area.kind == "images"]
         area = _one(root, clear if settings.image_folder else here, "image_folder")
         own = [mask for mask in masks if mask.split == area.split] or [mask for mask in masks if mask.split is None]

@@ -175,7 +175,8 @@ def _require_exact(image: Image.Image) -> None:
         _require_upright(image)  # Pillow rotates TIFF images while loading
         if getattr(image, "tag_v2", {}).get(_INVERTED) == 0:
             raise _UnusableMaskError(
-                "the value 0 is white in this file (PhotometricInterpretation WhiteIsZero). Save it as PNG."
+                "the value 0 is white in this file (PhotometricInterpretation WhiteIsZero), so its values are"
+                " ambiguous. Save the mask as PNG."
             )
 
 

@@ -104,7 +104,8 @@ class PublishedSet:
 def read_published(name: str, root: Path, follow_links: bool = False) -> Listing:
     """List the published image data set `name`, whose archives are all ``ready`` below `root`.
 
-    Raise `UserError` if a list is damaged, or listed images do not exist or are outside of the data set.
+    If `follow_links` is True, links to targets outside of the data set's folder are followed. Raise `UserError` if a
+    list is damaged, or listed images do not exist or are outside of the data set.
     """
     source = PUBLISHED[name]
     where = (root / source.folder).absolute()

@@ -211,7 +211,10 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
 
 
 def overlaid(picture: Image.Image, mask: np.ndarray, colors: np.ndarray) -> Image.Image:
-    """Blend an RGB picture with the class colors, uint8 (classes, 3), of its mask, uint8 (H, W)."""
+    """Blend an RGB picture with the class colors, uint8 (classes, 3), of its mask, uint8 (H, W).
+
+    Pixels with the value `IGNORED` stay unchanged.
+    """
     labeled = mask != IGNORED
     mixed = Image.blend(picture, Image.fromarray(colors[np.where(labeled, mask, 0)]), OPACITY)
     return Image.composite(mixed, picture, Image.fromarray(labeled.astype(np.uint8) * 255))

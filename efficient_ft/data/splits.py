@@ -130,14 +130,17 @@ def ambiguous(root: Path, found: str, readings: Sequence[tuple[str, Chosen]]) ->
     return UserError(f"{printable(root)} can be read in several ways. {found} Choose one: {choices}.")
 
 
-def repeated(root: Path, split: Split, places: Mapping[Split, Sequence[str]]) -> UserError:
-    """Create the error for several folders or files of one split, given the names of all splits' folders."""
+def repeated(root: Path, split: Split, places: Mapping[Split, Sequence[str]], found: str = "") -> UserError:
+    """Create the error for several folders or files of one split, given the names of all splits' folders.
+
+    `found` lists the folders with their counts, instead of the names.
+    """
     names, rest = list(places[split]), {one: of for one, of in places.items() if one != split}
     readings: list[tuple[str, Chosen]] = [(f"{names[0]} alone is the {split} split", {**rest, split: names[0]})]
     readings.append((f"all are the {split} split", {**rest, split: names}))
     if split == "val" and "test" not in rest and len(names) == 2:
         readings.append((f"{names[1]} is the test split", {**rest, "val": names[0], "test": names[1]}))
-    return ambiguous(root, f"{some(names)} all denote the {split} split.", readings)
+    return ambiguous(root, f"{found or some(names)} all denote the {split} split.", readings)
 
 
 def show(chosen: Chosen) -> str:

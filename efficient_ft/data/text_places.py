@@ -271,7 +271,7 @@ class Reader:
             raise UserError(
                 f"{printable(order[0].parent)} has {len(numbers)} of {total} parts of {parts[order[0]][1]}; number"
                 f" {lacking[0] if lacking else numbers[0]}"
-                f" {'is missing. Add it' if lacking else 'occurs twice. Remove one'}, or use the others:"
+                f" {'is missing. Add it' if lacking else 'occurs twice. Remove one'}, or use these:"
                 f" 'data.splits={show({'train': [self._name(path) for path in order[:3]]})}'."
             )
         if total > 1:
@@ -326,7 +326,8 @@ class Reader:
             raise UserError(f"{printable(folder.absolute())} has no texts in class folders. {found} {LAYOUT}")
         if empty and split == "train":
             raise UserError(
-                f"{printable(folder.absolute())} has folders without .txt files: {some(empty)}. Fill or remove these."
+                f"{printable(folder.absolute())} has class folders without .txt files: {some(empty)}. Add texts or"
+                " remove the folders."
             )
         if bare:
             self.found.notes.append(f"Files without an extension in {printable(folder)} are read as texts.")

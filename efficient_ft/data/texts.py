@@ -56,7 +56,7 @@ class TextListing(AnyListing):
     train: Texts
     val: Texts | None = None
     test: Texts | None = None
-    skipped: dict[str, str] = field(default_factory=dict)  # reasons by place, for unusable rows and files
+    skipped: dict[str, str] = field(default_factory=dict, kw_only=True)  # reasons by place, for unusable rows and files
 
     @property
     def size(self) -> int:
@@ -83,7 +83,8 @@ def read_texts(
 
     If there is neither a validation nor a test split, one fifth of every class is held out for testing, the same texts
     for every seed. Raise `UserError` if a file or column does not exist, a file cannot be read, the labels are not
-    classes, or the folder is ambiguous, and `SettingError` if a setting does not fit the files.
+    classes, the folder is ambiguous, or a link leads out of `root` although `follow_links` is False. Raise
+    `SettingError` if a setting does not fit the files.
     """
     if (problem := missing_text_folder(root)) is not None:
         raise UserError(problem)
@@ -146,7 +147,7 @@ def listing_of(found: SplitRows, root: Path, settings: TextConfig) -> TextListin
         notes.append(f"{number} held out for testing, the same for every seed.")
         origins["test"] = f"held out of {re.sub(' [(][^)]*[)]', '', origins.get('train', 'train'))}"
     facts: dict[str, Any] = {"notes": [*notes, *found.notes], "origins": origins, "left_out": dict(found.left_out)}
-    return TextListing(class_names, train, val, test, skipped, **facts)
+    return TextListing(class_names, train, val, test, skipped=skipped, **facts)
 
 
 def _classes(

@@ -32,8 +32,7 @@ def environment(
 
     Returns:
         A dictionary with ``date`` (UTC), ``efficient_ft``, the packages, ``python``, ``platform``, ``device`` (model of
-        the
-        GPU or CPU), ``threads`` (of torch) and ``load`` (load average of the last minute; None if unavailable).
+        the GPU or CPU), ``threads`` (of torch) and ``load`` (load average of the last minute; None if unavailable).
     """
     import torch
 

@@ -164,11 +164,11 @@ class BestLast(TypedDict):
 
 
 class Accuracy(BestLast):
-    """Accuracy on `split`, the split that selects the best epoch. With several tasks it is their mean, and `tasks` has
-    each.
+    """Accuracy on `split`, the split that selects the best epoch.
 
-    `test` is the accuracy of the best epoch's weights on the test images, or None without test images. `metric` names
-    another metric, such as the mean IoU in segmentation.
+    With several tasks, it is the mean, and `tasks` contains the accuracy of each task. `test` is the accuracy of the
+    best epoch's weights on the test images, or None without test images. `metric` names another metric, such as the
+    mean IoU in segmentation.
     """
 
     split: str
@@ -184,7 +184,10 @@ def final_accuracy(accuracy: Mapping[str, Any]) -> float:
 
 
 class AppliedReport(TypedDict):
-    """Changes that a method made (`methods.base.Applied`): changed modules, skipped modules with reasons, and notes."""
+    """Changes that a method made (`methods.base.Applied`).
+
+    The fields are a summary, the changed modules, the skipped modules with reasons, and notes.
+    """
 
     summary: NotRequired[str]
     touched: list[str]

@@ -28,7 +28,11 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """A pair of axes with units in its labels. An ``image`` shows the values of its only series as rows of a square."""
+    """A pair of axes with units in its labels.
+
+    The values of `kind` are ``lines`` (with markers if there are few points), ``points``, ``bars``, and ``image``,
+    which shows the values of the only series as the rows of a square picture.
+    """
 
     title: str
     x: str

@@ -108,7 +108,11 @@ class ContactSheet:
 
 
 def contact_sheet(data: OpenedData[Any, Any], input: InputSpec, count: int) -> ContactSheet:
-    """Return a sheet of at most `count` training samples: augmented images, images with masks, or tokenized texts."""
+    """Return a sheet of at most `count` training samples: augmented images, images with masks, or tokenized texts.
+
+    Raises:
+        UserError: If a sample cannot be read.
+    """
     (inputs, targets), indices = data.training_batch(count)
     title = f"{len(indices)} training {data.noun}s of {data.name} as the network sees them in training ({input})"
     cells = [Cell(content, label) for content, label in data.labeled(inputs, targets, input)]

@@ -58,7 +58,10 @@ def relative_magnitudes(config: Config) -> Chart:
 
 
 def class_attention(config: Config) -> Chart:
-    """ALaST, Figure 4: attention of the class token to the patches of the first image, averaged over the heads."""
+    """ALaST, Figure 4: attention of the class token to the patches of the first image, averaged over the heads.
+
+    The figure shows the 2nd, 4th and 6th block.
+    """
     model, batch, _ = _model_and_batch(config)
     of_model = view(model)
     if not of_model.prefix_tokens or not hasattr(model.get_submodule(of_model.blocks[0]), "attn"):

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,16 +22,20 @@ from efficient_ft.report.record import Record, describe, read
 PAGE = "report.html"
 
 
-def write_report(run: Path, out: Path, images: int = 6) -> tuple[list[Path], list[str]]:
+class Written(NamedTuple):
+    """The files of a report, and notes on figures that could not be drawn."""
+
+    files: list[Path]
+    notes: list[str]
+
+
+def write_report(run: Path, out: Path, images: int = 6) -> Written:
     """Draw the record of `run`, and write the figures and the page to the folder `out`.
 
     Args:
         run: a run folder.
         out: the output folder, which is created if it does not exist.
         images: number of images with kept tokens.
-
-    Returns:
-        The written files, and notes on figures that could not be drawn.
 
     Raises:
         UserError: If the run has no record, or matplotlib is not installed.
@@ -52,7 +57,7 @@ def write_report(run: Path, out: Path, images: int = 6) -> tuple[list[Path], lis
     for drawing in done:
         drawing.write(out / drawing.file)
     write_text_atomically(out / PAGE, page(facts, record, done, notes))
-    return [*(out / drawing.file for drawing in done), out / PAGE], notes
+    return Written([*(out / drawing.file for drawing in done), out / PAGE], notes)
 
 
 _STYLE = """

@@ -67,7 +67,11 @@ class Runs:
 
 
 def _mean(runs: Sequence[Run], of: Callable[[Run], float]) -> float:
-    """Return the mean over the seeds. Raise a `UserError` if the runs differ in other settings or in their images."""
+    """Return the mean over the seeds.
+
+    Of two runs with the same seed, the later one counts. Raise a `UserError` if the runs differ in other settings or in
+    their images.
+    """
     other = next((run for run in runs if run.group != runs[0].group), None)
     if other is not None:
         names = ("model.name", "data.name", *varying([runs[0], other]))

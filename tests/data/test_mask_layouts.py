@@ -280,7 +280,7 @@ def test_one_of_several_kinds_of_masks_is_chosen_by_the_end_of_their_names(tmp_p
         mask.split("/")[-1] == image.split("/")[-1].replace("leftImg8bit", "gtFine_labelIds")
         for image, mask in paired(listing, root)
     )
-    assert listing.left_out == {"masks with a different suffix": 21}
+    assert listing.left_out == {"masks with another suffix": 21}
     assert any("named NAME_gtFine_labelIds (images: NAME_leftImg8bit)" in note for note in listing.notes)
     with pytest.raises(SettingError, match=r"data\.masks\.suffix must be .*, got _ids\. Found: aachen"):
         read(root, suffix="_ids")

@@ -345,8 +345,9 @@ def _layer(options: argparse.Namespace) -> dict[str, Any]:
     if not re.fullmatch(r"\d+(,\d+)*", options.orders):
         raise SettingError("--orders", options.orders, "integers separated by commas", "Example: 2,4,6.")
     orders = [int(order) for order in options.orders.split(",")]
-    if not all(1 <= order <= 15 for order in orders):
-        raise SettingError("--orders", options.orders, "integers from 1 to 15")
+    for order in orders:
+        if not 1 <= order <= 15:
+            raise SettingError("--orders", order, "integers from 1 to 15")
     return measure_layers(
         [LayerShape.parse(text) for text in options.shape or TABLE_5],
         orders,

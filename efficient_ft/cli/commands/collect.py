@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Print one table of all runs below DIR: accuracy, cost, the settings in which the runs differ, and totals of each run.
-Runs that differ only in their seed are averaged in one row. --runs prints a row for each run instead. The command
-names each run that it cannot read.
+Runs that differ only in their seed are averaged in one row. Runs with different settings are never averaged. --runs
+prints a row for each run instead. The command names each run that it cannot read.
 
 The terminal shows only the columns that fit. --columns selects other columns. CSV and JSON contain all columns.
 

@@ -33,7 +33,11 @@ If the images are in folders named after classes, the command also prints the ac
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the most probable classes of each image or line of text, or write the predicted masks for segmentation."""
+    """Print the most probable classes of each image or line of text, or write the predicted masks for segmentation.
+
+    Raises:
+        UserError: If the run, a file or the device does not exist, or a file cannot be read.
+    """
     parser = argparse.ArgumentParser(prog="efficient-ft predict", description=DESCRIPTION, formatter_class=Help)
     parser.add_argument("run", type=Path, nargs="?", help="run folder, or its model.safetensors")
     files = "image files or folders of images; with task=text, files of lines (- is standard input)"
