@@ -118,7 +118,7 @@ def test_two_folders_of_one_split_are_ambiguous(tmp_path: Path) -> None:
     folders = {f"{split}/{kind}": 2 for split in ("train", "training", "val") for kind in ("images", "masks")}
     root = write(tmp_path, folders)
     message = _message(root)
-    assert "train, training all denote the train split" in message
+    assert "train/images/ (2 files), training/images/ (2 files) all denote the train split" in message
     chosen = re.findall(r"'data\.splits=(.*?)'", message)
     assert chosen == ["{train: train, val: val}", "{train: [train, training], val: val}"]
     assert sizes(read(root, {"train": ["train", "training"], "val": "val"})) == [4, 2, None]
