@@ -91,9 +91,10 @@ def part_names(names: Iterable[str]) -> list[str]:
 
 
 def places_of(root: Path, chosen: Chosen) -> dict[Split, list[Path]]:
-    """Return the folders or files named by the setting ``data.splits``, by split. The name ``.`` denotes `root` itself.
+    """Return the folders or files that the setting ``data.splits`` names for each split. The name ``.`` denotes `root`.
 
-    Raise `SettingError` if there is no training data, or a path does not exist, is outside of `root`, or occurs twice.
+    Raise `SettingError` if there is no training data, if a path does not exist or is outside of `root`, or if two paths
+    are equal or one contains the other.
     """
     if not chosen.get("train"):
         raise SettingError("data.splits", show(chosen), "a mapping that names the training data", "Add train: FOLDER.")
@@ -123,15 +124,18 @@ def places_of(root: Path, chosen: Chosen) -> dict[Split, list[Path]]:
 def ambiguous(root: Path, found: str, readings: Sequence[tuple[str, Chosen]]) -> UserError:
     """Create the error for an ambiguous layout.
 
-    The sentence `found` describes the contents of `root`. Each of the `readings` is a possible interpretation as text,
-    with the value of ``data.splits`` that selects it.
+    The sentence `found` describes the contents of `root`. Each entry of `readings` contains a description of a possible
+    interpretation, and the value of ``data.splits`` that selects it.
     """
     choices = "; ".join(f"if {words}: 'data.splits={show(chosen)}'" for words, chosen in readings)
     return UserError(f"{printable(root)} can be read in several ways. {found} Choose one: {choices}.")
 
 
 def repeated(root: Path, split: Split, places: Mapping[Split, Sequence[str]]) -> UserError:
-    """Create the error for several folders or files of one split, given the names of all splits' folders."""
+    """Create the error for a split that has several folders or files.
+
+    `places` contains the names of the folders or files of each split.
+    """
     names, rest = list(places[split]), {one: of for one, of in places.items() if one != split}
     readings: list[tuple[str, Chosen]] = [(f"{names[0]} alone is the {split} split", {**rest, split: names[0]})]
     readings.append((f"all are the {split} split", {**rest, split: names}))
@@ -141,7 +145,7 @@ def repeated(root: Path, split: Split, places: Mapping[Split, Sequence[str]]) ->
 
 
 def show(chosen: Chosen) -> str:
-    """Format a value of ``data.splits`` for the command line. A list with one name is formatted as this name."""
+    """Format a value of ``data.splits`` for the command line. A list with a single name is formatted like this name."""
     parts = []
     for split in SPLITS:
         value = chosen.get(split)
@@ -159,7 +163,7 @@ def quoted(name: str) -> str:
 
 
 def _read(name: str) -> tuple[Split | None, tuple[str, ...]]:
-    """Return the split that a name contains (None unless it contains exactly one), and the other words."""
+    """Return the split that a name contains, and the other words. The split is None unless there is exactly one."""
     words = _words(name)
     at = [i for i, word in enumerate(words) if word in _WORDS]
     if len(at) != 1:

@@ -50,13 +50,13 @@ class Texts:
 
 @dataclass
 class TextListing(AnyListing):
-    """The samples of a text data set by split (official or user-defined splits); see `listing.Listing`."""
+    """The samples of a text data set in each official or user-defined split. See `listing.Listing`."""
 
     class_names: list[str]
     train: Texts
     val: Texts | None = None
     test: Texts | None = None
-    skipped: dict[str, str] = field(default_factory=dict)  # reasons by place, for unusable rows and files
+    skipped: dict[str, str] = field(default_factory=dict)  # for each place of an unusable row or file, the reason
 
     @property
     def size(self) -> int:
@@ -179,7 +179,7 @@ def reasons_of(skipped: Mapping[str, str]) -> str:
 
 
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
-#: Number of distinct decimal numbers above which labels are a quantity. Ratings in half stars have ten values.
+#: Maximum number of distinct decimal numbers that are accepted as labels. Ratings in half stars have ten values.
 _DECIMALS = 20
 _FREE = 10  # minimum number of distinct labels that may be considered free text
 _SHOWN = 3  # maximum number of labels, or groups of labels, in a message
@@ -199,7 +199,7 @@ def in_order(name: str) -> tuple[int, float, str]:
 
 
 def spellings(counts: Mapping[str, int], ignore_case: bool | None) -> tuple[dict[str, str], list[str]]:
-    """Return the class of each label, given the number of texts by label, and notes on merged labels.
+    """Return the class of each label, and notes on merged labels. `counts` is the number of texts with each label.
 
     Labels that are equal numbers form one class. Labels that differ only in case, quotes or compatible characters are
     merged if `ignore_case` is True, kept separate if it is False, and rejected with a `UserError` if it is None.
@@ -294,9 +294,10 @@ def refuse_unknown(
 
 
 def refuse_unlabeled(labels: Sequence[str], missing: int, split: str, source: str, advice: str) -> None:
-    """Raise `UserError` if the texts of a split have no labels, or only the label -1 as in test sets of benchmarks.
+    """Raise `UserError` if the texts of a split have no labels.
 
-    `missing` is the number of texts without a label. The message ends with `advice`.
+    All labels may also be -1, as in the test sets of some benchmarks. `missing` is the number of texts without a label.
+    The message ends with `advice`.
     """
     if set(labels) - {"-1"} or not (labels or missing):
         return
