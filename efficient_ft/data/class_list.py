@@ -20,7 +20,7 @@ from efficient_ft.data.text_rows import MARKS
 #: Names of class list files, in order of preference. Classes are read from the first existing file. If this file has no
 #: colors, the colors may be read from a later file.
 FILES = ("classes.txt", "label_colors.txt", "class_dict.csv", "labelmap.txt", "labels.txt", "class_names.txt")
-#: Names that denote ids or colors of unlabeled pixels.
+#: Names of entries that denote unlabeled pixels instead of a class.
 NO_CLASS = frozenset(
     ["void", "unlabeled", "unlabelled", "ignore", "ignored", "ignore_label", "no label", "no_label", "unlabeled_pixels"]
 )
@@ -36,7 +36,7 @@ class Entry:
     """A class, or an entry for unlabeled pixels (see `NO_CLASS`)."""
 
     name: str  # class name
-    id: int  # pixel value in masks of ids
+    id: int  # pixel value in masks that contain ids
     color: Color | None = None  # pixel color in color masks, or None if unknown
 
     @property

@@ -76,7 +76,7 @@ def read_folder(root: Path, follow_links: bool = False, splits: Chosen | None = 
     places = {split: [folder.path for folder in of] for split, of in layout.places.items()}
     classes = [one.path for of in layout.places.values() for place in of for one in place.folders.values()]
     tops = [path for of in places.values() for path in of if path != root]
-    # The folders between root and each split may also be links.
+    # The folders between root and each split are also checked, because they may be links.
     inner = [one for path in tops for one in (*reversed([p for p in path.parents if root in p.parents]), path)]
     notes = links_in(dict.fromkeys([*inner, *classes]), root, follow_links)
     for place in dict.fromkeys((root, *tops)):

@@ -125,12 +125,11 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         return SplitDataset(self._parts[split], transform, self._seed, self._decoded.get(split))
 
     def keep_decoded(self, epochs: int) -> None:
-        """Keep decoded images on disk for a run of `epochs` epochs, if `data.keep_decoded` and the free space permit
-        this.
+        """Keep decoded images on disk for a run of `epochs` epochs.
 
-        The training images and the images on which the best epoch is selected are kept. A note reports the result. If
-        ``data.keep_decoded=on``, raise `SettingError` if the images are not resized to one size, or if there is not
-        enough space.
+        Images are kept if `data.keep_decoded` and the free space permit this: the training images, and the images on
+        which the best epoch is selected. A note reports the result. If ``data.keep_decoded=on``, raise `SettingError`
+        if the images are not resized to one size, or if there is not enough space.
         """
         config, on = self._config, self._config.keep_decoded == "on"
         transforms = {"train": self._train_transform, self.best_split: self.transform_eval}

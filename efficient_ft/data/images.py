@@ -71,7 +71,7 @@ class Decoding:
     Gray values outside of `value_range` are clipped. Images with more than `max_pixels` pixels are rejected.
     """
 
-    #: For gray images with more than 8 bits, the values (low, high) that map to black and white. None: (0, 65535).
+    #: For gray images with more than 8 bits, the values (low, high) that map to black and white. None means (0, 65535).
     value_range: tuple[float, float] | None = None
     max_pixels: int = MAX_PIXELS
 
@@ -134,7 +134,7 @@ def opened(path: str | os.PathLike[str], decoding: Decoding | None = None) -> It
 
 def to_rgb(image: Image.Image, decoding: Decoding) -> Image.Image:
     """Decode an opened image as upright RGB. Raise `ValueError` if the pixels cannot be converted to RGB."""
-    # Pillow drops the bands of a TIFF image that it cannot represent.
+    # Pillow drops the bands of a TIFF image that it cannot represent, so such images are rejected.
     bands = int(image.tag_v2.get(277, 1)) if image.format == "TIFF" else 1  # type: ignore[attr-defined]
     if bands > len(image.getbands()) or image.mode == "RGBX":
         raise ValueError(_too_many(bands))

@@ -162,7 +162,7 @@ def _see_file(found: _Seen, decoding: Decoding, decode: bool, thorough: bool) ->
 
 def _decode(image: Image.Image, found: _Seen, decoding: Decoding, thorough: bool) -> None:
     rgb = to_rgb(image, decoding)
-    raw = np.asarray(image) if image.mode.startswith("I") or image.mode == "F" else None  # set for more than 8 bits
+    raw = np.asarray(image) if image.mode.startswith("I") or image.mode == "F" else None  # only for more than 8 bits
     extrema: Any = rgb.getextrema()
     found.decoded, found.values = True, (min(low for low, _ in extrema), max(high for _, high in extrema))
     found.constant = all(low == high for low, high in extrema)

@@ -25,7 +25,7 @@ class Inspection:
     facts: dict[str, Any] = field(default_factory=dict)  # facts for results.json
     lines: list[str] = field(default_factory=list)  # the same facts for the terminal, one short line each
     warnings: list[str] = field(default_factory=list)  # properties that may harm training, and settings to change
-    problems: dict[str, str] = field(default_factory=dict)  # reason for each path of an unusable sample
+    problems: dict[str, str] = field(default_factory=dict)  # reasons why samples are unusable, by path
 
 
 def spread(size: int, count: int) -> np.ndarray:
@@ -58,7 +58,7 @@ def in_threads(
 
 
 def progress(items: Iterable[_Item], total: int, description: str) -> Iterable[_Item]:
-    """Show a progress bar on a terminal while iterating over items."""
+    """Iterate over items, and show a progress bar if the output is a terminal."""
     bar: Iterable[_Item] = tqdm(items, total=total, desc=description, leave=False, disable=None)
     return bar
 
@@ -107,11 +107,11 @@ class Summary:
     best_split: str  # split on which the best epoch is selected
     inspection: Inspection  # result of inspecting the samples
     left_out: Mapping[str, int] = field(default_factory=dict)  # number of unused files for each reason
-    skipped: Mapping[str, str] = field(default_factory=dict)  # for each path of a skipped sample, the reason
+    skipped: Mapping[str, str] = field(default_factory=dict)  # reasons why samples are skipped, by path
     notes: Sequence[str] = ()  # facts that a user should know, one sentence each
 
     def lines(self) -> list[str]:
-        """Return short lines for the terminal, which are printed before training."""
+        """Return the summary as short lines, which are printed to the terminal before training."""
         found = [f"data: {self.name}, {self.task}, {len(self.class_names)} classes: {abridged(self.class_names)}"]
         for split, one in self.splits.items():
             parts = [counted(one.samples, self.noun)]

@@ -33,7 +33,7 @@ class Folder:
     name: str = ""  # path relative to the folder of the data set, with slashes; empty for the data set itself
     images: int = 0  # number of files with an image extension directly in the folder
     total: int = 0  # number of files with an image extension at any depth
-    folders: dict[str, Folder] = field(default_factory=dict)  # visible subfolders by name
+    folders: dict[str, Folder] = field(default_factory=dict)  # subfolders that are not hidden, by name
     link: bool = False  # True for a link that is not followed; such a link counts as one image
 
     @property
@@ -113,7 +113,7 @@ def scan(root: Path, follow_links: bool) -> tuple[Folder, list[tuple[Path, str |
     return top, blocked
 
 
-_UNLABELED = ("unlabel", "unlabl", "pred", "unsup", "unknown")  # name parts of folders with unlabeled images
+_UNLABELED = ("unlabel", "unlabl", "pred", "unsup", "unknown")  # parts of the names of folders with unlabeled images
 #: Names of image folders and of mask folders in segmentation data sets.
 _PICTURES = frozenset({"image", "images", "img", "imgs", "jpegimages", "photos", "pictures"})
 _MASKS = frozenset({"mask", "masks", "label", "labels", "annotation", "annotations", "annotations_png", "gt",
@@ -239,7 +239,7 @@ def _entered(folder: Folder) -> Folder:
 
 
 def _refuse_rivals(top: Folder, train: Folder, now: Mapping[Split, str], others: Sequence[Folder]) -> None:
-    """Reject folders next to ``train`` that could be an unrecognized split or a class."""
+    """Raise `UserError` if a folder next to ``train`` could be an unrecognized split or a class."""
     classes = {same_class(name) for name in train.filled}
     for other in others:
         shared = [name for name in other.filled if same_class(name) in classes]
@@ -303,7 +303,7 @@ def _without_classes(top: Folder, flat: Sequence[Folder]) -> str:
 
 
 def labels_hint(folders: Sequence[Path]) -> str:
-    """Return a sentence that names files which may contain labels, or an empty string if there are none."""
+    """Return a sentence that lists files that may contain labels, or an empty string if there are none."""
     places = [folder for folder in folders if folder.is_dir()]
     names = [e.name for place in places for e in os.scandir(place) if e.name.lower().endswith(_TABLES)]
     return f" The labels may be in {some(sorted(names), 3)}: sort the images into class folders." if names else ""
@@ -393,7 +393,7 @@ def _require_clear(
 def _same_folders(
     top: Folder, place: Folder, now: Chosen, shared: list[list[Folder]], by_split: _BySplit, evaluated: Sequence[Folder]
 ) -> UserError:
-    """Return the error for top folders with equal subfolders, such as years, folds, languages or unknown splits."""
+    """Return the error for top folders that contain the same folders, such as years, folds or unknown splits."""
     inside = {folder.name.rpartition("/")[0] for folders in shared for folder in folders}
     holders = [one for one in _walk(place) if one.name in inside]
     names = sorted({os.path.basename(folder.name) for folders in shared for folder in folders})

@@ -102,7 +102,7 @@ class Listing(AnyListing):
     train: Samples  # training split
     val: Samples | None = None  # official validation split; if None, a fraction of `train` is held out
     test: Samples | None = None  # test split, or None if the data set has only validation images
-    recipe_trains_on_val: bool = False  # True if published results train on `train` and `val` together
+    recipe_trains_on_val: bool = False  # True if published networks were trained on both `train` and `val`
 
     def digest(self) -> str:
         """Return a digest (8 hex digits) of the class names, the labels and the images.

@@ -102,8 +102,8 @@ class LoadFailure:
 class SplitDataset(Dataset[tuple[Tensor, int]]):
     """A dataset of augmented images, float32 (C, H, W), with labels. Its keys are (epoch, index).
 
-    Augmentation depends only on (seed, epoch, index). The number of worker processes, the access order and the state of
-    global random generators do not matter. Small images in memory are resized once and cached. Files are decoded
+    Augmentation depends only on (seed, epoch, index), and not on the number of worker processes, the access order or
+    the state of global random generators. Small images in memory are resized once and cached. Files are decoded
     whenever they are read, unless `decoded` contains the images.
     """
 
@@ -311,7 +311,7 @@ class CounterSampler(EpochSampler[tuple[int, int]]):
 def _used(size: int, world: int, batch_size: int) -> int:
     """Return the number of images that all processes together use in an epoch.
 
-    All processes then have the same number of batches, and each batch contains several images.
+    All processes then have the same number of batches, and a last batch of a single image is avoided.
     """
     each, more = divmod(size, world)
     if each < batch_size:  # each process loads one batch, so no image is skipped

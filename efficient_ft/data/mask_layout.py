@@ -182,7 +182,9 @@ def recognized_places(root: Path, tree: Tree, settings: MaskConfig) -> Places:
 
 
 def _split_folder(area: Area, root: Path) -> str:
-    """Return the path that selects an area in ``data.splits``: a parent of images and masks, or the folder itself."""
+    """Return the path that selects an area in ``data.splits``: a parent folder of images and masks, or the folder
+    itself.
+    """
     folder = area.path
     while read_name(folder.name).kind == "images" and not read_name(folder.name).rest and folder.parent != root:
         folder = folder.parent

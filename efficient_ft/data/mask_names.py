@@ -60,7 +60,7 @@ class Matches:
     images: list[str]  # names of images without a mask
     masks: list[str]  # names of masks without an image
     rule: str = ""  # description of how the names correspond; empty if the names are equal
-    image_affix: tuple[str, str] = ("", "")  # (prefix, suffix) of image names that mask names lack
+    image_affix: tuple[str, str] = ("", "")  # (prefix, suffix) of image names, which mask names lack
     several: tuple[str, str] | None = None  # two masks of one image, or None if no image has several masks
     suffixes: tuple[str, ...] = ()  # suffixes of the masks of an image; the first most likely denotes class ids
 

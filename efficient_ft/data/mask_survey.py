@@ -32,7 +32,7 @@ class Counted:
     mode: str = ""  # Pillow's mode
     values: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # distinct ids; empty for colors
     counts: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # number of pixels of each id
-    shares: np.ndarray = field(default_factory=lambda: np.zeros(256, dtype=np.int64))  # pixels per class index
+    shares: np.ndarray = field(default_factory=lambda: np.zeros(256, dtype=np.int64))  # number of pixels of each class
     error: str = ""  # reason why the mask cannot be read; empty if the mask can be read
 
 
@@ -61,7 +61,7 @@ class Survey:
     """The headers and pixel counts of the masks in each split."""
 
     headers: dict[str, list[Pair]] = field(default_factory=dict)  # headers of images and masks
-    counted: dict[str, list[tuple[str, Counted]]] = field(default_factory=dict)  # decoded masks
+    counted: dict[str, list[tuple[str, Counted]]] = field(default_factory=dict)  # paths and pixel counts of masks
     totals: dict[str, int] = field(default_factory=dict)  # number of masks
 
     @property
@@ -75,8 +75,9 @@ class Survey:
         return [row for rows in self.counted.values() for row in rows]
 
     def shares(self, *splits: str) -> np.ndarray:
-        """Return the number of pixels of each class index in the given splits, int64 (256,). By default, use all
-        splits.
+        """Return the number of pixels of each class index in the given splits, int64 (256,).
+
+        By default, the pixels of all splits are counted.
         """
         found = [one.shares for split in splits or self.counted for _, one in self.counted.get(split, ())]
         return np.sum(found, axis=0) if found else np.zeros(256, dtype=np.int64)
@@ -94,8 +95,9 @@ class Survey:
 
 
 def survey(parts: Mapping[str, MaskSamples], classes: Classes, thorough: bool = False) -> Survey:
-    """Read headers and decode masks. Unless `thorough` is True, only an evenly spread sample of a large data set is
-    used.
+    """Read headers and decode masks.
+
+    By default, an evenly spread sample of each split is examined. If `thorough` is True, all masks are examined.
     """
     found = Survey(totals={split: len(part) for split, part in parts.items()})
     total = sum(found.totals.values())

@@ -111,7 +111,7 @@ def read_header(path: str) -> Header:
 
 
 def raw_size(path: str) -> tuple[tuple[int, int], int] | None:
-    """Return the (width, height) of an image's stored pixels, and its EXIF orientation (1 by default).
+    """Return the size (width, height) of the stored pixels of an image, and its EXIF orientation (1 by default).
 
     Return None if the file cannot be read. The error is reported when the image is read.
     """
@@ -227,7 +227,7 @@ class Classes:
 
     @cached_property
     def table(self) -> np.ndarray:
-        """The class index of each value, `IGNORED` or `UNKNOWN`: uint8 (65537,). The last entry is `UNKNOWN`."""
+        """For each value, the class index, `IGNORED` or `UNKNOWN`: uint8 (65537,). The last entry is `UNKNOWN`."""
         table = np.full((1 << 16) + 1, UNKNOWN, dtype=np.uint8)
         table[sorted(self.ignored)] = IGNORED
         table[list(self.ids)] = np.arange(len(self.ids))
@@ -237,9 +237,9 @@ class Classes:
 
     @cached_property
     def color_table(self) -> np.ndarray:
-        """The class index of each color, `IGNORED` or `UNKNOWN`: uint8 (2**24,).
+        """For each color, the class index, `IGNORED` or `UNKNOWN`: uint8 (2**24,).
 
-        The index of a color in the table is red · 65536 + green · 256 + blue.
+        The color (red, green, blue) has the position red · 65536 + green · 256 + blue in the table.
         """
         table = np.full(1 << 24, UNKNOWN, dtype=np.uint8)
         table[[r << 16 | g << 8 | b for r, g, b in self.ignored_colors]] = IGNORED
@@ -268,7 +268,7 @@ class Classes:
         return ids, False
 
     def indices(self, values: np.ndarray, by_color: bool) -> np.ndarray:
-        """Return the class index of each value, `IGNORED` or `UNKNOWN`: uint8 (H, W)."""
+        """Return the class index, `IGNORED` or `UNKNOWN` for each value: uint8 (H, W)."""
         if by_color:
             return self.color_table[values]
         outside = (values < 0) | (values >= 1 << 16)
@@ -389,7 +389,7 @@ def _unknown(values: np.ndarray, by_color: bool, mode: str, classes: Classes) ->
 
 
 def _ranges(numbers: Sequence[int]) -> list[str]:
-    """Return sorted numbers as text. Consecutive numbers are combined to ranges: ``0 to 3``, ``7``."""
+    """Return sorted numbers as text. Consecutive numbers are combined into ranges: ``0 to 3``, ``7``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

@@ -122,7 +122,8 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
     def reading(self, *, training: bool) -> Reading:
         """Estimate the memory required to read batches.
 
-        If `training` is True, the batches are training samples. Otherwise, they are samples of all evaluated splits.
+        If `training` is True, the estimate applies to training samples, otherwise to the samples of all evaluated
+        splits.
         """
 
     def inspection_bytes(self) -> int:
@@ -155,8 +156,8 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
     def training_batch(self, count: int) -> tuple[Any, list[int]]:
         """Load up to `count` training samples from as many classes as possible, transformed as in the first epoch.
 
-        Return a batch as from the training loader, and the indices of its samples. Unreadable samples are skipped.
-        Raise `UserError` if no sample can be read.
+        Return a batch in the format of the training loader, and the indices of its samples. Unreadable samples are
+        skipped. Raise `UserError` if no sample can be read.
         """
         part = self._parts["train"]
         labels = self._labels(part)

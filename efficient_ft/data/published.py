@@ -145,8 +145,9 @@ def _nonexistent(parts: Sequence[Paths]) -> list[str]:
 
 
 def _samples(dataset: Any) -> Samples:
-    """Return the paths and labels of a torchvision data set. Their attribute names differ between torchvision's
-    classes.
+    """Return the paths and labels of a torchvision data set.
+
+    The attributes with paths and labels have different names in different classes of torchvision.
     """
     if hasattr(dataset, "_samples"):
         paths, labels = zip(*dataset._samples, strict=True)
@@ -330,7 +331,7 @@ class MaskSet:
     folder: str  # default folder below `data.root`
     classes: Classes  # classes of the masks
     contents: tuple[str, ...]  # required paths, relative to the folder
-    read: Callable[[Path, bool], MaskListing]  # function of the folder and ``data.follow_links`` that lists the splits
+    read: Callable[[Path, bool], MaskListing]  # called with the folder and ``data.follow_links`` to list the splits
     source: str  # place from which the files can be downloaded, for messages
 
     def root(self, root: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Estimate the memory required to read a batch from the headers of image files."""
+"""Estimate the memory required to read a batch. The estimate is based on the headers of image files."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Store rows of equal length in a file, with checksums, for several processes.
 
-A row exists if its checksum exists. The checksum is written last, so a row that was interrupted by the end of a process
+A row exists if its checksum exists. The checksum is written last: if a process is killed while it writes a row, the row
 does not exist. Processes that write the same row must write the same bytes. The file is not memory-mapped, because
 mapped pages would count as process memory.
 """

@@ -39,7 +39,7 @@ OPACITY = 0.5  # opacity of class colors over an image
 
 
 class MaskTransform:
-    """Transform an image and its mask jointly. The transform depends on `training`.
+    """Transform an image and its mask jointly, for `training` or for evaluation.
 
     In training, the image and the mask are resized by a random factor and randomly cropped to the input size. If they
     are smaller than the input size, they are padded, and the padding has no label. If `masks.flip` is True, half of the

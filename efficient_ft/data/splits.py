@@ -1,7 +1,7 @@
 """Recognize splits by the names of folders and files of images, masks and texts.
 
 A name denotes a split if it contains one of the words in `_WORDS`, with or without neutral affixes: ``train_set``,
-``Validation-images``, ``seg_test``, ``train2017``. Several names with the same other words also denote splits:
+``Validation-images``, ``seg_test``, ``train2017``. Several names that differ only in this word also denote splits:
 ``birds_train`` and ``birds_test``.
 """
 

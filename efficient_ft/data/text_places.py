@@ -197,7 +197,7 @@ class Reader:
         return UserError(f"{printable(self.root.absolute())} has no training texts. Found: {found}. {advice} {LAYOUT}")
 
     def _single(self, files: Sequence[Path], folders: Sequence[Path]) -> list[Path]:
-        """Return the training data of a folder without split names: one file, or class folders."""
+        """Return the training data of a folder without split names: a file, the shards of a file, or class folders."""
         classes = [folder for folder in folders if has_texts(folder)]
         names = [path.name for path in classes]
         if not files:

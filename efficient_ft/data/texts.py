@@ -28,10 +28,10 @@ from efficient_ft.data.text_rows import Row
 
 @dataclass
 class Texts:
-    """Texts or pairs of texts, with labels, int64 (N,)."""
+    """Texts or pairs of texts, with labels."""
 
     texts: list[tuple[str, ...]]  # N tuples of one or two texts
-    labels: np.ndarray
+    labels: np.ndarray  # int64 (N,)
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -56,7 +56,7 @@ class TextListing(AnyListing):
     train: Texts
     val: Texts | None = None
     test: Texts | None = None
-    skipped: dict[str, str] = field(default_factory=dict)  # for each place of an unusable row or file, the reason
+    skipped: dict[str, str] = field(default_factory=dict)  # reasons why rows and files are unusable, by place
 
     @property
     def size(self) -> int:
@@ -83,7 +83,7 @@ def read_texts(
 
     If there is neither a validation nor a test split, one fifth of every class is held out for testing, the same texts
     for every seed. Raise `UserError` if a file or column does not exist, a file cannot be read, the labels are not
-    classes, or the folder is ambiguous, and `SettingError` if a setting does not fit the files.
+    suitable as classes, or the folder is ambiguous, and `SettingError` if a setting does not fit the files.
     """
     if (problem := missing_text_folder(root)) is not None:
         raise UserError(problem)
@@ -105,7 +105,7 @@ def listing_of(found: SplitRows, root: Path, settings: TextConfig) -> TextListin
     """Map labels to classes, and hold out test texts if there is neither a validation nor a test split.
 
     The rows of the training split must come first. Messages name the file or folder `root`. Raise `UserError` if a
-    split has no usable texts, or the labels are not classes.
+    split has no usable texts, or the labels are not suitable as classes.
     """
     top = printable(root.absolute())
     usable: dict[str, list[Row]] = {}
@@ -179,7 +179,7 @@ def reasons_of(skipped: Mapping[str, str]) -> str:
 
 
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
-#: Maximum number of distinct decimal numbers that are accepted as labels. Ratings in half stars have ten values.
+#: Maximum number of distinct numeric labels if some have a fractional part. Ratings in half stars have ten values.
 _DECIMALS = 20
 _FREE = 10  # minimum number of distinct labels that may be considered free text
 _SHOWN = 3  # maximum number of labels, or groups of labels, in a message
@@ -296,8 +296,8 @@ def refuse_unknown(
 def refuse_unlabeled(labels: Sequence[str], missing: int, split: str, source: str, advice: str) -> None:
     """Raise `UserError` if the texts of a split have no labels.
 
-    All labels may also be -1, as in the test sets of some benchmarks. `missing` is the number of texts without a label.
-    The message ends with `advice`.
+    Labels that are all -1, as in the test sets of some benchmarks, also count as no labels. `missing` is the number of
+    texts without a label. The message ends with `advice`.
     """
     if set(labels) - {"-1"} or not (labels or missing):
         return

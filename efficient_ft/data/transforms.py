@@ -108,7 +108,7 @@ class Transform:
         return self.resize_size if self._gray else (*self.resize_size, 3)
 
     def read(self, path: str | os.PathLike[str]) -> Image.Image:
-        """Read an image as RGB, with at least the size that `resize` requires. Raise `UserError` on failure."""
+        """Read an image as RGB, with at least the size that `resize` requires. Raise `UserError` if reading fails."""
         return read_image(path, self.resize_size, self.decoding)
 
     def resize(self, image: Image.Image) -> Image.Image:
@@ -148,7 +148,7 @@ def to_pictures(pixels: Tensor, input: InputSpec) -> list[Image.Image]:
 class _Pick(torch.nn.Module):
     """Apply a random subset of augmentations. The first augmentation must be the crop.
 
-    If the crop is not drawn, `resize` is applied first, unless it is None.
+    If the subset does not contain the crop, `resize` is applied first, unless it is None.
     """
 
     def __init__(self, steps: Sequence[torch.nn.Module], count: int, resize: torch.nn.Module | None) -> None:
