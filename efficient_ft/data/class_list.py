@@ -94,8 +94,9 @@ def parse_class_list(file: Path) -> ClassList:
     """Read one class list. Raise `UserError` if the list is unreadable or ambiguous.
 
     Each line contains a name, an id and a name (``3: cell``), a name and a color (``sky 128 128 128``, ``128 128 128
-    sky``, ``sky,#808080``), or an id, a name and a color. If the list contains no ids, its lines are numbered 0, 1, …
-    Lines that begin with ``#`` and a space are comments.
+    sky``, ``sky,#808080``), or an id, a name and a color. If the list contains no ids, its lines are numbered 0, 1, … A
+    line that begins with ``#`` is a comment, unless it begins with a color such as ``#808080``. Text after a ``#``
+    between two spaces is also a comment.
     """
     place = printable(file)
     lines = _lines(file)

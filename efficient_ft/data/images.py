@@ -86,8 +86,8 @@ def read_image(
 
     Args:
         path: path of the file.
-        target_size: (height, width) to which the image will be resized. JPEG files of at least four times this size are
-            decoded at reduced resolution, but at no less than twice `target_size`.
+        target_size: (height, width) to which the image will be resized, or None. JPEG files of at least four times this
+            size are decoded at reduced resolution, but at no less than twice `target_size`.
         decoding: value range and size limit, or None for the defaults.
 
     Raises:

@@ -412,7 +412,7 @@ def _near_pairs(thumbnails: Sequence[np.ndarray], sizes: Sequence[tuple[int, int
     squares = np.square(pixels).sum(axis=1)
     for start in range(0, len(order), _BLOCK):
         end = min(start + _BLOCK, len(order))
-        # The means of two near-duplicates differ by at most their root mean square difference, which is limited.
+        # If two means differ by more than `_LEVELS`, the root mean square difference is also larger than `_LEVELS`.
         last = int(np.searchsorted(means, means[end - 1] + _LEVELS, side="right"))
         distance = squares[start:end, None] + squares[None, start:last] - 2 * pixels[start:end] @ pixels[start:last].T
         distance = np.sqrt(np.maximum(distance, 0) / pixels.shape[1])

@@ -92,8 +92,8 @@ _Key = TypeVar("_Key")
 class LoadFailure:
     """The message of a `UserError` in a worker process.
 
-    It is returned instead of raising an exception, because PyTorch would add the traceback of the worker to the
-    message.
+    A worker returns this object instead of raising an exception, because PyTorch would add the traceback of the worker
+    to the message.
     """
 
     message: str

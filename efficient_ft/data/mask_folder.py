@@ -37,10 +37,10 @@ def read_mask_folder(
     """List the images and masks below `root`. See `read_folder` for the arguments and errors.
 
     Images, masks and splits are recognized by folder names: ``SPLIT/images`` with ``SPLIT/masks``, ``images/SPLIT``
-    with ``masks/SPLIT``, ``SPLIT`` with ``SPLIT_masks``, or ``images`` with ``masks``. If there is neither a validation
-    nor a test split, one fifth of the images is held out for testing, the same images for every seed. A mask has the
-    name of its image, except for the extension and a constant prefix or suffix. Raise `UserError` if an image has no
-    mask.
+    with ``masks/SPLIT``, ``SPLIT`` with ``SPLIT_masks``, or ``images`` with ``masks``. The name of a mask is the name
+    of its image, except for the extension and a constant prefix or suffix. Raise `UserError` if an image has no mask.
+    If there is neither a validation nor a test split, one fifth of the images is held out for testing, the same images
+    for every seed.
     """
     if (problem := missing_mask_folder(root)) is not None:
         raise UserError(problem)

@@ -50,8 +50,9 @@ _OTHERS = (
 def read_text(path: Path, encoding: str | None) -> tuple[str, str | None]:
     """Read a text file, which may be compressed with gzip. A byte order mark takes precedence over `encoding`.
 
-    Return the text without a byte order mark, and a sentence about its encoding (None for plain UTF-8). Raise
-    `UserError` if the file cannot be read, is not text, or has a different encoding, which the message suggests.
+    Return the text without a byte order mark, and a sentence about its encoding, or None instead of the sentence for
+    plain UTF-8. Raise `UserError` if the file cannot be read, is not text, or has a different encoding. In the last
+    case, the message suggests an encoding.
     """
     raw = _bytes(path)
     name = printable(path)
