@@ -3,8 +3,8 @@
 >>> data = open_data(config.data, InputSpec((32, 32), (0.5,) * 3, (0.5,) * 3), seed=0)
 >>> for images, labels in data.train_loader(): ...
 
-Shuffling and augmentation depend only on (seed, epoch, index). The number of worker processes, the access order and the
-state of global random generators do not matter.
+Shuffling and augmentation depend only on (seed, epoch, index), and not on the number of worker processes, the access
+order or the state of global random generators.
 
 With `data.on_corrupt=stop`, the first corrupt image that is read stops the run with an error that contains its path.
 With `data.on_corrupt=skip`, all images are decoded once at the start. Unreadable images are removed and reported.

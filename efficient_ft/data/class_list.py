@@ -17,13 +17,14 @@ from efficient_ft.data.file_list import unreadable
 from efficient_ft.data.masks import UNKNOWN, Classes, Color
 from efficient_ft.data.text_rows import MARKS
 
-#: Class list files in order of preference. The first existing file is read; colors may be read from a later file.
+#: Names of class list files, in order of preference. Classes are read from the first existing file. If this file has no
+#: colors, the colors may be read from a later file.
 FILES = ("classes.txt", "label_colors.txt", "class_dict.csv", "labelmap.txt", "labels.txt", "class_names.txt")
-#: Names that denote ids or colors of unlabeled pixels.
+#: Names of entries that denote unlabeled pixels instead of a class.
 NO_CLASS = frozenset(
     ["void", "unlabeled", "unlabelled", "ignore", "ignored", "ignore_label", "no label", "no_label", "unlabeled_pixels"]
 )
-#: Names of columns in a header line.
+#: Column names that may occur in a header line.
 _HEADER = frozenset(["name", "class", "class_name", "label", "id", "index", "value", "color", "color_rgb", "rgb",
                      "r", "g", "b", "red", "green", "blue", "parts", "actions", "train_id", "category"])  # fmt: skip
 _GAP = r"[\s,;:=|]+"
@@ -35,8 +36,8 @@ class Entry:
     """A class, or an entry for unlabeled pixels (see `NO_CLASS`)."""
 
     name: str  # class name
-    id: int  # pixel value in masks of ids
-    color: Color | None = None  # pixel color in color masks; None if unknown
+    id: int  # pixel value in masks that contain ids
+    color: Color | None = None  # pixel color in color masks, or None if unknown
 
     @property
     def is_class(self) -> bool:
@@ -59,7 +60,10 @@ def is_class(name: str) -> bool:
 
 
 def read_class_list(root: Path) -> ClassList | None:
-    """Read the class list in a folder, or return None. Raise `UserError` if a list is unreadable or ambiguous."""
+    """Read the class list in a folder, or return None if there is no class list.
+
+    Raise `UserError` if a list is unreadable or ambiguous.
+    """
     present = [name for name in FILES if (root / name).is_file()]
     if not present:
         return None
@@ -77,7 +81,10 @@ def read_class_list(root: Path) -> ClassList | None:
 
 
 def listed_names(names: Sequence[str], source: str) -> ClassList:
-    """Create a class list with the ids 0, 1, … Raise `UserError` if two names are equal or differ only in case."""
+    """Create a class list from names. The names are assigned the ids 0, 1, …
+
+    Raise `UserError` if two names are equal or differ only in case.
+    """
     found = ClassList(tuple(Entry(_clean(name), number) for number, name in enumerate(names)), source)
     _refuse_equal(found.entries, source)
     return found
@@ -87,8 +94,9 @@ def parse_class_list(file: Path) -> ClassList:
     """Read one class list. Raise `UserError` if the list is unreadable or ambiguous.
 
     Each line contains a name, an id and a name (``3: cell``), a name and a color (``sky 128 128 128``, ``128 128 128
-    sky``, ``sky,#808080``), or all three. If the list contains no ids, its lines are numbered 0, 1, … Lines that begin
-    with ``#`` and a space are comments.
+    sky``, ``sky,#808080``), or an id, a name and a color. If the list contains no ids, its lines are numbered 0, 1, … A
+    line that begins with ``#`` is a comment, unless it begins with a color such as ``#808080``. Text after a ``#``
+    between two spaces is also a comment.
     """
     place = printable(file)
     lines = _lines(file)
@@ -116,7 +124,7 @@ def _rgb(color: str | Color) -> Color:
 
 
 def _lines(file: Path) -> list[tuple[int, str]]:
-    """Return the numbered lines of a file, including empty lines, without comments and the header."""
+    """Return the lines of a file with their numbers. Empty lines are included; comments and the header are omitted."""
     try:
         raw = file.read_bytes()
         mark, encoding = next(((mark, name) for mark, name in MARKS if raw.startswith(mark)), (b"", "utf-8"))
@@ -142,7 +150,7 @@ def _lines(file: Path) -> list[tuple[int, str]]:
 
 
 _Line = tuple[str, str, int | None, Color | None]  # a line's kind, name, id and color
-#: Descriptions of the kinds of lines, for messages. The id precedes the name, except in "name id".
+#: Descriptions of the kinds of lines, for messages. In all kinds except "name id", the id precedes the name.
 _KINDS = {"name": "a name", "id": "an id and a name", "name id": "a name and a number", "number": "a number",
           "color": "a name and a color", "id color": "an id, a name and a color"}  # fmt: skip
 
@@ -191,7 +199,10 @@ def _parse(text: str, place: str) -> _Line:
 
 
 def _entries(parsed: Sequence[tuple[int, _Line]], kinds: set[str], place: str) -> tuple[list[Entry], list[str]]:
-    """Convert parsed lines, which must be of one kind, to entries, and return notes."""
+    """Convert parsed lines to entries. Return the entries, and notes for the user.
+
+    Raise `UserError` if the lines have incompatible formats.
+    """
     rows = [row for _, row in parsed]
     names: list[str] | None = None
     if kinds == {"number"}:
@@ -252,7 +263,7 @@ def _clean(name: str) -> str:
     return bare.strip("\"'").strip()
 
 
-#: Advice for a folder without a class list.
+#: Advice in the error message for a folder without a class list.
 ADVICE = "Create this file, set data.masks.classes=[NAME,…], or map the ids: data.masks.values={VALUE: NAME, …}."
 
 
@@ -261,10 +272,10 @@ class NoClassListError(UserError):
 
 
 def folder_classes(root: Path, settings: MaskConfig) -> tuple[Classes, list[str]]:
-    """Return the classes of a folder's masks, and notes. Raise `NoClassListError` if there is no class list.
+    """Return the classes of the masks in a folder, and notes for the user.
 
-    Raise `UserError` if the list is invalid or contains fewer than two classes, and `SettingError` if a setting is
-    invalid.
+    Raise `NoClassListError` if there is no class list, `UserError` if the list is invalid or contains fewer than two
+    classes, and `SettingError` if a setting is invalid.
     """
     found = _listed(root, settings)
     entries = list(found.entries)
@@ -305,7 +316,7 @@ def _listed(root: Path, settings: MaskConfig) -> ClassList:
             unique = dict.fromkeys(name for name in named if is_class(name))
             return listed_names(list(unique), "data.masks.values")
     elif settings.colors is not None:
-        # The order of a mapping is not part of a run's identity.
+        # The names are sorted, because the order of a mapping is not part of a run's identity.
         return listed_names(sorted(name for name in settings.colors if is_class(name)), "data.masks.colors")
     others = sorted(one.name for one in root.iterdir() if one.suffix.lower() in (".txt", ".json", ".csv", ".yaml"))
     has = f" Found: {', '.join(map(printable, others[:3]))}." if others else ""
@@ -316,7 +327,10 @@ def _listed(root: Path, settings: MaskConfig) -> ClassList:
 
 
 def _colored(entries: list[Entry], colors: Mapping[str, Color]) -> list[Entry]:
-    """Return the entries with the colors of `data.masks.colors`, and new entries for colors of unlabeled pixels."""
+    """Return the entries with the colors from `data.masks.colors`.
+
+    Names in this setting that denote unlabeled pixels are added if they have no entry.
+    """
     seen: dict[Color, str] = {}
     for name, color in colors.items():
         if seen.setdefault(color, name) != name and (is_class(name) or is_class(seen[color])):

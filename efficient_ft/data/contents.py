@@ -19,15 +19,16 @@ from efficient_ft.data.inspection import in_threads, spread
 from efficient_ft.data.listing import label_bytes, splits_of
 
 FILES = 2048  # number of evenly spread files of a split that are hashed, in addition to the first file of each class
-#: Maximum size in bytes of a completely hashed file, and number and size of the hashed pieces of larger files.
+#: Files of at most `_COMPLETE` bytes are hashed completely. Of larger files, `_PIECES` pieces of `_PIECE` bytes are
+#: hashed.
 _COMPLETE, _PIECES, _PIECE = 1 << 20, 8, 1 << 15
-_BLOCKS = 256  # maximum number of blocks, with one hash each, into which samples in memory are divided
+_BLOCKS = 256  # maximum number of blocks into which samples in memory are divided; each block has one hash
 _DIGITS = 8  # number of hexadecimal digits of a hash
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a data set, such as a split, or weights."""
+    """A part of the hashed data, such as a split or the weights of a network."""
 
     count: int  # number of samples
     names: Sequence[str]  # names of the hashed entries, for messages
@@ -37,17 +38,17 @@ class Part:
 
 @dataclass(frozen=True)
 class Contents:
-    """Hashes of the parts of a data set, or of weights."""
+    """Hashes of the parts of a data set, or of weight files."""
 
     parts: Mapping[str, Part]
 
     def read(self) -> Contents:
-        """Read the files, and return all hashes."""
+        """Read the files that have not been hashed, and return `Contents` with all hashes."""
         hashes = {name: part.hashes + "".join(in_threads(_of_file, part.files)) for name, part in self.parts.items()}
         return Contents({name: Part(part.count, part.names, hashes[name]) for name, part in self.parts.items()})
 
     def record(self) -> dict[str, Any]:
-        """Return the counts and hashes as plain containers."""
+        """Return the number of samples and the hashes of each part as a dictionary."""
         return {name: {"count": part.count, "hashes": part.hashes} for name, part in self.parts.items()}
 
     def changes(self, before: Mapping[str, Any]) -> list[str]:
@@ -67,7 +68,10 @@ class Contents:
 
 
 def looked_at(listing: Any, root: str | os.PathLike[str] = "") -> Contents:
-    """Select the entries of a listing that are hashed. File names are relative to `root`."""
+    """Select the entries of a listing to hash, and hash the entries that are in memory.
+
+    Files are not read before `Contents.read` is called. File names in messages are relative to `root`.
+    """
     classes = getattr(listing, "classes", None) or listing.class_names
     names = list(getattr(classes, "names", classes))
     ids, colors = (getattr(classes, key, None) or [None] * len(names) for key in ("ids", "colors"))
@@ -90,7 +94,7 @@ def looked_at(listing: Any, root: str | os.PathLike[str] = "") -> Contents:
 
 
 def files_contents(part: str, paths: Sequence[Path]) -> Contents:
-    """Return the hashes of entire files, such as weights."""
+    """Hash entire files, such as weight files. The result has a single part named `part`."""
     hashes = "".join(_of_file(str(path), complete=True) for path in paths)
     return Contents({part: Part(len(paths), [path.name for path in paths], hashes)})
 

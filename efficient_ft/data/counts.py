@@ -28,5 +28,5 @@ def some(names: Sequence[str], count: int = 6) -> str:
 
 
 def shortened(text: str, length: int) -> str:
-    """Return a text of at most `length` characters, which ends with an ellipsis if it was cut."""
+    """Shorten a text to at most `length` characters. A shortened text ends with an ellipsis."""
     return text if len(text) <= length else f"{text[: length - 1]}…"

@@ -28,14 +28,14 @@ State = Literal["ready", "packed", "partial", "absent", "broken"]
 
 @dataclass(frozen=True)
 class Archive:
-    """A file of a data set."""
+    """A file of a published data set. It may be an archive that must be unpacked."""
 
     path: str  # path of the file, relative to the root folder
-    unpacks: str | None = None  # unpacked folder, relative to the root; None if the file is not an archive
-    url: str | None = None  # URL of the file; None if it cannot be downloaded
-    md5: str | None = None  # checksum of the file; None if the publisher provides no checksum
+    unpacks: str | None = None  # unpacked folder, relative to the root, or None if the file is not an archive
+    url: str | None = None  # URL of the file, or None if it cannot be downloaded
+    md5: str | None = None  # checksum of the file, or None if the publisher provides no checksum
     size: int | None = None  # size in bytes; a shorter file is an interrupted download
-    contents: tuple[str, ...] = ()  # required paths, relative to the unpacked folder
+    contents: tuple[str, ...] = ()  # paths that must exist, relative to the unpacked folder
 
     def state(self, root: Path) -> State:
         """Return the state of the files below `root`.
@@ -61,7 +61,10 @@ class Archive:
         return [name for name in self.contents if not (root / str(self.unpacks) / name).exists()]
 
     def describe(self, root: Path) -> str:
-        """Return one line with the expected location of the file or folder and its current state."""
+        """Return one line with the expected location of the file or folder.
+
+        If files are incomplete or damaged, the line also contains this information.
+        """
         line = str((root / self.path).absolute())
         if self.size is not None:
             line += f" ({format_bytes(self.size)})"
@@ -116,7 +119,7 @@ def _download(archive: Archive, root: Path) -> None:
                     file.write(chunk)
                     bar.update(len(chunk))
         got = part.stat().st_size
-        # http.client treats a closed connection as the end of the file.
+        # The size is compared, because http.client treats a closed connection as the end of the file.
         if expected is not None and got < expected:
             raise UserError(
                 f"The download of {archive.url} stopped after {format_bytes(got)} of {format_bytes(expected)}. "
@@ -141,7 +144,7 @@ def _unpack(archive: Archive, root: Path) -> None:
     # Unpack into a temporary folder and rename it, so that interrupted unpacking leaves no incomplete data set.
     with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=target.parent) as scratch:
         try:
-            # The filter rejects links and names in a .tar file that lead out of the folder. A .zip file has no filter.
+            # The filter rejects links and paths that lead out of the folder. It is supported only for .tar files.
             shutil.unpack_archive(packed, scratch, filter=None if packed.suffix == ".zip" else "data")
         except (EOFError, tarfile.TarError, zipfile.BadZipFile, shutil.ReadError, zlib.error) as error:
             raise UserError(

@@ -33,16 +33,16 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 class FileList:
-    """List the files below the folders of a data set, and record ignored files.
+    """List the files below the folders of a data set, and record ignored entries.
 
     A link to a file in one of the `listed` folders is ignored, because the file would be counted twice or belong to two
-    classes. Targets of links that lead out of `root` are used only if `follow_links` is True.
+    classes. Links to files outside of `root` are followed only if `follow_links` is True.
 
     Attributes:
         links: links to folders. They are ignored, because they may form a cycle or lead to another class.
-        special: pipes, sockets, devices and broken links.
-        again: links to files in `listed`.
-        outside: links to files outside of `root`.
+        special: pipes, sockets, devices and broken links. They are ignored.
+        again: links to files in `listed`. They are ignored.
+        outside: followed links to files outside of `root`.
     """
 
     def __init__(self, root: Path, listed: Iterable[Path], follow_links: bool) -> None:
@@ -55,10 +55,10 @@ class FileList:
         self.outside: list[str] = []
 
     def below(self, folder: str | Path, strict: bool = False) -> list[str]:
-        """Return the sorted paths of the visible files at any depth in a folder, which may be a link.
+        """Return the sorted paths of all files below a folder that are not hidden. The folder may be a link.
 
-        Raise `UserError` if a folder cannot be read, a link leads out of the data set, or `strict` is True and entries
-        are ignored.
+        Raise `UserError` if a folder cannot be read, if a link leads out of the data set and links are not followed, or
+        if `strict` is True and entries are ignored.
         """
         files: list[str] = []
         waiting = [os.fspath(folder)]
@@ -100,7 +100,7 @@ class FileList:
         return not again
 
     def notes(self, folder: Path) -> list[str]:
-        """Return one sentence for each kind of ignored entry, and one for followed links."""
+        """Return one sentence for each kind of ignored entry, and one sentence for followed links."""
         inside = printable(folder)
         notes = (
             (self.links, f"Links to folders in {inside} are not followed", ". Replace the links with the folders"),
@@ -141,8 +141,8 @@ def _within(path: str, folder: str) -> bool:
 def links_in(places: Iterable[Path], root: Path, follow_links: bool) -> list[str]:
     """Return a sentence for each of the given paths that is a link out of the data set.
 
-    Raise `UserError` if there is such a link and `follow_links` is False, or a link leads to a folder inside or above
-    `root`.
+    Raise `UserError` if there is such a link and `follow_links` is False, or if a link leads to a folder inside or
+    above `root`.
     """
     notes = []
     top = Path(os.path.realpath(root))
@@ -196,7 +196,7 @@ class Paths:
             cut = path.rfind(os.sep) + 1
             folder.append(folders.setdefault(path[:cut], len(folders)))
             names.append(os.fsencode(path[cut:]))
-        #: Folders, including the trailing separator, and the index of each path's folder.
+        #: Folders with a trailing separator, and the index of the folder of each path.
         self._folders: Sequence[str] = list(folders)
         self._folder = np.asarray(folder, dtype=np.int32)
         #: Concatenated bytes of all file names, and the offset and length of each name.
@@ -217,7 +217,7 @@ class Paths:
         return map(self.__getitem__, range(len(self)))
 
     def take(self, indices: np.ndarray) -> Paths:
-        """Return the paths at `indices`, in that order. The bytes of the names are shared."""
+        """Return the paths at `indices`, in that order. The result shares the bytes of the names."""
         taken = Paths()
         taken._folders, taken._names = self._folders, self._names
         taken._folder, taken._length = self._folder[indices], self._length[indices]

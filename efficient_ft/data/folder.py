@@ -20,7 +20,7 @@ from efficient_ft.data.splits import Chosen, Split, show
 
 _Places = Mapping[Split, Sequence[Path]]
 _EXTENSIONS = f"Supported extensions: {' '.join(EXTENSIONS)}."
-#: Advice for folders in YOLO's layout.
+#: Advice in the error message for folders in the layout of YOLO.
 _YOLO = "images/ with labels/ is an export for object detection. Export the data with one folder per class. "
 
 
@@ -39,7 +39,10 @@ def missing_folder(root: Path) -> str | None:
 
 
 def folder_classes(root: Path, splits: Chosen | None = None, follow_links: bool = False) -> int | None:
-    """Count the training class folders without opening an image; None if there are none or the layout is ambiguous."""
+    """Return the number of training classes, or None if there are none or the layout is ambiguous.
+
+    Class folders are counted without opening an image.
+    """
     if not root.is_dir():
         return None
     try:
@@ -53,14 +56,15 @@ def read_folder(root: Path, follow_links: bool = False, splits: Chosen | None = 
     """List the images below `root`.
 
     Two layouts are supported: ``train/CLASS`` with ``val/CLASS``, ``test/CLASS`` or both, and ``CLASS`` without splits.
-    The names of splits may have any common spelling, or are set by ``data.splits``. If there is neither a validation
-    nor a test split, one fifth of every class is held out for testing, the same images for every seed. Class folders
-    may contain images at any depth. Hidden files are ignored. Other unused files are counted in `Listing.left_out`.
+    Splits are recognized by common spellings of their names, or specified by ``data.splits``. If there is neither a
+    validation nor a test split, one fifth of every class is held out for testing, the same images for every seed. Class
+    folders may contain images at any depth. Hidden files are ignored. Other unused files are counted in
+    `Listing.left_out`.
 
     Args:
-        root: the folder, which may be a link.
-        follow_links: True to use the targets of links that lead out of `root`, and to list these links in the notes.
-        splits: folders of each split, as in ``data.splits``; None to recognize the splits by name.
+        root: folder of the data set. It may be a link.
+        follow_links: if True, follow links that lead out of `root`, and list these links in the notes.
+        splits: folders of each split, as in ``data.splits``, or None to recognize the splits by name.
 
     Raises:
         UserError: If the folder does not exist, the layout is ambiguous, there are fewer than two classes, a class has
@@ -72,7 +76,7 @@ def read_folder(root: Path, follow_links: bool = False, splits: Chosen | None = 
     places = {split: [folder.path for folder in of] for split, of in layout.places.items()}
     classes = [one.path for of in layout.places.values() for place in of for one in place.folders.values()]
     tops = [path for of in places.values() for path in of if path != root]
-    # The folders between root and each split may also be links.
+    # The folders between root and each split are also checked, because they may be links.
     inner = [one for path in tops for one in (*reversed([p for p in path.parents if root in p.parents]), path)]
     notes = links_in(dict.fromkeys([*inner, *classes]), root, follow_links)
     for place in dict.fromkeys((root, *tops)):
@@ -103,7 +107,7 @@ def read_folder(root: Path, follow_links: bool = False, splits: Chosen | None = 
 
 
 def _scan_split(places: Sequence[Path], files: FileList) -> tuple[dict[str, Paths], Counter[str]]:
-    """Return the sorted images of a split by class name, and the number of other files by extension."""
+    """Return the sorted images of each class in a split, and the number of other files with each extension."""
     classes: dict[str, list[Path]] = {}
     for place in places:
         names = sorted(entry.name for entry in visible_entries(place) if is_folder(entry))
@@ -167,7 +171,7 @@ def _scan_train(
 
 
 def _samples(found: Mapping[str, Paths], names: Sequence[str]) -> Samples:
-    """Concatenate the images of all classes, with their indices into `names` as labels."""
+    """Concatenate the images of all classes. The label of an image is the index of its class in `names`."""
     parts, index = list(found.values()), {name: label for label, name in enumerate(names)}
     labels = np.asarray([index[name] for name in found])
     return Samples(Paths.join(parts), np.repeat(labels, [len(part) for part in parts]))

@@ -1,4 +1,4 @@
-"""Data sets of labeled images ready for training."""
+"""Data sets of labeled images that are ready for training."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ from efficient_ft.data.transforms import Transform
 
 
 class ImageData(OpenedData[Samples, SplitDataset]):
-    """A data set of labeled images ready for training and evaluation.
+    """A data set of labeled images that is ready for training and evaluation.
 
     Args:
-        listing, config, seed: see `OpenedData`.
+        listing: lists of the images of each split.
+        config: the `data` section of the configuration.
         input: input size, normalization and interpolation of the network.
+        seed: seed of the run, which determines the validation split, the order and the augmentation.
 
     Attributes:
-        transform_eval: evaluation transform, from a PIL image or a path to float32 (C, H, W).
+        transform_eval: transform for evaluation. It converts a PIL image or a path to a float32 tensor (C, H, W).
 
     Raises:
         SettingError: If a setting does not fit the data set.
@@ -62,7 +64,7 @@ class ImageData(OpenedData[Samples, SplitDataset]):
     def _split(self, listing: Listing) -> dict[str, Samples]:
         parts: dict[str, Samples] = splits_of(listing)
         recipe = self._config.train_on_val and listing.recipe_trains_on_val
-        if self.best_split == "test" and recipe and "val" in parts:  # the best epoch is not selected on `val`
+        if self.best_split == "test" and recipe and "val" in parts:  # the best epoch is selected on `test`
             parts["train"] = parts["train"].join(parts.pop("val"))
         return self._choose_splits(parts, stratified_split)
 
@@ -70,7 +72,7 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         parts: dict[str, Samples] = splits_of(listing)
         for name, part in parts.items():
             if isinstance(part.images, Paths):
-                # Only a full decode detects truncated files.
+                # Every image is decoded completely, because truncated files are not detected otherwise.
                 bad = find_failures(self._read, part.images, len(part), f"reading {name} images")
                 self._skipped.update(bad)
                 left = [i for i, path in enumerate(part.images) if path not in bad]
@@ -123,11 +125,11 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         return SplitDataset(self._parts[split], transform, self._seed, self._decoded.get(split))
 
     def keep_decoded(self, epochs: int) -> None:
-        """Keep decoded images on disk for a run of `epochs` epochs, if `data.keep_decoded` and the disk space allow.
+        """Keep decoded images on disk for a run of `epochs` epochs.
 
-        The training images and the images on which the best epoch is selected are kept. A note reports the result.
-        Raise `SettingError` if ``data.keep_decoded=on``, and the images have different sizes or there is not enough
-        space.
+        Images are kept if `data.keep_decoded` and the free space permit this: the training images, and the images on
+        which the best epoch is selected. A note reports the result. If ``data.keep_decoded=on``, raise `SettingError`
+        if the images are not resized to one size, or if there is not enough space.
         """
         config, on = self._config, self._config.keep_decoded == "on"
         transforms = {"train": self._train_transform, self.best_split: self.transform_eval}

@@ -19,13 +19,15 @@ from PIL import Image, ImageCms, ImageOps, TiffImagePlugin, features
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.text import printable
 
-#: Formats that every build of Pillow reads, by Pillow's names. Other formats are not opened, because Pillow runs
-#: external programs to read some of them, such as Ghostscript for PostScript.
+#: Pillow's names of the formats that every build of Pillow can read. Formats that are neither listed here nor in
+#: `_FURTHER` are not opened, because Pillow runs external programs for some formats, such as Ghostscript for
+#: PostScript.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 for _format in FORMATS:
     importlib.import_module(f"PIL.{_format.title().replace('Webp', 'WebP')}ImagePlugin")
 
-#: Formats that require a certain build of Pillow or a package: Pillow's name, module, installation advice, extensions.
+#: Formats that require a certain build of Pillow or an additional package. Each value contains Pillow's name of the
+#: format, a module, installation advice, and the extensions.
 _FURTHER = {
     "AVIF": ("AVIF", "PIL.AvifImagePlugin", "pip install 'pillow>=11.3'", ".avif"),
     "JPEG 2000": ("JPEG2000", "PIL.Jpeg2KImagePlugin", "install a Pillow with OpenJPEG", ".jp2 .j2k .j2c .jpf .jpx"),
@@ -69,7 +71,7 @@ class Decoding:
     Gray values outside of `value_range` are clipped. Images with more than `max_pixels` pixels are rejected.
     """
 
-    #: (low, high), the values of gray images with more than 8 bits that map to black and white; None: 0 to 65535.
+    #: For gray images with more than 8 bits, the values (low, high) that map to black and white. None means (0, 65535).
     value_range: tuple[float, float] | None = None
     max_pixels: int = MAX_PIXELS
 
@@ -84,9 +86,9 @@ def read_image(
 
     Args:
         path: path of the file.
-        target_size: (height, width) to which the image will be resized. JPEG files of at least four times this size are
-            decoded at reduced resolution, but at no less than twice `target_size`.
-        decoding: value range and size limit; None for the default.
+        target_size: (height, width) to which the image will be resized, or None. JPEG files of at least four times this
+            size are decoded at reduced resolution, but at no less than twice `target_size`.
+        decoding: value range and size limit, or None for the defaults.
 
     Raises:
         UserError: If the file is missing, unreadable, truncated, too large or not an image. The message begins with the
@@ -98,7 +100,7 @@ def read_image(
 
 
 def reduce_resolution(image: Image.Image, target_size: tuple[int, int] | None) -> None:
-    """Let Pillow decode an opened JPEG file at reduced resolution, but at no less than twice `target_size`."""
+    """Configure an opened JPEG file to be decoded at reduced resolution, but at no less than twice `target_size`."""
     if target_size is not None:
         side = 2 * max(target_size)
         image.draft(None, (side, side))
@@ -106,7 +108,10 @@ def reduce_resolution(image: Image.Image, target_size: tuple[int, int] | None) -
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str], decoding: Decoding | None = None) -> Iterator[Image.Image]:
-    """Open an image of a supported format and read its header. Convert errors inside the context to `UserError`."""
+    """Open an image of a supported format and read its header.
+
+    Errors inside the ``with`` block are converted to `UserError`.
+    """
     limit = (decoding or Decoding()).max_pixels
     try:
         with open(path, "rb") as file:
@@ -129,7 +134,7 @@ def opened(path: str | os.PathLike[str], decoding: Decoding | None = None) -> It
 
 def to_rgb(image: Image.Image, decoding: Decoding) -> Image.Image:
     """Decode an opened image as upright RGB. Raise `ValueError` if the pixels cannot be converted to RGB."""
-    # Pillow drops the bands of a TIFF image that it cannot represent.
+    # Pillow drops the bands of a TIFF image that it cannot represent, so such images are rejected.
     bands = int(image.tag_v2.get(277, 1)) if image.format == "TIFF" else 1  # type: ignore[attr-defined]
     if bands > len(image.getbands()) or image.mode == "RGBX":
         raise ValueError(_too_many(bands))
@@ -179,7 +184,7 @@ def _eight_bits(image: Image.Image, value_range: tuple[float, float] | None, lev
     low, high = value_range or (0, 65535)
     scaled = ((values - low) / ((high - low) / 255)).round().clip(0, 255).astype(np.uint8)
     if image.format == "TIFF" and image.tag_v2.get(262) == 0:  # type: ignore[attr-defined]
-        scaled = 255 - scaled  # the value 0 is white; Pillow inverts only 8-bit images
+        scaled = 255 - scaled  # 0 is white in this file, but Pillow inverts only 8-bit images
     return Image.fromarray(scaled)
 
 
@@ -253,7 +258,10 @@ def _why_not(file: IO[bytes], name: str, error: Exception) -> str:
 
 
 def file_kind(start: bytes) -> str | None:
-    """Return the kind of a file by its first bytes, such as ``HEIC`` or ``HTML or XML``, or None if it is unknown."""
+    """Return the format that the first bytes of a file denote, such as ``HEIC`` or ``HTML or XML``.
+
+    Return None if the format is unknown.
+    """
     if start[4:8] == b"ftyp":
         brand = start[8:12]
         if brand in (b"avif", b"avis"):
@@ -276,10 +284,13 @@ def reading_hint(extension: str) -> str | None:
 
 
 def class_name(folder: str) -> str:
-    """Convert a folder name to a class name in Unicode's NFC form, because archives encode accents differently."""
+    """Convert a folder name to a class name.
+
+    The name is normalized to Unicode's NFC form, because archive programs encode accented letters differently.
+    """
     return unicodedata.normalize("NFC", printable(folder))
 
 
 def is_image(path: str | os.PathLike[str]) -> bool:
-    """Return True if the extension denotes a supported image format."""
+    """Return True if the extension of a path denotes a supported image format."""
     return os.path.splitext(path)[1].lower() in EXTENSIONS

@@ -23,31 +23,34 @@ from efficient_ft.data.images import Decoding, has_16_bits, opened, to_rgb
 from efficient_ft.data.inspection import DECODED, HEADERS, Inspection, decoding_threads, in_threads, progress, spread
 from efficient_ft.data.listing import Samples
 
-#: Maximum number of pixels that a quick inspection decodes, and number of images that it always decodes.
+#: Maximum number of pixels to decode in a quick inspection, and number of images that are decoded regardless of this
+#: limit.
 PIXELS, _FIRST = 16_000_000, 4
 _ENLARGED = 4.0  # factor of enlargement above which a warning is issued
 _DEPTHS = (255, 1023, 4095, 16383)  # suggested upper limits of ``data.value_range`` for dark images
-#: Maximum number of recorded duplicate groups, paths per group, and images compared for near-duplicates.
+#: Maximum numbers of recorded groups of duplicates, of recorded paths per group, and of images that are compared to
+#: find near-duplicates.
 _GROUPS, _PATHS, _COMPARED = 100, 5, 50_000
 _GRAY = ("1", "L", "LA", "La", "F")
 _FORMATS = {"jpg": "JPEG", "jpeg": "JPEG", "jfif": "JPEG", "tif": "TIFF", "pgm": "PPM", "jp2": "JPEG2000",
             "j2k": "JPEG2000", "j2c": "JPEG2000", "jpf": "JPEG2000", "jpx": "JPEG2000", "heic": "HEIF",
             "hif": "HEIF"}  # fmt: skip
-#: Names of masks that are stored in the folder of their images.
+#: Pattern of the names of masks that are stored in the same folder as their images.
 _MASK = re.compile(r"(.+)[ _-](?:mask|masks|seg|segmentation|gt|label|labels|annotation)(?:[ _-]?\d+)?", re.IGNORECASE)
 _SIDE = 9  # side of a thumbnail in pixels
-#: Maximum root mean square difference of two thumbnails, in gray levels and relative to the smaller contrast. These
-#: limits detect at least 92 % of the copies of photographs with 128 and 224 pixels that are saved as JPEG of quality 30
-#: to 60 or resized by factors of 0.5 and 1.5. They match no distinct photographs, but miss JPEG copies of tiny images.
+#: Maximum root mean square difference of the thumbnails of near-duplicates: in gray levels, and divided by the smaller
+#: of the two contrasts. On photographs of 128 and 224 pixels, these limits detect at least 92 % of the copies that were
+#: saved as JPEG with a quality of 30 to 60, or resized by a factor of 0.5 or 1.5. Distinct photographs are not matched,
+#: but JPEG copies of tiny images are missed.
 _LEVELS, _RELATIVE = 4.0, 0.08
-#: Minimum contrast (standard deviation of a thumbnail), and maximum ratio of two aspect ratios.
+#: Minimum contrast of compared images (standard deviation of the thumbnail), and maximum ratio of their aspect ratios.
 _CONTRAST, _ASPECT = 6.0, 1.05
 _BLOCK = 512  # number of thumbnails compared at a time
 
 
 @dataclass
 class _Seen:
-    """An image and its properties. Only decoded images have the properties after `decoded`."""
+    """An image and its properties. The properties after `decoded` are set only for decoded images."""
 
     split: str
     index: int
@@ -78,8 +81,8 @@ def inspect_images(
 ) -> Inspection:
     """Inspect the images of a data set, given its splits.
 
-    By default, an evenly spread sample is inspected, and its sizes are compared with `input`. If `thorough` is True,
-    every image is decoded, and unreadable files and duplicates are reported.
+    By default, an evenly spread sample of the images is inspected. If `thorough` is True, every image is decoded to
+    find all unreadable files and duplicates. In both cases, the sizes of the images are compared with `input`.
     """
     decoding, found = decoding or Decoding(), Inspection()
     total = sum(len(part) for part in parts.values())
@@ -159,7 +162,7 @@ def _see_file(found: _Seen, decoding: Decoding, decode: bool, thorough: bool) ->
 
 def _decode(image: Image.Image, found: _Seen, decoding: Decoding, thorough: bool) -> None:
     rgb = to_rgb(image, decoding)
-    raw = np.asarray(image) if image.mode.startswith("I") or image.mode == "F" else None  # more than 8 bits
+    raw = np.asarray(image) if image.mode.startswith("I") or image.mode == "F" else None  # only for more than 8 bits
     extrema: Any = rgb.getextrema()
     found.decoded, found.values = True, (min(low for low, _ in extrema), max(high for _, high in extrema))
     found.constant = all(low == high for low, high in extrema)
@@ -276,7 +279,7 @@ def _report_values(found: Inspection, decoded: Sequence[_Seen], decoding: Decodi
 
 
 def _report_masks(found: Inspection, images: Sequence[_Seen]) -> None:
-    """Report images whose names look like the mask of another image in their folder."""
+    """Report images that are named like the mask of another image in the same folder."""
     masks = []
     for image in images:
         stem, extension = os.path.splitext(image.path)
@@ -390,12 +393,15 @@ def _report_near_duplicates(found: Inspection, images: Sequence[_Seen], class_na
 
 
 def _thumbnail(image: Image.Image) -> np.ndarray:
-    """Return a thumbnail of an RGB image for comparisons: uint8 (243,)."""
+    """Return the pixels of a thumbnail of an RGB image, for comparisons: uint8 (243,)."""
     return np.asarray(image.resize((_SIDE, _SIDE), Image.Resampling.BILINEAR, reducing_gap=2.0)).ravel()
 
 
 def _near_pairs(thumbnails: Sequence[np.ndarray], sizes: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the indices of almost equal images with enough contrast, given their thumbnails and (width, height)."""
+    """Yield pairs of indices of almost equal images, given the thumbnails and sizes (width, height) of all images.
+
+    Images with low contrast are ignored.
+    """
     pixels = np.asarray(thumbnails, dtype=np.float32).reshape(len(thumbnails), -1 if thumbnails else 1)
     contrast = pixels.std(axis=1)
     order = np.flatnonzero(contrast >= _CONTRAST)
@@ -406,7 +412,7 @@ def _near_pairs(thumbnails: Sequence[np.ndarray], sizes: Sequence[tuple[int, int
     squares = np.square(pixels).sum(axis=1)
     for start in range(0, len(order), _BLOCK):
         end = min(start + _BLOCK, len(order))
-        # The means differ by at most the root mean square difference.
+        # If two means differ by more than `_LEVELS`, the root mean square difference is also larger than `_LEVELS`.
         last = int(np.searchsorted(means, means[end - 1] + _LEVELS, side="right"))
         distance = squares[start:end, None] + squares[None, start:last] - 2 * pixels[start:end] @ pixels[start:last].T
         distance = np.sqrt(np.maximum(distance, 0) / pixels.shape[1])

@@ -21,8 +21,8 @@ from efficient_ft.data.masks import UNKNOWN, Classes, MaskSamples, read_mask, re
 
 _Parts = Mapping[str, MaskSamples]
 _MOSTLY_UNLABELED = 0.9  # share of unlabeled pixels above which a warning is issued
-_FEW = 3  # minimum number of masks that are compared
-_GAP = 0.15  # minimum distance of the foreground shares from one half if some masks are inverted
+_FEW = 3  # minimum number of decoded masks for a warning about equal masks or masks with a single class
+_GAP = 0.15  # minimum difference between each foreground share and 0.5 for a warning about inverted masks
 _LINE = 60  # maximum length of the list of class shares, in characters
 _MODES = {
     "1": "1-bit ids (black is 0, white is 1)",
@@ -44,7 +44,7 @@ def inspect_masks(
     """Inspect the images and masks of a data set, given its splits.
 
     By default, headers are read and some masks are decoded. If `thorough` is True, every file is decoded, and images
-    are compared across splits.
+    that occur in several splits are reported.
     """
     found = survey(parts, classes, thorough)
     result = Inspection()
@@ -173,7 +173,9 @@ def _odd(result: Inspection, found: Survey, classes: Classes) -> None:
 
 
 def _inverted(result: Inspection, paths: Sequence[str], pixels: np.ndarray, classes: Classes) -> None:
-    """Warn if some masks of two classes may be inverted, given their pixel counts, int64 (N, 2).
+    """Add a warning if the two classes may be swapped in some masks.
+
+    `pixels` is the number of pixels of both classes in each mask, int64 (N, 2).
 
     The criterion has two parts. No mask has a foreground share near one half. One class covers about the same share in
     the first group of masks as the other class covers in the second group.
@@ -197,7 +199,7 @@ def _inverted(result: Inspection, paths: Sequence[str], pixels: np.ndarray, clas
 
 
 def _sizes_that_differ(found: Survey, settings: MaskConfig) -> list[tuple[str, str, str]]:
-    """Return the paths of images and masks whose upright sizes differ, and both sizes as text."""
+    """Return the paths of each image and mask whose upright sizes differ, and a text with both sizes."""
     different = []
     for pair in found.pairs:
         if pair.header is None or pair.stored is None:
@@ -228,7 +230,7 @@ def _problems_of_headers(result: Inspection, found: Survey, settings: MaskConfig
 def _problems(
     result: Inspection, parts: _Parts, classes: Classes, settings: MaskConfig, decoding: Decoding | None
 ) -> None:
-    """Read every pair in the same way as training, and record failures."""
+    """Read every image and its mask in the same way as for training, and record failures."""
     unreadable: set[str] = set()
 
     def read(job: tuple[str, str, bool]) -> None:

@@ -15,7 +15,8 @@ from efficient_ft.data.counts import counted, shortened, some, verb
 from efficient_ft.data.inspection import Inspection, spread
 from efficient_ft.data.texts import Texts, is_number
 
-#: Limits of a quick inspection: tokenized texts, their total number of characters, and compared texts.
+#: Limits of a quick inspection: number of tokenized texts, total number of their characters, and number of compared
+#: texts per split.
 _TOKENIZED, _CHARACTERS, _COMPARED = 1000, 150_000, 100_000
 _NUMBERS = 20  # number of non-consecutive numeric classes above which the labels may be a quantity
 _UNKNOWN, _CUT, _REPEATED, _ODD = 0.05, 0.25, 0.5, 0.01  # fractions above which a warning is issued
@@ -23,7 +24,7 @@ _UNKNOWN, _CUT, _REPEATED, _ODD = 0.05, 0.25, 0.5, 0.01  # fractions above which
 _NOTHING = frozenset(
     ["nan", "none", "null", "n/a", "na", "#n/a", "#ref!", "#value!", "#name?", "<na>", "[deleted]", "[removed]"]
 )
-#: UTF-8 that was decoded with a wrong encoding (Ã©, â€™), and replacement characters.
+#: Pattern of UTF-8 text that was decoded with a wrong encoding (Ã©, â€™), and of replacement characters.
 _GARBLED = re.compile("Ã[\x80-\xbf]|â€|\ufffd|Ð[\x80-\xbf]Ð|ï»¿")
 _MARKUP = re.compile(r"<(br|p|div|span|a|b|i)\b[^>]*>", re.IGNORECASE)
 #: Class names that often denote a missing label.
@@ -43,8 +44,9 @@ def inspect_texts(
 ) -> Inspection:
     """Inspect the texts of a data set, given its splits. `max_length` is ``model.max_length``, in tokens.
 
-    By default, at most 1,000 training texts are examined, and the first 100,000 texts are compared exactly. If
-    `thorough` is True, all texts are examined, and comparisons ignore case and spaces.
+    By default, at most 1,000 training texts are examined, and the first 100,000 texts of each split are compared
+    exactly. If `thorough` is True, all training texts are examined, and all texts are compared without regard to case
+    and spaces.
     """
     found = Inspection()
     texts = parts["train"].texts
@@ -116,7 +118,7 @@ def _odd(found: Inspection, examined: Sequence[tuple[str, ...]]) -> None:
 
 
 def _repeated(found: Inspection, parts: Mapping[str, Texts], class_names: Sequence[str], *, thorough: bool) -> None:
-    """Report texts that occur in two splits, with two labels, or repeatedly in training."""
+    """Report texts that are repeated in training, occur in training and in another split, or have several labels."""
     limit = None if thorough else _COMPARED
 
     def key_of(text: tuple[str, ...]) -> tuple[str, ...]:
@@ -199,7 +201,11 @@ def _parts(name: str, separators: str) -> list[str]:
 
 
 def _is_joined(name: str, known: set[str], shared: Mapping[str, int]) -> bool:
-    """Return True if a name is written as a list, joins known names, or shares a part between | or ; with a name."""
+    """Return True if a class name may combine several labels.
+
+    Such a name is written as a list, consists of other class names, or has a part, separated by ``|`` or ``;``, that
+    also occurs in another name.
+    """
     if re.fullmatch(r"[\[({].*,.*[\])}]", name):
         return True
     parts, listed = _parts(name, "|;,/+&"), _parts(name, "|;")

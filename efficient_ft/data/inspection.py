@@ -1,4 +1,4 @@
-"""Results and summaries of inspecting data sets, with sampling, threads and progress."""
+"""Classes for the results of data inspections, and functions for sampling, threads and progress bars."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.core.text import plain_line, printable
 from efficient_ft.data.counts import counted, shortened, some, verb
 
-HEADERS, DECODED = 1024, 48  # number of headers that a quick inspection reads, and of samples that it decodes
+HEADERS, DECODED = 1024, 48  # number of headers read and number of samples decoded in a quick inspection
 
 
 @dataclass
 class Inspection:
     """The result of inspecting the samples of a data set."""
 
-    facts: dict[str, Any] = field(default_factory=dict)  # facts for results.json, in plain containers
+    facts: dict[str, Any] = field(default_factory=dict)  # facts for results.json
     lines: list[str] = field(default_factory=list)  # the same facts for the terminal, one short line each
-    warnings: list[str] = field(default_factory=list)  # properties that may harm training, with the setting to change
-    problems: dict[str, str] = field(default_factory=dict)  # reasons by path, for samples that training would reject
+    warnings: list[str] = field(default_factory=list)  # properties that may harm training, and settings to change
+    problems: dict[str, str] = field(default_factory=dict)  # reasons why samples are unusable, by path
 
 
 def spread(size: int, count: int) -> np.ndarray:
@@ -34,7 +34,10 @@ def spread(size: int, count: int) -> np.ndarray:
 
 
 def decoding_threads(pixels: int, limit: int) -> int:
-    """Return the number of images with `pixels` pixels to decode in parallel, with at most `limit` pixels in total."""
+    """Return the number of images that can be decoded in parallel, at most 8.
+
+    If each image has `pixels` pixels, these images together have at most `limit` pixels. At least one image is decoded.
+    """
     return max(1, min(8, os.cpu_count() or 1, limit // max(pixels, 1)))
 
 
@@ -45,16 +48,17 @@ _Result = TypeVar("_Result")
 def in_threads(
     function: Callable[[_Item], _Result], items: Sequence[_Item] | Iterable[_Item], threads: int | None = None
 ) -> Iterable[_Result]:
-    """Yield the results of a function in order. By default, there is one thread per processor, but at most 8.
+    """Yield ``function(item)`` for each item, in the order of the items.
 
-    Pillow decodes without the GIL.
+    By default, one thread per processor is used, up to 8 threads. Threads decode images in parallel, because Pillow
+    releases the GIL.
     """
     with ThreadPoolExecutor(max_workers=threads or min(8, os.cpu_count() or 1)) as pool:
         yield from pool.map(function, items)
 
 
 def progress(items: Iterable[_Item], total: int, description: str) -> Iterable[_Item]:
-    """Show a progress bar on a terminal while iterating over items."""
+    """Iterate over items, and show a progress bar if the output is a terminal."""
     bar: Iterable[_Item] = tqdm(items, total=total, desc=description, leave=False, disable=None)
     return bar
 
@@ -62,7 +66,7 @@ def progress(items: Iterable[_Item], total: int, description: str) -> Iterable[_
 def find_failures(
     function: Callable[[_Item], object], items: Sequence[_Item] | Iterable[_Item], total: int, description: str
 ) -> dict[_Item, str]:
-    """Call a function for all items in threads, and return the messages of its user errors by item.
+    """Call a function for all items in threads, and return the error message for each item that raises `UserError`.
 
     The items are iterated twice. A progress bar shows the description and the total number of items.
     """
@@ -78,36 +82,36 @@ def find_failures(
     return {item: text for item, text in zip(items, messages, strict=True) if text is not None}
 
 
-_NAMES, _LETTERS = 8, 60  # maximum number of class names in the output, and maximum number of characters in these names
+_NAMES, _LETTERS = 8, 60  # maximum number of class names in the output, and their maximum total length
 _RECORDED = 100  # maximum number of recorded skipped samples
 
 
 @dataclass(frozen=True)
 class SplitSummary:
-    """The summary of one split."""
+    """The size, the source and the class distribution of one split."""
 
     samples: int  # number of images or texts
     origin: str = ""  # short description of the source
-    per_class: np.ndarray | None = None  # number of samples by class, int64 (classes,); None for masks
+    per_class: np.ndarray | None = None  # number of samples of each class, int64 (classes,), or None for masks
 
 
 @dataclass
 class Summary:
-    """The summary of a data set."""
+    """A description of a data set for the terminal and for records."""
 
     name: str  # name of the data set, or path of the user's own folder
     task: str  # ``classification``, ``segmentation`` or ``text``
     noun: str  # noun for one sample
-    class_names: Sequence[str]  # class names by label
-    splits: Mapping[str, SplitSummary]  # summaries by name of the split, in the order train, val, test
+    class_names: Sequence[str]  # class names, indexed by label
+    splits: Mapping[str, SplitSummary]  # summary of each split, in the order train, val, test
     best_split: str  # split on which the best epoch is selected
     inspection: Inspection  # result of inspecting the samples
-    left_out: Mapping[str, int] = field(default_factory=dict)  # number of unused files by reason
-    skipped: Mapping[str, str] = field(default_factory=dict)  # reason by path, for skipped samples
+    left_out: Mapping[str, int] = field(default_factory=dict)  # number of unused files for each reason
+    skipped: Mapping[str, str] = field(default_factory=dict)  # reasons why samples are skipped, by path
     notes: Sequence[str] = ()  # facts that a user should know, one sentence each
 
     def lines(self) -> list[str]:
-        """Return short lines for the terminal, which are printed before training."""
+        """Return the summary as short lines, which are printed to the terminal before training."""
         found = [f"data: {self.name}, {self.task}, {len(self.class_names)} classes: {abridged(self.class_names)}"]
         for split, one in self.splits.items():
             parts = [counted(one.samples, self.noun)]
@@ -142,7 +146,7 @@ class Summary:
         return found
 
     def record(self) -> dict[str, Any]:
-        """Return the summary as plain containers."""
+        """Return the summary as a dictionary that can be written to a JSON file."""
         splits: dict[str, dict[str, Any]] = {}
         for split, one in self.splits.items():
             splits[split] = {"samples": one.samples, "origin": one.origin}
@@ -164,7 +168,10 @@ class Summary:
 
 
 def abridged(names: Sequence[str]) -> str:
-    """Join the first names with commas, and append the number of remaining names, in about 70 characters."""
+    """Join the first names with commas, and append the number of the remaining names.
+
+    The result has about 70 characters.
+    """
     shown: list[str] = []
     for name in names[:_NAMES]:
         text = shortened(plain_line(name), _LETTERS)

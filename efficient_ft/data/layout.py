@@ -30,11 +30,11 @@ class Folder:
     """A folder of a data set."""
 
     path: Path  # path on disk
-    name: str = ""  # path relative to the data set's folder, with slashes; empty for that folder
+    name: str = ""  # path relative to the folder of the data set, with slashes; empty for the data set itself
     images: int = 0  # number of files with an image extension directly in the folder
     total: int = 0  # number of files with an image extension at any depth
-    folders: dict[str, Folder] = field(default_factory=dict)  # visible subfolders by name
-    link: bool = False  # True for a link that is not followed; it counts as one image
+    folders: dict[str, Folder] = field(default_factory=dict)  # subfolders that are not hidden, by name
+    link: bool = False  # True for a link that is not followed; such a link counts as one image
 
     @property
     def filled(self) -> dict[str, Folder]:
@@ -46,19 +46,19 @@ class Folder:
 
     @property
     def shown(self) -> str:
-        """The name for messages, which is shortened and ends with a slash."""
+        """The shortened name with a trailing slash, for messages."""
         name = printable(self.name)
         short = name if len(name) <= _LETTERS else f"{name[:_LETTERS]}…"
         return f"{short}/" if name else printable(self.path)
 
     def enter(self, entry: os.DirEntry[str]) -> Folder:
-        """Add a subfolder."""
+        """Create a subfolder for a directory entry, and return the subfolder."""
         inner = self.folders[entry.name] = Folder(Path(entry.path), f"{self.name}/{entry.name}".lstrip("/"))
         return inner
 
 
 def same_class(name: str) -> str:
-    """Normalize a class name. Names that differ only in case, spaces or Unicode form become equal."""
+    """Normalize a class name. Names become equal if they differ only in case, spaces or Unicode normalization."""
     return unicodedata.normalize("NFC", " ".join(name.split())).casefold()
 
 
@@ -66,10 +66,11 @@ def scan(root: Path, follow_links: bool) -> tuple[Folder, list[tuple[Path, str |
     """Count the images of all folders below `root`. No image is opened.
 
     Links to folders are followed only above the classes, and only if they lead out of `root` and `follow_links` is
-    True. Each other link above the classes is recorded as a folder with one image, and as a blocked folder.
+    True. Every other link above the classes is recorded as a folder with one image, and as a blocked folder.
 
     Returns:
-        The folder, and the blocked folders above the classes, each with an error message (None for links).
+        The folder `root`, and a list of the blocked folders above the classes. Each entry of the list contains a path
+        and an error message, or None instead of a message if the path is a link.
     """
     top = Folder(root)
     real = Path(os.path.realpath(root))
@@ -112,30 +113,33 @@ def scan(root: Path, follow_links: bool) -> tuple[Folder, list[tuple[Path, str |
     return top, blocked
 
 
-_UNLABELED = ("unlabel", "unlabl", "pred", "unsup", "unknown")  # name parts of folders with unlabeled images
-#: Names of the two folders of a segmentation data set.
+_UNLABELED = ("unlabel", "unlabl", "pred", "unsup", "unknown")  # parts of the names of folders with unlabeled images
+#: Names of image folders and of mask folders in segmentation data sets.
 _PICTURES = frozenset({"image", "images", "img", "imgs", "jpegimages", "photos", "pictures"})
 _MASKS = frozenset({"mask", "masks", "label", "labels", "annotation", "annotations", "annotations_png", "gt",
                     "groundtruth", "ground_truth", "segmentation", "segmentationclass", "seg"})  # fmt: skip
 _TABLES = (".csv", ".tsv", ".json", ".jsonl", ".txt", ".xlsx", ".xls", ".mat", ".parquet", ".xml", ".pkl")
-#: The supported layouts.
+#: Description of the supported layouts, for messages.
 EXPECTED = "Expected layout: train/CLASS/*.jpg with val/CLASS/*.jpg or test/CLASS/*.jpg, or CLASS/*.jpg alone."
-_BySplit = Mapping[Split, Sequence[str]]  # names of folders by split
+_BySplit = Mapping[Split, Sequence[str]]  # folder names of each split
 _MOST_PLACES = 12  # maximum number of folders in a suggested setting
 
 
 @dataclass
 class Layout:
-    """The layout of a folder of images."""
+    """The folders of splits and classes in an image data set."""
 
-    places: dict[Split, list[Folder]]  # folders by split; their direct subfolders are the classes
+    places: dict[Split, list[Folder]]  # folders of each split; their direct subfolders are the classes
     notes: list[str] = field(default_factory=list)  # facts that a user should know, one sentence each
     loose: int = 0  # number of images outside of class folders
-    unused: list[Folder] = field(default_factory=list)  # unused folders
+    unused: list[Folder] = field(default_factory=list)  # folders that belong to no split
 
 
 def find_layout(root: Path, chosen: Chosen | None = None, follow_links: bool = False) -> Layout:
-    """Find the folders of splits and classes, or raise `UserError` if the layout is ambiguous; see `read_folder`."""
+    """Find the folders of splits and classes. Raise `UserError` if the layout is ambiguous.
+
+    `chosen` is the setting ``data.splits``. See `read_folder` for the other arguments.
+    """
     top, blocked = scan(root, follow_links)
     try:
         return _explicit(top, chosen) if chosen is not None else _recognized(top)
@@ -170,7 +174,7 @@ def _explicit(top: Folder, chosen: Chosen) -> Layout:
 
 
 def _unnamed(folder: Folder, used: set[str]) -> Iterator[Folder]:
-    """Yield the topmost folders that contain no used folder."""
+    """Yield the topmost folders that are not used and contain no used folder."""
     for inner in folder.folders.values():
         if inner.name in used:
             continue
@@ -203,7 +207,7 @@ def _recognized(top: Folder) -> Layout:
                 f"{printable(top.path / name)} has no images in class folders, but {counted(folder.images, 'image')}"
                 f" without a class. Move them to {printable(name)}/CLASS/, or exclude them: 'data.splits={show(rest)}'."
             )
-        places[split] = [folder]  # reported as empty when files are listed
+        places[split] = [folder]  # the empty folder is reported later, when its files are listed
     now: dict[Split, str] = {split: of[0].name for split, of in places.items()}
     used = {name.split("/")[0] for name in now.values()}
     others = [folder for name, folder in top.folders.items() if name not in used]
@@ -220,7 +224,7 @@ def _recognized(top: Folder) -> Layout:
 
 
 def _entered(folder: Folder) -> Folder:
-    """Return the folder that contains the classes of a split. It may be one or two levels deeper."""
+    """Return the folder that contains the classes of a split: `folder`, or a folder one or two levels below it."""
     for _ in range(2):
         inner = list(folder.filled.values())
         base = os.path.basename(folder.name)
@@ -235,7 +239,7 @@ def _entered(folder: Folder) -> Folder:
 
 
 def _refuse_rivals(top: Folder, train: Folder, now: Mapping[Split, str], others: Sequence[Folder]) -> None:
-    """Reject folders next to ``train`` that could be an unrecognized split or a class."""
+    """Raise `UserError` if a folder next to ``train`` could be an unrecognized split or a class."""
     classes = {same_class(name) for name in train.filled}
     for other in others:
         shared = [name for name in other.filled if same_class(name) in classes]
@@ -259,14 +263,14 @@ def _is_unlabeled(name: str) -> bool:
 
 
 def _without_train(top: Folder, named: Mapping[str, Split], by_split: _BySplit) -> Layout:
-    """Return the layout of a folder without a recognized training split. Its direct subfolders are the classes."""
+    """Return the layout of a data set without a recognized training split. The subfolders of `top` are the classes."""
     folders = top.filled
     if not folders:
         if top.images and not top.folders:
             raise UserError(_without_classes(top, [top]))
         trains = [name for name, split in splits_in(top.folders).items() if split == "train"]
         holder = [top.folders[name] for name in trains if top.folders[name].folders]
-        return Layout({"train": holder[:1] or [top]})  # reported as empty when files are listed
+        return Layout({"train": holder[:1] or [top]})  # the empty folder is reported later, when its files are listed
     rest = [name for name in folders if name not in named and not _is_unlabeled(name)]
     nested = {name for names in by_split.values() for name in names}
     flat = sorted((name for name in named if name not in nested), key=lambda name: (SPLITS.index(named[name]), name))
@@ -299,7 +303,7 @@ def _without_classes(top: Folder, flat: Sequence[Folder]) -> str:
 
 
 def labels_hint(folders: Sequence[Path]) -> str:
-    """Return a sentence that names files which may contain labels, or an empty string if there are none."""
+    """Return a sentence that lists files that may contain labels, or an empty string if there are none."""
     places = [folder for folder in folders if folder.is_dir()]
     names = [e.name for place in places for e in os.scandir(place) if e.name.lower().endswith(_TABLES)]
     return f" The labels may be in {some(sorted(names), 3)}: sort the images into class folders." if names else ""
@@ -339,10 +343,13 @@ def _refuse_wrapper(top: Folder) -> None:
 def _require_clear(
     top: Folder, place: Folder, now: Chosen, notes: list[str], by_split: _BySplit, evaluated: Sequence[Folder]
 ) -> None:
-    """Reject folders that may not be the classes of `place`, and note images in subfolders of the classes."""
+    """Raise `UserError` if the folders in `place` may not be the classes.
+
+    Add a note if there are images in subfolders of the classes.
+    """
     classes = list(place.filled.values())
     depths: Counter[int] = Counter()
-    levels: list[dict[str, list[Folder]]] = []  # for each depth below the classes: folders by normalized name
+    levels: list[dict[str, list[Folder]]] = []  # for each depth below the classes, the folders by normalized name
     examples: dict[int, Folder] = {}
     waiting = [(one, 0) for one in reversed(classes)]
     while waiting:
@@ -386,7 +393,7 @@ def _require_clear(
 def _same_folders(
     top: Folder, place: Folder, now: Chosen, shared: list[list[Folder]], by_split: _BySplit, evaluated: Sequence[Folder]
 ) -> UserError:
-    """Return the error for top folders with equal subfolders, such as years, folds, languages or unknown splits."""
+    """Return the error for top folders that contain the same folders, such as years, folds or unknown splits."""
     inside = {folder.name.rpartition("/")[0] for folders in shared for folder in folders}
     holders = [one for one in _walk(place) if one.name in inside]
     names = sorted({os.path.basename(folder.name) for folders in shared for folder in folders})

@@ -14,14 +14,16 @@ from efficient_ft.data.file_list import Paths
 from efficient_ft.data.inspection import spread
 from efficient_ft.data.splits import SPLITS
 
-_TEST_SEED = 0  # independent of the run's seed, so that all runs on a data set test on the same images
+_TEST_SEED = 0  # fixed, so that the test images do not depend on the seed of the run
 _TEST_FRACTION = 0.2
 
-DIGEST_FILES = 256  # files per split whose sizes are read for a digest; few, because file systems may be remote
+#: Maximum number of files per split whose sizes are read for a digest. Reading more sizes would be slow on remote file
+#: systems.
+DIGEST_FILES = 256
 
 
 def splits_of(listing: Any) -> dict[str, Any]:
-    """Return the existing splits of a listing by name, in the order train, val, test."""
+    """Return a dictionary of the existing splits of a listing, in the order train, val, test."""
     return {name: part for name in SPLITS if (part := getattr(listing, name)) is not None}
 
 
@@ -62,7 +64,10 @@ class Samples:
         return Samples(images, self.labels[indices])
 
     def content_digest(self) -> str:
-        """Return a digest (16 hex digits) of labels and images (pixels, or paths, sizes and dates of files)."""
+        """Return a digest (16 hex digits) of the labels and the images.
+
+        The digest covers the pixels of images in memory, or the paths, sizes and modification times of files.
+        """
         hasher = hashlib.blake2b(label_bytes(self.labels), digest_size=8)
         if not isinstance(self.images, np.ndarray):
             return hash_files(hasher, self.images)
@@ -78,31 +83,33 @@ class Samples:
 
 @dataclass(kw_only=True)
 class AnyListing:
-    """The samples of a data set by split, with notes for the user."""
+    """Base class of lists of the samples in each split, with notes for the user."""
 
     notes: list[str] = field(default_factory=list)  # facts that a user should know, one sentence each
     origins: dict[str, str] = field(default_factory=dict)  # short description of the source of each split
-    left_out: dict[str, int] = field(default_factory=dict)  # number of unused files by reason
+    left_out: dict[str, int] = field(default_factory=dict)  # number of unused files for each reason
 
     def digest(self) -> str:
-        """Return a hexadecimal digest of the lists."""
+        """Return a hexadecimal digest of the listed samples."""
         raise NotImplementedError
 
 
 @dataclass
 class Listing(AnyListing):
-    """The samples of an image data set by split (official or user-defined splits)."""
+    """The samples of an image data set in each official or user-defined split."""
 
-    class_names: list[str]  # class names by label
+    class_names: list[str]  # class names, indexed by label
     train: Samples  # training split
     val: Samples | None = None  # official validation split; if None, a fraction of `train` is held out
-    test: Samples | None = None  # test split; None if the data set only has validation images
-    recipe_trains_on_val: bool = False  # True if published results train on `train` and `val` together
+    test: Samples | None = None  # test split, or None if the data set has only validation images
+    recipe_trains_on_val: bool = False  # True if published networks were trained on both `train` and `val`
 
     def digest(self) -> str:
-        """Return a digest (8 hex digits) of class names, labels, and sizes or pixels of up to 256 images of each split.
+        """Return a digest (8 hex digits) of the class names, the labels and the images.
 
-        Paths and file dates do not matter. Replacing a file with a file of equal size is not detected.
+        Up to 256 images of each split are included, by their pixels in memory or the sizes of their files. Paths and
+        file dates have no effect. If a file is replaced with a different file of equal size, the digest does not
+        change.
         """
         hasher = hashlib.blake2b("\n".join(self.class_names).encode(), digest_size=4)
         for name, part in splits_of(self).items():
@@ -117,7 +124,7 @@ class Listing(AnyListing):
 
 
 class Labeled(Protocol):
-    """Samples with one label each, int64 (N,)."""
+    """Samples with one label each. The labels are int64 (N,)."""
 
     labels: np.ndarray
 
@@ -141,7 +148,7 @@ def stratified_split(samples: _Samples, fraction: float, seed: int) -> tuple[_Sa
     ordered = samples.labels[by_class]
     starts = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
     labels = ordered[np.concatenate([[0], starts])] if len(ordered) else ordered
-    del ordered  # occupies tens of MB for a million images
+    del ordered  # frees 8 MB for a million images
     for label, positions in zip(labels.tolist(), np.split(by_class, starts) if len(labels) else [], strict=True):
         n = len(positions)
         count = min(max(int(n * fraction + 0.5), 1), n - 1)
@@ -151,10 +158,10 @@ def stratified_split(samples: _Samples, fraction: float, seed: int) -> tuple[_Sa
 
 
 def label_bytes(labels: np.ndarray) -> memoryview:
-    """Return labels, integers or floating-point numbers, as little-endian bytes, usually without a copy."""
+    """Return integer or floating-point labels as little-endian bytes, usually without a copy."""
     return np.ascontiguousarray(labels, dtype="<f8" if labels.dtype.kind == "f" else "<i8").data
 
 
 def hold_out_test(samples: _Samples) -> tuple[_Samples, _Samples]:
-    """Hold out one fifth of every class for testing, the same samples in all runs. Return (train, test)."""
+    """Hold out one fifth of every class for testing, and return (train, test). All runs hold out the same samples."""
     return stratified_split(samples, _TEST_FRACTION, _TEST_SEED)

@@ -1,4 +1,4 @@
-"""Load the images of a split, augmented by (seed, epoch, index), and collate the images into batches."""
+"""Load the images of a split in batches. Augmentation is seeded by (seed, epoch, index)."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from efficient_ft.data.transforms import Transform
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 1  # format of a store; increase it if the content of a store changes
+_FORMAT = 1  # version of the storage format; increase it if the content of a store changes
 
 
 class DecodedImages:
     """A store of the resized uint8 images of a split, in a subfolder of `root`.
 
-    All runs that resize the same files to the same size share a store. Changed files and different decoder versions use
-    a different store. The transform must resize all images to one size.
+    All runs that resize the same files to the same size share a store. If a file or the version of a decoder changes, a
+    different store is used. The transform must resize all images to one size.
 
     Attributes:
         folder: folder of this store.
-        bytes: total size of the images.
+        bytes: total size of the images in bytes.
     """
 
     def __init__(self, root: Path, samples: Samples, transform: Transform) -> None:
@@ -83,14 +83,18 @@ class DecodedImages:
             log.warning("The disk of %s is full. Further images are decoded in every epoch.", self.folder)
 
 
-_CACHE_BYTES = 64 << 20  # maximum size of resized images that are cached in memory
+_CACHE_BYTES = 64 << 20  # maximum total size of the resized images that are cached in memory
 _Sample = TypeVar("_Sample")
 _Key = TypeVar("_Key")
 
 
 @dataclass
 class LoadFailure:
-    """The message of a user error in a worker process. An exception would include the worker's traceback."""
+    """The message of a `UserError` in a worker process.
+
+    A worker returns this object instead of raising an exception, because PyTorch would add the traceback of the worker
+    to the message.
+    """
 
     message: str
 
@@ -98,8 +102,8 @@ class LoadFailure:
 class SplitDataset(Dataset[tuple[Tensor, int]]):
     """A dataset of augmented images, float32 (C, H, W), with labels. Its keys are (epoch, index).
 
-    Augmentation depends only on (seed, epoch, index). The number of worker processes, the access order and the state of
-    global random generators do not matter. Small images in memory are resized once and cached. Files are decoded
+    Augmentation depends only on (seed, epoch, index), and not on the number of worker processes, the access order or
+    the state of global random generators. Small images in memory are resized once and cached. Files are decoded
     whenever they are read, unless `decoded` contains the images.
     """
 
@@ -117,7 +121,7 @@ class SplitDataset(Dataset[tuple[Tensor, int]]):
             if len(pixels) * height * width * 3 <= _CACHE_BYTES:
                 pixels = np.stack([np.asarray(transform.resize(Image.fromarray(p))) for p in pixels])
                 self._resized = True
-            # Spawned worker processes share the memory of tensors.
+            # The pixels are stored in a tensor, because spawned worker processes share the memory of tensors.
             self._pixels = torch.from_numpy(np.ascontiguousarray(pixels))
 
     def __len__(self) -> int:
@@ -159,12 +163,12 @@ class SplitDataset(Dataset[tuple[Tensor, int]]):
 
 
 def load_seeded(seed: int, keys: Sequence[tuple[int, int]], load: Callable[[int], _Sample]) -> list[_Sample]:
-    """Load the samples of (epoch, index) keys, each with torch's CPU generator seeded by (seed, epoch, index).
+    """Load the sample of each key (epoch, index).
 
-    The function `load` loads and augments the sample with the given index. The generator's state is restored
-    afterwards.
+    Before a sample is loaded, torch's CPU generator is seeded by (seed, epoch, index). The state of the generator is
+    restored at the end. The function `load` must load and augment the sample with the given index.
     """
-    # fork_rng and torch.manual_seed would also seed the generator of a GPU.
+    # torch.random.fork_rng and torch.manual_seed would also affect the generators of GPUs.
     state = torch.default_generator.get_state()
     try:
         samples = []
@@ -177,7 +181,7 @@ def load_seeded(seed: int, keys: Sequence[tuple[int, int]], load: Callable[[int]
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:
-    """Return the 63-bit seed of a sample in an epoch, which is the same on all machines."""
+    """Return the 63-bit seed of a sample in an epoch. The seed is the same on all machines."""
     digest = hashlib.blake2b(struct.pack("<qqq", seed, epoch, index), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -190,7 +194,7 @@ class Loader(DataLoader[tuple[Tensor, int]]):
     """
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Iterate over the batches. Raise `UserError` if an image cannot be read, or a worker process was killed."""
+        """Iterate over the batches. Raise `UserError` if an image cannot be read or a worker process was killed."""
         batches = super().__iter__()
         try:
             for batch in batches:
@@ -198,7 +202,8 @@ class Loader(DataLoader[tuple[Tensor, int]]):
                     raise UserError(batch.message)
                 yield batch
         except (UserError, RuntimeError) as error:
-            # End the workers here. The garbage collector could free their queues first and wait five seconds for each.
+            # End the worker processes here. Otherwise, the garbage collector could free their queues first, and wait
+            # five seconds for each process.
             self._iterator = None
             del batches
             refuse_killed_worker(error)
@@ -206,7 +211,9 @@ class Loader(DataLoader[tuple[Tensor, int]]):
 
 
 def refuse_killed_worker(error: BaseException) -> None:
-    """Raise a user error if a worker process was killed. PyTorch reports this from a signal handler, at any time.
+    """Raise `UserError` if `error` reports that a worker process was killed.
+
+    PyTorch raises such errors from a signal handler, so they may occur at any time.
 
     Raises:
         KeyboardInterrupt, TerminatedRun: If this process has received a signal to stop.
@@ -248,7 +255,7 @@ class EpochSampler(Sampler[_Key]):
     Attributes:
         epoch: epoch of the next iteration.
         start: number of keys that the next iteration skips, because an interrupted run has used these keys. It is reset
-            afterwards and does not change `len`.
+            to 0 when the iteration starts, and does not change `len`.
     """
 
     epoch = 0
@@ -260,22 +267,22 @@ class EpochSampler(Sampler[_Key]):
 
 
 class CounterSampler(EpochSampler[tuple[int, int]]):
-    """Yield (epoch, index) pairs of one process in an order that depends only on (seed, epoch).
+    """Yield the (epoch, index) pairs of one process in an order that depends only on (seed, epoch).
 
-    Each image occurs at most once in all processes. The numbers of images per process differ by at most one. If
-    `batch_size` is given, a few images at the end of the order are skipped, so that all processes have the same number
-    of batches, and no batch contains a single image, for which BatchNorm fails.
+    In each epoch, each image is used by at most one process. The numbers of images per process differ by at most one.
+    If `batch_size` is given, a few images at the end of the order are skipped, so that all processes have the same
+    number of batches, and no batch contains a single image, for which BatchNorm fails.
 
     Args:
         size: number of images.
         seed: seed of the order.
         rank: rank of this process, 0 ≤ rank < world.
         world: number of processes.
-        shuffle: True to shuffle each epoch differently; False for one fixed order in evaluation.
-        batch_size: training batch size of each process; None to use all images.
+        shuffle: if True, shuffle the images differently in each epoch. If False, use one fixed order, for evaluation.
+        batch_size: training batch size of each process, or None to use all images.
 
     Attributes:
-        used: number of images per epoch in all processes.
+        used: number of images that all processes together use in an epoch.
     """
 
     def __init__(
@@ -294,14 +301,18 @@ class CounterSampler(EpochSampler[tuple[int, int]]):
         if self.shuffle:
             order = np.random.default_rng([self.seed, epoch]).permutation(self.size)
         else:
-            # A random order, because data sets are sorted by class and a limited evaluation uses the first batches.
+            # The order is random, because data sets are often sorted by class and a limited evaluation uses only the
+            # first batches.
             order = np.random.default_rng(0).permutation(self.size)
         for index in order[: self.used][self.rank :: self.world][start:]:  # a list would use five times the memory
             yield epoch, int(index)
 
 
 def _used(size: int, world: int, batch_size: int) -> int:
-    """Return the number of images to use, so that all processes have equally many batches, each of several images."""
+    """Return the number of images that all processes together use in an epoch.
+
+    All processes then have the same number of batches, and a last batch of a single image is avoided.
+    """
     each, more = divmod(size, world)
     if each < batch_size:  # each process loads one batch, so no image is skipped
         return size if each else 0

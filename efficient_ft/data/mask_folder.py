@@ -87,7 +87,7 @@ def read_mask_folder(
 
 
 def _values_found(places: Places) -> str:
-    """Return a sentence with the values of some training masks, or an empty string if no mask can be read."""
+    """Return a sentence that lists the values in some training masks, or an empty string if no mask can be read."""
     masks = [mask.path for _, mask in places.get("train", ()) if mask is not None]
     paths = sorted(str(one) for folder in masks for one in folder.rglob("*") if one.suffix.lower() in MASK_EXTENSIONS)
     images: Counter[int] = Counter()
@@ -106,7 +106,10 @@ def _values_found(places: Places) -> str:
 
 
 class _Pairs:
-    """Collect the images and masks of folders, and count unused files. A file belongs to the innermost of `areas`."""
+    """Collect the images and masks of folders, and count unused files.
+
+    A file belongs to the innermost folder in `areas` that contains the file.
+    """
 
     def __init__(self, root: Path, areas: set[Path], files: FileList, suffix: str | None) -> None:
         self._root, self._areas, self._file_list, self._suffix = root, areas, files, suffix
@@ -176,7 +179,10 @@ class _Pairs:
             self.notes.append(f"Not used: {some(listed)}.")
 
     def _files(self, folder: Path, extensions: Sequence[str]) -> tuple[dict[str, str], Counter[str]]:
-        """Return files with the given extensions by relative path without extension, and the number of other files."""
+        """Return the paths of files with the given extensions, and the number of other files with each extension.
+
+        The keys of the paths are relative to the folder and have no extension.
+        """
         other = Counter[str]()
         found: dict[str, str] = {}
         inner = tuple(os.fspath(area) + os.sep for area in self._areas if folder in area.parents)

@@ -1,4 +1,4 @@
-"""Find each split's folders of images and masks, by name or by settings."""
+"""Find the folders of images and masks of each split, by their names or by settings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYOUT = (
     "Expected layout: {train,val,test}/images/NAME.jpg with {train,val,test}/masks/NAME.png, or"
     " images/{train,val,test} with masks/{train,val,test}; and classes.txt."
 )
-_DEPTH = 4  # maximum depth of folders whose names are read
+_DEPTH = 4  # maximum depth of folders whose names are parsed
 
 
 @dataclass
@@ -30,9 +30,9 @@ class Area:
     """A folder that contains images or masks at any depth."""
 
     path: Path  # path of the folder
-    kind: Kind | None  # kind of the files; None if the folder names denote no kind
-    split: Split | None  # split of the files; None if the folder names denote no split
-    prefix: str  # relative path above the first folder whose name denotes a kind or a split
+    kind: Kind | None  # kind of the files, or None if the folder names denote no kind
+    split: Split | None  # split of the files, or None if the folder names denote no split
+    prefix: str  # relative path of the parent of the first folder whose name denotes a kind or a split
     key: tuple[str, ...]  # folder names without the words that denote images or masks
     count: int = 0  # number of image files
 
@@ -43,12 +43,12 @@ class Tree:
 
     areas: list[Area] = field(default_factory=list)  # folders with images whose names denote a kind or a split
     plain: dict[str, int] = field(default_factory=dict)  # number of image files in each of the other folders
-    inside: dict[str, int] = field(default_factory=dict)  # number of images in other folders in areas of unknown kind
-    empty: list[Area] = field(default_factory=list)  # areas without image files and subfolders
+    inside: dict[str, int] = field(default_factory=dict)  # number of images in each subfolder of areas of unknown kind
+    empty: list[Area] = field(default_factory=list)  # areas without image files or subfolders
 
 
 def shown(path: Path, root: Path) -> str:
-    """Return a folder's path relative to the root as text: ``train/images/``."""
+    """Return the path of a folder relative to the root as text, such as ``train/images/``."""
     return "./" if path == root else printable(path.relative_to(root).as_posix()) + "/"
 
 
@@ -102,7 +102,7 @@ def mask_tree(root: Path, settings: MaskConfig) -> Tree:
 
 
 def _kind(name: str, read: Kind | None, settings: MaskConfig) -> tuple[Kind | None, bool]:
-    """Return the kind of a folder's files, and True if a setting names the folder."""
+    """Return the kind of the files in a folder, and whether a setting names the folder."""
     if name in (settings.folder, settings.image_folder):
         return ("masks" if name == settings.folder else "images"), True
     if (read == "masks" and settings.folder) or (read == "images" and settings.image_folder):
@@ -125,12 +125,15 @@ def _images_below(folder: Path) -> int:
     return count + sum(_images_below(inner) for inner in folders.values() if not inner.is_symlink())
 
 
-#: Pairs of an image folder and its mask folder (None if there are no masks), by split.
+#: For each split, pairs of an image folder and its mask folder. The mask folder is None if there are no masks.
 Places = dict[Split, list[tuple[Area, Area | None]]]
 
 
 def recognized_places(root: Path, tree: Tree, settings: MaskConfig) -> Places:
-    """Return the folders of each split, recognized by name."""
+    """Return the folders of each split, which are recognized by their names.
+
+    Raise `UserError` if the folders are ambiguous, or if images or masks are missing.
+    """
     areas = tree.areas
     if "." in tree.plain and not any(a.kind == "images" or a.split for a in areas):
         areas = [*areas, Area(root, "images", None, "", (), tree.plain["."])]
@@ -179,7 +182,9 @@ def recognized_places(root: Path, tree: Tree, settings: MaskConfig) -> Places:
 
 
 def _split_folder(area: Area, root: Path) -> str:
-    """Return the path that selects an area in ``data.splits``: a parent of images and masks, or the folder itself."""
+    """Return the path that selects an area in ``data.splits``: a parent folder of images and masks, or the folder
+    itself.
+    """
     folder = area.path
     while read_name(folder.name).kind == "images" and not read_name(folder.name).rest and folder.parent != root:
         folder = folder.parent
@@ -257,7 +262,10 @@ def _named_masks(folder: Path) -> bool:
 
 
 def named_places(root: Path, tree: Tree, chosen: Chosen) -> Places:
-    """Return the folders of each split that ``data.splits`` names. Raise `UserError` if images or masks are missing."""
+    """Return the folders of each split that are named in ``data.splits``.
+
+    Raise `UserError` if images or masks are missing.
+    """
     places: Places = {}
     for split, paths in places_of(root, chosen).items():
         for path in paths:
@@ -279,7 +287,7 @@ def _named(root: Path, tree: Tree, split: Split, path: Path) -> tuple[Area, Area
             raise SettingError(f"data.splits.{split}", path.relative_to(root).as_posix(), "a folder with images")
         images = [Area(path, "images", split, "", _key(path, root), count)]
     every = [area for area in tree.areas if area.kind == "masks"]
-    if not masks:  # find the corresponding folder: images/a and masks/a, or a and a_masks
+    if not masks:  # find the folder of masks that corresponds to images/a (masks/a) or a (a_masks)
         masks = [area for area in every if area.key == _key(path, root)]
         tails = [path.relative_to(area.path) for area in above if area.kind != "masks"]
         other = [replace(area, path=area.path / tail, split=split) for area in every for tail in tails]

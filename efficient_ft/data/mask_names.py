@@ -21,7 +21,7 @@ _MASKS = frozenset(
     ["masks", "mask", "labels", "label", "lbl", "annotations", "annotation", "annots", "annot", "anno", "annos", "gt",
      "gts", "groundtruth", "truth", "targets", "target", "trimaps", "trimap", "mattes", "matte", "labelids"]
 )  # fmt: skip
-#: Words that denote masks unless the name also denotes images: ``segmentation_images``.
+#: Words that denote masks, unless the name also contains a word that denotes images, such as ``segmentation_images``.
 _WEAK = frozenset(["seg", "segs", "segmentation", "segmentations", "semantic", "segmaps"])
 _JOINED = re.compile(
     r"(train|training|val|valid|validation|test|testing|dev|eval)"
@@ -31,7 +31,10 @@ _JOINED = re.compile(
 
 @dataclass(frozen=True)
 class FolderName:
-    """The kind of files that a folder name denotes (or None), and its other words, which may denote a split."""
+    """The kind of files that a folder name denotes, or None, and the remaining words of the name.
+
+    The remaining words may denote a split.
+    """
 
     kind: Kind | None
     rest: str
@@ -56,10 +59,10 @@ class Matches:
     pairs: list[tuple[str, str]]  # sorted pairs of image and mask names
     images: list[str]  # names of images without a mask
     masks: list[str]  # names of masks without an image
-    rule: str = ""  # description of how the names correspond; empty if they are equal
-    image_affix: tuple[str, str] = ("", "")  # (prefix, suffix) of image names that mask names lack
-    several: tuple[str, str] | None = None  # two masks of one image; None if there is no such image
-    suffixes: tuple[str, ...] = ()  # mask suffixes of an image; the first suffix most likely denotes class ids
+    rule: str = ""  # description of how the names correspond; empty if the names are equal
+    image_affix: tuple[str, str] = ("", "")  # (prefix, suffix) of image names, which mask names lack
+    several: tuple[str, str] | None = None  # two masks of one image, or None if no image has several masks
+    suffixes: tuple[str, ...] = ()  # suffixes of the masks of an image; the first most likely denotes class ids
 
 
 def match_names(images: Sequence[str], masks: Sequence[str]) -> Matches:
@@ -96,9 +99,10 @@ def match_names(images: Sequence[str], masks: Sequence[str]) -> Matches:
 
 
 def _common(names: Sequence[str], others: Sequence[str]) -> tuple[str, str]:
-    """Return the common prefix and suffix of all names. They end at a word or number boundary.
+    """Return the common prefix and suffix of all names, up to the nearest word or number boundaries.
 
-    If there is only one name and one other name, return the suffix by which they differ, unless it is a number.
+    If `names` and `others` contain one name each, return an empty prefix and the suffix by which the two names differ.
+    The suffix is empty if it contains no letter.
     """
     stems = [_plain(name).rpartition("/")[2] for name in names]
     if len(stems) == len(others) == 1:
@@ -122,7 +126,7 @@ def _distinct(own: tuple[str, str], others: tuple[str, str]) -> tuple[tuple[str,
 
 
 def _last_border(text: str) -> int:
-    """Return the index of the last character that is neither a letter nor a digit; 0 if there is none."""
+    """Return the index of the last character that is neither a letter nor a digit, or 0 if there is none."""
     return max((at.start() for at in re.finditer(r"[\W_]", text)), default=0)
 
 
@@ -148,7 +152,7 @@ def _content(name: str) -> str:
 
 
 def _affixes(images: Sequence[str], masks: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the (prefix, suffix) pairs that extend image names to mask names, with the most frequent pair first."""
+    """Return up to four (prefix, suffix) pairs that extend image names to mask names, most frequent pair first."""
     found = Counter[tuple[str, str]]()
     by_folder: dict[str, list[str]] = {}
     for mask in masks:
@@ -164,13 +168,16 @@ def _affixes(images: Sequence[str], masks: Sequence[str]) -> list[tuple[str, str
 
 
 def _is_another_number(before: str, stem: str, after: str) -> bool:
-    """Return True if digits next to a name form a different number: 1 and 11, but not 1 and 001."""
+    """Return True if the digits next to a name change its number, such as 1 to 11, but not 1 to 001."""
     digits = before[len(before.rstrip("0123456789")) :]
     return (stem[:1].isdigit() and digits.strip("0") != "") or (stem[-1:].isdigit() and after[:1].isdigit())
 
 
 def _several(images: Sequence[str], found: Matches, end: str) -> tuple[tuple[str, str], tuple[str, ...]] | None:
-    """Return two masks of one image, and the suffixes of most images' masks; None if no image has two masks."""
+    """Return two masks of one image, and the suffixes that occur in the masks of most images.
+
+    Return None if no image has two masks.
+    """
     chosen = sorted(images)[:: max(len(images) // 64, 1)]
     first: tuple[str, str] | None = None
     counts, matched = Counter[str](), dict(found.pairs)
@@ -196,7 +203,7 @@ def _several(images: Sequence[str], found: Matches, end: str) -> tuple[tuple[str
 
 
 def _cut(name: str, prefix: str, suffix: str) -> str | None:
-    """Remove a prefix and a suffix from a name; return None unless the name has both."""
+    """Remove a prefix and a suffix from a name, or return None if the name does not have both."""
     folder, slash, stem = _plain(name).rpartition("/")
     if not stem.startswith(prefix) or not stem.endswith(suffix) or len(stem) <= len(prefix) + len(suffix):
         return None

@@ -21,7 +21,7 @@ from efficient_ft.data.masks import UNKNOWN, Classes, Header, MaskSamples, raw_s
 from efficient_ft.data.splits import quoted
 
 _PIXELS = 30_000_000  # maximum number of pixels that a quick survey decodes; fewer masks are decoded if they are large
-_SEARCHED = 512  # maximum number of masks decoded to find a second class
+_SEARCHED = 512  # maximum number of masks that are decoded before a split is rejected
 Stored = tuple[tuple[int, int], int]  # size (width, height) of the stored pixels of an image, and its EXIF orientation
 
 
@@ -32,8 +32,8 @@ class Counted:
     mode: str = ""  # Pillow's mode
     values: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # distinct ids; empty for colors
     counts: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # number of pixels of each id
-    shares: np.ndarray = field(default_factory=lambda: np.zeros(256, dtype=np.int64))  # number of pixels by class index
-    error: str = ""  # reason why the mask cannot be read; empty if it can be read
+    shares: np.ndarray = field(default_factory=lambda: np.zeros(256, dtype=np.int64))  # number of pixels of each class
+    error: str = ""  # reason why the mask cannot be read; empty if the mask can be read
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,10 @@ class Pair:
 
     @property
     def orientation(self) -> str | None:
-        """``raw``, ``upright`` or ``unclear`` if the image has an EXIF orientation; otherwise None."""
+        """The orientation of the mask: ``raw``, ``upright`` or ``unclear``.
+
+        None if the image has no EXIF orientation, or a header cannot be read.
+        """
         if self.stored is None or self.stored[1] == 1 or self.header is None:
             return None
         return _orientation_by_size(self.stored, self.header.size) or "unclear"
@@ -55,10 +58,10 @@ class Pair:
 
 @dataclass
 class Survey:
-    """The headers and pixel counts of a data set's masks, by split."""
+    """The headers and pixel counts of the masks in each split."""
 
     headers: dict[str, list[Pair]] = field(default_factory=dict)  # headers of images and masks
-    counted: dict[str, list[tuple[str, Counted]]] = field(default_factory=dict)  # decoded masks
+    counted: dict[str, list[tuple[str, Counted]]] = field(default_factory=dict)  # paths and pixel counts of masks
     totals: dict[str, int] = field(default_factory=dict)  # number of masks
 
     @property
@@ -72,24 +75,30 @@ class Survey:
         return [row for rows in self.counted.values() for row in rows]
 
     def shares(self, *splits: str) -> np.ndarray:
-        """Return the number of pixels by class index, int64 (256,), in the given splits (by default in all splits)."""
+        """Return the number of pixels of each class index in the given splits, int64 (256,).
+
+        By default, the pixels of all splits are counted.
+        """
         found = [one.shares for split in splits or self.counted for _, one in self.counted.get(split, ())]
         return np.sum(found, axis=0) if found else np.zeros(256, dtype=np.int64)
 
     def values(self, split: str) -> dict[int, int]:
-        """Return the number of pixels by id."""
+        """Return the number of pixels of each id in a split."""
         found = Counter[int]()
         for _, one in self.counted[split]:
             found.update(dict(zip(one.values.tolist(), one.counts.tolist(), strict=True)))
         return found
 
     def orientations(self) -> dict[str, int]:
-        """Count the images with an EXIF orientation by `Pair.orientation`."""
+        """Return the number of images for each value of `Pair.orientation` except None."""
         return dict(Counter(kind for pair in self.pairs if (kind := pair.orientation) is not None))
 
 
 def survey(parts: Mapping[str, MaskSamples], classes: Classes, thorough: bool = False) -> Survey:
-    """Read headers and decode masks. Sample a large data set evenly unless `thorough` is True."""
+    """Read headers and decode masks.
+
+    By default, an evenly spread sample of each split is examined. If `thorough` is True, all masks are examined.
+    """
     found = Survey(totals={split: len(part) for split, part in parts.items()})
     total = sum(found.totals.values())
     for split, part in parts.items():
@@ -156,9 +165,9 @@ def _counted(path: str, _stamp: int, classes: Classes) -> Counted:
 
 
 def mask_orientation(image: str, mask: str, exif: str) -> int:
-    """Return the EXIF orientation to apply to a mask, given ``data.masks.exif``; 1 if the mask is already upright.
+    """Return the EXIF orientation to apply to a mask, given ``data.masks.exif``, or 1 if the mask is already upright.
 
-    Raise `UserError` if the sizes do not show whether the mask belongs to the upright image or to the stored pixels.
+    Raise `UserError` if the sizes do not determine whether the mask matches the upright image or the stored pixels.
     """
     stored = raw_size(image)
     if stored is None or stored[1] == 1 or exif == "upright":
@@ -181,7 +190,10 @@ _EXIF = (
 
 
 def _orientation_by_size(stored: Stored, mask: tuple[int, int]) -> str | None:
-    """Return ``raw`` or ``upright`` for an image with an orientation, or None if the sizes do not decide."""
+    """Return ``raw`` or ``upright`` for the mask of an image with an EXIF orientation.
+
+    Return None if the sizes do not determine the orientation of the mask.
+    """
     (width, height), orientation = stored
     if orientation < 5 or width == height:
         return None if mask == (width, height) else "upright"  # `read_mask` reports the size mismatch
@@ -189,7 +201,10 @@ def _orientation_by_size(stored: Stored, mask: tuple[int, int]) -> str | None:
 
 
 def refuse_unclear_masks(parts: Mapping[str, MaskSamples], classes: Classes, settings: MaskConfig, own: bool) -> None:
-    """Raise `UserError` if masks are ambiguous. Values are checked only in a user's own folder (`own`)."""
+    """Raise `UserError` if masks are ambiguous or unusable.
+
+    If `own` is True (for a user's own folder), the ids in the masks are also compared with the ids of the classes.
+    """
     found = survey(parts, classes)
     _refuse_palettes(found, classes)
     _refuse_gray_palettes(found, classes)
@@ -207,7 +222,7 @@ def refuse_unclear_masks(parts: Mapping[str, MaskSamples], classes: Classes, set
 
 
 def examined(found: Survey, *splits: str) -> str:
-    """Return the number of decoded masks as text."""
+    """Return the number of decoded masks in the given splits as text. By default, all splits are counted."""
     chosen = splits or tuple(found.counted)
     count, total = sum(len(found.counted[s]) for s in chosen), sum(found.totals[s] for s in chosen)
     if count < total:
@@ -216,7 +231,7 @@ def examined(found: Survey, *splits: str) -> str:
 
 
 def _refuse_palettes(found: Survey, classes: Classes) -> None:
-    """Reject palettes that assign several colors to one index, if indices are ids."""
+    """Raise `UserError` if indices are class ids, and palettes assign different colors to one index."""
     if classes.palette == "index" or (classes.colors and classes.palette != "index"):
         return
     entries = [value for value in classes.ids if value < 256]
@@ -238,7 +253,7 @@ def _refuse_palettes(found: Survey, classes: Classes) -> None:
 
 
 def _refuse_gray_palettes(found: Survey, classes: Classes) -> None:
-    """Reject gray palettes whose indices differ from their gray values, if both could be ids."""
+    """Raise `UserError` if the indices of a gray palette differ from their gray values, and both could be class ids."""
     if classes.palette != "auto" or classes.colors:
         return
     palettes = {pair.mask: pair.header.palette for pair in found.pairs if pair.header is not None}
@@ -349,13 +364,13 @@ def _refuse_ids(found: Survey, classes: Classes, split: str) -> None:
 
 
 def _refuse_mixed(rows: Sequence[Counted], classes: Classes, split: str) -> None:
-    """Reject masks of two classes if some masks contain 0 and 1, and others contain 0 and 255."""
+    """Raise `UserError` if some masks of two classes contain 0 and 1, and others contain 0 and 255."""
     values = [set(one.values.tolist()) for one in rows]
     ones, whites = sum(1 in one for one in values), values.count({0, IGNORED})
     if classes.chosen or classes.ids != (0, 1) or not ones or not whites or set().union(*values) != {0, 1, IGNORED}:
         return
     if any({1, IGNORED} <= one for one in values):
-        return  # masks with unlabeled borders
+        return  # 255 marks unlabeled borders
     first, second = map(quoted, classes.names)
     raise UserError(
         f"{ones} of {len(rows)} examined {split} masks {verb(ones, 'contains', 'contain')} the value 1, {whites}"

@@ -1,4 +1,4 @@
-"""Lists of images with masks, and the classes of mask pixels. No image is decoded.
+"""Lists of images with masks, and functions that read masks as class indices.
 
 A mask is an image file whose pixel values are class ids (8 or 16 bits, or palette indices) or class colors.
 """
@@ -25,14 +25,14 @@ from efficient_ft.data.inspection import spread
 from efficient_ft.data.listing import DIGEST_FILES, AnyListing, hash_files, splits_of
 
 Color = tuple[int, int, int]
-#: Extensions of mask files, whose formats are lossless.
+#: Extensions of mask files. Their formats can store exact values.
 MASK_EXTENSIONS = (".png", ".bmp", ".tif", ".tiff", ".gif")
 _EXACT = ("BMP", "GIF", "PNG", "TIFF")
 #: Factors by which Pillow scales gray values of 2 and 4 bits to 8 bits.
 _FACTORS = {"L;2": 85, "L;2I": 85, "L;4": 17, "L;4I": 17}
 _INVERTED = 262  # TIFF tag PhotometricInterpretation; 0 means WhiteIsZero
 _ORIENTATION = 274
-#: Operations that rotate an image upright, by EXIF orientation.
+#: For each EXIF orientation, the operation that rotates an image upright.
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -50,7 +50,7 @@ class Pixels:
 
     mode: str  # Pillow's mode
     ids: np.ndarray  # int64 (H, W), values or palette indices; -1 where the three channels differ
-    colors: np.ndarray | None = None  # int64 (H, W), red · 65536 + green · 256 + blue; None for gray pixels
+    colors: np.ndarray | None = None  # int64 (H, W), red · 65536 + green · 256 + blue, or None for gray pixels
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Header:
 
     mode: str  # Pillow's mode
     size: tuple[int, int]  # (width, height)
-    palette: np.ndarray | None = None  # uint8 (N, 3); None if the file has no palette
+    palette: np.ndarray | None = None  # uint8 (N, 3), or None if the file has no palette
 
 
 class _UnusableMaskError(Exception):
@@ -111,7 +111,7 @@ def read_header(path: str) -> Header:
 
 
 def raw_size(path: str) -> tuple[tuple[int, int], int] | None:
-    """Return the (width, height) of an image's stored pixels, and its EXIF orientation (1 by default).
+    """Return the size (width, height) of the stored pixels of an image, and its EXIF orientation (1 by default).
 
     Return None if the file cannot be read. The error is reported when the image is read.
     """
@@ -129,14 +129,14 @@ def raw_size(path: str) -> tuple[tuple[int, int], int] | None:
 
 
 def _orientation(image: Image.Image) -> int:
-    with contextlib.suppress(Exception):  # an image with a broken EXIF block has no orientation
+    with contextlib.suppress(Exception):  # if the EXIF block is broken, the orientation is 1
         number = image.getexif().get(_ORIENTATION, 1)
         return number if number in _TURNS else 1
     return 1
 
 
 def _png_has_exif(file: object) -> bool:
-    """Return True if a PNG file has a chunk with an orientation. Pillow would decode the entire image to find this."""
+    """Return True if a PNG file has a chunk with an orientation. To find this, Pillow would decode the entire image."""
     read, seek = file.read, file.seek  # type: ignore[attr-defined]
     while len(start := read(8)) == 8:
         kind, length = start[4:], int.from_bytes(start[:4], "big")
@@ -215,12 +215,12 @@ UNKNOWN = 254  # table entry for values without a class
 
 @dataclass(frozen=True)
 class Classes:
-    """The classes of a data set and their pixel values in its masks."""
+    """The classes of a data set, and the pixel values of each class in masks."""
 
     names: tuple[str, ...]  # class names, in the order of the network's outputs
     ids: tuple[int, ...]  # pixel values of these classes in masks and predictions
     ignored: frozenset[int] = frozenset({IGNORED})  # values without a label; includes 255 unless 255 is a class
-    further: tuple[tuple[int, int], ...] = ()  # (value, class index) of additional values
+    further: tuple[tuple[int, int], ...] = ()  # (value, class index) of additional values of the classes
     colors: tuple[Color, ...] = ()  # class colors in color masks; empty if masks contain only ids
     ignored_colors: frozenset[Color] = frozenset()  # colors of pixels without a label
     palette: Literal["auto", "index", "color"] = "auto"  # how palettes are read; auto: by color if classes have colors
@@ -228,7 +228,7 @@ class Classes:
 
     @cached_property
     def table(self) -> np.ndarray:
-        """The class index, `IGNORED` or `UNKNOWN` of each value: uint8 (65537,). The last entry is `UNKNOWN`."""
+        """For each value, the class index, `IGNORED` or `UNKNOWN`: uint8 (65537,). The last entry is `UNKNOWN`."""
         table = np.full((1 << 16) + 1, UNKNOWN, dtype=np.uint8)
         table[sorted(self.ignored)] = IGNORED
         table[list(self.ids)] = np.arange(len(self.ids))
@@ -238,7 +238,10 @@ class Classes:
 
     @cached_property
     def color_table(self) -> np.ndarray:
-        """The class index, `IGNORED` or `UNKNOWN` of each color (red · 65536 + green · 256 + blue): uint8 (2**24,)."""
+        """For each color, the class index, `IGNORED` or `UNKNOWN`: uint8 (2**24,).
+
+        The color (red, green, blue) has the position red · 65536 + green · 256 + blue in the table.
+        """
         table = np.full(1 << 24, UNKNOWN, dtype=np.uint8)
         table[[r << 16 | g << 8 | b for r, g, b in self.ignored_colors]] = IGNORED
         table[[r << 16 | g << 8 | b for r, g, b in self.colors]] = np.arange(len(self.colors))
@@ -250,7 +253,7 @@ class Classes:
         return bool(self.colors) and all(len(set(color)) == 1 for color in (*self.colors, *self.ignored_colors))
 
     def values(self, pixels: Pixels) -> tuple[np.ndarray, bool]:
-        """Return the pixel values that determine the classes, int64 (H, W), and True if they are colors.
+        """Return the pixel values that determine the classes, int64 (H, W), and whether these values are colors.
 
         Raise `ValueError` if the mask has colors, but the classes have none.
         """
@@ -258,7 +261,7 @@ class Classes:
             return pixels.colors, True
         ids = pixels.ids
         if pixels.mode == "1" and (self.gray or (self.table[1] == UNKNOWN and IGNORED in self.ids)):
-            ids = ids * 255  # the value of white
+            ids = ids * 255  # white has the value 255
         if self.gray and pixels.colors is None and ids.max(initial=0) < 256:
             return ids * 0x010101, True
         if pixels.mode in ("RGB", "RGBA") and (ids < 0).any():
@@ -266,7 +269,7 @@ class Classes:
         return ids, False
 
     def indices(self, values: np.ndarray, by_color: bool) -> np.ndarray:
-        """Return the class index, `IGNORED` or `UNKNOWN` of each value: uint8 (H, W)."""
+        """Return the class index, `IGNORED` or `UNKNOWN` for each value: uint8 (H, W)."""
         if by_color:
             return self.color_table[values]
         outside = (values < 0) | (values >= 1 << 16)
@@ -288,13 +291,13 @@ class MaskSamples:
         return MaskSamples([self.images[i] for i in indices], [self.masks[i] for i in indices])
 
     def content_digest(self) -> str:
-        """Return a digest (16 hex digits) of the paths, sizes and dates of all files."""
+        """Return a digest (16 hex digits) of the paths, sizes and modification times of all files."""
         return hash_files(hashlib.blake2b(digest_size=8), (*self.images, *self.masks))
 
 
 @dataclass
 class MaskListing(AnyListing):
-    """The samples of a segmentation data set by split (official or user-defined splits); see `listing.Listing`."""
+    """The samples of a segmentation data set in each official or user-defined split. See `listing.Listing`."""
 
     classes: Classes
     train: MaskSamples
@@ -302,7 +305,10 @@ class MaskListing(AnyListing):
     test: MaskSamples | None = None
 
     def digest(self) -> str:
-        """Return a digest (8 hex digits) of the classes, and of the names and sizes of up to 256 files per split."""
+        """Return a digest (8 hex digits) of the classes and the files.
+
+        The names and sizes of up to 256 images of each split and of their masks are included.
+        """
         classes = self.classes
         about: tuple[object, ...] = (classes.names, classes.ids)
         if classes.further or classes.colors:
@@ -319,7 +325,10 @@ class MaskListing(AnyListing):
 
 
 def hold_out(samples: MaskSamples, fraction: float, seed: int) -> tuple[MaskSamples, MaskSamples]:
-    """Hold out at least one image. Return the kept and the held-out samples, both in the order of `samples`."""
+    """Hold out a fraction of the images, but at least one image.
+
+    Return the kept and the held-out samples, both in the order of `samples`.
+    """
     count = min(max(round(len(samples) * fraction), 1), len(samples) - 1)
     chosen = set(np.random.default_rng([seed, len(samples)]).permutation(len(samples))[:count].tolist())
     kept = [i for i in range(len(samples)) if i not in chosen]
@@ -329,10 +338,11 @@ def hold_out(samples: MaskSamples, fraction: float, seed: int) -> tuple[MaskSamp
 def read_mask(
     path: str, classes: Classes, size: tuple[int, int] | None = None, orientation: int = 1, labeled: bool = True
 ) -> np.ndarray:
-    """Read a mask as class indices, uint8 (H, W), with `IGNORED` for unlabeled pixels, and apply the EXIF orientation.
+    """Read a mask as class indices, uint8 (H, W), and apply the EXIF orientation. Unlabeled pixels are `IGNORED`.
 
-    Raise `UserError` if the file cannot be read, its size differs from the (width, height) of its image, the mask has
-    colors instead of ids or values without a class, or `labeled` is True and no pixel has a label.
+    `size` is the (width, height) of the image. Raise `UserError` if the file cannot be read, the mask does not have
+    this size, the mask has colors instead of ids, the mask has values without a class, or `labeled` is True and no
+    pixel has a label.
     """
     pixels = read_pixels(path, orientation)
     height, width = pixels.ids.shape
@@ -380,7 +390,7 @@ def _unknown(values: np.ndarray, by_color: bool, mode: str, classes: Classes) ->
 
 
 def _ranges(numbers: Sequence[int]) -> list[str]:
-    """Return sorted numbers as text, with ranges: ``0 to 3``, ``7``."""
+    """Return sorted numbers as text. Consecutive numbers are combined into ranges: ``0 to 3``, ``7``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -401,7 +411,7 @@ def shown_values(values: np.ndarray, by_color: bool) -> str:
 
 
 def class_colors(count: int) -> np.ndarray:
-    """Return distinguishable class colors, the palette of Pascal VOC: uint8 (count, 3)."""
+    """Return distinguishable class colors from the palette of Pascal VOC: uint8 (count, 3)."""
     colors = np.zeros((count, 3), dtype=np.uint8)
     for number in range(count):
         value = number + 1

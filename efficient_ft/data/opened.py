@@ -45,25 +45,25 @@ Wrap = Callable[[_Dataset], Dataset[Any]]  # a function that converts a dataset 
 
 
 class OpenedData(ABC, Generic[_Part, _Dataset]):
-    """A data set ready for training and evaluation.
+    """A data set that is ready for training and evaluation.
 
     A subclass sets `_parts` to the result of `_choose_splits`, and implements `_dataset`, `inspect` and `reading`.
 
     Args:
         config: the `data` section of the configuration.
         seed: seed of the run, which determines the validation split, the order and the augmentation.
-        class_names: class names by label.
-        listing: lists of the data set.
+        class_names: class names, indexed by label.
+        listing: lists of the samples of each split.
 
     Attributes:
-        class_names: class names by label.
+        class_names: class names, indexed by label.
         best_split: split on which the best epoch is selected.
     """
 
     #: The task of the data set, and the noun for one sample.
     task: ClassVar[str]
     noun: ClassVar[str]
-    #: Options for decoding image files; None if there are no image files.
+    #: Options for decoding image files, or None if there are no image files.
     decoding: Decoding | None = None
     _parts: Mapping[str, _Part]
 
@@ -76,7 +76,10 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         self._looked = looked_at(listing, os.path.expanduser(config.root))
 
     def _choose_splits(self, parts: dict[str, _Part], hold_out: Callable[..., tuple[_Part, _Part]]) -> dict[str, _Part]:
-        """Return the samples by split. `hold_out(samples, fraction, seed)` returns kept and held-out samples."""
+        """Return the samples of each split, and hold out validation samples if they are required.
+
+        `hold_out(samples, fraction, seed)` must return the kept and the held-out samples.
+        """
         noun, test = self.noun, "test" in parts
         if self.best_split == "test":
             if not test:
@@ -106,7 +109,7 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
 
     @abstractmethod
     def _dataset(self, split: str, *, training: bool) -> _Dataset:
-        """Return the samples of a split, which are augmented if `training` is True."""
+        """Return the dataset of a split. The samples are augmented if `training` is True."""
 
     @abstractmethod
     def inspect(self, *, thorough: bool = False) -> Inspection:
@@ -117,14 +120,18 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
 
     @abstractmethod
     def reading(self, *, training: bool) -> Reading:
-        """Estimate the memory of reading batches of training samples (`training`) or of all evaluated splits."""
+        """Estimate the memory required to read batches.
+
+        If `training` is True, the estimate applies to training samples, otherwise to the samples of all evaluated
+        splits.
+        """
 
     def inspection_bytes(self) -> int:
-        """Estimate the memory of `inspect` without ``thorough``."""
+        """Estimate the memory in bytes that `inspect` requires if `thorough` is False."""
         return 0
 
     def _labels(self, part: _Part) -> np.ndarray | None:
-        """Return the labels of a split, int64 (N,), or None if samples have no labels."""
+        """Return the labels of a split as an int64 array of shape (N,), or None if the samples have no labels."""
         return None
 
     def contents(self) -> Contents:
@@ -149,14 +156,14 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
     def training_batch(self, count: int) -> tuple[Any, list[int]]:
         """Load up to `count` training samples from as many classes as possible, transformed as in the first epoch.
 
-        Return a batch of the training loader, and the indices of its samples. Unreadable samples are skipped. Raise
-        `UserError` if no sample can be read.
+        Return a batch in the format of the training loader, and the indices of its samples. Unreadable samples are
+        skipped. Raise `UserError` if no sample can be read.
         """
         part = self._parts["train"]
         labels = self._labels(part)
         if labels is None:
             order = spread(len(part), count)
-        else:  # order: first samples of all classes, then second samples, …
+        else:  # order: the first sample of each class, then the second sample of each class, …
             order = np.argsort(labels, kind="stable")
             turns = np.arange(len(order)) - np.searchsorted(labels[order], labels[order], side="left")
             order = order[np.lexsort((labels[order], turns))]
@@ -185,12 +192,12 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         return [(one, names[int(label)]) for one, label in zip(self.shown(inputs, input), targets, strict=True)]
 
     def legend(self) -> list[tuple[str, tuple[int, int, int]]]:
-        """Return the names and RGB colors of classes that `labeled` draws; empty if it draws no classes."""
+        """Return the name and RGB color of each class that `labeled` draws, or an empty list if it draws no classes."""
         return []
 
     @property
     def parts(self) -> Mapping[str, OpenedData[Any, Any]]:
-        """The data sets by task name. A single data set has the key ``""``."""
+        """The data set of each task. The key of a single data set is ``""``."""
         return {"": self}
 
     @property
@@ -204,14 +211,15 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         return {name: len(part) for name, part in self._parts.items()}
 
     def train_loader(self, rank: int = 0, world: int = 1, wrap: Wrap[_Dataset] | None = None) -> Loader:
-        """Return a loader of shuffled, augmented batches of `data.batch_size` for one of `world` processes.
+        """Return a loader of shuffled, augmented batches for one of `world` processes.
 
-        The sampler is a `CounterSampler`, which may skip samples at the end of an epoch. The last batch may be smaller.
+        A batch contains `data.batch_size` samples; the last batch may be smaller. The sampler is a `CounterSampler`,
+        which may skip samples at the end of an epoch.
 
         Args:
             rank: rank of the process.
             world: number of processes.
-            wrap: function that converts the dataset before it is loaded; None to load the dataset unchanged.
+            wrap: function that converts the dataset before it is loaded, or None to load the dataset unchanged.
         """
         size = self._config.batch_size
         sampler = CounterSampler(len(self._parts["train"]), self._seed, rank, world, batch_size=size)
@@ -248,7 +256,7 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         return "".join(self._parts[split].content_digest() for split in ("train", self.best_split))
 
     def report(self) -> dict[str, Any]:
-        """Return the record of the data set for a run: sizes, splits, digest, skipped files and notes."""
+        """Return the facts to record for a run: name, number of classes, splits, digest, skipped files and notes."""
         return {
             "name": self._config.name,
             "classes": self.num_classes,

@@ -47,7 +47,7 @@ class PublishedSet:
     archives: tuple[Archive, ...]  # files of the data set
     read: Callable[..., Any]  # function that lists the samples below a root folder
     intact: Callable[[Path], bool] | None = None  # function that verifies the checksums of the unpacked files
-    by_hand: str | None = None  # reason why the data set cannot be downloaded; None if it can be downloaded
+    by_hand: str | None = None  # reason why the data set cannot be downloaded, or None if it can be downloaded
     alternatives: str = _ALTERNATIVES  # sentence about other data, for messages
 
     def root(self, root: str | os.PathLike[str]) -> Path:
@@ -64,8 +64,8 @@ class PublishedSet:
     def missing(self, name: str, root: Path, download: bool) -> str | None:
         """Return an error message if files are missing and cannot be downloaded, otherwise None.
 
-        The message contains `name`, the value of `data.name`, and lists the missing files, their expected locations
-        below `root`, and alternatives. If `download` is True, the server is queried for missing files.
+        The message contains `name` (the value of ``data.name``), the missing files, their expected locations below
+        `root`, and alternatives. If `download` is True, the server is queried for missing files.
         """
         absent = [archive for archive in self.archives if archive.state(root) in ("absent", "partial", "broken")]
         for archive in absent:
@@ -102,10 +102,11 @@ class PublishedSet:
 
 
 def read_published(name: str, root: Path, follow_links: bool = False) -> Listing:
-    """List the published image data set `name`, whose archives are all ``ready`` below `root`.
+    """List the samples of the published image data set `name`.
 
-    If `follow_links` is True, links to targets outside of the data set's folder are followed. Raise `UserError` if a
-    list is damaged, or listed images do not exist or are outside of the data set.
+    All archives of the data set must be ``ready`` below `root`. Raise `UserError` if a list is damaged, or if listed
+    images do not exist or are outside of the data set.
+    If `follow_links` is True, links to targets outside of the data set's folder are followed.
     """
     source = PUBLISHED[name]
     where = (root / source.folder).absolute()
@@ -145,7 +146,10 @@ def _nonexistent(parts: Sequence[Paths]) -> list[str]:
 
 
 def _samples(dataset: Any) -> Samples:
-    """Return the paths and labels of a torchvision data set. The attribute names differ between its classes."""
+    """Return the paths and labels of a torchvision data set.
+
+    The attributes with paths and labels have different names in different classes of torchvision.
+    """
     if hasattr(dataset, "_samples"):
         paths, labels = zip(*dataset._samples, strict=True)
     else:
@@ -155,11 +159,11 @@ def _samples(dataset: Any) -> Samples:
 
 
 def _reader(kind: Any, *splits: str) -> Callable[[Path], Listing]:
-    """Create a reader of a torchvision data set with the official splits (train, test) or (train, val, test)."""
+    """Create a function that lists a torchvision data set with the splits (train, test) or (train, val, test)."""
 
     def read(root: Path) -> Listing:
         parts = [kind(root, split) for split in splits]
-        names = getattr(parts[0], "classes", None)  # Flowers-102 has no names in older torchvision
+        names = getattr(parts[0], "classes", None)  # older torchvision has no names for Flowers-102
         names = [f"flower {i}" for i in range(1, 103)] if names is None else [str(name) for name in names]
         train, *val, test = map(_samples, parts)
         return Listing(names, train, val[0] if val else None, test, recipe_trains_on_val=bool(val))
@@ -281,7 +285,7 @@ _RTE: dict[Split, tuple[str, int]] = {"train": ("train.tsv", 2490), "test": ("de
 
 
 def _read_rte(root: Path, settings: TextConfig) -> TextListing:
-    """List RTE (Wang et al., "GLUE", ICLR 2019): does the first sentence entail the second?"""
+    """List RTE (Wang et al., "GLUE", ICLR 2019). The task is to decide whether a sentence entails a second sentence."""
     folder, found = root / "RTE", SplitRows()
     for split, (name, count) in _RTE.items():
         read = read_rows(folder / name, settings)
@@ -311,7 +315,7 @@ _VOC = (
     "background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow", "diningtable",
     "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor",
 )  # fmt: skip
-#: The 19 evaluated classes of Cityscapes, by id in ``*_gtFine_labelIds.png``.
+#: The 19 evaluated classes of Cityscapes. The keys are the ids in ``*_gtFine_labelIds.png``.
 _CITYSCAPES = {
     7: "road", 8: "sidewalk", 11: "building", 12: "wall", 13: "fence", 17: "pole", 19: "traffic light",
     20: "traffic sign", 21: "vegetation", 22: "terrain", 23: "sky", 24: "person", 25: "rider", 26: "car", 27: "truck",
@@ -328,8 +332,8 @@ class MaskSet:
     folder: str  # default folder below `data.root`
     classes: Classes  # classes of the masks
     contents: tuple[str, ...]  # required paths, relative to the folder
-    read: Callable[[Path, bool], MaskListing]  # lists the splits, given the folder and ``data.follow_links``
-    source: str  # origin of the files, for messages
+    read: Callable[[Path, bool], MaskListing]  # called with the folder and ``data.follow_links`` to list the splits
+    source: str  # place from which the files can be downloaded, for messages
 
     def root(self, root: Path) -> Path:
         """Return the folder of the data set, which is `root` or a folder below `root`."""
@@ -337,7 +341,7 @@ class MaskSet:
         return inside if inside.is_dir() else root
 
     def missing(self, name: str, root: Path) -> str | None:
-        """Return a message about missing files and their expected location, or None if all files exist."""
+        """Return an error message with the missing files and their expected location, or None if all files exist."""
         folder = self.root(root)
         absent = [entry for entry in self.contents if not (folder / entry).exists()]
         if not absent:
@@ -361,7 +365,7 @@ def _voc(root: Path, follow_links: bool) -> MaskListing:
         raise UserError(f"{printable(lists.absolute())} has no trainaug.txt, the list of the augmented training set.")
     parts = []
     for file in (train, lists / "val.txt"):
-        stems = [Path(name).stem for name in _names(file)]  # some lists contain paths
+        stems = [Path(name).stem for name in _names(file)]  # some lists contain paths instead of names
         images = [root / "JPEGImages" / f"{stem}.jpg" for stem in stems]
         masks = [root / "SegmentationClassAug" / f"{stem}.png" for stem in stems]
         parts.append(_existing(images, masks, root, follow_links))

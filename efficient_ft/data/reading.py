@@ -1,4 +1,4 @@
-"""Estimate the memory of reading a batch, from the headers of image files."""
+"""Estimate the memory required to read a batch. The estimate is based on the headers of image files."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from efficient_ft.data.file_list import Paths
 from efficient_ft.data.images import Decoding, opened, reduce_resolution
 from efficient_ft.data.inspection import HEADERS, in_threads, spread
 
-#: Number of the largest files in a large split whose headers are read, and number of files whose sizes are compared.
+#: For a large split: number of the largest files whose headers are read, and number of files whose sizes are compared
+#: to find the largest files.
 _LONGEST, _STATED = 256, 50_000
-#: Bytes per pixel for decoding an image as RGB, by Pillow's mode, measured with 9-megapixel files. Other modes are
-#: composited over white. Rotating an image creates a copy.
+#: Bytes per pixel that are required to decode an image as RGB, for each mode of Pillow. All constants were measured
+#: with 9-megapixel files. `_COMPOSITED` applies to other modes, which are composited over white, and `_DEEP` to gray
+#: values with more than 8 bits. WebP files require at least `_WEBP`. `_TURNED` is added for rotated images, because
+#: rotation creates a copy.
 _BYTES = {"RGB": 4, "L": 5, "1": 5, "P": 5, "CMYK": 8, "YCbCr": 8}
 _COMPOSITED, _DEEP, _WEBP, _TURNED = 20, 28, 14, 4
 _ORIENTATION = 274
@@ -25,17 +28,17 @@ _ORIENTATION = 274
 
 @dataclass(frozen=True)
 class Reading:
-    """The memory of reading batches of a split."""
+    """The memory required to read batches of a split."""
 
     size: tuple[int, ...]  # (H, W) of the largest inputs, or (L,) for texts
     decode_bytes: int = 0  # peak memory while the largest sample is read
     kept_bytes: int = 0  # memory of each sample until the batch is complete
     stack_bytes: int = 0  # additional memory of each sample while the batch is stacked, excluding the batch
-    file_size: tuple[int, int] | None = None  # (width, height) of the largest image file; None if there are no files
-    own_size: bool = False  # True if `size` is the size of the files instead of the network's input
+    file_size: tuple[int, int] | None = None  # (width, height) of the largest image file, or None without files
+    own_size: bool = False  # True if `size` is the size of the files instead of the input size of the network
 
     def load_bytes(self, samples: int) -> int:
-        """Return the bytes required to read a batch of `samples` samples, excluding the batch itself."""
+        """Return the number of bytes required to read a batch of `samples` samples, excluding the batch itself."""
         reading = self.kept_bytes * (samples - 1) + self.decode_bytes
         return max(reading, (self.kept_bytes + self.stack_bytes) * samples)
 
@@ -46,20 +49,20 @@ class Header:
 
     size: tuple[int, int]  # (width, height) of the upright image
     pixels: int  # number of decoded pixels; JPEG files may be decoded at reduced resolution
-    bytes_per_pixel: int  # bytes for decoding a pixel
+    bytes_per_pixel: int  # number of bytes required to decode a pixel
 
     @property
     def decode_bytes(self) -> int:
-        """Bytes for decoding the image as RGB."""
+        """Number of bytes required to decode the image as RGB."""
         return self.pixels * self.bytes_per_pixel
 
 
 def headers(
     paths: Sequence[str] | Paths, decoding: Decoding | None = None, target_size: tuple[int, int] | None = None
 ) -> list[Header]:
-    """Read the headers of image files, and skip unreadable files. `target_size` is described in `images.read_image`.
+    """Read the headers of image files, and skip unreadable files. See `images.read_image` for `target_size`.
 
-    In large splits, only evenly spread files and the largest files are read.
+    For large splits, only the headers of evenly spread files and of the largest files are read.
     """
     chosen = list(paths)
     if len(chosen) > HEADERS:

@@ -1,8 +1,8 @@
 """Load several data sets in round robin, with one optimizer step of each task in turn.
 
 Optimizer step k uses task k mod T of T tasks. The largest data set determines the number of rounds in an epoch. Smaller
-data sets are repeated in a new order, even within an epoch. All orders depend only on counters, so a resumed run
-continues with the next batch.
+data sets are repeated in a new order, even within an epoch. All orders depend only on the seed and on counters, so a
+resumed run continues with the next batch.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ from efficient_ft.data.opened import Split
 
 
 class RoundRobinData:
-    """Several image data sets by task, in the order of training, with the interface of `ImageData`.
+    """Image data sets of several tasks, with an interface similar to `ImageData`.
+
+    Args:
+        parts: data set of each task, in the order of training.
+        grad_accum_steps: number of batches per optimizer step.
 
     Attributes:
-        parts: data sets by task.
+        parts: data set of each task, in the order of training.
         best_split: split on which the best epoch is selected, the same for all tasks.
     """
 
@@ -33,12 +37,12 @@ class RoundRobinData:
 
     @property
     def class_names(self) -> dict[str, list[str]]:
-        """Class names by task."""
+        """Class names of each task."""
         return {task: part.class_names for task, part in self.parts.items()}
 
     @property
     def num_classes(self) -> dict[str, int]:
-        """Number of classes by task."""
+        """Number of classes of each task."""
         return {task: part.num_classes for task, part in self.parts.items()}
 
     def train_loader(self, rank: int = 0, world: int = 1) -> Loader:
@@ -61,7 +65,7 @@ class RoundRobinData:
         return [part.eval_loader(split, rank, world) for part in self.parts.values()]
 
     def report(self) -> dict[str, Any]:
-        """Return the reports of all tasks, and all notes with task names as prefixes."""
+        """Return the reports of all tasks, and all notes. Each note begins with the name of its task."""
         reports = {task: part.report() for task, part in self.parts.items()}
         notes = [f"{task}: {note}" for task, report in reports.items() for note in report["notes"]]
         return {"tasks": reports, "notes": notes}
@@ -71,7 +75,7 @@ class RoundRobinSampler(EpochSampler[tuple[str, list[Any]]]):
     """Yield (task, keys of a batch) pairs for one process.
 
     Args:
-        batches: batch samplers by task, each with a `CounterSampler`.
+        batches: batch sampler of each task. It must contain a `CounterSampler`.
         grad_accum_steps: number of consecutive batches from the same task per optimizer step.
     """
 

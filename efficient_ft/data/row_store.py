@@ -1,8 +1,8 @@
 """Store rows of equal length in a file, with checksums, for several processes.
 
-A row exists if its checksum exists. The checksum is written last, so a killed process leaves no incomplete row.
-Processes that write the same row write the same bytes. The file is not memory-mapped, because mapped pages would count
-as process memory.
+A row exists if its checksum exists. The checksum is written last: if a process is killed while it writes a row, the row
+does not exist. Processes that write the same row must write the same bytes. The file is not memory-mapped, because
+mapped pages would count as process memory.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _WRITTEN = 1 << 32  # bit that marks a checksum as written
 
 
 class StoreFullError(Exception):
-    """The disk has no space for another row."""
+    """The error for a disk that has no space for another row."""
 
 
 class RowStore:
-    """Rows of bytes in a folder that several processes and threads may open at the same time.
+    """A store of rows of bytes in a folder, which several processes and threads may use at the same time.
 
-    The folder is created, and the description `about` is written to about.json. A store that is pickled for a worker
-    process opens its files again.
+    The folder is created, and the description `about` is written to about.json. If a store is pickled for a worker
+    process, this process opens the files again.
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any], rows: int, row_bytes: int) -> None:
@@ -73,7 +73,7 @@ class RowStore:
             self._process, self._lock = os.getpid(), threading.Lock()
 
     def written(self) -> Tensor:
-        """Return a mask of the rows that have been written: bool (rows,)."""
+        """Return a boolean mask of shape (rows,) that is True for rows that have been written."""
         return torch.from_numpy(np.fromfile(self.folder / "checksums", dtype="<u8") != 0)
 
     def missing(self) -> int:
@@ -81,7 +81,10 @@ class RowStore:
         return int((~self.written()).sum())
 
     def read(self, rows: Sequence[int]) -> Tensor | None:
-        """Read rows: uint8 (B, `row_bytes`), or None if a row does not exist or is damaged. Damaged rows are erased."""
+        """Read rows as uint8 (B, `row_bytes`), or return None if a row does not exist or is damaged.
+
+        The checksum of a damaged row is erased, so the row does not exist afterwards.
+        """
         self._open()
         found = np.empty((len(rows), self.row_bytes), dtype=np.uint8)
         with self._lock:
@@ -126,12 +129,12 @@ class RowStore:
 
 
 def require_room(settings: str, limit: str | int | float, stores: Mapping[Path, int], what: str, how: str) -> None:
-    """Reject stores that exceed a limit or the free disk space.
+    """Raise `SettingError` if stores exceed a limit or the free disk space.
 
     Args:
         settings: common prefix of the settings ``<settings>_limit`` and ``<settings>_folder``.
-        limit: maximum size, with a unit.
-        stores: size of each store in bytes, by folder. All folders have the same parent and need not exist.
+        limit: maximum total size of the stores, with a unit (``4GB``).
+        stores: total size in bytes of the store in each folder. All folders have the same parent and need not exist.
         what: noun for the rows, for messages.
         how: advice on avoiding the stores, for messages.
 

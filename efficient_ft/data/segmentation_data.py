@@ -32,17 +32,18 @@ from efficient_ft.data.opened import OpenedData
 from efficient_ft.data.reading import Header, Reading, headers, largest_file
 
 STRIDE = 32  # evaluated images are padded to multiples of this number, the largest stride of an encoder
-#: Bytes per pixel, measured with 4-megapixel files. The first number is the memory of reading a mask, in addition to
-#: decoding its image. The second number is the memory of resizing both in training, per resized pixel.
+#: Memory in bytes per pixel, measured with 4-megapixel files. Reading a mask requires `_READ`, in addition to decoding
+#: its image. Resizing the image and the mask in training requires `_ZOOMED` per resized pixel.
 _READ, _ZOOMED = 22, 6
 OPACITY = 0.5  # opacity of class colors over an image
 
 
 class MaskTransform:
-    """Transform images and masks jointly, for `training` or for evaluation.
+    """Transform an image and its mask jointly, for `training` or for evaluation.
 
-    In training, an image is resized by a random factor, padded without labels if it is smaller than the input size, and
-    randomly cropped to that size. Half of the images are mirrored. In evaluation, the entire image is used.
+    In training, the image and the mask are resized by a random factor and randomly cropped to the input size. If they
+    are smaller than the input size, they are padded, and the padding has no label. If `masks.flip` is True, half of the
+    images are mirrored. In evaluation, the entire image is used, and resized if `masks.resize` is set.
     """
 
     def __init__(self, input: InputSpec, masks: MaskConfig, training: bool) -> None:
@@ -55,7 +56,7 @@ class MaskTransform:
         self._part = v2.Compose([*steps, v2.RandomHorizontalFlip()] if masks.flip else steps)
 
     def __call__(self, image: Image.Image, mask: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Return the transformed image and mask: uint8 (3, H, W) and uint8 (H, W)."""
+        """Return the transformed image, uint8 (3, H, W), and the transformed mask, uint8 (H, W)."""
         pixels = tv_tensors.Image(VF.pil_to_tensor(image))
         target = tv_tensors.Mask(torch.from_numpy(mask.copy())[None])
         if not self._training:
@@ -68,11 +69,11 @@ class MaskTransform:
         return pixels, target[0]
 
     def batch(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Pad, normalize and stack images and masks: float32 (B, 3, H, W) and int64 (B, H, W)."""
+        """Normalize images, and pad and stack images and masks: float32 (B, 3, H, W) and int64 (B, H, W)."""
         sizes = [pixels.shape[-2:] for pixels, _ in pairs]
         stride = 1 if self._training else STRIDE
         height, width = (-(-max(size[k] for size in sizes) // stride) * stride for k in (0, 1))
-        # If images are resized in evaluation, masks keep their own size.
+        # If images are resized in evaluation, masks keep their original size.
         largest = (max(target.shape[k] for _, target in pairs) for k in (0, 1))
         tall, wide = largest if self._resize is not None and not self._training else (height, width)
         floats = [pixels.as_subclass(Tensor).float().div_(255).sub_(self._mean).div_(self._std) for pixels, _ in pairs]
@@ -87,13 +88,16 @@ def _padded(x: Tensor, height: int, width: int, value: float) -> Tensor:
 
 @dataclass(eq=False)
 class MaskDataset(Dataset[tuple[Tensor, Tensor]]):
-    """The images and masks of a split by (epoch, index). Augmentation depends only on (seed, epoch, index)."""
+    """A dataset of the images and masks of a split. Its keys are (epoch, index).
+
+    Augmentation depends only on (seed, epoch, index).
+    """
 
     samples: MaskSamples
     classes: Classes
     transform: MaskTransform
     seed: int  # seed of the run
-    exif: str  # the setting ``data.masks.exif``
+    exif: str  # value of the setting ``data.masks.exif``
     labeled: bool  # True to reject masks without labeled pixels, which do not contribute to training
     decoding: Decoding | None = None
 
@@ -117,15 +121,17 @@ class MaskDataset(Dataset[tuple[Tensor, Tensor]]):
 
 
 class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
-    """A segmentation data set ready for training and evaluation.
+    """A segmentation data set that is ready for training and evaluation.
 
     Args:
-        listing, config, seed: see `OpenedData`.
+        listing: lists of the images and masks of each split.
+        config: the `data` section of the configuration.
         input: size of training crops, and normalization of the network.
+        seed: seed of the run, which determines the validation split, the order and the augmentation.
 
     Attributes:
         classes: classes with their ids in the masks.
-        masks: mask settings.
+        masks: settings of the masks.
 
     Raises:
         SettingError: If a setting does not fit the data set.
@@ -140,7 +146,7 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
         super().__init__(config, seed, listing.classes.names, listing)
         self.classes, self.masks = listing.classes, config.masks
         self.decoding = Decoding(config.value_range, config.max_pixels)
-        if Image.MAX_IMAGE_PIXELS is not None:  # also limits masks, which may be as large as their images
+        if Image.MAX_IMAGE_PIXELS is not None:  # the limit also applies to masks, which are as large as images
             Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, config.max_pixels)
         self._transforms = {training: MaskTransform(input, config.masks, training) for training in (True, False)}
         self._parts = self._choose_splits(splits_of(listing), hold_out)
@@ -211,9 +217,9 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
 
 
 def overlaid(picture: Image.Image, mask: np.ndarray, colors: np.ndarray) -> Image.Image:
-    """Blend an RGB picture with the class colors, uint8 (classes, 3), of its mask, uint8 (H, W).
+    """Blend an RGB picture with the colors of the classes in its mask.
 
-    Pixels with the value `IGNORED` stay unchanged.
+    `mask` is uint8 (H, W), and `colors` is uint8 (classes, 3). Pixels with the value `IGNORED` stay unchanged.
     """
     labeled = mask != IGNORED
     mixed = Image.blend(picture, Image.fromarray(colors[np.where(labeled, mask, 0)]), OPACITY)

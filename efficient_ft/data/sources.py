@@ -21,32 +21,34 @@ from efficient_ft.data.segmentation_data import SegmentationData
 from efficient_ft.data.text_data import TextData
 from efficient_ft.data.texts import TextListing, missing_text_folder, read_texts
 
-#: Functions that return the error message for a missing folder, by data set name.
+#: For each data set that reads a user's folder, the function that returns the error message for a missing folder.
 _MISSING = {"folder": missing_folder, "mask_folder": missing_mask_folder, "text_folder": missing_text_folder}
 
 
 class DataSource(Protocol):
-    """A data set that a task kind in another package adds."""
+    """A data set that is added by a task kind in another package."""
 
     def missing(self, config: DataConfig) -> str | None:
-        """Return a message if files are missing; see `missing_data`."""
+        """Return an error message if files are missing, otherwise None. See `missing_data`."""
 
     def class_count(self, config: DataConfig) -> int | None:
         """Return the number of network outputs for the data, or None if the files do not exist."""
 
     def read(self, config: DataConfig) -> Any:
-        """Return the lists of the data set, with the attributes of `listing.Listing`."""
+        """Return an object that lists the samples of each split, with the attributes of `listing.Listing`."""
 
 
-#: Data sets of other packages by name, added by `training.kinds.registry.register`.
+#: Data sets of other packages, by name. They are added by `training.kinds.registry.register`.
 SOURCES: dict[str, DataSource] = {}
 
 
 def missing_data(config: DataConfig) -> str | None:
-    """Check that the files of a data set exist or can be downloaded, within about `core.network.PROBE_SECONDS`.
+    """Check that the files of a data set exist or can be downloaded.
+
+    The check takes about `core.network.PROBE_SECONDS` at most.
 
     Returns:
-        None if the data exist or can be downloaded now, otherwise a message about the missing files, their expected
+        None if the files exist or can be downloaded now, otherwise a message with the missing files, their expected
         locations and alternatives.
     """
     if config.name == "digits":
@@ -63,7 +65,7 @@ def missing_data(config: DataConfig) -> str | None:
 
 
 def class_count(config: DataConfig) -> int | None:
-    """Count the classes without opening an image. Return None for a folder that cannot be read."""
+    """Count the classes without opening an image. Return None if a folder cannot be read."""
     if config.name == "digits":
         return 10
     if config.name in SOURCES:
@@ -83,7 +85,7 @@ def class_count(config: DataConfig) -> int | None:
 
 
 def read_data(config: DataConfig) -> Listing | MaskListing | TextListing:
-    """Download missing files, and read the lists.
+    """Download missing files, and list the samples of each split.
 
     Raises:
         UserError: If the data are missing or damaged.
@@ -102,7 +104,7 @@ def read_data(config: DataConfig) -> Listing | MaskListing | TextListing:
 
 
 def open_data(config: DataConfig, input: InputSpec, seed: int) -> ImageData | SegmentationData:
-    """Open an image data set: download missing files, read the lists, and split the samples.
+    """Open an image data set: download missing files, list the samples, and split them.
 
     Args:
         config: the `data` section of the configuration.
@@ -121,7 +123,7 @@ def open_data(config: DataConfig, input: InputSpec, seed: int) -> ImageData | Se
 
 
 def open_texts(config: DataConfig, tokenizer: Tokenizer, max_length: int, seed: int) -> TextData:
-    """Open a text data set; see `TextData` for the arguments.
+    """Open a text data set. See `TextData` for the arguments.
 
     Raises:
         UserError: If the data are missing, damaged, or cannot be split as configured.

@@ -1,7 +1,7 @@
 """Recognize splits by the names of folders and files of images, masks and texts.
 
 A name denotes a split if it contains one of the words in `_WORDS`, with or without neutral affixes: ``train_set``,
-``Validation-images``, ``seg_test``, ``train2017``. Several names with the same other words also denote splits:
+``Validation-images``, ``seg_test``, ``train2017``. Several names that differ only in this word also denote splits:
 ``birds_train`` and ``birds_test``.
 """
 
@@ -91,9 +91,10 @@ def part_names(names: Iterable[str]) -> list[str]:
 
 
 def places_of(root: Path, chosen: Chosen) -> dict[Split, list[Path]]:
-    """Return the folders or files named by the setting ``data.splits``, by split. The name ``.`` denotes `root` itself.
+    """Return the folders or files that the setting ``data.splits`` names for each split. The name ``.`` denotes `root`.
 
-    Raise `SettingError` if there is no training data, or a path does not exist, is outside of `root`, or occurs twice.
+    Raise `SettingError` if there is no training data, if a path does not exist or is outside of `root`, or if two paths
+    are equal or one contains the other.
     """
     if not chosen.get("train"):
         raise SettingError("data.splits", show(chosen), "a mapping that names the training data", "Add train: FOLDER.")
@@ -123,17 +124,17 @@ def places_of(root: Path, chosen: Chosen) -> dict[Split, list[Path]]:
 def ambiguous(root: Path, found: str, readings: Sequence[tuple[str, Chosen]]) -> UserError:
     """Create the error for an ambiguous layout.
 
-    The sentence `found` describes the contents of `root`. Each of the `readings` is a possible interpretation as text,
-    with the value of ``data.splits`` that selects it.
+    The sentence `found` describes the contents of `root`. Each entry of `readings` contains a description of a possible
+    interpretation, and the value of ``data.splits`` that selects it.
     """
     choices = "; ".join(f"if {words}: 'data.splits={show(chosen)}'" for words, chosen in readings)
     return UserError(f"{printable(root)} can be read in several ways. {found} Choose one: {choices}.")
 
 
 def repeated(root: Path, split: Split, places: Mapping[Split, Sequence[str]], found: str = "") -> UserError:
-    """Create the error for several folders or files of one split, given the names of all splits' folders.
+    """Create the error for a split that has several folders or files.
 
-    `found` lists the folders with their counts, instead of the names.
+    `places` contains the names of the folders or files of each split. `found` replaces their list in the message.
     """
     names, rest = list(places[split]), {one: of for one, of in places.items() if one != split}
     readings: list[tuple[str, Chosen]] = [(f"{names[0]} alone is the {split} split", {**rest, split: names[0]})]
@@ -144,7 +145,7 @@ def repeated(root: Path, split: Split, places: Mapping[Split, Sequence[str]], fo
 
 
 def show(chosen: Chosen) -> str:
-    """Format a value of ``data.splits`` for the command line. A list with one name is formatted as this name."""
+    """Format a value of ``data.splits`` for the command line. A list with a single name is formatted like this name."""
     parts = []
     for split in SPLITS:
         value = chosen.get(split)
@@ -162,7 +163,7 @@ def quoted(name: str) -> str:
 
 
 def _read(name: str) -> tuple[Split | None, tuple[str, ...]]:
-    """Return the split that a name contains (None unless it contains exactly one), and the other words."""
+    """Return the split that a name contains, and the other words. The split is None unless there is exactly one."""
     words = _words(name)
     at = [i for i, word in enumerate(words) if word in _WORDS]
     if len(at) != 1:

@@ -22,7 +22,7 @@ from efficient_ft.data.texts import TextListing, Texts, reasons_of
 
 
 class TextDataset(Dataset[tuple[dict[str, Tensor], Tensor]]):
-    """The texts of a split by (epoch, index)."""
+    """A dataset of the texts of a split. Its keys are (epoch, index)."""
 
     def __init__(self, samples: Texts, tokenizer: Tokenizer, max_length: int) -> None:
         self._samples, self._tokenizer, self._max_length = samples, tokenizer, max_length
@@ -39,12 +39,14 @@ class TextDataset(Dataset[tuple[dict[str, Tensor], Tensor]]):
 
 
 class TextData(OpenedData[Texts, TextDataset]):
-    """A text data set ready for training and evaluation.
+    """A text data set that is ready for training and evaluation.
 
     Args:
-        listing, config, seed: see `OpenedData`.
+        listing: lists of the texts of each split.
+        config: the `data` section of the configuration.
         tokenizer: tokenizer of the network.
         max_length: maximum number of tokens; longer texts are truncated.
+        seed: seed of the run, which determines the validation split and the order.
 
     Raises:
         SettingError: If a setting does not fit the data set.

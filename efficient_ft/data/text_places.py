@@ -21,19 +21,19 @@ LAYOUT = (
     "Expected: a file of rows (.csv, .tsv or .jsonl); a folder with such files named train, val and test; or a folder"
     " with CLASS/*.txt or {train,val,test}/CLASS/*.txt."
 )
-_UNLABELED = frozenset(["unsup", "unsupervised", "unlabeled", "unlabelled"])  # folders without labels
+_UNLABELED = frozenset(["unsup", "unsupervised", "unlabeled", "unlabelled"])  # names of folders with unlabeled texts
 _NOTES = 8  # maximum number of notes about encodings
 
 
 @dataclass
 class SplitRows:
-    """The rows of a data set by split, and facts found while reading the rows."""
+    """The rows of each split, and facts that were found while reading the rows."""
 
-    rows: dict[Split, list[Row]] = field(default_factory=dict)  # rows by split
-    files: dict[Split, list[str]] = field(default_factory=dict)  # paths relative to the root, by split
+    rows: dict[Split, list[Row]] = field(default_factory=dict)  # rows of each split
+    files: dict[Split, list[str]] = field(default_factory=dict)  # paths of each split, relative to the root
     origins: dict[str, str] = field(default_factory=dict)  # short description of the source of each split
     notes: list[str] = field(default_factory=list)  # facts that a user should know, one sentence each
-    left_out: Counter[str] = field(default_factory=Counter)  # number of unused files by reason
+    left_out: Counter[str] = field(default_factory=Counter)  # number of unused files for each reason
     columns: list[str] = field(default_factory=list)  # columns of the training files; empty for class folders
 
     def without(self, split: str) -> str:
@@ -43,17 +43,17 @@ class SplitRows:
 
 
 def visible(folder: Path) -> list[Path]:
-    """Return the visible files and folders in a folder, sorted by name."""
+    """Return the files and folders in a folder that are not hidden, sorted by name."""
     return sorted(Path(entry.path) for entry in visible_entries(folder))
 
 
 def folders_in(folder: Path) -> list[Path]:
-    """Return the visible folders in a folder, sorted by name."""
+    """Return the subfolders of a folder that are not hidden, sorted by name."""
     return [path for path in visible(folder) if path.is_dir()]
 
 
 def _only_folder(place: Path) -> Path | None:
-    """Return the only subfolder of a folder if it contains folders, otherwise None."""
+    """Return the only subfolder of a folder if this subfolder contains folders, otherwise None."""
     folders = folders_in(place) if place.is_dir() else []
     return folders[0] if len(folders) == 1 and folders_in(folders[0]) else None
 
@@ -74,7 +74,7 @@ def has_texts(folder: Path, *, bare: bool = False) -> bool:
     return any(_is_text(Path(name), bare=bare) for name in names)
 
 
-#: The name of a shard as written by Hugging Face datasets: train-00000-of-00002.
+#: Pattern of the names of shards, as written by Hugging Face datasets: ``train-00000-of-00002``.
 _SHARD = re.compile(r"(.+?)[-_.](\d+)[-_]of[-_](\d+)")
 
 
@@ -197,7 +197,7 @@ class Reader:
         return UserError(f"{printable(self.root.absolute())} has no training texts. Found: {found}. {advice} {LAYOUT}")
 
     def _single(self, files: Sequence[Path], folders: Sequence[Path]) -> list[Path]:
-        """Return the training data of a folder without split names: one file, or class folders."""
+        """Return the training data of a folder without split names: a file, the shards of a file, or class folders."""
         classes = [folder for folder in folders if has_texts(folder)]
         names = [path.name for path in classes]
         if not files:

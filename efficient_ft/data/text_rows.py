@@ -24,7 +24,8 @@ from efficient_ft.core.text import plain_line, printable
 from efficient_ft.data.counts import counted, shortened, some, verb
 from efficient_ft.data.file_list import unreadable
 
-#: Byte order marks. UTF-32 precedes UTF-16, because the mark of UTF-32 begins with the mark of UTF-16.
+#: Byte order marks and their encodings. UTF-32 precedes UTF-16, because the little-endian mark of UTF-32 begins with
+#: the mark of UTF-16.
 MARKS = (
     (codecs.BOM_UTF8, "utf-8"),
     (codecs.BOM_UTF32_LE, "utf-32-le"),
@@ -32,7 +33,7 @@ MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16-le"),
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
-#: First bytes of files that are not text.
+#: First bytes of files that are not text, and descriptions for messages.
 _OTHERS = (
     (b"PK\x03\x04", "a ZIP archive (.xlsx spreadsheets are ZIP archives). Unpack it, or save the sheet as .csv"),
     (b"\xd0\xcf\x11\xe0", "an old spreadsheet or document. Save it as .csv"),
@@ -49,8 +50,9 @@ _OTHERS = (
 def read_text(path: Path, encoding: str | None) -> tuple[str, str | None]:
     """Read a text file, which may be compressed with gzip. A byte order mark takes precedence over `encoding`.
 
-    Return the text without a byte order mark, and a sentence about its encoding (None for plain UTF-8). Raise
-    `UserError` if the file cannot be read, is not text, or has a different encoding, which the message suggests.
+    Return the text without a byte order mark, and a sentence about its encoding, or None instead of the sentence for
+    plain UTF-8. Raise `UserError` if the file cannot be read, is not text, or has a different encoding. In the last
+    case, the message suggests an encoding.
     """
     raw = _bytes(path)
     name = printable(path)
@@ -103,7 +105,7 @@ def _is_utf8(raw: bytes) -> bool:
 
 
 def _undecodable(name: str, raw: bytes, error: UnicodeDecodeError, chosen: str) -> UserError:
-    """Create the error for bytes that are invalid in the encoding. The message suggests a likely encoding."""
+    """Create the error for bytes that are invalid in the encoding `chosen`. The message suggests a likely encoding."""
     line = raw.count(b"\n", 0, error.start) + 1
     where = f"{name}, line {line}: invalid {'UTF-8' if chosen == 'utf-8' else chosen} (byte {raw[error.start]:#04x})."
     if chosen != "utf-8":
@@ -133,7 +135,10 @@ def _undecodable(name: str, raw: bytes, error: UnicodeDecodeError, chosen: str) 
 
 
 def _is_eastern(raw: bytes) -> bool:
-    """Return True if most non-ASCII bytes are adjacent, as in multi-byte encodings and unlike accented letters."""
+    """Return True if most non-ASCII bytes are adjacent.
+
+    This is typical of multi-byte encodings, but not of accented letters in single-byte encodings.
+    """
     runs = re.findall(rb"[\x80-\xff]+", raw)
     return sum(len(run) for run in runs if len(run) >= 4) * 2 > sum(map(len, runs))
 
@@ -141,7 +146,7 @@ def _is_eastern(raw: bytes) -> bool:
 _TABLES, _JSON = (".csv", ".tsv"), (".jsonl", ".ndjson")
 EXTENSIONS = (*_TABLES, *_JSON)
 _DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|"}
-#: Missing labels as written by common programs. ``data.text.missing`` adds further values.
+#: Values that common programs write for missing labels. ``data.text.missing`` adds further values.
 _MISSING = frozenset(
     ["", "nan", "NaN", "NAN", "-nan", "<NA>", "NaT", r"\N", "#N/A", "#REF!", "#VALUE!", "#NAME?", "#DIV/0!", "#NUM!",
      "#NULL!"]
@@ -162,12 +167,12 @@ class Row:
     text: tuple[str, ...]  # one or two texts
     label: str  # class name; empty if the label is missing
     file: str  # name of the file, for messages
-    line: int | None = None  # line number; None if the file contains a single text
-    problem: str | None = None  # reason why the row cannot be used, in a few words; None if it can be used
+    line: int | None = None  # line number, or None if the file contains a single text
+    problem: str | None = None  # short reason why the row cannot be used, or None if it can be used
 
     @property
     def place(self) -> str:
-        """The file and the line."""
+        """The file name and the line number, for messages."""
         return self.file if self.line is None else f"{self.file}, line {self.line}"
 
 
@@ -182,13 +187,16 @@ class Rows:
 
     @property
     def origin(self) -> str:
-        """The number of rows and lines."""
+        """The numbers of rows and lines as text."""
         return f"{counted(len(self.rows), 'row')} in {counted(self.lines, 'line')}"
 
 
 @dataclass
 class _Record:
-    """The cells of a row by column, its first and last line, and the number of cells if this is wrong."""
+    """The cells of a row by column, and its first and last line.
+
+    `width` is the number of cells if it differs from the number of columns, otherwise None.
+    """
 
     cells: dict[str, Any]
     first: int
@@ -203,7 +211,7 @@ def suffix_of(path: Path) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def clean_name(name: str) -> str:
-    """Normalize a class name to NFC, without repeated, leading or trailing spaces and without zero-width characters."""
+    """Normalize a class name to NFC, and remove repeated, leading or trailing spaces and zero-width characters."""
     return " ".join(re.sub("[\ufeff\u200b\u2060]", "", unicodedata.normalize("NFC", name)).split())
 
 
@@ -272,7 +280,7 @@ def _names_of(cells: Sequence[str], settings: TextConfig) -> str:
 def _row(
     name: str, record: _Record, settings: TextConfig, missing: Container[str], numbers: Counter[str], width: int
 ) -> Row:
-    """Convert a record to a row. `numbers` counts values that are not text, by column."""
+    """Convert a record to a row. For each column, `numbers` counts the values that are numbers or booleans."""
     for column in (*settings.columns, settings.label):
         value = record.cells.get(column)
         if isinstance(value, list | dict):
@@ -413,7 +421,7 @@ class _Table:
             quoted = sum(any(re.fullmatch('".*"', cell.strip()) for cell in one.cells.values()) for one in records)
             if quoted:
                 self._note(f"quotes around cells are part of the texts in {counted(quoted, 'row')} (data.text.quotes)")
-        if "" in self._found.columns[1:]:  # the first column may contain row numbers
+        if "" in self._found.columns[1:]:  # a first column without a name may contain row numbers
             beyond = sum(bool(one.cells.get("", "").strip()) for one in records)
             if beyond:
                 self._note(f"columns without a name contain values in {counted(beyond, 'row')}")

@@ -28,10 +28,10 @@ from efficient_ft.data.text_rows import Row
 
 @dataclass
 class Texts:
-    """Texts or pairs of texts, with labels, int64 (N,)."""
+    """Texts or pairs of texts, with labels."""
 
     texts: list[tuple[str, ...]]  # N tuples of one or two texts
-    labels: np.ndarray
+    labels: np.ndarray  # int64 (N,)
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -50,13 +50,15 @@ class Texts:
 
 @dataclass
 class TextListing(AnyListing):
-    """The samples of a text data set by split (official or user-defined splits); see `listing.Listing`."""
+    """The samples of a text data set in each official or user-defined split. See `listing.Listing`."""
 
     class_names: list[str]
     train: Texts
     val: Texts | None = None
     test: Texts | None = None
-    skipped: dict[str, str] = field(default_factory=dict, kw_only=True)  # reasons by place, for unusable rows and files
+    skipped: dict[str, str] = field(
+        default_factory=dict, kw_only=True
+    )  # reasons why rows and files are unusable, by place
 
     @property
     def size(self) -> int:
@@ -83,7 +85,7 @@ def read_texts(
 
     If there is neither a validation nor a test split, one fifth of every class is held out for testing, the same texts
     for every seed. Raise `UserError` if a file or column does not exist, a file cannot be read, the labels are not
-    classes, the folder is ambiguous, or a link leads out of `root` although `follow_links` is False. Raise
+    suitable as classes, the folder is ambiguous, or a link leads out of `root` although `follow_links` is False. Raise
     `SettingError` if a setting does not fit the files.
     """
     if (problem := missing_text_folder(root)) is not None:
@@ -106,7 +108,7 @@ def listing_of(found: SplitRows, root: Path, settings: TextConfig) -> TextListin
     """Map labels to classes, and hold out test texts if there is neither a validation nor a test split.
 
     The rows of the training split must come first. Messages name the file or folder `root`. Raise `UserError` if a
-    split has no usable texts, or the labels are not classes.
+    split has no usable texts, or the labels are not suitable as classes.
     """
     top = printable(root.absolute())
     usable: dict[str, list[Row]] = {}
@@ -180,7 +182,7 @@ def reasons_of(skipped: Mapping[str, str]) -> str:
 
 
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
-#: Number of distinct decimal numbers above which labels are a quantity. Ratings in half stars have ten values.
+#: Maximum number of distinct numeric labels if some have a fractional part. Ratings in half stars have ten values.
 _DECIMALS = 20
 _FREE = 10  # minimum number of distinct labels that may be considered free text
 _SHOWN = 3  # maximum number of labels, or groups of labels, in a message
@@ -200,7 +202,7 @@ def in_order(name: str) -> tuple[int, float, str]:
 
 
 def spellings(counts: Mapping[str, int], ignore_case: bool | None) -> tuple[dict[str, str], list[str]]:
-    """Return the class of each label, given the number of texts by label, and notes on merged labels.
+    """Return the class of each label, and notes on merged labels. `counts` is the number of texts with each label.
 
     Labels that are equal numbers form one class. Labels that differ only in case, quotes or compatible characters are
     merged if `ignore_case` is True, kept separate if it is False, and rejected with a `UserError` if it is None.
@@ -295,9 +297,10 @@ def refuse_unknown(
 
 
 def refuse_unlabeled(labels: Sequence[str], missing: int, split: str, source: str, advice: str) -> None:
-    """Raise `UserError` if the texts of a split have no labels, or only the label -1 as in test sets of benchmarks.
+    """Raise `UserError` if the texts of a split have no labels.
 
-    `missing` is the number of texts without a label. The message ends with `advice`.
+    Labels that are all -1, as in the test sets of some benchmarks, also count as no labels. `missing` is the number of
+    texts without a label. The message ends with `advice`.
     """
     if set(labels) - {"-1"} or not (labels or missing):
         return

@@ -37,15 +37,15 @@ class Transform:
         input: input size, normalization and interpolation of the network.
         augment: ``resize_crop`` or ``none``.
         scale: minimum and maximum area of the crop, as fractions of the image.
-        flip: True to mirror half of the images horizontally.
+        flip: if True, mirror half of the images horizontally.
         resize: size before the crop: ``input`` for the input size of the network, a number of pixels for a square, or
             ``none`` for the original size (only with ``resize_crop``).
-        vertical_flip: True to mirror half of the images vertically.
-        pick: number of augmentations (the crop and the enabled flips) that are drawn for each image; None for all.
-        decoding: options for decoding files; None for the default.
+        vertical_flip: if True, mirror half of the images vertically.
+        pick: number of augmentations (of the crop and the enabled flips) to apply to each image, or None to apply all.
+        decoding: options for decoding files, or None for the defaults.
 
     Attributes:
-        resize_size: (height, width) before the crop; None for the original size.
+        resize_size: (height, width) before the crop, or None for the original size.
 
     Raises:
         SettingError: If the augmentation or interpolation is unknown, the scale is outside of (0, 1], or the number of
@@ -102,13 +102,13 @@ class Transform:
 
     @property
     def resized_shape(self) -> tuple[int, ...] | None:
-        """Shape of a resized image, (H, W, 3), or (H, W) for gray images; None if images are not resized."""
+        """Shape of a resized image: (H, W, 3), or (H, W) for gray images. None if images are not resized."""
         if self.resize_size is None:
             return None
         return self.resize_size if self._gray else (*self.resize_size, 3)
 
     def read(self, path: str | os.PathLike[str]) -> Image.Image:
-        """Read an image as RGB, with at least the size that `resize` requires. Raise `UserError` on failure."""
+        """Read an image as RGB, with at least the size that `resize` requires. Raise `UserError` if reading fails."""
         return read_image(path, self.resize_size, self.decoding)
 
     def resize(self, image: Image.Image) -> Image.Image:
@@ -121,7 +121,10 @@ class Transform:
         return image if self._augment is None else self._augment(image)
 
     def normalize(self, images: Sequence[Image.Image]) -> Tensor:
-        """Stack and normalize B images of the input size: float32 (B, C, H, W), where C is 3, or 1 for gray images."""
+        """Stack and normalize B images of the input size as float32 (B, C, H, W).
+
+        C is 1 for gray images and 3 for color images.
+        """
         pixels = torch.from_numpy(np.stack([np.asarray(image) for image in images]))
         if self._gray:
             pixels = pixels.unsqueeze(-1)
@@ -143,7 +146,10 @@ def to_pictures(pixels: Tensor, input: InputSpec) -> list[Image.Image]:
 
 
 class _Pick(torch.nn.Module):
-    """Apply a random subset of augmentations, whose first is the crop. Without the crop, apply `resize` instead."""
+    """Apply a random subset of augmentations. The first augmentation must be the crop.
+
+    If the subset does not contain the crop, `resize` is applied first, unless it is None.
+    """
 
     def __init__(self, steps: Sequence[torch.nn.Module], count: int, resize: torch.nn.Module | None) -> None:
         super().__init__()
