@@ -33,7 +33,8 @@ class BSR(Blocks, DropsTokens):
     Args:
         blocks: indices of the blocks to train, counted from 0. Negative indices count from the end.
         drop_at: indices of the blocks that drop tokens. The last block is not allowed. If the list is empty, no tokens
-            are dropped, and all models with blocks are supported (as for ResNet-50 in the paper, "Ours" in Table 5).
+            are dropped, and all models with blocks are supported (as in the paper for ResNet-50 and for "Ours" in Table
+            5).
         keep_rate: fraction of the patch tokens that each of these blocks keeps. Must be in (0, 1].
         fuse: if True, the dropped tokens are fused into one token, which is their sum weighted by attention.
 
