@@ -83,9 +83,7 @@ class Applied:
         return "; ".join([f"{self.method}: {done}{left(self.skipped, 'unchanged', 'part')}", *self.notes])
 
     def details(self) -> str:
-        """Return ``str(report)``, followed by one line for each touched part (+) and each skipped part (-), and by the
-        notes.
-        """
+        """Return ``str(report)``, followed by one line for each touched (+) or skipped (-) part, and by the notes."""
         lines = [str(self), *(f"  + {name}" for name in self.touched)]
         lines += [f"  - {name}: {why}" for name, why in self.skipped.items()]
         return "\n".join([*lines, *(f"  {note}" for note in self.notes if note not in lines[0])])

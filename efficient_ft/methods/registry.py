@@ -38,8 +38,9 @@ _untried: set[str] = set()
 
 
 class Registry(Mapping[str, type[Method]]):
-    """Read-only mapping from method names, in sorted order, to method classes. The first access loads the methods of
-    all packages.
+    """Read-only mapping from method names, in sorted order, to method classes.
+
+    The first access loads the methods of all packages.
 
     Raises:
         UserError: Raised at the first access if a method of another package cannot be used.

@@ -241,9 +241,7 @@ class TokenMethod(Method):
                 )
 
     def refuse_unfit_model(self, view: ModelView) -> None:
-        """Raise the error of `refuse_other_blocks` for the first block if none of the blocks can be split into two
-        halves.
-        """
+        """Raise the error of `refuse_other_blocks` for the first block if all blocks raise an error."""
         errors = []
         for name in view.blocks:
             try:

@@ -286,9 +286,7 @@ def merged_of(patches: int, r: int) -> int:
 
 
 def _leaves_some(r: Sequence[int], patches: int) -> bool:
-    """Return True if no block merges more than half of all patch tokens and more than one patch token remains at the
-    end.
-    """
+    """Return True if no block merges more than half of all patch tokens and more than one of them remains."""
     if not any(r):
         return True
     left = patches
