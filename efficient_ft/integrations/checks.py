@@ -90,8 +90,7 @@ def refuse_wrapped_inside(network: nn.Module) -> None:
 
 
 def check_in_backward(methods: Iterable[Method], optimizers: Iterable[Any], **loop: Wrong | None) -> None:
-    """Raise an error if an optimizer steps inside the backward pass and this is not compatible with the methods or the
-    loop.
+    """Raise an error if an optimizer steps inside the backward pass, but the methods or the loop do not support this.
 
     `loop` contains the properties of the training loop that are not compatible with such an optimizer (see
     `refuse_in_backward`).

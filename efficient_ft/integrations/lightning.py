@@ -34,10 +34,10 @@ _SHARDING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 class MethodCallback(Callback):
     """Apply methods to the network of a LightningModule, and call these methods during training.
 
-    The callback opens a `MethodSession` in ``setup`` and calls it in the Trainer's hooks:
+    The callback opens a `MethodSession` in ``setup`` and controls the session from the hooks of the Trainer:
 
     - ``setup`` applies the methods once, before the optimizer is created. Build the network and load its pretrained
-      weights in the module's ``__init__``. In later stages and trainings, the methods are not applied again.
+      weights in the module's ``__init__``. In later stages and training runs, the methods are not applied again.
     - The callback begins each optimizer step before its first micro-batch and ends the step after ``optimizer.step()``.
     - The losses that methods add are added to the result of ``training_step`` (a tensor, or a dict with ``loss``). If
       the module defines ``on_total_loss(loss)``, it is called with the total loss of each micro-batch.
@@ -58,11 +58,11 @@ class MethodCallback(Callback):
     Raises:
         SettingError: Raised by ``setup`` if the attribute `network` does not exist, or if the strategy is not
             compatible with the methods. The message names a compatible strategy.
-        UserError: Raised by ``setup`` if the network is compiled or wrapped, if a method does not support it, or if a
-            method adds a loss and optimization is manual. Raised when training starts if the optimizer was created
-            before the methods were applied. Also raised if the optimizer steps inside the backward pass although the
-            Trainer or a method requires all gradients. Raised when training is resumed if the checkpoint was written
-            with other methods.
+        UserError: Raised by ``setup`` if the network is compiled or wrapped, if a method does not support the network,
+            or if a method adds a loss and optimization is manual. Raised when training starts if the optimizer was
+            created before the methods were applied. Also raised if the optimizer steps inside the backward pass
+            although the Trainer or a method requires all gradients. Raised when training is resumed if the checkpoint
+            was written with other methods.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class MethodCallback(Callback):
             self._applied().end_step()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Abandon the last step if it is incomplete, because too few micro-batches were left."""
+        """Abandon the last step if there were too few micro-batches to complete it."""
         self._applied().abandon_step()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -92,7 +92,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], about: dict[str, str]) -> 
 
 
 def read(path: Path) -> Content:
-    """Read a file. Raise UserError if it does not exist, is not a ``.safetensors`` file, or has malformed metadata."""
+    """Read a file. Raise UserError if the file does not exist, is not in this format, or has malformed metadata."""
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():

@@ -52,8 +52,8 @@ class MethodSession:
 
     - Run all micro-batches of an optimizer step inside one ``with session.step(n)`` block, or in several consecutive
       blocks with the same number. Call `loss` once after each forward pass.
-    - Number the steps across all epochs of a training. Each number must be larger than the number of the last completed
-      step.
+    - Number the steps across all epochs of a training run. Each number must be larger than the number of the last
+      completed step.
     - A step ends when the optimizer has stepped. Therefore, ``zero_grad()`` may be called inside the block or after the
       block. With several optimizers, the step ends when all parameters with a gradient have been updated.
     - ``torch.amp.GradScaler`` may skip the step of the optimizer. Methods that compare gradients ignore such a step.
@@ -112,7 +112,7 @@ class MethodSession:
         self._between_steps: dict[str, bool] = {}
         self._parameters: list[nn.Parameter] = []
         self._step: int | None = None
-        self._last: int | None = None  # number of the last completed step of this training
+        self._last: int | None = None  # number of the last completed step of this training run
         self._block: int | None = None  # number of the step whose ``with`` block is running
         self._losses = 0
         self._stepped: list[Optimizer] = []  # optimizers that have stepped in the current step
@@ -215,7 +215,8 @@ class MethodSession:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Return a context manager for one optimizer step: forward pass, `loss`, backward pass and optimizer.
+        """Return a context manager for one optimizer step, which contains the forward pass, `loss`, the backward pass
+        and ``optimizer.step()``.
 
         Args:
             number: number of the optimizer step, counted from 0 across all epochs. The number must be equal on all
@@ -292,7 +293,7 @@ class MethodSession:
         return self._step
 
     def start(self) -> None:
-        """Begin a new training. The next step is the first step of this training."""
+        """Begin a new training run. The next step is the first step of this run."""
         self.abandon_step()
         self._between_steps, self._parameters, self._checked, self._last = {}, [], False, None
 

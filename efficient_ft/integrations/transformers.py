@@ -49,7 +49,7 @@ _REFUSED = {
 class MethodCallback(TrainerCallback, ExportableState):
     """Apply methods to the network in the model of a `Trainer`, and call these methods during training.
 
-    The callback opens a `MethodSession` and calls it in the Trainer's hooks:
+    The callback opens a `MethodSession` and controls the session from the hooks of the Trainer:
 
     - The methods are applied once, when the Trainer is created and before it creates the optimizer. Pass the callback
       in ``Trainer(callbacks=[...])``.

@@ -51,8 +51,8 @@ class Applied:
     Attributes:
         method: name of the method.
         touched: full names of the modules or parameters that the method changes or trains, without duplicates.
-        skipped: mapping from the full names of parts that the method did not change, although a user may expect a
-            change, to the reasons. Each reason contains a `Reason` for code and a text for users.
+        skipped: parts that the method did not change although a user may expect a change. The keys are full names. The
+            values contain a `Reason` for code and a text for users.
         notes: additional sentences for the user.
         none_needed: reason why no layer requires a change (for example, at full rank, plain layers are exact and
             cheaper). If both this reason and `touched` are empty, `Method.apply` raises an error.
@@ -102,7 +102,8 @@ class Method(ABC):
     declaration for some values: for example, BSR without token dropping is not on the token axis.
 
     Attributes:
-        name: name on the command line and in reports; consists of lower-case letters, digits and underscores.
+        name: name of the method on the command line and in reports. It consists of lower-case letters, digits and
+            underscores.
         axis: part of a training step that the method controls. The axis also determines the order in which methods are
             applied.
         other_axes: additional axes of a method that acts on several axes (BSR and ALaST select parameters and drop
@@ -155,8 +156,8 @@ class Method(ABC):
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
         """Modify `model` in place and return the report.
 
-        `apply` calls this method once, after it has checked conflicts and needs. Select all parts first and modify the
-        model last, so that an error leaves the model unchanged.
+        `apply` calls this method once, after it has checked conflicts and needs. First select all parts, and modify the
+        model last, so that the model is unchanged if an error is raised.
 
         Args:
             model: plain model, neither compiled nor wrapped. Parameters may be on any device and have any dtype.
@@ -218,7 +219,7 @@ class Method(ABC):
             `loss` plus the loss that the method adds, with shape ().
 
         Raises:
-            UserError: If the method adds a loss and no forward pass has computed it.
+            UserError: If the method adds a loss, but no forward pass has computed this loss.
         """
         return loss
 
@@ -249,8 +250,8 @@ class Method(ABC):
         """Apply the method to `model` in place.
 
         Call this method after the weights are loaded and before the optimizer is created. The model object, its device,
-        its weights and its evaluation are unchanged, except for changes that the method's docstring describes. A second
-        call has no effect and returns the same report.
+        its weights and its outputs in evaluation are unchanged, except for changes that the docstring of the method
+        describes. A second call has no effect and returns the same report.
 
         Args:
             model: image classifier that maps (B, C, H, W) to logits (B, classes), on any device. If no other attribute
@@ -264,10 +265,10 @@ class Method(ABC):
             The report of touched and skipped parts.
 
         Raises:
-            UserError: If the model is compiled or wrapped (DataParallel, DDP, FSDP), does not meet a need, or has no
-                part that the method can change; if the method cannot be stacked with a method applied before; or if
-                this object is already applied to a different model. The model is then unchanged, except if a method
-                from another package has returned an invalid report.
+            UserError: If the model is compiled or wrapped (DataParallel, DDP, FSDP), if it does not meet a need, or if
+                it has no part that the method can change. Also raised if the method cannot be stacked with a method
+                that was applied before, or if this object is already applied to a different model. The model is then
+                unchanged, except if a method from another package has returned an invalid report.
             SettingError: If a setting does not fit this model (for example, a block index that is out of range), or if
                 `classifier` does not name a module of `model`.
         """
@@ -356,8 +357,9 @@ class Method(ABC):
         return Needs.FIND_UNUSED_PARAMETERS in self.needs
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of the constructor with their values. ``type(m)(**m.settings())`` is equivalent to
-        ``m``.
+        """Return the arguments of the constructor with their values.
+
+        ``type(m)(**m.settings())`` is equivalent to ``m``.
         """
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
@@ -370,7 +372,7 @@ class Method(ABC):
 
     @property
     def state_key(self) -> str:
-        """Name and settings of the method, the key of its state in a checkpoint and of its mark on a model."""
+        """Name and settings as the key of the method's state in a checkpoint and of its mark on a model."""
         return f"{self.name}{sorted(self.settings().items())}"
 
 
@@ -420,7 +422,7 @@ def apply_methods(
 
 
 def _with_note(report: Applied, method: Method, view: ModelView) -> Applied:
-    """Add a note to the report if the method freezes parameters and the head was inferred."""
+    """Add a note to the report if the method freezes parameters and the head of the model was inferred."""
     freezes = {Axis.SELECTION, Axis.ADAPTERS} & set(method.axes)
     if not (freezes and view.head_note and any(not p.requires_grad for p in view.model.parameters())):
         return report
@@ -453,8 +455,8 @@ def plain_state_dict(
     names.
 
     Args:
-        model: model with the methods applied.
-        methods: methods applied to the model.
+        model: model to which the methods were applied.
+        methods: methods that were applied to `model`.
         copy_weights: if False, the returned tensors share memory with `model`, provided that they are on the CPU and
             that no method changes weights when it is removed. Such tensors must be used before the next training step.
     """

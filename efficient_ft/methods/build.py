@@ -31,7 +31,7 @@ def build_methods(config: Config) -> list[Method]:
     named and no default selection is set, `requires_grad` does not change.
 
     Raises:
-        SettingError: If a method or setting is unknown, or a constructor rejects a value.
+        SettingError: If a method or setting is unknown, or if a constructor rejects a value.
         UserError: If methods cannot be stacked, if default selections differ, or if the names in a YAML file of another
             package differ from the arguments of the constructor.
     """
@@ -93,7 +93,7 @@ def _check_files(chosen: Container[str]) -> None:
 
 
 def _default_selection(selects: Mapping[str, Any]) -> str | None:
-    """Return the default selection of the methods, or None. The values null and ``keep`` are ignored."""
+    """Return the name of the default selection, or None if there is none. Ignore the values null and ``keep``."""
     wanted: dict[str, str] = {}
     for recipe, select in selects.items():
         if select in (None, "keep"):
@@ -148,7 +148,7 @@ def _build(method: type, name: str, settings: dict[str, Any]) -> Method:
         error.args = (f"method.{name}.{error}",)
         raise
     unstored = [argument for argument in fields if not hasattr(made, argument)]
-    if unstored:  # the registry checks only constructors whose settings all have defaults
+    if unstored:  # the registry checks a constructor only if all its settings have defaults
         raise UserError(
             f"Package {METHODS.distribution(name)}: the constructor of method {name} does not store its setting"
             f" {unstored[0]} in an attribute of the same name."

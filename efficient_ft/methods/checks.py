@@ -24,7 +24,7 @@ def check_bool(setting: str, value: Any) -> None:
 
 
 def check_integer(setting: str, value: Any, least: int = 1) -> None:
-    """Check that `value` is an integer of at least `least`."""
+    """Check that `value` is an integer that is not smaller than `least`."""
     if type(value) is not int or value < least:
         raise SettingError(setting, value, f"an integer >= {least}")
 

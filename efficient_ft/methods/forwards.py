@@ -1,10 +1,9 @@
-"""Replacements for the forward passes of individual module objects. Several methods can replace the forward pass of the
-same module.
+"""Replace the forward passes of individual module objects.
 
-A replacement is stored in the attribute `forward` of the module. The rest of the model is unchanged, so that the model
-can still be copied, pickled, saved and restored. Replacements are nested: each replacement calls the next inner one.
-The innermost replacement calls the forward pass of the module's class, or a forward pass that another library has
-assigned to the module object.
+Several methods can replace the forward pass of the same module. A replacement is stored in the attribute `forward` of
+the module. The rest of the model is unchanged, so that the model can still be copied, pickled, saved and restored.
+Replacements are nested: each replacement calls the next inner one. The innermost replacement calls the forward pass of
+the module's class, or a forward pass that another library has assigned to the module object.
 """
 
 from __future__ import annotations
@@ -59,8 +58,10 @@ class OwnForward:
 
 
 def refuse_export(what: str, instead: str) -> None:
-    """Raise UserError if a model is currently exported to ONNX, by ``torch.export`` or by ``torch.jit.trace``. The
-    message consists of `what`, which states why the model cannot be exported, and `instead`, which suggests a remedy.
+    """Raise UserError if a model is being exported by ``torch.export``, ``torch.jit.trace`` or ``torch.onnx.export``.
+
+    The message consists of `what`, which states why the model cannot be exported, and `instead`, which suggests a
+    remedy.
     """
     if torch.compiler.is_exporting() or torch.jit.is_tracing() or torch.onnx.is_in_onnx_export():
         raise UserError(f"{what} {instead}")

@@ -52,7 +52,7 @@ class FusedNormGelu(OwnForward):
 
 
 def _fits(module: nn.Module, x: Tensor) -> bool:
-    """Return True if the fused operation supports `x`: in training on a CPU in fp32, outside of all function modes."""
+    """Return True if the fused operation supports `x`: in training on a CPU in fp32, if no function mode is active."""
     return (
         module.training
         and x.device.type == "cpu"

@@ -55,7 +55,7 @@ class Registry(Mapping[str, type[Method]]):
             for entry in entry_points(group=GROUP):
                 _load(entry)
             self._loaded = True
-        for name in sorted(_untried):  # not yet possible in `register`, which runs before the module is complete
+        for name in sorted(_untried):  # checked here, since `register` runs before the module is complete
             method, distribution = _registered[name]
             _refuse_broken(method, distribution, broken_settings(method) or _misspelt_conflict(method))
             _untried.discard(name)
@@ -203,7 +203,7 @@ def _broken_candidates(declared: Any) -> str | None:
         if unknown := [name for name in one.settings if name not in settings]:
             return f"`candidates` must name settings of the constructor, got {unknown[0]!r}"
         if one.exactness is Exactness.EXACT and not one.evidence.strip():
-            return "`candidates` must give the evidence of an exact one: the test or measurement that shows it"
+            return "`candidates` with Exactness.EXACT must name a test or measurement as evidence"
         if not one.time_factor > 0:
             return f"`candidates` must have a time_factor > 0, got {one.time_factor!r}"
     return None

@@ -15,11 +15,10 @@ def refuse_skip(skip: Sequence[str] | None) -> None:
 
 
 def is_skipped(name: str, skip: Sequence[str] | None) -> bool:
-    """Return True if `name` matches an entry of `skip`. An entry consists of one part or several consecutive parts of a
-    name.
+    """Return True if `name` matches an entry of `skip`.
 
-    Parts are separated by dots. For example, ``mlp.fc2`` is skipped by ``mlp``, ``fc2`` and ``mlp.fc2``. ``*`` matches
-    any part, as in ``layer.*.output``.
+    An entry consists of one part or several consecutive parts of a name. Parts are separated by dots. For example,
+    ``mlp.fc2`` is skipped by ``mlp``, ``fc2`` and ``mlp.fc2``. ``*`` matches any part, as in ``layer.*.output``.
     """
     parts = name.split(".")
     for pattern in skip or ():

@@ -33,7 +33,7 @@ class _Declared(Protocol):
 class _Method(_Declared, Protocol):
     """Attributes of `Method` that this module uses.
 
-    `methods.base` imports this module, so that `Method` cannot be imported here.
+    `Method` itself cannot be imported, because `methods.base` imports this module.
     """
 
     @property
@@ -57,8 +57,7 @@ _applied: WeakKeyDictionary[nn.Module, WeakSet[_Method]] = WeakKeyDictionary()
 
 
 def check_stack(methods: Sequence[_Method], model: nn.Module | None = None) -> None:
-    """Check that methods can be applied together, and that they can be applied to a model that already has other
-    methods.
+    """Check that methods can be applied together, and to a model that already has other methods.
 
     Each axis may have at most one method, and no two methods may conflict. A method that must precede another method
     (for example, a selection must precede adapters) cannot be applied after it.
@@ -146,8 +145,9 @@ def _conflict(a: _Declared, a_name: str, b: _Declared, b_name: str) -> str | Non
 
 
 def check_needs(method: _Method, view: ModelView) -> None:
-    """Raise UserError if the model does not meet a requirement that `method` declares. If an image of the model
-    consists of a single patch although a grid is required, raise SettingError.
+    """Raise UserError if the model does not meet a requirement that `method` declares.
+
+    If a token grid is required and an image consists of a single patch, raise SettingError.
     """
     for need in Needs:
         if need in method.needs:

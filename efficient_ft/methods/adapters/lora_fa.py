@@ -71,7 +71,7 @@ class LoRAFA(LoRA):
             if ".lora_A." in name:
                 parameter.requires_grad_(False)
         for module in model.modules():
-            # `frozen_conv2d` supports only `nn.Conv2d` itself, without subclasses, with numeric zero padding.
+            # `frozen_conv2d` does not support subclasses, other padding modes, or padding that is given as a string.
             plain = type(module) is nn.Conv2d and module.padding_mode == "zeros" and not isinstance(module.padding, str)
             if plain and not module.weight.requires_grad:  # type: ignore[union-attr]
                 put_inside(module, _FrozenForward(module))

@@ -66,8 +66,7 @@ _GROUPED |= {FROZEN[norm]: grouped for norm, grouped in _GROUPED.items()}
 
 @register
 class TinyTL(Method):
-    """Add lite residual modules in parallel with the inverted residual blocks of a CNN (TinyTL: Cai et al., NeurIPS
-    2020).
+    """Add lite residual modules in parallel with the inverted residual blocks of a CNN (Cai et al., NeurIPS 2020).
 
     The modules, all biases and the head are trained, and all other weights are frozen. Blocks and biases that the
     selection has frozen remain frozen, and such blocks receive no module. Blocks without expansion (such as the first

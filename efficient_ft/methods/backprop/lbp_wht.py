@@ -110,8 +110,9 @@ class LBPWHT(LowRankBackward):
             self._stop_watching()
 
     def _most_energy(self, energy: Tensor | None) -> Pairs:
-        """Return the R bases with the highest energy, sorted by increasing sequency. If the layer received no gradient,
-        return the bases of ``l1``.
+        """Return the R bases with the highest energy, sorted by increasing sequency.
+
+        If the layer received no gradient, return the bases of ``l1``.
         """
         pairs = low_pass_l1(self.order)
         energy = torch.zeros(BLOCK, BLOCK, dtype=torch.float64) if energy is None else energy

@@ -1,5 +1,4 @@
-"""Base class of the methods with a low-rank backward pass, and the classes of the linear layers and convolutions that
-these methods change.
+"""Base class of the methods with a low-rank backward pass, and the layers that it changes.
 
 A method changes only the class of a layer. The module object, its parameter names and its forward pass in evaluation
 remain the same, so that the changed model can be copied, pickled, saved and restored.

@@ -24,18 +24,18 @@ VALUES = ("fp16", "bf16", "same", "int8")
 
 @register
 class BackRazor(ActivationPacking):
-    """Save only the largest activations of each sample, and a bitmap of their positions. The forward pass does not
-    change.
+    """Save only the largest activations of each sample. The forward pass does not change.
 
-    The method prunes q, k, v, the output of the softmax, and the inputs of linear layers, convolutions and
-    normalizations. The input of GELU is not pruned and is saved in half precision. ReLU saves one bit per element. The
-    gradient of a layer's input does not depend on pruned values, except in normalizations and attention.
+    A bitmap stores the positions of the saved values. The method prunes q, k, v, the output of the softmax, and the
+    inputs of linear layers, convolutions and normalizations. The input of GELU is not pruned and is saved in half
+    precision. ReLU saves one bit per element. The gradient of a layer's input does not depend on pruned values, except
+    in normalizations and attention.
 
     Args:
         sparsity: fraction of the values that are dropped. Must be in [0, 1).
-        value_dtype: dtype of the saved values. ``fp16`` is as published: if a value overflows, `step_end` raises an
-            error. ``bf16`` avoids overflows. ``same`` is the dtype of the activation. ``int8`` combines Back Razor with
-            Mesa: values, including the input of GELU, are saved in 8 bits with one running range per tensor.
+        value_dtype: dtype of the saved values. ``fp16`` is the published dtype. If a value overflows, `step_end` raises
+            an error. ``bf16`` avoids overflows. ``same`` is the dtype of the activation. ``int8`` combines Back Razor
+            with Mesa: values, including the input of GELU, are saved in 8 bits with one running range per tensor.
         norm_saves: tensor that normalizations save: the ``input`` (as published), or the ``normalized`` input x̂.
         attention: ``unfused`` saves q, k, v and the output of the softmax (as published). ``fused`` saves q, k and v in
             8 bits and recomputes attention from these tensors with torch's fused kernel.

@@ -55,7 +55,7 @@ class _RecomputedForward(MemoryForward):
     def _run(self, x: Tensor, tokens: Tokens | None, *args: Any, **keywords: Any) -> Any:
         module = self.module
         x = attach_tokens(x, tokens)
-        if not torch.is_grad_enabled():  # the first run
+        if not torch.is_grad_enabled():  # first run, in the forward pass
             return self.within(x, *args, **keywords)
         self.packing.last.in_backward = True
         # The recomputation must not update running statistics again, because autograd has already saved these tensors.
@@ -67,7 +67,8 @@ class _RecomputedForward(MemoryForward):
         try:
             return self.within(x, *args, **keywords)
         finally:
-            # The count is restored instead of decremented, because a replaced BatchNorm does not count.
+            # The count is restored instead of decremented, because a BatchNorm with a replaced forward pass may not
+            # increase it.
             for m, (momentum, counter), count in zip(moving, before, counts, strict=True):
                 m.momentum = momentum
                 if counter is not None and count is not None:

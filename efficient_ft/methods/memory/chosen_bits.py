@@ -195,7 +195,7 @@ class ChosenBits(PackingState):
                 before = self.changes.get(name, {})
                 self.changes[name] = {f: before.get(f, 0.0) + change for f, change in zip(forms, row, strict=True)}
         if self.steps == self.profile_steps or self.in_vain == _IN_VAIN:
-            # The last batches and the padded lengths of texts may differ between processes.
+            # Sum the counts, because the last batches and the padded lengths of texts may differ between processes.
             counts = all_reduce_sum(torch.tensor([self.values[name] for name in names])).tolist()
             found_at = dict(zip(names, counts, strict=True))
             measured = {name: n for name, n in found_at.items() if any(self.changes.get(name, {}).values())}
@@ -255,7 +255,7 @@ class ChosenBitsPacker:
 
 
 class ProfiledForward(PackedForward):
-    """Forward pass that packs tensors and whose tensors are measured during the profile."""
+    """Forward pass that packs tensors and, during the profile, measures the changes for these tensors."""
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -274,7 +274,7 @@ class ProfiledForward(PackedForward):
 
 
 class _Output(torch.autograd.Function):
-    """Identity function for the output of a part. Its backward pass starts the measurement. It saves no tensors."""
+    """Identity function for the output of a part. Its backward pass measures the changes. It saves no tensors."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, chosen: ChosenBits, part: str) -> Tensor:

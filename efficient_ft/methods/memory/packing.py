@@ -107,7 +107,7 @@ def with_position_network(policy: Policy) -> Policy:
     """
     packer = policy.attention
     if isinstance(packer, Dense) or (isinstance(packer, Sparse) and not packer.sparsity and not packer.eight_bits):
-        return policy  # nothing is dropped
+        return policy  # the format drops no values
     if policy.forward:  # in the negative control, the forward pass also uses the pruned tensors
         return replace(policy, position_network=True)
     if isinstance(packer, Sparse):
@@ -145,7 +145,7 @@ class PartwiseMethod(MemoryMethod):
     packs_tail: bool = False
 
     def _left_plain(self, view: ModelView) -> dict[str, Skipped]:
-        """Return additional layers that this method does not change. The values are the reasons."""
+        """Return a mapping from additional layers that this method does not change to the reasons."""
         return {}
 
     def _packs(self, module: nn.Module) -> bool:

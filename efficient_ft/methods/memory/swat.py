@@ -1,4 +1,4 @@
-"""SWAT (Raihan, Aamodt, "Sparse Weight Activation Training", NeurIPS 2020), the baseline in Table 2 of Back Razor."""
+"""SWAT (Raihan, Aamodt, "Sparse Weight Activation Training", NeurIPS 2020), a baseline of Back Razor (Table 2)."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ class SWAT(PartwiseMethod):
 
     The forward pass of linear layers and convolutions, and the computation of the gradient of their input, ignore the
     smallest weights. The computation of the gradient of the weight ignores the smallest activations. The gradient of
-    the weight is dense, so that dropped weights are still trained and may be used again later. One threshold is
-    computed for all values of a weight, and one for the activations of all images in a batch. The first layer of the
-    network and all layers other than linear layers and convolutions are exact. In a model with attention, the patch
-    embedding and the head are also exact. ReLU saves one bit per element.
+    the weight is dense, so that dropped weights are still trained and may be used again later. For each layer, one
+    threshold is computed for all values of the weight, and one threshold for the activations of all images in the
+    batch. The first layer of the network and all layers other than linear layers and convolutions are exact. In a model
+    with attention, the patch embedding and the head are also exact. ReLU saves one bit per element.
 
     The trained network has sparse weights. Evaluation uses the sparse weights, and dropped values are zero in exported
     weights. `remove` does not restore these values. In steps that compute the thresholds, the fraction of dropped

@@ -136,8 +136,7 @@ class LayersPerStep(Selection):
 
 @register
 class UniformLayers(LayersPerStep):
-    """Train K uniformly sampled blocks in each step. This is a control experiment for methods that select blocks by
-    importance.
+    """Train K uniformly sampled blocks in each step, as a control for methods that select blocks by importance.
 
     Args:
         num_layers, train_embeddings, seed: see `LayersPerStep`.

@@ -112,8 +112,7 @@ class HeadOnly(Selection):
 
 @register
 class LastStage(Selection):
-    """Train the last stage, the layers after the last stage, and the head, as in the partial training of the LBP-WHT
-    paper.
+    """Train the last stage, the layers after it, and the head, as in the partial training of LBP-WHT.
 
     The downsampling layer of the stage is also trained, except for models for which the papers omit this layer
     (EfficientFormerV2). An isotropic transformer is divided into four stages of equal size. See `ModelView.last_stage`.

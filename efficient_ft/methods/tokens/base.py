@@ -132,7 +132,7 @@ class TokenForward(OwnForward):
         return pop_tokens(x)
 
     def first_half(self, x: Tensor, observer: TorchFunctionMode | None) -> Tensor:
-        """Return x + attention(x). If `observer` is given, attention runs inside it."""
+        """Return x + attention(x). If `observer` is given, attention runs inside this context manager."""
         block: Any = self.module
         with observer or nullcontext():
             attended = block.attn(block.norm1(x))
@@ -190,7 +190,7 @@ def grid_positions(view: ModelView) -> int:
 
 
 class _Refused:
-    """Replacement that raises UserError for a function of a model that requires all tokens of each block."""
+    """Replacement for a function of a model that requires all tokens of each block. It raises UserError."""
 
     def __init__(self, method_name: str, function: str) -> None:
         self.method_name, self.function = method_name, function

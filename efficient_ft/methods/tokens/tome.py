@@ -165,8 +165,8 @@ class ToMe(TokenMethod):
     size: a mean is weighted by the sizes, and in attention pooling, the repetition is equivalent to adding the
     logarithm of the size to the scores.
 
-    If fewer than 2·r patch tokens are left, half of them are merged, as in the paper. A value of r is rejected if it
-    exceeds half of the tokens in the grid, or if only one patch token would remain after the last block.
+    If a block receives fewer than 2·r patch tokens, it merges half of these tokens, as in the paper. A value of r is
+    rejected if it exceeds half of the tokens in the grid, or if only one patch token would remain after the last block.
 
     Args:
         r: number of tokens merged in each block. Must be non-negative. If r is a list, it must contain one number for
@@ -174,8 +174,8 @@ class ToMe(TokenMethod):
         inflect: slope of the schedule of r, from −1 to 1. The number of merged tokens changes linearly from (1 −
             inflect)·r in the first block to (1 + inflect)·r in the last block. With −1, it decreases from 2·r to 0, as
             in the paper's decreasing schedule. With 1, it increases from 0 to 2·r. The mean over the blocks remains r,
-            also after rounding. Must be 0 if r is a list. In the paper, this is the second number of the pair (r,
-            inflect).
+            also after rounding. Must be 0 if r is a list. It is the second number of the pair (r, inflect) in the
+            paper.
         proportional_attention: if True, the logarithm of the number of patches that a token represents is added to the
             attention scores of this token (Equation 1 of the paper).
 

@@ -25,7 +25,7 @@ from efficient_ft.methods.tokens.base import Attention, DroppingForward, Place, 
 from efficient_ft.models.view import ModelView
 from efficient_ft.ops.tokens import Tokens, is_token_reduction_suspended, token_context
 
-#: Settings that must be numbers >= 0.
+#: Names of the settings that must be numbers >= 0.
 _NUMBERS = ("budget_min", "budget_max", "budget_init", "budget_lr")
 
 
@@ -81,11 +81,11 @@ class _BudgetedForward(DroppingForward):
 
 @register
 class ALaST(LayersPerStep, TokenMethod):
-    """Train K blocks per step, which are sampled according to their budgets. The budget of a block also limits the
-    number of tokens that the block outputs.
+    """Train K blocks per step, which are sampled according to their budgets. The budgets also limit the number of
+    tokens.
 
-    The budget b of a block depends on how much the block changes the class token. After each step, b is updated to ``b
-    + budget_lr · (Δ − Δ of the previous step)`` and clamped to [budget_min, budget_max]. Δ is the squared norm of the
+    The budget b of a block depends on how much the block changes the class token. After each step, b is increased by
+    ``budget_lr · (Δ − Δ of the previous step)`` and clamped to [budget_min, budget_max]. Δ is the squared norm of the
     change that the block makes to the class token (Equations 5 and 6 of the paper). Of the N patch tokens of a block,
     the ⌊b · N⌋ tokens with the highest attention from the class token are passed to the next block. The other tokens
     are dropped without fusion. Frozen blocks also drop tokens. At least one patch token is kept, unless the model

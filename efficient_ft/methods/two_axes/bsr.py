@@ -24,11 +24,10 @@ from efficient_ft.models.view import ModelView
 
 @register
 class BSR(Blocks, DropsTokens):
-    """Train the listed blocks, the final norm and the head, and drop tokens in training and evaluation in the same way
-    as `EViT`.
+    """Train the listed blocks, the final norm and the head, and drop tokens in the same way as `EViT`.
 
     The method combines the selection of `Blocks` with the token dropping of `EViT`. These two methods can also be used
-    separately or stacked.
+    separately or stacked. Tokens are dropped in training and in evaluation.
 
     Args:
         blocks: indices of the blocks to train, counted from 0. Negative indices count from the end.
