@@ -30,7 +30,9 @@ def names_adding_loss(methods: Iterable[Method]) -> list[str]:
 
 
 def adds_loss(method: Method) -> bool:
-    """Return True if the method overrides `total_loss`, unless its settings have removed `Adds.LOSS` from the
+    """Return True if the method adds a loss.
+
+    The method adds a loss if it overrides `total_loss`, unless its settings have removed `Adds.LOSS` from the
     declaration of the class.
     """
     if type(method).total_loss is Method.total_loss:
@@ -62,9 +64,7 @@ def freeze_statistics(model: nn.Module) -> list[str]:
 
 
 def refuse_nested(model: nn.Module, session: object) -> None:
-    """Raise UserError if another session is open on `model`, on a part of `model`, or on a module that contains
-    `model`.
-    """
+    """Raise UserError if another session is open on `model`, on a part of it, or on a module that contains it."""
     modules = set(model.modules())
     for other, entered in list(OPENED.items()):
         if entered() not in (None, session) and (other in modules or model in set(other.modules())):
@@ -110,8 +110,9 @@ def refuse_gradient_readers(methods: Iterable[Method]) -> None:
 
 
 def refuse_foreign_state(methods: Iterable[Method], state: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise UserError if the state in a checkpoint, `given`, does not belong to `methods`. `state` is the current state
-    of the methods.
+    """Raise UserError if the state in a checkpoint does not belong to `methods`.
+
+    `given` is the state in the checkpoint, and `state` is the current state of the methods.
     """
     own = {method.state_key for method in methods}
     foreign, missing = sorted(given.keys() - own), sorted(state.keys() - given.keys())

@@ -39,8 +39,9 @@ class MethodCallback(Callback):
     - ``setup`` applies the methods once, before the optimizer is created. Build the network and load its pretrained
       weights in the module's ``__init__``. In later stages and training runs, the methods are not applied again.
     - The callback begins each optimizer step before its first micro-batch and ends the step after ``optimizer.step()``.
-    - The losses that methods add are added to the result of ``training_step`` (a tensor, or a dict with ``loss``). If
-      the module defines ``on_total_loss(loss)``, it is called with the total loss of each micro-batch.
+    - The losses of the methods are added to the result of ``training_step``, which is a tensor or a dictionary with the
+      key ``loss``. If the module defines ``on_total_loss(loss)``, this function is called with the total loss of each
+      micro-batch.
     - BatchNorm statistics remain frozen, even after calls of ``train()``.
     - Checkpoints contain the states of the methods, so that resumed training continues exactly.
     - Evaluation does not call the methods and does not require that the module was trained.
@@ -87,8 +88,9 @@ class MethodCallback(Callback):
         return "MethodCallback" if self.network == "model" else f"MethodCallback({self.network})"
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Apply the methods. In stage ``fit``, also check the Trainer, and add the losses of the methods to the
-        module's loss.
+        """Apply the methods.
+
+        In stage ``fit``, also check the Trainer, and add the losses of the methods to the module's loss.
         """
         if getattr(pl_module, "_compiler_ctx", None) is not None:
             raise UserError(

@@ -30,8 +30,12 @@ _MALFORMED = (LookupError, TypeError, ValueError, ArithmeticError, AttributeErro
 
 @dataclass(frozen=True)
 class About:
-    """Metadata of a trained part: the ``state_key`` and the decoded state of each method, and a checksum of the weights
-    that are not in the file.
+    """Metadata of a trained part.
+
+    Attributes:
+        methods: ``state_key`` of each method.
+        state: decoded states of the methods.
+        other_weights: checksum of the weights that are not in the file.
     """
 
     methods: list[str]

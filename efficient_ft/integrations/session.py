@@ -215,8 +215,9 @@ class MethodSession:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Return a context manager for one optimizer step, which contains the forward pass, `loss`, the backward pass
-        and ``optimizer.step()``.
+        """Return a context manager for one optimizer step.
+
+        The step contains the forward pass, `loss`, the backward pass and ``optimizer.step()``.
 
         Args:
             number: number of the optimizer step, counted from 0 across all epochs. The number must be equal on all

@@ -1,5 +1,4 @@
-"""Callback that applies methods and calls these methods during training with Hugging Face's `Trainer`, for any timm
-model.
+"""Callback that applies methods to timm models and calls them during training with Hugging Face's `Trainer`.
 
 >>> model = TimmWrapperForImageClassification.from_pretrained("timm/deit_small_patch16_224.fb_in1k", num_labels=37)
 >>> callback = MethodCallback([BSR(blocks=[3, 7, 11]), BackRazor()])
@@ -38,7 +37,7 @@ _CHECKPOINTING = "Use the method Checkpointing, which recomputes blocks together
 _REFUSED = {
     "fsdp": "Methods act on whole parameters, which FSDP shards.",
     "deepspeed": "Methods act on whole parameters, which DeepSpeed shards.",
-    # Recent versions of `transformers` set both names if one of them is given.
+    # Both names are listed, because recent versions of `transformers` set both if one of them is given.
     "gradient_checkpointing": _CHECKPOINTING,
     "activation_checkpointing": _CHECKPOINTING,
     "auto_find_batch_size": "It restarts training in the middle of a step, without a reset of the methods.",
@@ -55,7 +54,7 @@ class MethodCallback(TrainerCallback, ExportableState):
       in ``Trainer(callbacks=[...])``.
     - The callback begins each optimizer step before its first micro-batch. It ends the step after ``optimizer.step()``
       and before the gradients are set to zero.
-    - The losses that methods add are added to the ``loss`` in the model's output.
+    - The losses of the methods are added to the ``loss`` in the output of the model.
     - BatchNorm statistics remain frozen, although the Trainer calls ``model.train()`` for each micro-batch.
     - Checkpoints contain the states of the methods in ``trainer_state.json``, so that resumed training continues
       exactly.

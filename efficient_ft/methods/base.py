@@ -106,8 +106,8 @@ class Method(ABC):
             underscores.
         axis: part of a training step that the method controls. The axis also determines the order in which methods are
             applied.
-        other_axes: additional axes of a method that acts on several axes (BSR and ALaST select parameters and drop
-            tokens).
+        other_axes: additional axes of a method that acts on several axes. For example, BSR and ALaST select parameters
+            and drop tokens.
         adds: additions to the model or to the training step (`Adds`).
         needs: requirements on the model or the training loop (`Needs`).
         conflicts: mapping whose keys are axes (`Axis`), additions (`Adds`) or names of methods. This method cannot be

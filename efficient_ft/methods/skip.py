@@ -1,4 +1,4 @@
-"""Functions for the setting `skip`, which selects layers that a method does not change by parts of their names."""
+"""Functions for the setting `skip`, which lists parts of the names of layers that a method does not change."""
 
 from __future__ import annotations
 

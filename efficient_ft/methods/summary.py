@@ -1,4 +1,4 @@
-"""Phrases for the one-line summary of a method's changes, such as ranges of names, and skipped parts with reasons."""
+"""Functions that build the phrases in the one-line summary of a method's changes."""
 
 from __future__ import annotations
 

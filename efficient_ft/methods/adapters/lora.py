@@ -1,5 +1,7 @@
-"""LoRA (Hu, Shen, Wallis, Allen-Zhu, Li, Wang, Wang, Chen, "LoRA: Low-Rank Adaptation of Large Language Models", ICLR
-2022). The library `peft` implements the adapted layers.
+"""LoRA: add trainable low-rank adapters to linear layers and 1×1 convolutions.
+
+Source: Hu, Shen, Wallis, Allen-Zhu, Li, Wang, Wang, Chen, "LoRA: Low-Rank Adaptation of Large Language Models", ICLR
+2022. The library `peft` implements the adapted layers.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""LoRA-FA (Zhang, Zhang, Shi, Chu, Li, "LoRA-FA: Memory-efficient Low-rank Adaptation for Large Language Models
-Fine-tuning", 2023).
+"""LoRA-FA: add low-rank adapters in which only one of the two matrices is trained.
+
+Source: Zhang, Zhang, Shi, Chu, Li, "LoRA-FA: Memory-efficient Low-rank Adaptation for Large Language Models
+Fine-tuning", 2023.
 """
 
 from __future__ import annotations

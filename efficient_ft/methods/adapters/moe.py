@@ -1,6 +1,8 @@
-"""Mixture of experts (Sarkar et al., "Block Selective Reprogramming for On-device Training of Vision Transformers"
-(BSR), CVPR Workshops 2024, Section 5.2). Balance loss: Fedus, Zoph, Shazeer, "Switch Transformers: Scaling to Trillion
-Parameter Models with Simple and Efficient Sparsity", JMLR 2022, Equations 4 to 6.
+"""Mixture of experts: replace feed-forward networks by experts.
+
+Source: Sarkar et al., "Block Selective Reprogramming for On-device Training of Vision Transformers" (BSR), CVPR
+Workshops 2024, Section 5.2. Balance loss: Fedus, Zoph, Shazeer, "Switch Transformers: Scaling to Trillion Parameter
+Models with Simple and Efficient Sparsity", JMLR 2022, Equations 4 to 6.
 """
 
 from __future__ import annotations
@@ -103,18 +105,19 @@ def _counts(expert_TK: Tensor, experts: int) -> list[int]:
 
 
 def _balance_loss(probability_TE: Tensor, expert_TK: Tensor) -> Tensor:
-    """Return E · Σ fₑ · Pₑ over the E experts. fₑ is the fraction of the tokens, and Pₑ is the mean probability. The
-    result is 1 if both are uniform.
+    """Return the balance loss E · Σ fₑ · Pₑ over the E experts.
+
+    fₑ is the fraction of the tokens that are routed to an expert, and Pₑ is its mean probability. The loss is 1 if both
+    are uniform.
     """
     # No gradient flows through fₑ. The sum can therefore be computed as a mean over the (token, expert) pairs.
     return probability_TE.shape[1] * probability_TE.mean(0)[expert_TK].mean()
 
 
 class ExpertsMethod(Method):
-    """Base class of the methods with experts (`MoE`, `BSRMoE`). It implements experts, one router per task, and the
-    balance loss.
+    """Base class of the methods with experts (`MoE`, `BSRMoE`).
 
-    The settings are described in `MoE`.
+    It implements the experts, one router per task, and the balance loss. The settings are described in `MoE`.
     """
 
     adds: frozenset[Adds] = frozenset({Adds.MODULES, Adds.LOSS})

@@ -143,8 +143,9 @@ class TinyTL(Method):
         return Applied(self.name, added, skipped, notes, modules=added, summary=summary)
 
     def _chosen(self, view: ModelView) -> tuple[dict[str, int], dict[str, Skipped]]:
-        """Return the blocks that receive a module, with the downsampling factor of each block's input, and the skipped
-        blocks.
+        """Return the blocks that receive a module, and the skipped blocks.
+
+        The values for the blocks that receive a module are the downsampling factors of their inputs.
         """
         chosen: dict[str, int] = {}
         skipped: dict[str, Skipped] = {}

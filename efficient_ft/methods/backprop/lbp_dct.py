@@ -1,4 +1,4 @@
-"""LBP-DCT: the low-rank backward pass of LBP-WHT with a low-pass DCT over the full token grid.
+"""LBP-DCT: a low-rank backward pass with a low-pass DCT over the entire token grid.
 
 On every grid larger than one 8×8 block, the gradient of LBP-DCT is closer to the exact gradient than the gradient of
 LBP-WHT with the same number of coefficients and the same cost. The backward pass is the same as in LBP-WHT (see

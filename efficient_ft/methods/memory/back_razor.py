@@ -1,5 +1,7 @@
-"""Back Razor (Jiang, Chen, Huang, Du, Zhou, Wang, "Back Razor: Memory-Efficient Transfer Learning by Self-Sparsified
-Backpropagation", NeurIPS 2022).
+"""Back Razor: save only the largest activations for the backward pass.
+
+Source: Jiang, Chen, Huang, Du, Zhou, Wang, "Back Razor: Memory-Efficient Transfer Learning by Self-Sparsified
+Backpropagation", NeurIPS 2022.
 """
 
 from __future__ import annotations

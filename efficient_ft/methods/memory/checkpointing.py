@@ -1,5 +1,7 @@
-"""Block checkpointing (Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016). The
-quantization of the inputs is our extension.
+"""Block checkpointing: save only the inputs of blocks, and recompute the blocks in the backward pass.
+
+Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016. The quantization of the inputs
+is our extension.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Mesa (Pan, Chen, He, Liu, Cai, Zhuang, "Mesa: A Memory-saving Training Framework for Transformers", 2021)."""
+"""Mesa: save activations in 8 bits for the backward pass.
+
+Source: Pan, Chen, He, Liu, Cai, Zhuang, "Mesa: A Memory-saving Training Framework for Transformers", 2021.
+"""
 
 from __future__ import annotations
 

@@ -149,12 +149,12 @@ class PartwiseMethod(MemoryMethod):
         return {}
 
     def _packs(self, module: nn.Module) -> bool:
-        """Return True if the report lists modules of this type."""
+        """Return True if the report lists modules of the same type as `module`."""
         return isinstance(module, nn.Linear | nn.Conv2d) or is_norm(module)
 
     @abstractmethod
     def _forward_of(self, part: Part, packing: PackingState) -> MemoryForward:
-        """Return the replacement for the forward pass of a part. `packing` persists between steps."""
+        """Return the replacement for the forward pass of a part. The state `packing` persists between steps."""
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
         parts, heads, skipped = _parts(view, self.packs_tail)
@@ -279,8 +279,10 @@ def _runs_packed(view: ModelView, name: str) -> bool:
 
 
 def _parts(view: ModelView, packs_tail: bool) -> tuple[list[str], list[str], dict[str, Skipped]]:
-    """Return the names of the modules to pack, the names of those that contain the head, and the modules that stay
-    dense. The modules to pack are disjoint. The second list is empty if the model has no attention.
+    """Return the names of the modules to pack, the names of those that contain the head, and the dense modules.
+
+    The modules to pack are disjoint. The second list is empty if the model has no attention. The values for the dense
+    modules are the reasons.
     """
     inner = [*view.blocks, *(name for extras in view.stage_extras for name in extras)]
     holders = {name.split(".")[0] for name in inner}

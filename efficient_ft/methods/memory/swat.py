@@ -1,4 +1,8 @@
-"""SWAT (Raihan, Aamodt, "Sparse Weight Activation Training", NeurIPS 2020), a baseline of Back Razor (Table 2)."""
+"""SWAT: compute with sparse weights, and save sparse activations for the backward pass.
+
+Source: Raihan, Aamodt, "Sparse Weight Activation Training", NeurIPS 2020. The method is a baseline in the Back Razor
+paper (Table 2).
+"""
 
 from __future__ import annotations
 

@@ -27,16 +27,17 @@ from efficient_ft.models.view import ModelView, Reason, Skipped, parameters_unde
 
 
 class LayersPerStep(Selection):
-    """Base class of the selections that change between steps. A subclass implements `choose`, which returns the blocks
-    to train.
+    """Base class of the selections that change between steps.
 
-    The head and the norm before the head are trained in every step. Within a step, the parameters of the blocks that
-    were not chosen are frozen. Between steps, all parameters that may be trained require gradients.
+    A subclass implements `choose`, which returns the blocks to train. The head and the norm before the head are trained
+    in every step. Within a step, the parameters of the blocks that were not chosen are frozen. Between steps, all
+    parameters that may be trained require gradients.
 
     Args:
         num_layers: number K of blocks to train per step.
         train_embeddings: if True, the modules before the blocks (patch embedding, class token, positions) are trained
-            in every step. If False, they are frozen, and the backward pass of a step ends at the lowest trained block.
+            in every step. If False, these modules are frozen, and the backward pass of a step ends at the lowest
+            trained block.
         seed: seed for the random choices. If None, the seed of the run is used, or 0 outside of runs.
 
     Raises:

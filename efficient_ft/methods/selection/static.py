@@ -24,12 +24,12 @@ from efficient_ft.models.view import ModelView, Reason, Skipped, is_norm, parame
 
 
 class Selection(Method):
-    """Base class of the selections. A subclass implements `chosen`, which returns the parameters to train. All other
-    parameters are frozen.
+    """Base class of the selections.
 
-    `apply` sets `requires_grad`. Its report lists modules and parameters with as few names as possible. `remove`
-    restores `requires_grad`. Frozen feed-forward networks process the batch in parts (see `methods.feed_forward`). A
-    constructor must call ``super().__init__()``.
+    A subclass implements `chosen`, which returns the parameters to train. All other parameters are frozen. `apply` sets
+    `requires_grad`. Its report lists modules and parameters with as few names as possible. `remove` restores
+    `requires_grad`. Frozen feed-forward networks process the batch in parts (see `methods.feed_forward`). A constructor
+    must call ``super().__init__()``.
     """
 
     axis = Axis.SELECTION
@@ -45,7 +45,8 @@ class Selection(Method):
         """Return a mapping from full names to the parameters to train.
 
         Args:
-            view: view of the model. `parameters_under(view.model, names)` returns the parameters of modules.
+            view: view of the model. `parameters_under(view.model, names)` returns the parameters of the modules with
+                the given names.
 
         Raises:
             SettingError: If a setting does not fit this model.
@@ -216,8 +217,9 @@ class NormLast(Selection):
 
 
 def concise(model: nn.Module, chosen: set[int]) -> tuple[str, ...]:
-    """Return as few names of modules and parameters as possible that together cover exactly the parameters whose ids
-    are in `chosen`.
+    """Return names of modules and parameters that cover exactly the parameters whose ids are in `chosen`.
+
+    The function returns as few names as possible.
     """
 
     def names(module: nn.Module, prefix: str) -> Iterator[str]:

@@ -210,8 +210,9 @@ class TokenMethod(Method):
     """Base class of the methods that replace the forward passes of transformer blocks."""
 
     def refuse_other_blocks(self, view: ModelView, names: Sequence[str]) -> None:
-        """Raise UserError if a named block cannot be split into the two halves that `TokenForward` runs. UserError is
-        also raised if a block has its own forward pass or contains a module that another method has added.
+        """Raise UserError if a named block cannot be split into the two halves that `TokenForward` runs.
+
+        UserError is also raised if a block has its own forward pass or contains a module that another method has added.
         """
         added = added_modules(view.model)
         for name in names:

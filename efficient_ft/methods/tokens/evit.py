@@ -1,5 +1,7 @@
-"""EViT (Liang, Ge, Tong, Song, Wang, Xie, "Not All Patches Are What You Need: Expediting Vision Transformers via Token
-Reorganizations", ICLR 2022).
+"""EViT: drop the patch tokens to which the class token attends least.
+
+Source: Liang, Ge, Tong, Song, Wang, Xie, "Not All Patches Are What You Need: Expediting Vision Transformers via Token
+Reorganizations", ICLR 2022.
 """
 
 from __future__ import annotations

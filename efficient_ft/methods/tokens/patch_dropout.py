@@ -1,5 +1,7 @@
-"""PatchDropout (Liu, Matsoukas, Strand, Azizpour, Smith, "PatchDropout: Economizing Vision Transformers Using Patch
-Dropout", WACV 2023).
+"""PatchDropout: train on a random subset of the patch tokens.
+
+Source: Liu, Matsoukas, Strand, Azizpour, Smith, "PatchDropout: Economizing Vision Transformers Using Patch Dropout",
+WACV 2023.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""ToMe (Bolya, Fu, Dai, Zhang, Feichtenhofer, Hoffman, "Token Merging: Your ViT But Faster", ICLR 2023)."""
+"""ToMe: merge similar patch tokens.
+
+Source: Bolya, Fu, Dai, Zhang, Feichtenhofer, Hoffman, "Token Merging: Your ViT But Faster", ICLR 2023.
+"""
 
 from __future__ import annotations
 

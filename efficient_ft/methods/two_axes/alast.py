@@ -1,6 +1,8 @@
-"""ALaST (Devoto, Alvetreti, Pomponi, Di Lorenzo, Minervini, Scardapane, "Adaptive Layer Selection for Efficient Vision
-Transformer Fine-Tuning", 2024). The settings cover details that the paper does not specify, and details that the
-authors later described differently.
+"""ALaST: in each step, train some of the blocks and drop tokens, according to budgets of the blocks.
+
+Source: Devoto, Alvetreti, Pomponi, Di Lorenzo, Minervini, Scardapane, "Adaptive Layer Selection for Efficient Vision
+Transformer Fine-Tuning", 2024. The settings cover details that the paper does not specify, and details that the authors
+later described differently.
 """
 
 from __future__ import annotations
@@ -81,8 +83,7 @@ class _BudgetedForward(DroppingForward):
 
 @register
 class ALaST(LayersPerStep, TokenMethod):
-    """Train K blocks per step, which are sampled according to their budgets. The budgets also limit the number of
-    tokens.
+    """Train K blocks per step, sampled according to their budgets. The budgets also limit the number of tokens.
 
     The budget b of a block depends on how much the block changes the class token. After each step, b is increased by
     ``budget_lr · (Δ − Δ of the previous step)`` and clamped to [budget_min, budget_max]. Δ is the squared norm of the

@@ -1,7 +1,7 @@
-"""BSR (Sarkar et al., "Block Selective Reprogramming for On-device Training of Vision Transformers", CVPR Workshops
-2024).
+"""BSR: train some of the blocks and drop tokens.
 
-Section 5.2 of the paper describes the variant with experts.
+Source: Sarkar et al., "Block Selective Reprogramming for On-device Training of Vision Transformers", CVPR Workshops
+2024. Section 5.2 of the paper describes the variant with experts.
 """
 
 from __future__ import annotations
