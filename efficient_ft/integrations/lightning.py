@@ -218,7 +218,7 @@ class _TotalLoss:
         output = self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor):
-            return output  # with None, Lightning skips the batch, and it rejects other values
+            return output  # Lightning skips the batch if the output is None, and rejects other values
         for session in self.sessions:
             loss = session.loss(loss)
         if hasattr(self.module, "on_total_loss"):

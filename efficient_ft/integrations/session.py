@@ -204,8 +204,8 @@ class MethodSession:
     def check_optimizers(self, optimizers: Iterable[Any]) -> None:
         """Check that the optimizers contain all parameters that are trained in at least one step.
 
-        The check is skipped if no method selects or adds parameters. It also runs automatically at the end of the first
-        completed ``with session.step()`` block.
+        The check also runs automatically at the end of the first completed ``with session.step()`` block. It is skipped
+        if no method selects or adds parameters.
 
         Raises:
             UserError: See `check_optimizer`.

@@ -174,7 +174,7 @@ class MethodCallback(TrainerCallback, ExportableState):
                 raise UserError(f"The methods' state in the checkpoint is malformed: {first_line(error)}.") from error
             self.session.check_state(states)
             self.session.load_state_dict(states)
-        state.stateful_callbacks.setdefault(name, self.state())  # the Trainer overwrites this entry
+        state.stateful_callbacks.setdefault(name, self.state())  # the entry must exist; checkpoints replace it
         self.session.start()
         if names_adding_loss(self.methods) and self._hook is None:
             self._hook = model.register_forward_hook(self._add_losses, with_kwargs=True)

@@ -67,9 +67,7 @@ class Needs(StrEnum):
     CLASS_TOKEN = "class_token"  # a class token whose attention ranks the patch tokens
     TOKEN_GRID = "token_grid"  # a token grid with more than one position, the same for all blocks
     FIND_UNUSED_PARAMETERS = "find_unused_parameters"  # DistributedDataParallel with find_unused_parameters=True
-    GRADIENTS_AT_STEP_END = (
-        "gradients_at_step_end"  # gradients of all trained parameters, which still exist in `step_end`
-    )
+    GRADIENTS_AT_STEP_END = "gradients_at_step_end"  # gradients that still exist in `step_end`
 
 
 class Exactness(IntEnum):

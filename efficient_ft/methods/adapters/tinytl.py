@@ -27,10 +27,10 @@ from efficient_ft.models.frozen_batch_norm import FROZEN
 from efficient_ft.models.view import ModelView, Reason, Skipped
 
 #: Downsampling factor of a block's input from which the kernel size of the block's module is at most 3. For images of
-#: 224 pixels, the pooled feature map is then 3×3. The paper does not specify this value. With 32, and with as many
-#: hidden channels as input channels, the four published memory sizes that depend on these choices are reproduced
-#: (TinyTL 37 and 65 MB, FT-Last 31 MB, FT-Norm+Last 192 MB). If all kernels had size 5, TinyTL would require 42 MB
-#: instead of 37 MB.
+#: 224 pixels, the pooled feature map is then 3×3. The paper does not specify this value. With a value of 32, and with
+#: as many hidden channels as input channels, the four published memory sizes that depend on these choices are
+#: reproduced (TinyTL 37 and 65 MB, FT-Last 31 MB, FT-Norm+Last 192 MB). If all kernels had size 5, TinyTL would require
+#: 42 MB instead of 37 MB.
 COARSE = 32
 
 

@@ -59,8 +59,8 @@ class LayersPerStep(Selection):
             raise SettingError("seed", seed, "null (the run's) or an integer >= 0")
         self.num_layers, self.train_embeddings, self.seed = num_layers, train_embeddings, seed
         self._blocks: dict[str, nn.Module] = {}
-        #: Trainable parameters of each block after all methods have been applied. (Adapters may have frozen some
-        #: parameters.)
+        #: Trainable parameters of each block after all methods have been applied. Adapters may have frozen some
+        #: parameters.
         self._trainable: dict[str, list[nn.Parameter]] | None = None
         self._trained: tuple[int, ...] = ()
 

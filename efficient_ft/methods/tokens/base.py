@@ -47,7 +47,7 @@ class Attention(TorchFunctionMode):
     """Context manager that records the attention of the class token, from fused attention or from the softmax.
 
     Args:
-        prefix: P, number of prefix tokens. The first prefix token is the class token.
+        prefix: number P of prefix tokens. The first prefix token is the class token.
 
     Attributes:
         scores_BL: attention of the class token to each of the L = N − P patch tokens, averaged over the heads, or None
@@ -284,8 +284,8 @@ class TokenMethod(Method):
     ) -> None:
         """Replace the forward passes of all blocks of `model` in place.
 
-        `chosen` maps the names of some blocks to the class of the new forward pass and the arguments after `place`. All
-        other blocks receive a `TokenForward`.
+        `chosen` maps the names of some blocks to the class of the new forward pass and to the arguments of its
+        constructor that follow `place`. All other blocks receive a `TokenForward`.
         """
         positions = grid_positions(view)
         for function in _ALL_TOKENS:
