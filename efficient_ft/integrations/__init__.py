@@ -1,6 +1,6 @@
-"""Methods in training loops: `MethodSession` for any loop, and callbacks for Lightning and `transformers`.
+"""Use methods in training loops: `MethodSession` for any training loop, and callbacks for Lightning and `transformers`.
 
-Only the modules `lightning` and `transformers` of this package import these libraries.
+The libraries are imported only by the modules `lightning` and `transformers` of this package.
 """
 
 from efficient_ft.integrations.session import MethodSession

@@ -1,4 +1,4 @@
-"""Checks of sessions and callbacks: the model, added losses, and optimizers that step inside the backward pass."""
+"""Checks of models, added losses and optimizers that are used by sessions and callbacks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from efficient_ft.models.frozen_batch_norm import freeze_batch_norm, frozen_laye
 from efficient_ft.optim import steps_in_backward
 
 log = logging.getLogger(__name__)
-#: Classes that wrap or compile a module. Methods must be applied to the module before.
+#: Classes that wrap or compile a module. Methods must be applied before a module is wrapped or compiled.
 _WRAPPERS = ("OptimizedModule", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
-#: Open sessions by model.
+#: Mapping from models to the sessions that are open on them.
 OPENED: WeakKeyDictionary[nn.Module, ref[Any]] = WeakKeyDictionary()
 
 
@@ -30,8 +30,10 @@ def names_adding_loss(methods: Iterable[Method]) -> list[str]:
 
 
 def adds_loss(method: Method) -> bool:
-    """Return True if `total_loss` is overridden and the settings do not remove `Adds.LOSS` from the class's
-    declaration.
+    """Return True if the method adds a loss.
+
+    The method adds a loss if it overrides `total_loss`, unless its settings have removed `Adds.LOSS` from the
+    declaration of the class.
     """
     if type(method).total_loss is Method.total_loss:
         return False
@@ -39,7 +41,7 @@ def adds_loss(method: Method) -> bool:
 
 
 def is_first_process() -> bool:
-    """Return True on the first process of a distributed training, and always without distributed training."""
+    """Return True if training is not distributed, or on the first process of distributed training."""
     distributed = torch.distributed
     return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
 
@@ -47,7 +49,7 @@ def is_first_process() -> bool:
 def freeze_statistics(model: nn.Module) -> list[str]:
     """Freeze the BatchNorm statistics of `model`, and return the names of the newly frozen layers.
 
-    A warning is logged for statistics that were never computed.
+    Log a warning if statistics still have their initial values, because such a layer has not been pretrained.
     """
     before, initial = frozen_layers(model), layers_without_statistics(model)
     names = [name for name in freeze_batch_norm(model) if name not in before]
@@ -73,7 +75,7 @@ def refuse_nested(model: nn.Module, session: object) -> None:
 
 
 def refuse_wrapped_inside(network: nn.Module) -> None:
-    """Raise UserError if the network or a part of it is compiled or wrapped."""
+    """Raise UserError if the network or a part of the network is compiled or wrapped."""
     for name, module in network.named_modules():
         wrapper = next((c.__name__ for c in type(module).__mro__ if c.__name__ in _WRAPPERS), None)
         if wrapper is None and isinstance(module, torch.jit.ScriptModule):
@@ -88,10 +90,10 @@ def refuse_wrapped_inside(network: nn.Module) -> None:
 
 
 def check_in_backward(methods: Iterable[Method], optimizers: Iterable[Any], **loop: Wrong | None) -> None:
-    """Raise an error if an optimizer that steps inside the backward pass is not compatible with the methods or the
-    loop.
+    """Raise an error if an optimizer steps inside the backward pass, but the methods or the loop do not support this.
 
-    `loop` contains the incompatible properties of the training loop (see `refuse_in_backward`).
+    `loop` contains the properties of the training loop that are not compatible with such an optimizer (see
+    `refuse_in_backward`).
     """
     if steps_in_backward(optimizers):
         refuse_in_backward("an optimizer that steps inside the backward pass", **loop)
@@ -99,7 +101,7 @@ def check_in_backward(methods: Iterable[Method], optimizers: Iterable[Any], **lo
 
 
 def refuse_gradient_readers(methods: Iterable[Method]) -> None:
-    """Raise UserError if a method compares gradients at the end of a step."""
+    """Raise UserError if a method requires gradients at the end of a step."""
     if readers := [method.name for method in methods if Needs.GRADIENTS_AT_STEP_END in method.needs]:
         raise UserError(
             f"method {readers[0]} compares the gradients of all blocks at the end of a step, and an optimizer that"
@@ -108,8 +110,9 @@ def refuse_gradient_readers(methods: Iterable[Method]) -> None:
 
 
 def refuse_foreign_state(methods: Iterable[Method], state: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise UserError if the state `given` of a checkpoint does not belong to `methods`, whose current state is
-    `state`.
+    """Raise UserError if the state in a checkpoint does not belong to `methods`.
+
+    `given` is the state in the checkpoint, and `state` is the current state of the methods.
     """
     own = {method.state_key for method in methods}
     foreign, missing = sorted(given.keys() - own), sorted(state.keys() - given.keys())

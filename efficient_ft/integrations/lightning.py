@@ -1,4 +1,4 @@
-"""The Lightning callback that applies methods and calls them during the training of any LightningModule.
+"""Lightning callback that applies methods and calls these methods during training, for any LightningModule.
 
 >>> callback = MethodCallback([BSR(blocks=[3, 7, 11]), BackRazor()], network="model")
 >>> Trainer(callbacks=[callback]).fit(module, loader)
@@ -26,41 +26,44 @@ except ImportError as error:
         "efficient_ft.integrations.lightning needs the package lightning: pip install 'lightning>=2.6.6'"
     ) from error
 
-#: Strategies that shard parameters. They are rejected because methods freeze, replace and add whole parameters.
+#: Strategies that shard parameters. These strategies are rejected because methods freeze, replace and add entire
+#: parameters.
 _SHARDING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 
 
 class MethodCallback(Callback):
-    """Apply methods to the network of a LightningModule and call them during training.
+    """Apply methods to the network of a LightningModule, and call these methods during training.
 
-    The callback opens a `MethodSession` in ``setup`` and calls it in the Trainer's hooks:
+    The callback opens a `MethodSession` in ``setup`` and controls the session from the hooks of the Trainer:
 
     - ``setup`` applies the methods once, before the optimizer is created. Build the network and load its pretrained
-      weights in the module's ``__init__``. Later stages and trainings do not apply the methods again.
-    - Each optimizer step begins before its first micro-batch and ends after the optimizer's step.
-    - The losses that methods add are added to the result of ``training_step`` (a tensor, or a dict with ``loss``). If
-      the module defines ``on_total_loss(loss)``, it is called with the total loss of each micro-batch.
+      weights in the module's ``__init__``. In later stages and training runs, the methods are not applied again.
+    - The callback begins each optimizer step before its first micro-batch and ends the step after ``optimizer.step()``.
+    - The losses of the methods are added to the result of ``training_step``, which is a tensor or a dictionary with the
+      key ``loss``. If the module defines ``on_total_loss(loss)``, this function is called with the total loss of each
+      micro-batch.
     - BatchNorm statistics remain frozen, even after calls of ``train()``.
-    - Checkpoints contain the states of the methods, so that a resumed training continues exactly.
-    - Evaluation does not call the methods and does not require a training.
+    - Checkpoints contain the states of the methods, so that resumed training continues exactly.
+    - Evaluation does not call the methods and does not require that the module was trained.
 
     Args:
         methods: one method or several methods, in any order.
-        network: attribute of the LightningModule that contains the timm model. It may be a dotted path
-            (``"encoder.net"``). ``""`` denotes the LightningModule itself.
+        network: name of the attribute of the LightningModule that contains the timm model. A dotted path, such as
+            ``"encoder.net"``, is also allowed. ``""`` denotes the LightningModule itself.
         frozen_bn, classifier: see `MethodSession`.
 
     Attributes:
         methods: methods in their order of application.
-        session: session on the network; None before ``setup``.
+        session: session on the network, or None before ``setup``.
 
     Raises:
-        SettingError: Raised by ``setup`` if the network does not exist, or if the strategy is not compatible with the
-            methods. The message names a compatible strategy.
-        UserError: Raised by ``setup`` if the network is compiled or wrapped, if a method does not support it, or if a
-            method adds a loss and optimization is manual. Raised when training starts if the optimizer was created
-            before the methods were applied, or if it steps inside the backward pass although the Trainer or a method
-            requires all gradients. Raised when training is resumed if the checkpoint was written with other methods.
+        SettingError: Raised by ``setup`` if the attribute `network` does not exist, or if the strategy is not
+            compatible with the methods. The message names a compatible strategy.
+        UserError: Raised by ``setup`` if the network is compiled or wrapped, if a method does not support the network,
+            or if a method adds a loss and optimization is manual. Raised when training starts if the optimizer was
+            created before the methods were applied. Also raised if the optimizer steps inside the backward pass
+            although the Trainer or a method requires all gradients. Raised when training is resumed if the checkpoint
+            was written with other methods.
     """
 
     def __init__(
@@ -76,17 +79,18 @@ class MethodCallback(Callback):
 
     @property
     def reports(self) -> list[Applied]:
-        """Report of each method; empty before ``setup``."""
+        """Reports of all methods. The list is empty before ``setup``."""
         return self.session.reports if self.session is not None else []
 
     @property
     def state_key(self) -> str:
-        """Key of the methods' states in the callback states of a checkpoint."""
+        """Key in the callback states of a checkpoint, under which the states of the methods are stored."""
         return "MethodCallback" if self.network == "model" else f"MethodCallback({self.network})"
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Apply the methods. In stage ``fit``, also check the Trainer, and add the methods' losses to the module's
-        loss.
+        """Apply the methods.
+
+        In stage ``fit``, also check the Trainer, and add the losses of the methods to the module's loss.
         """
         if getattr(pl_module, "_compiler_ctx", None) is not None:
             raise UserError(
@@ -136,8 +140,8 @@ class MethodCallback(Callback):
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raise an error if an optimizer was created before the methods were applied or is not compatible with the
-        training.
+        """Raise an error if an optimizer was created before the methods were applied, or is not compatible with the
+        Trainer.
         """
         session = self._applied()
         session.check_optimizers(trainer.optimizers)
@@ -167,12 +171,12 @@ class MethodCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """End the optimizer step after the optimizer has stepped."""
+        """End the optimizer step if the optimizer has stepped."""
         if self._applied().current_step not in (None, trainer.global_step):
             self._applied().end_step()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Abandon a step that the last micro-batches did not complete."""
+        """Abandon the last step if there were too few micro-batches to complete it."""
         self._applied().abandon_step()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -186,12 +190,12 @@ class MethodCallback(Callback):
         _TotalLoss.remove(pl_module)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Raise an error if the checkpoint to resume from was written with other methods."""
+        """Raise an error if training is resumed from a checkpoint that was written with other methods."""
         if trainer.state.fn == "fit":
             self._applied().check_state(checkpoint.get("callbacks", {}).get(self.state_key, {}))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the methods by `state_key`. Methods without state are omitted."""
+        """Return a mapping from the `state_key` of each method to its state. Methods without state are omitted."""
         return {} if self.session is None else self.session.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -200,7 +204,10 @@ class MethodCallback(Callback):
 
 
 class _TotalLoss:
-    """The ``training_step`` of a LightningModule plus the losses of methods. All callbacks of the module share it."""
+    """Replacement for the ``training_step`` of a LightningModule that adds the losses of methods.
+
+    All callbacks of the module share one replacement.
+    """
 
     def __init__(self, module: LightningModule) -> None:
         self.module, self.sessions = module, list[MethodSession]()
@@ -211,7 +218,7 @@ class _TotalLoss:
         output = self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor):
-            return output  # None skips the batch, and Lightning rejects other values
+            return output  # Lightning skips the batch if the output is None, and rejects other values
         for session in self.sessions:
             loss = session.loss(loss)
         if hasattr(self.module, "on_total_loss"):

@@ -1,4 +1,4 @@
-"""Files of a session in the ``.safetensors`` format: the trained part of a model, or all of its weights."""
+"""Save and load the trained part of a model, or all weights of a model, as a ``.safetensors`` file."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from efficient_ft.methods.base import Method, plain_state_dict
 from efficient_ft.models.frozen_batch_norm import frozen_layers
 from efficient_ft.models.marks import added_modules, is_inside
 
-#: Metadata key of a trained part. The value is JSON with the attributes of `About`.
+#: Metadata key of files that contain a trained part. The value is a JSON object with the attributes of `About`.
 _KEY = "efficient_ft_trained_part"
-#: Key of a tensor's values in an encoded state.
+#: Key of the values of a tensor in an encoded state.
 _TENSOR = "__tensor__"
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _MALFORMED = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError)
@@ -30,8 +30,12 @@ _MALFORMED = (LookupError, TypeError, ValueError, ArithmeticError, AttributeErro
 
 @dataclass(frozen=True)
 class About:
-    """Metadata of a trained part: ``state_key`` of each method, decoded states, and a checksum of the weights not in
-    the file.
+    """Metadata of a trained part.
+
+    Attributes:
+        methods: ``state_key`` of each method.
+        state: decoded states of the methods.
+        other_weights: checksum of the weights that are not in the file.
     """
 
     methods: list[str]
@@ -41,7 +45,7 @@ class About:
 
 @dataclass(frozen=True)
 class Content:
-    """Content of a file, with tensors on the CPU. `about` is None unless the file contains a trained part."""
+    """Content of a file. Tensors are on the CPU. `about` is None unless the file contains a trained part."""
 
     path: Path
     tensors: dict[str, Tensor]
@@ -49,7 +53,7 @@ class Content:
 
 
 def names_of_trained_part(model: nn.Module, trains: Iterable[nn.Parameter]) -> list[str]:
-    """Return the names of the trained part's tensors in ``model.state_dict()`` (see `MethodSession.save`)."""
+    """Return the names of the trained part's tensors in ``model.state_dict()``. See `MethodSession.save`."""
     own, added = {id(p) for p in trains}, added_modules(model)
     parameters = {id(p) for p in model.parameters()}
     frozen = set(frozen_layers(model))
@@ -62,7 +66,7 @@ def names_of_trained_part(model: nn.Module, trains: Iterable[nn.Parameter]) -> l
 
 
 def write_trained(path: Path, model: nn.Module, names: Sequence[str], methods: Sequence[Method]) -> None:
-    """Write the tensors `names` of `model` with the settings and states of the methods.
+    """Write the tensors of `model` listed in `names`, and the settings and states of the methods.
 
     Raise UserError if the file cannot be written, or if a state contains objects that JSON cannot represent.
     """
@@ -76,14 +80,14 @@ def write_trained(path: Path, model: nn.Module, names: Sequence[str], methods: S
 
 
 def write_whole(path: Path, model: nn.Module, methods: Sequence[Method]) -> None:
-    """Write all weights under the pretrained model's names. Raise UserError if the file cannot be written."""
+    """Write all weights under the names of the pretrained model. Raise UserError if the file cannot be written."""
     _write(path, plain_state_dict(model, methods, copy_weights=False), {})
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], about: dict[str, str]) -> None:
     from safetensors.torch import save
 
-    # The format does not allow tensors that share memory (tied weights). Therefore, tensors are cloned.
+    # Tensors are cloned because the format does not allow tensors that share memory (tied weights).
     content = save({n: t.detach().cpu().clone().contiguous() for n, t in tensors.items()}, {"format": "pt", **about})
     try:
         write_bytes_atomically(path, content)
@@ -92,7 +96,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], about: dict[str, str]) -> 
 
 
 def read(path: Path) -> Content:
-    """Read a file. Raise UserError if it does not exist, is not a ``.safetensors`` file, or has malformed metadata."""
+    """Read a file. Raise UserError if the file does not exist, is not in this format, or has malformed metadata."""
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
@@ -128,7 +132,7 @@ def _about(text: str) -> About:
 def load_trained(content: Content, model: nn.Module, names: Sequence[str], methods: Sequence[Method]) -> None:
     """Copy a trained part into `model`, and restore the states of the methods.
 
-    Raise UserError if methods, settings, names, shapes or the other weights differ. The model is then unchanged.
+    Raise UserError if the methods, settings, names, shapes or remaining weights differ. The model is then unchanged.
     """
     about = content.about
     assert about is not None
@@ -149,7 +153,10 @@ def load_trained(content: Content, model: nn.Module, names: Sequence[str], metho
 
 
 def _load_state(path: Path, state: Mapping[str, dict[str, Any]], methods: Sequence[Method]) -> None:
-    """Restore the states of the methods, or the previous states of all methods if one state is malformed."""
+    """Restore the states of the methods.
+
+    If a state is malformed, reset all methods to their previous states and raise UserError.
+    """
     stateful = [method for method in methods if method.state_key in state]
     previous = [copy.deepcopy(method.state_dict()) for method in stateful]
     for index, method in enumerate(stateful):
@@ -164,7 +171,10 @@ def _load_state(path: Path, state: Mapping[str, dict[str, Any]], methods: Sequen
 
 
 def _require_same_types(name: str, found: Any, own: Any) -> None:
-    """Raise TypeError if corresponding values have different types. None and numbers of any type are accepted."""
+    """Raise TypeError if corresponding values have different types.
+
+    None matches any type, and int and float match each other.
+    """
     if found is None or own is None:
         return
     kinds = [(int, float) if isinstance(v, int | float) and not isinstance(v, bool) else type(v) for v in (found, own)]
@@ -179,7 +189,7 @@ def _require_same_types(name: str, found: Any, own: Any) -> None:
 
 
 def load_whole(content: Content, model: nn.Module) -> None:
-    """Copy all weights into `model`. Raise UserError if names or shapes differ. The model is then unchanged."""
+    """Copy all weights into `model`. If names or shapes differ, raise UserError and leave the model unchanged."""
     hint = (
         "Methods that rename layers (LoRA) or add modules change the names: load weights with the pretrained model's"
         " names before the methods are applied, and weights with added modules after it."
@@ -189,7 +199,7 @@ def load_whole(content: Content, model: nn.Module) -> None:
 
 
 def _require_same(content: Content, model: nn.Module, names: Sequence[str], hint: str) -> None:
-    """Raise UserError unless the file contains exactly the tensors `names` with the shapes of the model."""
+    """Raise UserError unless the file contains exactly the tensors in `names`, with the same shapes as in the model."""
     missing, unknown = [n for n in names if n not in content.tensors], content.tensors.keys() - set(names)
     if missing or unknown:
         faults = [f"the file lacks {missing[0]} ({len(missing)} in total)"] if missing else []
@@ -222,9 +232,10 @@ def _checksum(model: nn.Module, names: Iterable[str]) -> str:
 
 
 def encode(state: Any) -> Any:
-    """Return the state of a method as JSON values. Tensors become dictionaries, and tuples become lists.
+    """Convert the state of a method to JSON values. Tensors become dictionaries, and tuples become lists.
 
-    Raise UserError for objects other than tensors, numbers, strings, lists, and dictionaries with string keys.
+    Raise UserError if the state contains objects other than None, tensors, numbers, strings, lists, tuples, and
+    dictionaries with string keys.
     """
     if isinstance(state, Tensor):
         return {_TENSOR: state.tolist(), "dtype": str(state.dtype).removeprefix("torch.")}
@@ -241,7 +252,7 @@ def encode(state: Any) -> Any:
 
 
 def decode(state: Any) -> Any:
-    """Convert the result of `encode` to a state on the CPU. Raise ValueError if it is malformed."""
+    """Convert the result of `encode` to a state with tensors on the CPU. Raise ValueError if `state` is malformed."""
     try:
         return _decode(state)
     except RecursionError:

@@ -1,4 +1,4 @@
-"""The public session, which applies methods to a model and calls them in each training step."""
+"""Session that applies methods to a model and calls these methods in each training step."""
 
 from __future__ import annotations
 
@@ -40,38 +40,41 @@ log = logging.getLogger(__name__)
 
 
 class MethodSession:
-    """Apply methods to a model and call them in any training loop.
+    """Apply methods to a model, and call these methods in any training loop.
 
-    Entering the session applies the methods. Leaving the session ends the training and **keeps the methods applied**.
-    Adapters that cannot be merged and token methods are part of the trained model, so that its outputs remain the same
-    and `save` still works. Call `remove` to restore the model's own modules. Enter the session again to continue the
-    training.
+    Entering the session applies the methods. Leaving the session ends the training, but **the methods remain applied**:
+    adapters that cannot be merged and token methods are part of the trained model. The outputs of the model therefore
+    remain the same, and `save` can still be called. Call `remove` to restore the model's own modules. Enter the session
+    again to continue the training.
 
-    Methods that add a loss or act per step require `step` and `loss`. Both calls are also valid for all other methods:
+    Methods that add a loss or act per step require calls of `step` and `loss`. For all other methods, these calls are
+    optional. The following rules apply:
 
-    - Micro-batches of one optimizer step run inside one ``with session.step(n)`` block, or in several consecutive
+    - Run all micro-batches of an optimizer step inside one ``with session.step(n)`` block, or in several consecutive
       blocks with the same number. Call `loss` once after each forward pass.
-    - Steps are numbered across all epochs of a training. Each number must be larger than the number of the last
+    - Number the steps across all epochs of a training run. Each number must be larger than the number of the last
       completed step.
-    - A step ends when the optimizer has stepped, so that ``zero_grad()`` may be called inside the block or after it.
-      With several optimizers, the step ends when all parameters with a gradient have been updated.
-    - ``torch.amp.GradScaler`` may skip the optimizer's step. Methods that compare gradients ignore such a step.
-    - Compile the model, or wrap it in ``DistributedDataParallel``, after the methods have been applied. Pass
+    - A step ends when the optimizer has stepped. Therefore, ``zero_grad()`` may be called inside the block or after the
+      block. With several optimizers, the step ends when all parameters with a gradient have been updated.
+    - ``torch.amp.GradScaler`` may skip the step of the optimizer. Methods that compare gradients ignore such a step.
+    - To compile the model or to wrap it in ``DistributedDataParallel``, apply the methods first. Pass
       ``find_unused_parameters=session.find_unused_parameters`` to ``DistributedDataParallel``.
 
-    Training loops that consist of hooks call `apply`, `begin_step`, `end_step` and `close` instead of using ``with``
-    blocks. The session is then open until `close` is called. Meanwhile, other sessions on the same model are rejected.
+    Training loops that consist of hooks can call `apply`, `begin_step`, `end_step` and `close` instead of using
+    ``with`` blocks. The session is then open until `close` is called. While a session is open, other sessions on the
+    same model are rejected.
 
     Args:
         model: image classifier, neither compiled nor wrapped (see `Method.apply`).
         methods: one method or several methods, in any order.
-        frozen_bn: if True, freeze the BatchNorm statistics of the model, as in the papers. `remove` unfreezes them.
+        frozen_bn: if True, freeze the BatchNorm statistics of the model, as in the papers. `remove` unfreezes the
+            statistics.
         classifier: full names of the classifier's modules (see `Method.apply`).
 
     Attributes:
-        model: the model.
+        model: model to which the session applies the methods.
         methods: methods in their order of application.
-        reports: report of each method, in the same order; empty before `apply`.
+        reports: reports of the methods in the same order. The list is empty before `apply`.
 
     Raises:
         SettingError: If `model` is not a module, or if `methods` contains an object that is not a method.
@@ -104,15 +107,16 @@ class MethodSession:
         self.reports: list[Applied] = []
         self._applied = self._open = self._entered = False
         self._frozen: list[str] = []  # BatchNorm layers that this session has frozen
-        #: `requires_grad` by name between two steps, and all parameters. Both are empty before the first step.
+        #: `requires_grad` of each parameter between two steps (by name), and all parameters. Both are empty before the
+        #: first step.
         self._between_steps: dict[str, bool] = {}
         self._parameters: list[nn.Parameter] = []
         self._step: int | None = None
-        self._last: int | None = None  # number of the last completed step of this training
+        self._last: int | None = None  # number of the last completed step of this training run
         self._block: int | None = None  # number of the step whose ``with`` block is running
         self._losses = 0
         self._stepped: list[Optimizer] = []  # optimizers that have stepped in the current step
-        self._updated = False  # parameters were updated inside the backward pass
+        self._updated = False  # True if parameters were updated inside the backward pass
         self._checked = False
         self._counted: Executed | None = None
 
@@ -145,8 +149,8 @@ class MethodSession:
     def remove(self) -> None:
         """Close the session, and restore the model's own modules, names and `requires_grad`.
 
-        Trained values are kept, and adapters are merged if possible. Modules that cannot be merged are deleted with
-        their trained weights. Call `save` first to keep these weights.
+        Trained values are kept, and adapters are merged if possible. Modules that cannot be merged are deleted together
+        with their trained weights. To keep these weights, call `save` first.
 
         Raises:
             UserError: If the methods are not applied, or if a step is running.
@@ -159,7 +163,7 @@ class MethodSession:
         self.reports, self._frozen, self._counted, self._applied = [], [], None, False
 
     def close(self) -> None:
-        """End the training. An unfinished step is abandoned, and the methods remain applied."""
+        """End the training. The methods remain applied. An unfinished step is abandoned."""
         self.abandon_step()
         self._open = self._entered = False
         if (opened := OPENED.get(self.model)) is not None and opened() is self:
@@ -177,7 +181,9 @@ class MethodSession:
         self.close()
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return all parameters that are trained in some step, with their names, even if they are currently frozen.
+        """Return (name, parameter) pairs for all parameters that are trained in at least one step.
+
+        Parameters that are frozen only in the current step are included.
 
         Raises:
             UserError: If the methods are not applied.
@@ -192,13 +198,14 @@ class MethodSession:
 
     @property
     def find_unused_parameters(self) -> bool:
-        """True if some trainable parameters receive no gradient in some steps (see DistributedDataParallel)."""
+        """True if some trainable parameters receive no gradient in some steps (see ``DistributedDataParallel``)."""
         return any(method.find_unused_parameters for method in self.methods)
 
     def check_optimizers(self, optimizers: Iterable[Any]) -> None:
-        """Check that the optimizers contain all parameters that the methods select or add.
+        """Check that the optimizers contain all parameters that are trained in at least one step.
 
-        The first completed ``with session.step()`` block also runs this check.
+        The check also runs automatically at the end of the first completed ``with session.step()`` block. It is skipped
+        if no method selects or adds parameters.
 
         Raises:
             UserError: See `check_optimizer`.
@@ -208,11 +215,13 @@ class MethodSession:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Return a context manager for one optimizer step: forward pass, `loss`, backward pass and optimizer.
+        """Return a context manager for one optimizer step.
+
+        The step contains the forward pass, `loss`, the backward pass and ``optimizer.step()``.
 
         Args:
-            number: number of the optimizer step, counted from 0 across all epochs; equal on all processes. A block with
-                the number of an unfinished step continues this step (gradient accumulation).
+            number: number of the optimizer step, counted from 0 across all epochs. The number must be equal on all
+                processes. A block with the number of an unfinished step continues this step (gradient accumulation).
 
         Raises:
             UserError: If the session is not open, if another step is running, or if the number has already been used.
@@ -257,8 +266,8 @@ class MethodSession:
             loss: loss of the forward pass, with shape ().
 
         Raises:
-            UserError: If a method acts per step or adds a loss, and no step is running; or if a method adds a loss and
-                no forward pass has computed it.
+            UserError: If no step is running and a method acts per step or adds a loss, or if no forward pass has
+                computed the loss that a method adds.
         """
         if self._step is None:
             for method in self.methods:
@@ -281,19 +290,22 @@ class MethodSession:
 
     @property
     def current_step(self) -> int | None:
-        """Number of the running step; None if no step is running."""
+        """Number of the running step, or None if no step is running."""
         return self._step
 
     def start(self) -> None:
-        """Begin a training. The next step is its first step."""
+        """Begin a new training run. The next step is the first step of this run."""
         self.abandon_step()
         self._between_steps, self._parameters, self._checked, self._last = {}, [], False, None
 
     def begin_step(self, number: int) -> None:
-        """Begin optimizer step `number`. Calls for further micro-batches of the same step have no effect.
+        """Begin the optimizer step with the given number.
+
+        Calls for further micro-batches of the same step have no effect.
 
         Raises:
-            UserError: If the methods are not applied, or if a step with this number or a larger number has ended.
+            UserError: If the methods are not applied, or if a step with this number or a larger number has already
+                ended.
         """
         self._require_applied("begin_step", in_block=True)
         self._check_number(number)
@@ -323,7 +335,7 @@ class MethodSession:
         self._forget_step()
 
     def abandon_step(self) -> None:
-        """Abandon an unfinished step, and restore the values of `requires_grad` between two steps."""
+        """Abandon an unfinished step, and reset `requires_grad` to the values between two steps."""
         if self._step is not None:
             make_trainable(self.model, self._between_steps)
             for method in self.methods:
@@ -331,7 +343,7 @@ class MethodSession:
         self._forget_step()
 
     def _check_number(self, number: int) -> None:
-        """Raise an error unless `number` belongs to the running step or is larger than all earlier numbers."""
+        """Raise an error unless `number` is the number of the running step or is larger than all earlier numbers."""
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise SettingError("step", f"{number!r:.60}", "an integer >= 0")
         last = self._last if self._step is None else self._step
@@ -345,7 +357,11 @@ class MethodSession:
         self._step, self._stepped, self._updated = None, [], False
 
     def _end_without_update(self) -> None:
-        """End a step without an update (GradScaler overflow, incomplete data). Its gradients may already be freed."""
+        """End a step in which the parameters were not updated.
+
+        This happens, for example, after an overflow in GradScaler or if a step is incomplete. The gradients of the step
+        may already be freed.
+        """
         make_trainable(self.model, self._between_steps)
         for method in self.methods:
             if Needs.GRADIENTS_AT_STEP_END in method.needs:
@@ -384,18 +400,22 @@ class MethodSession:
             self.check_optimizers(optimizers)
 
     def _versions(self) -> int:
-        """Return the sum of the parameters' version counters. Updates without an optimizer also increase it."""
+        """Return the sum of the version counters of all parameters.
+
+        The sum also increases if parameters are updated without an optimizer.
+        """
         return sum(p._version for p in self._parameters)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the methods by `state_key`, for a checkpoint. Methods without state are omitted.
+        """Return a mapping from the `state_key` of each method to its state, for a checkpoint.
 
-        The result does not contain the parameters, the optimizer or random states.
+        Methods without state are omitted. The result does not contain parameters, the state of the optimizer, or the
+        states of random number generators.
         """
         return {method.state_key: state for method in self.methods if (state := method.state_dict())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the state of each method that `state_dict` contains."""
+        """Restore the states of the methods that are contained in `state_dict`."""
         for method in self.methods:
             if method.state_key in state_dict:
                 method.load_state_dict(state_dict[method.state_key])
@@ -411,15 +431,15 @@ class MethodSession:
     def save(self, path: str | Path, whole: bool = False) -> None:
         """Write the trained part or all weights to a ``.safetensors`` file.
 
-        The trained part consists of the trained parameters, the modules that methods added, the buffers (without frozen
-        BatchNorm statistics), and the states of the methods. `load` restores it on the same pretrained model with the
-        same methods. If all weights are written, adapters are merged and the weights have the pretrained model's own
-        names, so that ``timm.create_model(..., checkpoint_path=path)`` loads them. Modules that cannot be merged keep
-        their names.
+        The trained part consists of the trained parameters, the modules that methods added, the buffers (except frozen
+        BatchNorm statistics), and the states of the methods. `load` restores the trained part on the same pretrained
+        model with the same methods. If all weights are written, adapters are merged, and the weights have the names of
+        the pretrained model. Such a file can be loaded with ``timm.create_model(..., checkpoint_path=path)``. Modules
+        that cannot be merged keep their names.
 
         Args:
-            path: path of the file. Its folder is created if necessary.
-            whole: if True, all weights are written instead of the trained part.
+            path: path of the file. The folder that contains the file is created if necessary.
+            whole: if True, write all weights instead of only the trained part.
 
         Raises:
             UserError: If the methods are not applied, if a step is running, or if the file cannot be written.
@@ -433,8 +453,8 @@ class MethodSession:
     def load(self, path: str | Path) -> None:
         """Load a file written by `save` into the model, and restore the states of the methods.
 
-        Load a trained part inside the session. Load all weights before the session is entered, or inside the session if
-        the methods do not rename layers. Existing optimizers remain valid.
+        Load a file with a trained part inside the session. Load a file with all weights before the session is entered,
+        or inside the session if the methods do not rename layers. Existing optimizers remain valid.
 
         Raises:
             UserError: If the file cannot be read, is malformed, or was saved with other methods, settings, parameters
@@ -456,8 +476,8 @@ class MethodSession:
         Args:
             batch_size: number of images in the batch.
             input_size: image size (H, W) in pixels. If None, the model's own image size is used.
-            options: further arguments of `efficient_ft.cost.executed` (``precision``, ``task``, ...), which also
-                describes the result and the errors.
+            options: further arguments of `efficient_ft.cost.executed`, such as ``precision`` and ``task``. See this
+                function for the result and the errors.
         """
         from efficient_ft.cost.executed import executed
 
@@ -472,7 +492,7 @@ class MethodSession:
         return f"MethodSession({type(self.model).__name__}: {names}{'' if self._applied else '; not applied'})"
 
     def __str__(self) -> str:
-        """Return three lines: trainable parameters, bytes kept for the backward pass, and FLOPs."""
+        """Return three lines with the number of trainable parameters, the memory, and the FLOPs."""
         if not self._applied:
             return f"{self!r}. Enter the session or call apply() to apply the methods."
         return summary(self.model, self.methods, self._saved_names(), lambda: self._counted or self.cost())
@@ -488,6 +508,6 @@ class MethodSession:
 
 
 def _forget_step(method: Method) -> None:
-    """End the step for the method's watch without a call of `Method.step_end`."""
+    """End the step in the `StepWatch` of a method without calling `Method.step_end`."""
     if method._watch is not None:
         method._watch.end()

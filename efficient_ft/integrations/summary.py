@@ -1,4 +1,4 @@
-"""The summary that ``print(session)`` shows."""
+"""Text that ``print(session)`` shows."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 def summary(model: nn.Module, methods: Sequence[Method], saved: Sequence[str], count: Callable[[], Executed]) -> str:
-    """Return three lines: trainable parameters, bytes kept for the backward pass, and FLOPs.
+    """Return three lines with the number of trainable parameters, the memory, and the FLOPs.
 
-    `saved` contains the names of the tensors that `MethodSession.save` writes. `count` counts the cost of a training
-    step.
+    `saved` contains the names of the tensors that `MethodSession.save` writes. `count` is a function that counts the
+    cost of a training step.
     """
     tensors, names = model.state_dict(), ", ".join(method.name for method in methods)
     part = format_bytes(sum(tensors[name].nbytes for name in saved))
     head = f"trainable: {trained(model)} ({names}); save() writes {part}"
     try:
         cost = count()
-    except Exception as error:  # printing must not interrupt training
+    except Exception as error:  # an error in a summary must not interrupt training
         why = f"not counted ({first_line(error)}); call session.cost() with the input size and the task"
         return f"{head}\nmemory: {why}\nFLOPs: {why}"
     kept, peak = format_bytes(cost.saved_bytes), format_bytes(cost.peak_bytes)

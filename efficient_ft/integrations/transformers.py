@@ -1,4 +1,4 @@
-"""The callback that applies methods and calls them during training with Hugging Face's `Trainer` and any timm model.
+"""Callback that applies methods to timm models and calls them during training with Hugging Face's `Trainer`.
 
 >>> model = TimmWrapperForImageClassification.from_pretrained("timm/deit_small_patch16_224.fb_in1k", num_labels=37)
 >>> callback = MethodCallback([BSR(blocks=[3, 7, 11]), BackRazor()])
@@ -33,11 +33,11 @@ except ImportError as error:
     ) from error
 
 _CHECKPOINTING = "Use the method Checkpointing, which recomputes blocks together with other methods."
-#: Arguments of TrainingArguments that are not compatible with methods, with the reason or an alternative.
+#: Arguments of TrainingArguments that are not compatible with methods. The values are reasons or alternatives.
 _REFUSED = {
     "fsdp": "Methods act on whole parameters, which FSDP shards.",
     "deepspeed": "Methods act on whole parameters, which DeepSpeed shards.",
-    # Recent versions of `transformers` set both names if one of them is given.
+    # Both names are listed, because recent versions of `transformers` set both if one of them is given.
     "gradient_checkpointing": _CHECKPOINTING,
     "activation_checkpointing": _CHECKPOINTING,
     "auto_find_batch_size": "It restarts training in the middle of a step, without a reset of the methods.",
@@ -46,38 +46,39 @@ _REFUSED = {
 
 
 class MethodCallback(TrainerCallback, ExportableState):
-    """Apply methods to the network of a `Trainer`'s model and call them during training.
+    """Apply methods to the network in the model of a `Trainer`, and call these methods during training.
 
-    The callback opens a `MethodSession` and calls it in the Trainer's hooks:
+    The callback opens a `MethodSession` and controls the session from the hooks of the Trainer:
 
     - The methods are applied once, when the Trainer is created and before it creates the optimizer. Pass the callback
       in ``Trainer(callbacks=[...])``.
-    - Each optimizer step begins before its first micro-batch. It ends after the optimizer's step and before the
-      gradients are set to zero.
-    - The losses that methods add are added to the ``loss`` in the model's output.
-    - BatchNorm statistics remain frozen, although the Trainer calls ``model.train()`` at each micro-batch.
-    - Checkpoints contain the states of the methods (``trainer_state.json``), so that a resumed training continues
+    - The callback begins each optimizer step before its first micro-batch. It ends the step after ``optimizer.step()``
+      and before the gradients are set to zero.
+    - The losses of the methods are added to the ``loss`` in the output of the model.
+    - BatchNorm statistics remain frozen, although the Trainer calls ``model.train()`` for each micro-batch.
+    - Checkpoints contain the states of the methods in ``trainer_state.json``, so that resumed training continues
       exactly.
-    - Evaluation does not call the methods and does not require a training.
+    - Evaluation does not call the methods and does not require that the model was trained.
 
     Args:
         methods: one method or several methods, in any order.
-        network: attribute of the model that contains the timm model (``timm_model`` in `TimmWrapper` models). It may be
-            a dotted path. ``""`` denotes the model itself.
+        network: name of the attribute of the model that contains the timm model (``timm_model`` in `TimmWrapper`
+            models). A dotted path is also allowed. ``""`` denotes the model itself.
         frozen_bn, classifier: see `MethodSession`.
 
     Attributes:
         methods: methods in their order of application.
-        session: session on the network; None before the Trainer is created.
+        session: session on the network, or None before the Trainer is created.
 
     Raises:
-        SettingError: Raised when the Trainer is created if the network does not exist, or if an argument of the Trainer
-            is not compatible with the methods.
+        SettingError: Raised when the Trainer is created if the attribute `network` does not exist, or if an argument of
+            the Trainer is not compatible with the methods.
         UserError: Raised when the Trainer is created if the network is compiled or wrapped, if a method does not
-            support it, or if the given optimizer lacks parameters. Raised when training starts if the callback was
-            added to an existing Trainer, if the model has been replaced (``model_init``), if the checkpoint was written
-            with other methods, or if the optimizer steps inside the backward pass although the Trainer or a method
-            requires all gradients. Raised in training if a method adds a loss and the output has no loss.
+            support the network, or if trained parameters are missing from the given optimizer. Raised when training
+            starts if the callback was added to an existing Trainer, if the model has been replaced (``model_init``), or
+            if the checkpoint was written with other methods. Also raised if the optimizer steps inside the backward
+            pass although the Trainer or a method requires all gradients. Raised during training if a method adds a loss
+            and the output of the model contains no loss.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class MethodCallback(TrainerCallback, ExportableState):
 
     @property
     def reports(self) -> list[Applied]:
-        """Report of each method; empty before the Trainer is created."""
+        """Reports of all methods. The list is empty before the Trainer is created."""
         return self.session.reports if self.session is not None else []
 
     def on_init_end(
@@ -106,7 +107,7 @@ class MethodCallback(TrainerCallback, ExportableState):
         if self.session is None or self.session.model is not network:
             self.session = MethodSession(network, self.methods, **self._options)
         self.session.apply()
-        self.session.close()  # training opens it again, and a Trainer that never trains must not block other sessions
+        self.session.close()  # opened again when training begins; until then, other sessions are allowed
         if optimizer is not None:
             self.session.check_optimizers([optimizer])
 
@@ -140,7 +141,7 @@ class MethodCallback(TrainerCallback, ExportableState):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        """Open the session. If training is resumed, restore the states of the methods."""
+        """Open the session. When training is resumed, restore the states of the methods."""
         if self.session is None:
             raise UserError(
                 "MethodCallback was added after the Trainer was built. Pass it in Trainer(callbacks=[...]), which"
@@ -173,7 +174,7 @@ class MethodCallback(TrainerCallback, ExportableState):
                 raise UserError(f"The methods' state in the checkpoint is malformed: {first_line(error)}.") from error
             self.session.check_state(states)
             self.session.load_state_dict(states)
-        state.stateful_callbacks.setdefault(name, self.state())  # the Trainer overwrites this entry
+        state.stateful_callbacks.setdefault(name, self.state())  # the entry must exist; checkpoints replace it
         self.session.start()
         if names_adding_loss(self.methods) and self._hook is None:
             self._hook = model.register_forward_hook(self._add_losses, with_kwargs=True)
@@ -222,13 +223,14 @@ class MethodCallback(TrainerCallback, ExportableState):
             self._hook = None
 
     def save_pretrained(self, model: Any, folder: str | Path, **kwargs: Any) -> None:
-        """Save the model with merged adapters, so that ``from_pretrained`` loads it. `model` is not changed.
+        """Save the model with merged adapters, so that ``from_pretrained`` can load the model. `model` is not changed.
 
-        ``model.save_pretrained`` would save parameter names of adapters, which ``from_pretrained`` does not recognize.
+        ``model.save_pretrained`` would save the parameters under the names of the adapters, which ``from_pretrained``
+        does not recognize.
 
         Args:
             model: model of the Trainer.
-            folder: folder of the saved files.
+            folder: folder in which the files are saved.
             kwargs: further arguments of ``model.save_pretrained``.
 
         Raises:
@@ -246,7 +248,10 @@ class MethodCallback(TrainerCallback, ExportableState):
         plain.save_pretrained(folder, **kwargs)
 
     def state(self) -> dict[str, Any]:
-        """Return the states of the methods for `trainer_state.json`. Methods without state are omitted."""
+        """Return the states of the methods in the format of ``trainer_state.json``.
+
+        Methods without state are omitted.
+        """
         return {
             "args": {},
             "attributes": {"methods": encode({} if self.session is None else self.session.state_dict())},

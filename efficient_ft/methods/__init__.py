@@ -1,8 +1,8 @@
-"""Methods for efficient fine-tuning. Each method changes one axis of a training step, and methods can be stacked.
+"""Methods for efficient fine-tuning. Methods on different axes of a training step can be stacked.
 
-All method classes can be imported from this package: ``from efficient_ft.methods import LBPWHT, BackRazor``. `METHODS`
-maps command-line names to classes. Each class is imported when it is first used. The imports under ``TYPE_CHECKING``
-are for editors and type checkers.
+All method classes can be imported from this package, for example ``from efficient_ft.methods import LBPWHT,
+BackRazor``. `METHODS` maps names on the command line to classes. Classes are imported when they are first used. The
+imports under ``TYPE_CHECKING`` are only for editors and type checkers.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a method class when it is first used."""
+    """Import the method classes when one of them is first used."""
     if not name.startswith("_") and name in own_classes():
         return own_classes()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

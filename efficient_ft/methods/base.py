@@ -1,4 +1,4 @@
-"""The contract of methods. A method is an object that modifies a model in place and returns a report.
+"""Base class of all methods. A method is an object that modifies a model in place and returns a report.
 
 >>> method = LBPWHT(bases="l1", order=4)
 >>> print(method.apply(model))
@@ -10,12 +10,13 @@ A training loop makes the following calls in each optimizer step:
 3. ``loss.backward()`` and ``optimizer.step()``.
 4. ``method.step_end()`` before the gradients are set to zero.
 
-Create the optimizer after ``apply`` and before the first ``step_begin``, with all parameters that require gradients at
-that point. `efficient_ft.MethodSession` makes these calls for several methods in any loop. The package
-`efficient_ft.integrations` provides callbacks for Lightning and for the Hugging Face `Trainer`.
+Create the optimizer after ``apply`` and before the first ``step_begin``. Pass all parameters that require gradients at
+that point to the optimizer. In a custom training loop, `efficient_ft.MethodSession` makes these calls for one or more
+methods. The package `efficient_ft.integrations` provides callbacks for Lightning and for the Hugging Face `Trainer`.
 
 Image classifiers map images (B, C, H, W) to logits (B, classes). Segmentation models return logits (B, classes, H, W).
-Text models map the tensors of a tokenizer, (B, tokens), to logits (B, classes). Image sizes are in pixels.
+Text models map the tensors of a tokenizer, each of shape (B, tokens), to logits (B, classes). Image sizes are in
+pixels.
 """
 
 from __future__ import annotations
@@ -45,21 +46,22 @@ OURS = "efficient-ft"
 
 @dataclass(frozen=True)
 class Applied:
-    """The report that `Method.apply` returns. It is the only record of the changes that a method made.
+    """Report that `Method.apply` returns. It is the only record of the changes that the method made.
 
     Attributes:
         method: name of the method.
         touched: full names of the modules or parameters that the method changes or trains, without duplicates.
-        skipped: full names of the parts that the method left unchanged although a user may expect a change. Each value
-            contains a reason for code (`Reason`) and a text for users.
+        skipped: parts that the method did not change although a user may expect a change. The keys are full names. The
+            values contain a `Reason` for code and a text for users.
         notes: additional sentences for the user.
-        none_needed: reason why no layer requires a change (at full rank, plain layers are exact and cheaper). If it is
-            empty, a report without touched parts is an error.
-        modules: full names of the modules that the method added. The view of the model excludes them.
-        routed: full names of the modules whose input tokens the method routes. Their inputs contain tokens from several
-            images.
-        summary: phrase for ``print(report)``, such as "blocks 9–11, norm and head train". If it is empty, the report
-            shows the number and location of `touched`, the reasons in `skipped`, and the notes.
+        none_needed: reason why no layer requires a change (for example, at full rank, plain layers are exact and
+            cheaper). If both this reason and `touched` are empty, `Method.apply` raises an error.
+        modules: full names of the modules that the method added. `ModelView` excludes these modules.
+        routed: full names of the modules to which the method routes individual tokens. The input of such a module may
+            mix tokens from several images.
+        summary: phrase for ``print(report)``, such as "blocks 9–11, norm and head train". If it is empty,
+            ``print(report)`` shows the number and location of the touched parts, the reasons for the skipped parts, and
+            the notes.
     """
 
     method: str
@@ -72,7 +74,7 @@ class Applied:
     summary: str = ""
 
     def __str__(self) -> str:
-        """Return one line with the change and the reasons for skipped parts."""
+        """Return a one-line summary of the changes and of the skipped parts, with the reasons."""
         if self.summary:
             return f"{self.method}: {self.summary}"
         if not self.touched:
@@ -81,7 +83,7 @@ class Applied:
         return "; ".join([f"{self.method}: {done}{left(self.skipped, 'unchanged', 'part')}", *self.notes])
 
     def details(self) -> str:
-        """Return the line of ``str(report)``, one line for each touched (+) or skipped (-) part, and the notes."""
+        """Return ``str(report)``, followed by one line for each touched (+) or skipped (-) part, and by the notes."""
         lines = [str(self), *(f"  + {name}" for name in self.touched)]
         lines += [f"  - {name}: {why}" for name, why in self.skipped.items()]
         return "\n".join([*lines, *(f"  {note}" for note in self.notes if note not in lines[0])])
@@ -91,38 +93,42 @@ class Method(ABC):
     """Base class of all methods. A method is an object that modifies a model in place and can be removed.
 
     A subclass declares `name` and `axis`, implements `_apply` and `_remove`, and overrides the step and state methods
-    that it requires. The arguments of its constructor are its settings. Each setting has the paper's value as its
-    default. The constructor checks it, raises `SettingError` with the name of the argument if it is invalid, and stores
-    it in an attribute of the same name. The decorator `efficient_ft.methods.register` registers the class under its
-    `name`.
+    that it requires. The arguments of its constructor are its settings. The default of each setting is the value in the
+    paper. The constructor checks each setting and stores it in an attribute of the same name. If a setting is invalid,
+    the constructor raises `SettingError` with the name of the argument. The decorator `efficient_ft.methods.register`
+    registers the class under its `name`.
 
-    The declarations below apply to all settings. A constructor may narrow them for some settings: BSR without token
-    dropping is not on the token axis.
+    The attributes below are declarations that apply to all values of the settings. A constructor may narrow a
+    declaration for some values: for example, BSR without token dropping is not on the token axis.
 
     Attributes:
-        name: name on the command line and in reports; consists of lower-case letters, digits and underscores.
-        axis: part of a training step that the method controls. It also defines the order of application.
-        other_axes: additional axes of a method that acts on several axes (BSR and ALaST select parameters and drop
-            tokens).
+        name: name of the method on the command line and in reports. It consists of lower-case letters, digits and
+            underscores.
+        axis: part of a training step that the method controls. The axis also determines the order in which methods are
+            applied.
+        other_axes: additional axes of a method that acts on several axes. For example, BSR and ALaST select parameters
+            and drop tokens.
         adds: additions to the model or to the training step (`Adds`).
         needs: requirements on the model or the training loop (`Needs`).
-        conflicts: mapping from an axis (`Axis`), an addition (`Adds`) or the name of a method to the reason why this
-            method cannot be stacked with it.
-        hints: mapping from a need to a sentence that is shown if the model does not meet the need.
-        warmup_steps: number of remaining optimizer steps until the cost of a step is constant (the length of a
-            profile).
-        cost_steps: number of steps over which the cost is averaged if the steps differ.
+        conflicts: mapping whose keys are axes (`Axis`), additions (`Adds`) or names of methods. This method cannot be
+            stacked with methods that match a key. Each value is the reason.
+        hints: mapping from a value of `Needs` to a sentence that is added to the error message if the model does not
+            meet this need.
+        warmup_steps: number of remaining optimizer steps until the cost of a step is constant (for example, the
+            remaining steps of a profile).
+        cost_steps: number of steps over which the cost is averaged, for methods whose cost differs between steps.
         merges: True if `_remove` merges the method's changes into the model's own weights, or if the method does not
-            change them. If False, exported weights contain the method's modules, and the method must be applied before
-            these weights are loaded.
-        changes_weights: True if `_remove` may change the model's own weights (by merging an adapter). If False, an
-            export does not copy the weights.
+            change these weights. If False, exported weights contain the method's modules, and the method must be
+            applied before these weights are loaded.
+        changes_weights: True if `_remove` may change the model's own weights (for example, by merging an adapter). If
+            False, the weights are not copied when the model is exported.
         libraries: names of modules that are imported only if the method is applied or runs a step on a CPU. Predictions
-            of process memory include them.
-        acts_per_step: True if the method requires `step_begin` and `step_end`. If a loop does not call them, a warning
-            is issued at its second backward pass. Overrides of the two methods must call ``super()``.
-        candidates: settings that ``efficient-ft plan`` examines. If empty, a plan examines the method only if the user
-            names it.
+            of process memory include the memory of these modules.
+        acts_per_step: True if the method requires `step_begin` and `step_end`. If a training loop does not call these
+            methods, a warning is issued at its second backward pass. Overrides of the two methods must call
+            ``super()``.
+        candidates: settings that ``efficient-ft plan`` examines. If empty, ``efficient-ft plan`` examines the method
+            only if the user names it.
     """
 
     name: ClassVar[str]
@@ -150,19 +156,20 @@ class Method(ABC):
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
         """Modify `model` in place and return the report.
 
-        `apply` calls this method once, after it has checked conflicts and needs. Select all parts first and modify the
-        model last, so that an error leaves the model unchanged.
+        `apply` calls this method once, after it has checked conflicts and needs. First select all parts, and modify the
+        model last, so that the model is unchanged if an error is raised.
 
         Args:
             model: plain model, neither compiled nor wrapped. Parameters may be on any device and have any dtype.
-            view: view of `model`. Its structure (blocks, head) is free. The first access to `layers` runs one forward
-                pass on fake tensors.
+            view: view of `model`. Reading the structure of the model (blocks, head) is free. The first access to
+                `view.layers` runs one forward pass on fake tensors.
 
         Returns:
-            The report. If it has no touched part, `Applied.none_needed` must state the reason.
+            The report. If the report lists no touched part, `Applied.none_needed` must state the reason.
 
         Raises:
-            SettingError: If a setting does not fit this model. Use the full name: ``method.<name>.<setting>``.
+            SettingError: If a setting does not fit this model. The error must contain the full name of the setting,
+                ``method.<name>.<setting>``.
             UserError: If the method does not support this model. The message must name the method, the model and the
                 reason.
         """
@@ -172,36 +179,38 @@ class Method(ABC):
         """Undo `_apply` on `model`. Trained values are kept.
 
         `model` may be a deep copy of the model that `_apply` modified, because exports remove methods from a copy while
-        training continues. The method must therefore not change `self`. It must find parts of the model by name, or
-        through state that `_apply` stored on the modules, but not through references to modules. The body is empty if
-        `_apply` changed nothing.
+        training continues. An implementation must therefore not change `self`. It must find parts of the model by name,
+        or through state that `_apply` stored on the modules, but not through references to modules. If `_apply` never
+        changes the model, the body is empty.
 
         Args:
-            model: modified model, or a deep copy of it.
+            model: model that `_apply` modified, or a deep copy of this model.
         """
 
     # ------------------------------------------------------------------ called by a training loop
     def step_begin(self, step: int) -> None:
-        """Prepare an optimizer step. Call it before the first forward pass of the step.
+        """Prepare an optimizer step. Call this method before the first forward pass of the step.
 
         Args:
-            step: number of the optimizer step, counted from 0; equal for all micro-batches and on all processes. Random
-                choices must be drawn from (seed, step), so that they agree across processes and resumed runs.
+            step: number of the optimizer step, counted from 0. The number must be equal for all micro-batches of the
+                step and on all processes. Random choices must be derived from (seed, step), so that all processes and
+                resumed runs make the same choices.
         """
         if self._watch is not None:
             self._watch.begin()
 
     def step_end(self) -> None:
-        """Finish an optimizer step. Call it after ``optimizer.step()`` and before the gradients are set to zero.
+        """Finish an optimizer step. Call this method after ``optimizer.step()`` and before ``zero_grad()``.
 
         Raises:
-            UserError: If training cannot continue after this step (a value exceeds the range of fp16).
+            UserError: If training cannot continue after this step (for example, because a value exceeds the range of
+                fp16).
         """
         if self._watch is not None:
             self._watch.end()
 
     def total_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss to minimize. Call it exactly once after each forward pass in training.
+        """Return the loss to minimize. Call this method exactly once after each forward pass in training.
 
         Args:
             loss: mean loss of the forward pass, with shape ().
@@ -210,7 +219,7 @@ class Method(ABC):
             `loss` plus the loss that the method adds, with shape ().
 
         Raises:
-            UserError: If the method adds a loss and no forward pass has computed it.
+            UserError: If the method adds a loss, but no forward pass has computed this loss.
         """
         return loss
 
@@ -219,7 +228,7 @@ class Method(ABC):
         return ()
 
     def step_stats(self) -> dict[str, Any]:
-        """Return the choices made for the current step (budgets, chosen blocks) as lists, dictionaries and numbers."""
+        """Return the choices made for the current step (budgets, blocks) as lists, dictionaries and numbers."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -241,27 +250,27 @@ class Method(ABC):
         """Apply the method to `model` in place.
 
         Call this method after the weights are loaded and before the optimizer is created. The model object, its device,
-        its weights and its evaluation are unchanged, except for changes that the method's docstring describes. A second
-        call has no effect and returns the same report.
+        its weights and its outputs in evaluation are unchanged, except for changes that the docstring of the method
+        describes. A second call has no effect and returns the same report.
 
         Args:
             model: image classifier that maps (B, C, H, W) to logits (B, classes), on any device. If no other attribute
-                of the model gives the size of its images, the attribute ``image_size`` is used, in pixels (default:
+                of the model specifies the size of its images, the attribute ``image_size`` in pixels is used (default:
                 224).
-            classifier: full names of the classifier's modules. By default, timm's classifier is used. In a larger
-                module, all parts around a pretrained network are treated as new, and every method that freezes
-                parameters trains them.
+            classifier: full names of the classifier's modules. By default, timm's classifier is used. If `model` is a
+                larger module around a pretrained network, all parts outside of the network are treated as new, and
+                methods that freeze parameters train these parts.
 
         Returns:
             The report of touched and skipped parts.
 
         Raises:
-            UserError: If the model is compiled or wrapped (DataParallel, DDP, FSDP), does not meet a need, or has no
-                part that the method can change; if the method cannot be stacked with a method applied before; or if
-                this object is already applied to a different model. The model is then unchanged. It may only be changed
-                if a method from another package returns an invalid report.
-            SettingError: If a setting does not fit this model (a block index is out of range), or if `classifier` does
-                not name a module.
+            UserError: If the model is compiled or wrapped (DataParallel, DDP, FSDP), if it does not meet a need, or if
+                it has no part that the method can change. Also raised if the method cannot be stacked with a method
+                that was applied before, or if this object is already applied to a different model. The model is then
+                unchanged, except if a method from another package has returned an invalid report.
+            SettingError: If a setting does not fit this model (for example, a block index that is out of range), or if
+                `classifier` does not name a module of `model`.
         """
         state_classifier(model, classifier)
         if self._applied is not None:
@@ -288,7 +297,7 @@ class Method(ABC):
         note_applied(model, self)
         if self.acts_per_step:
             self._watch = StepWatch(self.name, model)
-        # The mark is stored on the model, so that it is copied with the model.
+        # The mark is stored on the model, so that copies of the model also have the mark.
         declared = (self.name, self.state_key, self.axes, self.adds, dict(self.conflicts))
         add_mark(model, Mark(*declared, applied.modules, applied.routed))
         return applied
@@ -304,12 +313,12 @@ class Method(ABC):
 
     @property
     def applied(self) -> Applied | None:
-        """Report of `apply`; None before `apply` and after `remove`."""
+        """Report that `apply` returned, or None before `apply` and after `remove`."""
         return self._applied
 
     @property
     def application_order(self) -> tuple[int, str]:
-        """Sort key for the order of application: axis, then name."""
+        """Sort key that defines the order of application: first the axis, then the name."""
         return ORDER_OF_APPLICATION.index(self.axis), self.name
 
     def remove(self, model: nn.Module) -> None:
@@ -318,7 +327,8 @@ class Method(ABC):
         The method itself returns to its initial state, so that it can be applied to a new model.
 
         Args:
-            model: model to which the method was applied. Remove several methods in the reverse order of application.
+            model: model to which the method was applied. If several methods were applied, remove them in the reverse
+                order of application.
 
         Raises:
             UserError: If a method that was applied on top of this method is still applied.
@@ -343,12 +353,13 @@ class Method(ABC):
 
     @property
     def find_unused_parameters(self) -> bool:
-        """True if some trainable parameters receive no gradient in some steps (see DistributedDataParallel)."""
+        """True if some trainable parameters receive no gradient in some steps (see ``DistributedDataParallel``)."""
         return Needs.FIND_UNUSED_PARAMETERS in self.needs
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of the constructor with their values: ``type(m)(**m.settings())`` is equivalent to
-        ``m``.
+        """Return the arguments of the constructor with their values.
+
+        ``type(m)(**m.settings())`` is equivalent to ``m``.
         """
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
@@ -361,13 +372,13 @@ class Method(ABC):
 
     @property
     def state_key(self) -> str:
-        """Name and settings; the key of the method's state in a checkpoint and of its mark on a model."""
+        """Name and settings as the key of the method's state in a checkpoint and of its mark on a model."""
         return f"{self.name}{sorted(self.settings().items())}"
 
 
 # ---------------------------------------------------------------------------------------------- several methods
 def in_order(methods: Method | Iterable[Method]) -> list[Method]:
-    """Return methods in the order of application, which their axes define.
+    """Sort methods by their order of application, which is determined by their axes.
 
     Args:
         methods: one method or several methods, in any order.
@@ -394,11 +405,11 @@ def apply_methods(
         classifier: see `Method.apply`.
 
     Returns:
-        The reports in the order of application. The report of a selection accounts for parameters that a later method
-        freezes.
+        The reports in the order of application. If a later method freezes parameters that a selection trains, the
+        report of the selection states this.
 
     Raises:
-        UserError: If two methods cannot be stacked, which leaves the model unchanged. See also `Method.apply`.
+        UserError: If two methods cannot be stacked. The model is then unchanged. See also `Method.apply`.
         SettingError: If `methods` contains an object that is not a method. See also `Method.apply`.
     """
     ordered = in_order(methods)
@@ -411,7 +422,7 @@ def apply_methods(
 
 
 def _with_note(report: Applied, method: Method, view: ModelView) -> Applied:
-    """Add a note to the report if the method freezes parameters and the head was inferred."""
+    """Add a note to the report if the method freezes parameters and the head of the model was inferred."""
     freezes = {Axis.SELECTION, Axis.ADAPTERS} & set(method.axes)
     if not (freezes and view.head_note and any(not p.requires_grad for p in view.model.parameters())):
         return report
@@ -424,7 +435,8 @@ def _update_reports(
 ) -> None:
     """Replace the phrase `claim` in earlier reports after `method` has changed the trainable parameters.
 
-    `claim` states the number of trainable parameters, and `trained_before` maps their ids to their sizes.
+    `claim` is the phrase that states the number of trainable parameters before the change. `trained_before` maps the
+    ids of these parameters to their sizes.
     """
     frozen = sum(trained_before.get(id(p), 0) for p in model.parameters() if not p.requires_grad)
     new = f", except {format_number(frozen)} parameters that {method.name} freezes" if frozen else f": {trained(model)}"
@@ -439,17 +451,19 @@ def plain_state_dict(
 ) -> dict[str, torch.Tensor]:
     """Return all weights under the pretrained model's own names, on the CPU and with merged adapters.
 
-    `model` is not changed. Modules of methods that cannot be merged (``merges = False``) keep their names.
+    `model` is not changed. Modules that were added by methods with ``merges = False`` cannot be merged and keep their
+    names.
 
     Args:
-        model: model with the methods applied.
-        methods: methods applied to the model.
-        copy_weights: if False, tensors share memory with `model` if they are on the CPU and no method changes the
-            weights when it is removed. The caller must use them before the next step.
+        model: model to which the methods were applied.
+        methods: methods that were applied to `model`.
+        copy_weights: if False, the returned tensors share memory with `model`, provided that they are on the CPU and
+            that no method changes weights when it is removed. Such tensors must be used before the next training step.
     """
     merged = [method for method in reversed(in_order(methods)) if method.merges]
     share = not copy_weights and not any(method.changes_weights for method in merged)
-    # `_remove` sets `requires_grad` and frees gradients. Parameters that share memory must therefore be new objects.
+    # `_remove` sets `requires_grad` and frees gradients. Parameters that share memory must therefore be new objects, so
+    # that the parameters of `model` do not change.
     of_model = [*model.parameters(), *model.buffers()] if share else []
     same_memory = {
         id(t): nn.Parameter(t.detach(), t.requires_grad) if isinstance(t, nn.Parameter) else t for t in of_model
@@ -462,12 +476,15 @@ def plain_state_dict(
 
 # ---------------------------------------------------------------------------------------------- helpers for methods
 def trainable(model: nn.Module) -> dict[str, bool]:
-    """Return `requires_grad` of each parameter by name."""
+    """Return a mapping from parameter names to `requires_grad`."""
     return {name: parameter.requires_grad for name, parameter in model.named_parameters()}
 
 
 def make_trainable(model: nn.Module, wanted: Mapping[str, bool]) -> None:
-    """Set `requires_grad` of the named parameters that exist in the model, and free the gradients of frozen ones."""
+    """Set `requires_grad` of the parameters of `model` that are keys of `wanted`.
+
+    Free the gradients of frozen parameters.
+    """
     for name, parameter in model.named_parameters():
         if name in wanted:
             parameter.requires_grad_(wanted[name])
@@ -476,7 +493,7 @@ def make_trainable(model: nn.Module, wanted: Mapping[str, bool]) -> None:
 
 
 def _wrong_report(report: Any, name: str, model: nn.Module) -> str | None:
-    """Return the fault of the result of `_apply`, or None if it is valid."""
+    """Return a phrase that states why the report returned by `_apply` is invalid, or None if it is valid."""
     if not isinstance(report, Applied):
         return f"must return an Applied, got {report!r}"
     if report.method != name:

@@ -1,4 +1,4 @@
-"""Create method objects from a validated configuration. All runs create their methods here.
+"""Create method objects from a validated configuration. All runs create their methods in this module.
 
 `efficient_ft.methods` does not import this module, so that the library does not require pydantic.
 """
@@ -27,13 +27,13 @@ from efficient_ft.models.tasks import Tasks
 def build_methods(config: Config) -> list[Method]:
     """Return the methods of a run, including the selection, in their order of application.
 
-    A selection named by the user replaces the default selections (`select`) of the other methods. If there is neither,
-    `requires_grad` does not change.
+    A selection named by the user replaces the default selections (`select`) of the other methods. If no selection is
+    named and no default selection is set, `requires_grad` does not change.
 
     Raises:
-        SettingError: If a method or setting is unknown, or a constructor rejects a value.
-        UserError: If methods cannot be stacked, default selections differ, or the names in a YAML file of another
-            package differ from the constructor's arguments.
+        SettingError: If a method or setting is unknown, or if a constructor rejects a value.
+        UserError: If methods cannot be stacked, if default selections differ, or if the names in a YAML file of another
+            package differ from the arguments of the constructor.
     """
     if config.tasks:
         Tasks(config.tasks)  # checks the task names, which become parts of parameter names
@@ -47,7 +47,7 @@ def build_methods(config: Config) -> list[Method]:
     for name, given in settings.items():
         if "seed" in _arguments(METHODS[name]) and given.get("seed") is None:
             given["seed"] = config.seed
-    # `select` is the default selection, unless the constructor has an argument with this name.
+    # The key `select` names the default selection, unless the constructor has an argument with this name.
     selects = {
         name: given.pop("select")
         for name, given in settings.items()
@@ -74,14 +74,14 @@ def baseline_methods(config: Config) -> list[Method] | None:
 def _check_files(chosen: Container[str]) -> None:
     """Raise UserError if a YAML file of another package does not have exactly the constructor's arguments as keys.
 
-    `chosen` contains the names of the files to check: methods and variants.
+    `chosen` contains the names of the methods and variants whose files are checked.
     """
     for package, name, file in method_files(configuration_folders()):
         if name not in chosen:
             continue
         given = set(yaml.safe_load(file.read_text(encoding="utf-8")) or {})
         arguments = set(_arguments(METHODS[name]))
-        # `defaults` is a key of Hydra, and `select` is the default selection.
+        # The key `defaults` belongs to Hydra, and the key `select` names the default selection.
         extra = given - arguments - {"defaults"} - ({"select"} if METHODS[name].axis != Axis.SELECTION else set())
         missing = set() if "defaults" in given else arguments - given
         for names, fault in ((extra, "has"), (missing, "lacks")):
@@ -93,7 +93,7 @@ def _check_files(chosen: Container[str]) -> None:
 
 
 def _default_selection(selects: Mapping[str, Any]) -> str | None:
-    """Return the default selection of the methods, or None. The values null and ``keep`` are ignored."""
+    """Return the name of the default selection, or None if there is none. Ignore the values null and ``keep``."""
     wanted: dict[str, str] = {}
     for recipe, select in selects.items():
         if select in (None, "keep"):
@@ -109,7 +109,10 @@ def _default_selection(selects: Mapping[str, Any]) -> str | None:
 
 
 def _selection_named(setting: str, select: Any, others: Sequence[str] = ("all", "keep")) -> str:
-    """Return the name of the selection for the value `select`. `others` are further allowed values, for the message."""
+    """Return the name of the selection for the value `select`.
+
+    The error message lists `others` as further allowed values.
+    """
     # A selection that has a setting without a default (blocks) cannot be specified by its name alone.
     names = sorted(
         name
@@ -140,12 +143,12 @@ def _build(method: type, name: str, settings: dict[str, Any]) -> Method:
     try:
         made = method(**{argument: getattr(checked, argument) for argument in settings})
     except SettingError as error:
-        # The constructor raises errors without the prefix of the setting.
+        # Errors raised by the constructor contain the name of the setting without its prefix.
         error.setting = f"method.{name}.{error.setting}"
         error.args = (f"method.{name}.{error}",)
         raise
     unstored = [argument for argument in fields if not hasattr(made, argument)]
-    if unstored:  # the registry checks only constructors whose settings all have defaults
+    if unstored:  # the registry checks a constructor only if all its settings have defaults
         raise UserError(
             f"Package {METHODS.distribution(name)}: the constructor of method {name} does not store its setting"
             f" {unstored[0]} in an attribute of the same name."

@@ -1,4 +1,4 @@
-"""Checks of method settings, and the names of the blocks that a setting lists by index."""
+"""Functions that check the settings of methods, and that convert block indices in a setting to block names."""
 
 from __future__ import annotations
 
@@ -24,32 +24,35 @@ def check_bool(setting: str, value: Any) -> None:
 
 
 def check_integer(setting: str, value: Any, least: int = 1) -> None:
-    """Check that `value` is an integer of at least `least`."""
+    """Check that `value` is an integer that is not smaller than `least`."""
     if type(value) is not int or value < least:
         raise SettingError(setting, value, f"an integer >= {least}")
 
 
 def check_number(setting: str, value: Any, allowed: str, is_allowed: Callable[[float], bool]) -> None:
-    """Check that `value` is a finite number for which `is_allowed` returns True. `allowed` describes the constraint."""
+    """Check that `value` is a finite number for which `is_allowed` returns True.
+
+    The error message contains `allowed`.
+    """
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or not is_allowed(value):
         raise SettingError(setting, value, allowed)
 
 
 def check_sparsity(sparsity: Any) -> None:
-    """Check the setting `sparsity`, the fraction of the values that are dropped."""
+    """Check the setting `sparsity`, which is the fraction of the values that are dropped."""
     check_number("sparsity", sparsity, "a number >= 0 and < 1", lambda share: 0 <= share < 1)
 
 
 def check_keep_rate(keep_rate: Any) -> None:
-    """Check the setting `keep_rate`, the fraction of the tokens that are kept."""
+    """Check the setting `keep_rate`, which is the fraction of the tokens that are kept."""
     check_number("keep_rate", keep_rate, "a number > 0 and <= 1", lambda share: 0 < share <= 1)
 
 
 def check_indices(setting: str, blocks: Any, example: str = "[3,7,11]", do: str | None = None) -> None:
     """Raise SettingError unless `blocks` is a list of at least one integer.
 
-    The message contains `example` as a valid value, and the sentence `do` if the list is empty.
+    The message shows `example` as a valid value. If the list is empty, the message ends with the sentence `do`.
     """
     if not isinstance(blocks, Sequence) or isinstance(blocks, str) or not all(type(b) is int for b in blocks):
         raise SettingError(setting, blocks, f"a list of integers, e.g. {example}")
@@ -58,7 +61,7 @@ def check_indices(setting: str, blocks: Any, example: str = "[3,7,11]", do: str 
 
 
 def classes_in_words(view: ModelView) -> str:
-    """Return the number of blocks by class, for messages: "1 ConvBnAct and 10 InvertedResidual"."""
+    """Return the number of blocks of each class as text for messages, such as "1 ConvBnAct and 10 InvertedResidual"."""
     counts = Counter(type(view.model.get_submodule(name)).__name__ for name in view.blocks)
     *others, last = (f"{count} {name}" for name, count in counts.items())
     return f"{', '.join(others)} and {last}" if others else last
@@ -67,18 +70,18 @@ def classes_in_words(view: ModelView) -> str:
 def blocks_at(
     view: ModelView, setting: str, indices: Sequence[int], *, last: bool = True, once: bool = True
 ) -> tuple[str, ...]:
-    """Return the names of blocks, given by index, without duplicates and in the order of the model.
+    """Return the names of the blocks with the given indices, without duplicates and in the order of the model.
 
     Args:
-        view: view of a model with blocks. Before the call, check that the method supports at least one block, because
-            otherwise no index is valid.
+        view: view of a model with blocks. Before calling this function, check that the method supports at least one
+            block. Otherwise, no index is valid.
         setting: full name of the setting, ``method.<name>.<setting>``.
-        indices: indices, counted from 0 across all stages. Negative indices count from the end.
+        indices: indices of the blocks, counted from 0 across all stages. Negative indices count from the end.
         last: if False, the last block is rejected.
         once: if True, a list that contains a block twice is rejected.
 
     Raises:
-        SettingError: If an index is out of range, or a block is rejected.
+        SettingError: If an index is out of range, or if a block is rejected because of `last` or `once`.
     """
     count = len(view.blocks)
     places = [index % count if -count <= index < count else count for index in indices]

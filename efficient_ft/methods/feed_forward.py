@@ -1,9 +1,9 @@
-"""Frozen feed-forward networks that process the batch in parts.
+"""Process the batch in parts in frozen feed-forward networks, which reduces the peak memory.
 
 The feed-forward network of a block widens its input by a factor of four, and its activation function creates a second
-tensor of this size. Below the lowest trainable parameter, these temporary tensors are not saved, but they can dominate
-the peak memory of a step that trains few parameters. Parts that fit into the processor's cache reduce this memory
-without a loss of speed.
+tensor of the same size. Below the lowest trainable parameter, these temporary tensors are not saved, but they can still
+dominate the peak memory of a step that trains few parameters. If the batch is split into parts that fit into the
+processor's cache, less memory is used without a loss of speed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from efficient_ft.methods.forwards import OwnForward, put_around, take_away
 from efficient_ft.models.frozen_batch_norm import FROZEN
 
-#: Maximum size of the widest tensor of a part, in bytes.
+#: Maximum size in bytes of the widest tensor in one part.
 _PART_BYTES = 5 * 2**20
-#: Classes from `timm` that process the images of a batch independently.
+#: Feed-forward networks from `timm` that process the images of a batch independently.
 _KINDS = (mlp.Mlp, mlp.GluMlp, mlp.SwiGLU, mlp.ConvMlp, mlp.GlobalResponseNormMlp, ConvMlpWithNorm)
 
 
 class FrozenFeedForward(OwnForward):
-    """Forward pass of a feed-forward network that splits the batch if no gradient passes through the network."""
+    """Forward pass of a feed-forward network that splits the batch if no gradient is computed in the network."""
 
     same_values = True
 

@@ -1,9 +1,9 @@
-"""Replacements for the forward passes of module objects. Several methods can replace the forward pass of one module.
+"""Replace the forward passes of individual module objects.
 
-A replacement is stored in the attribute `forward` of the module. The rest of the model is unchanged, so that the model
-can be copied, pickled, saved and restored. Replacements are nested, and each replacement calls the next inner one. The
-innermost replacement calls the forward pass of the module's class, or a forward pass that another library has assigned
-to the module object.
+Several methods can replace the forward pass of the same module. A replacement is stored in the attribute `forward` of
+the module. The rest of the model is unchanged, so that the model can still be copied, pickled, saved and restored.
+Replacements are nested: each replacement calls the next inner one. The innermost replacement calls the forward pass of
+the module's class, or a forward pass that another library has assigned to the module object.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from efficient_ft.core.errors import UserError
 class OwnForward:
     """Base class of callables that replace the `forward` of a module object.
 
-    A subclass implements ``__call__`` with the module's arguments and calls `within` to run the module.
+    A subclass implements ``__call__``, which takes the arguments of the module and calls `within` to run the module.
 
     Args:
         module: module whose forward pass is replaced.
 
     Attributes:
-        same_values: True if the results equal the results of the module, so that other methods can ignore the
+        same_values: True if the replacement returns the same values as the module, so that other methods can ignore the
             replacement.
-        inner: next inner replacement, or a forward pass from another library. If None, the forward pass of the module's
-            class is used.
+        inner: next inner replacement, or a forward pass that another library has assigned. If None, the forward pass of
+            the module's class is used.
     """
 
     same_values: ClassVar[bool] = False
@@ -48,7 +48,7 @@ class OwnForward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def all_inside(self) -> list[OwnForward]:
-        """Return the inner replacements from the outermost to the innermost."""
+        """Return all replacements inside this one, from the outermost to the innermost."""
         found: list[OwnForward] = []
         inner = self.inner
         while isinstance(inner, OwnForward):
@@ -58,9 +58,9 @@ class OwnForward:
 
 
 def refuse_export(what: str, instead: str) -> None:
-    """Raise UserError while a model is exported by ``torch.export``, ``torch.jit.trace`` or to ONNX.
+    """Raise UserError if a model is being exported by ``torch.export``, ``torch.jit.trace`` or ``torch.onnx.export``.
 
-    The message consists of two sentences: `what` states why the model cannot be exported, and `instead` gives the
+    The message consists of `what`, which states why the model cannot be exported, and `instead`, which suggests a
     remedy.
     """
     if torch.compiler.is_exporting() or torch.jit.is_tracing() or torch.onnx.is_in_onnx_export():
@@ -71,7 +71,7 @@ _Kind = TypeVar("_Kind", bound=OwnForward)
 
 
 def forwards_of(module: nn.Module) -> list[OwnForward]:
-    """Return the replacements for a module, from the outermost to the innermost."""
+    """Return the replacements for the forward pass of a module, from the outermost to the innermost."""
     forward = vars(module).get("forward")
     return [forward, *forward.all_inside()] if isinstance(forward, OwnForward) else []
 
@@ -100,7 +100,7 @@ def put_inside(module: nn.Module, forward: OwnForward) -> None:
 
 
 def take_away(model: nn.Module, kind: type[_Kind], of: Callable[[_Kind], bool] = lambda _: True) -> None:
-    """Remove the replacements of type `kind` for which `of` returns True from `model` and all its submodules.
+    """From `model` and all its submodules, remove the replacements of type `kind` for which `of` returns True.
 
     The order of the other replacements is preserved.
     """

@@ -1,7 +1,9 @@
-"""Fused GELU, and BatchNorm before it, in one pass per direction, for training on a CPU.
+"""Fused operation for GELU, or for BatchNorm followed by GELU, for training on a CPU.
 
-With low-rank layers, the matrix products are small, and the operations between them take as much time. BatchNorm and
-GELU require four passes over the widest tensors of a network, and torch's GELU on a CPU is compute-bound.
+The fused operation makes one pass over the tensor in the forward pass and one pass in the backward pass. In a network
+with low-rank layers, matrix products are small, and the operations between them take a similar amount of time. Separate
+BatchNorm and GELU operations require four passes over the widest tensors of the network, and torch's GELU is
+compute-bound on a CPU.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from efficient_ft.ops.gelu import batch_norm_gelu, gelu
 
 
 class FusedGelu(OwnForward):
-    """Forward pass of `nn.GELU` that is computed by `ops.gelu`."""
+    """Forward pass of `nn.GELU` that uses the operation in `ops.gelu`."""
 
     same_values = True
 
@@ -50,7 +52,7 @@ class FusedNormGelu(OwnForward):
 
 
 def _fits(module: nn.Module, x: Tensor) -> bool:
-    """Return True if the fused operation supports `x` (in training on a CPU, outside of all function modes)."""
+    """Return True if the fused operation supports `x`: in training on a CPU in fp32, if no function mode is active."""
     return (
         module.training
         and x.device.type == "cpu"
@@ -73,12 +75,12 @@ def _channels_last(x: Tensor) -> bool:
 
 
 def fuse_gelu(model: nn.Module, *, everywhere: bool = True) -> list[str]:
-    """Fuse GELU, and a frozen BatchNorm before it, into one pass per direction where possible.
+    """Use the fused operation for GELU, or for a frozen BatchNorm followed by GELU, where possible.
 
     If `everywhere` is False, only models that contain feed-forward networks with BatchNorm before GELU are changed.
 
     Returns:
-        Names of the fused GELU layers.
+        Names of the GELU layers that use the fused operation.
     """
     names: list[str] = []
     if not everywhere and not any(type(module) is ConvMlpWithNorm for module in model.modules()):

@@ -1,4 +1,4 @@
-"""Registry of methods by name, for this package and other packages.
+"""Registry that maps names to the method classes of this package and of other packages.
 
 A method registers itself with the decorator `register`. The registry imports all modules in the subpackages of
 `efficient_ft.methods` (`adapters`, `backprop`, ...). It finds methods of other packages through entry points::
@@ -6,8 +6,8 @@ A method registers itself with the decorator `register`. The registry imports al
     [project.entry-points."efficient_ft.methods"]
     every_nth = "every_nth_method.method:EveryNth"
 
-Both happen once, when the registry is first read. At that point, a class that breaks the contract or uses the name of
-another method is rejected, with the name of its distribution.
+All methods are imported once, when the registry is first read. If a class breaks the contract of `Method` or uses the
+name of another method, an error is then raised that names the distribution of the class.
 """
 
 from __future__ import annotations
@@ -29,19 +29,21 @@ from efficient_ft.methods.declarations import Adds, Axis, Exactness, Needs, Plan
 
 _PACKAGE = "efficient_ft.methods"
 _Class = TypeVar("_Class", bound=type[Method])
-#: Methods of the contract that are called with positional arguments only.
+#: Names of the methods of `Method` that are called with positional arguments only.
 _HOOKS = ("_apply", "_remove", "step_begin", "step_end", "total_loss", "step_stats", "state_dict", "load_state_dict")
-#: Registered classes and their distributions, by name.
+#: Registered classes and their distributions. The keys are the names of the methods.
 _registered: dict[str, tuple[type[Method], str]] = {}
 #: Names of methods from other packages whose constructors have not been checked yet.
 _untried: set[str] = set()
 
 
 class Registry(Mapping[str, type[Method]]):
-    """A read-only mapping from names, sorted, to method classes. The first access loads the methods of all packages.
+    """Read-only mapping from method names, in sorted order, to method classes.
+
+    The first access loads the methods of all packages.
 
     Raises:
-        UserError: If a method of another package cannot be used; raised at the first access.
+        UserError: Raised at the first access if a method of another package cannot be used.
     """
 
     def __init__(self) -> None:
@@ -53,7 +55,7 @@ class Registry(Mapping[str, type[Method]]):
             for entry in entry_points(group=GROUP):
                 _load(entry)
             self._loaded = True
-        for name in sorted(_untried):  # `register` runs before the module of a class is complete
+        for name in sorted(_untried):  # checked here, since `register` runs before the module is complete
             method, distribution = _registered[name]
             _refuse_broken(method, distribution, broken_settings(method) or _misspelt_conflict(method))
             _untried.discard(name)
@@ -73,7 +75,7 @@ class Registry(Mapping[str, type[Method]]):
         return self._all()[name][1]
 
 
-#: All methods by name.
+#: Mapping from names to all method classes.
 METHODS = Registry()
 
 
@@ -96,7 +98,10 @@ def register(method: _Class) -> _Class:
 
 @functools.cache
 def own_classes() -> dict[str, type[Method]]:
-    """Return the methods of this package by class name. The first call imports all modules of its subpackages."""
+    """Return a mapping from class names to the methods of this package.
+
+    The first call imports all modules of the subpackages.
+    """
     package = importlib.import_module(_PACKAGE)
     for folder in pkgutil.iter_modules(package.__path__, f"{_PACKAGE}."):
         if folder.ispkg:
@@ -122,7 +127,7 @@ def _load(entry: EntryPoint) -> None:
             f" {getattr(method, 'name', None)!r}. Both must be equal."
         )
     known = _registered.get(entry.name)
-    if known is not None and known[0] is method:  # already registered by its decorator, under the name of its module
+    if known is not None and known[0] is method:  # its decorator has registered it under the name of its module
         del _registered[entry.name]
     _add(method, distribution)
 
@@ -151,7 +156,7 @@ def _where(method: Any) -> str:
 
 
 def broken_contract(method: Any) -> str | None:
-    """Return how a class breaks the contract of methods, or None if it is valid.
+    """Return a phrase that states how a class breaks the contract of `Method`, or None if the class is valid.
 
     The function checks the name, the declarations, the arguments of overridden methods, and the names of the settings.
     """
@@ -171,7 +176,7 @@ def broken_contract(method: Any) -> str | None:
 
 
 def _broken_declaration(declared: Any) -> str | None:
-    """Return the invalid declaration of a class, or of an object whose constructor narrowed it, or None."""
+    """Return a phrase about the first invalid declaration of a class or object, or None if all are valid."""
     for attribute, enumeration in (("axis", Axis), ("other_axes", Axis), ("adds", Adds), ("needs", Needs)):
         value = getattr(declared, attribute, None)
         values = [value] if attribute == "axis" else value
@@ -198,14 +203,14 @@ def _broken_candidates(declared: Any) -> str | None:
         if unknown := [name for name in one.settings if name not in settings]:
             return f"`candidates` must name settings of the constructor, got {unknown[0]!r}"
         if one.exactness is Exactness.EXACT and not one.evidence.strip():
-            return "`candidates` must give the evidence of an exact one: the test or measurement that shows it"
+            return "`candidates` with Exactness.EXACT must name a test or measurement as evidence"
         if not one.time_factor > 0:
             return f"`candidates` must have a time_factor > 0, got {one.time_factor!r}"
     return None
 
 
 def _broken_hook(method: type[Method], hook: str) -> str | None:
-    """Return the arguments that a method of the contract must accept, or None if it accepts them."""
+    """Return a phrase that lists the arguments that `hook` must accept, or None if it accepts these arguments."""
     own = getattr(method, hook)
     wanted = list(inspect.signature(getattr(Method, hook)).parameters)
     bound = isinstance(inspect.getattr_static(method, hook), staticmethod | classmethod)
@@ -218,7 +223,10 @@ def _broken_hook(method: type[Method], hook: str) -> str | None:
 
 
 def broken_settings(method: type[Method]) -> str | None:
-    """Return how the constructor of a class breaks the contract, or None. Settings without default are not checked."""
+    """Return a phrase that states how the constructor of a class breaks the contract, or None.
+
+    A constructor with settings that have no default is not checked.
+    """
     parameters = inspect.signature(method).parameters.values()
     if any(p.default is p.empty for p in parameters):
         return None
@@ -236,7 +244,7 @@ def _misspelt_conflict(method: type[Method]) -> str | None:
     """Return the error for a misspelled key of `conflicts`, or None. All methods must already be registered.
 
     A key may name a method of a package that is not installed. Therefore, only unknown keys that differ from a known
-    name by about one letter are rejected (``lorra``).
+    name by about one letter (such as ``lorra``) are rejected.
     """
     known = [*Axis, *Adds, *_registered]
     for key in method.conflicts:

@@ -1,4 +1,4 @@
-"""The setting `skip`: layers that a method leaves unchanged, selected by parts of their names."""
+"""Functions for the setting `skip`, which lists parts of the names of layers that a method does not change."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ def refuse_skip(skip: Sequence[str] | None) -> None:
 
 
 def is_skipped(name: str, skip: Sequence[str] | None) -> bool:
-    """Return True if `name` contains an entry of `skip`, which is one part or several consecutive parts of a name.
+    """Return True if `name` matches an entry of `skip`.
 
-    ``mlp.fc2`` is skipped by ``mlp``, ``fc2`` and ``mlp.fc2``. ``*`` matches any part: ``layer.*.output``.
+    An entry consists of one part or several consecutive parts of a name. Parts are separated by dots. For example,
+    ``mlp.fc2`` is skipped by ``mlp``, ``fc2`` and ``mlp.fc2``. ``*`` matches any part, as in ``layer.*.output``.
     """
     parts = name.split(".")
     for pattern in skip or ():

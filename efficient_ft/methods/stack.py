@@ -1,4 +1,7 @@
-"""Checks that run before methods are applied. They compare the methods' declarations with each other and the model."""
+"""Checks that run before methods are applied.
+
+They compare the declarations of methods with each other and with the model.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from efficient_ft.models.view import ModelView
 
 
 class _Declared(Protocol):
-    """Declarations that methods and marks have in common."""
+    """Declarations that both methods and marks have."""
 
     @property
     def axes(self) -> tuple[str, ...]: ...
@@ -28,7 +31,10 @@ class _Declared(Protocol):
 
 
 class _Method(_Declared, Protocol):
-    """The attributes of `Method` that this module uses. `methods.base` imports this module."""
+    """Attributes of `Method` that this module uses.
+
+    `Method` itself cannot be imported, because `methods.base` imports this module.
+    """
 
     @property
     def name(self) -> str: ...
@@ -45,23 +51,23 @@ class _Method(_Declared, Protocol):
     def trained_in_some_step(self) -> Iterable[nn.Parameter]: ...
 
 
-#: Methods applied to each model. Their `trained_in_some_step` lists parameters that are frozen only in the current
-#: step.
+#: Mapping from models to the methods that are applied to them. It is used to find parameters that are frozen in the
+#: current step but trained in other steps.
 _applied: WeakKeyDictionary[nn.Module, WeakSet[_Method]] = WeakKeyDictionary()
 
 
 def check_stack(methods: Sequence[_Method], model: nn.Module | None = None) -> None:
-    """Check that methods can be applied together, and to a model to which other methods have been applied.
+    """Check that methods can be applied together, and to a model that already has other methods.
 
-    Each axis may have at most one method, no two methods may conflict, and a method that must be applied before another
-    method (a selection before adapters) must not follow it.
+    Each axis may have at most one method, and no two methods may conflict. A method that must precede another method
+    (for example, a selection must precede adapters) cannot be applied after it.
 
     Args:
-        methods: methods that are not applied, or are applied to `model`.
-        model: model. If None, only the methods are checked.
+        methods: methods that are not yet applied to any model, or that are applied to `model`.
+        model: model to which the methods will be applied. If None, the methods are only compared with each other.
 
     Raises:
-        UserError: If two methods cannot be stacked. The message names both methods and the remedy.
+        UserError: If two methods cannot be stacked. The message names both methods and suggests a remedy.
     """
     for a, b in itertools.combinations(methods, 2):
         axis = _shared_axis(a, b)
@@ -83,8 +89,8 @@ def check_stack(methods: Sequence[_Method], model: nn.Module | None = None) -> N
 
 
 def _refuse_recomputation(methods: Sequence[_Method], model: nn.Module) -> None:
-    """Raise UserError if `model` recomputes its blocks and a method cannot be combined with a second forward pass."""
-    flags = ("grad_checkpointing", "gradient_checkpointing")  # attributes in `timm` and `transformers`
+    """Raise UserError if `model` recomputes its blocks and one of the methods does not support recomputation."""
+    flags = ("grad_checkpointing", "gradient_checkpointing")  # attributes that `timm` and `transformers` set
     if not any(getattr(module, flag, False) for module in model.modules() for flag in flags):
         return
     for method in methods:
@@ -117,7 +123,7 @@ def _check_against(method: _Method, mark: Mark, model: str) -> None:
 
 
 def check_removal(method: _Method, model: nn.Module) -> None:
-    """Raise UserError if a method that must be removed before `method` is still applied to `model`."""
+    """Raise UserError if another method that must be removed before `method` is still applied to `model`."""
     after = frozenset().union(*(MUST_COME_BEFORE.get(axis, frozenset()) for axis in method.axes))
     for mark in marks_of(model):
         if mark.key != method.state_key and after & set(mark.axes):
@@ -141,7 +147,7 @@ def _conflict(a: _Declared, a_name: str, b: _Declared, b_name: str) -> str | Non
 def check_needs(method: _Method, view: ModelView) -> None:
     """Raise UserError if the model does not meet a requirement that `method` declares.
 
-    If the images consist of a single patch, SettingError is raised.
+    If a token grid is required and an image consists of a single patch, raise SettingError.
     """
     for need in Needs:
         if need in method.needs:
@@ -185,7 +191,7 @@ def no_method(wrong: object) -> SettingError:
 
 
 def refuse_wrapped(model: nn.Module, name: str) -> None:
-    """Raise UserError if the model is compiled, scripted, or wrapped by peft, DataParallel, DDP or FSDP."""
+    """Raise UserError if `model` is compiled, scripted, or wrapped by peft, DataParallel, DDP or FSDP."""
     wrapper = type(model).__name__
     if any(kind.__name__ == "PeftModel" for kind in type(model).__mro__):
         raise UserError(
@@ -207,17 +213,18 @@ def note_applied(model: nn.Module, method: _Method) -> None:
 
 
 def check_optimizer(model: nn.Module, optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> None:
-    """Check that the optimizers contain every parameter of `model` that is trained in any step.
+    """Check that the optimizers contain all parameters of `model` that are trained in at least one step.
 
-    Call this function once after the optimizer is created. The callbacks for Lightning and Hugging Face call it.
+    Call this function once, after the optimizer is created. The callbacks for Lightning and Hugging Face make this call
+    automatically.
 
     Args:
         model: model to which the methods were applied.
         optimizers: one optimizer or several optimizers.
 
     Raises:
-        UserError: If a parameter is missing from the optimizers. The optimizer was created before the methods were
-            applied, or inside a step in which they freeze some parameters.
+        UserError: If a parameter is missing from the optimizers. In this case, the optimizer was created before the
+            methods were applied, or inside a step in which the methods freeze some parameters.
     """
     several = [optimizers] if hasattr(optimizers, "param_groups") else list(optimizers)
     held = {id(p) for optimizer in several for group in optimizer.param_groups for p in group["params"]}

@@ -1,4 +1,4 @@
-"""Warnings for training loops that do not call `step_begin` and `step_end` of a method that acts per step."""
+"""Warn if a training loop does not call `step_begin` and `step_end` although a method acts per step."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 
 from torch import Tensor, nn
 
-#: Number of backward passes outside of a step, or of steps without an end, before a warning. A single one may be a
-#: trial run.
+#: Number of backward passes outside of a step, or of steps without a call of `step_end`, that lead to a warning. A
+#: single occurrence may be a trial run.
 _PATIENCE = 2
 
 
 class StepWatch:
-    """Watch the backward passes of a model and the calls of `step_begin` and `step_end`.
+    """Watch the backward passes of a model, and warn if `step_begin` or `step_end` is not called.
 
     A backward pass is outside of a step if no step has begun, or if an optimizer has stepped since an earlier backward
-    pass of the step. After an optimizer's step, the weights have changed or the gradients have been set to None.
-    Neither happens between the micro-batches of one step. A hook watches the last trainable parameter until `stop` is
-    called.
+    pass in the same step. An optimizer has stepped if the weights have changed or the gradients have been set to None.
+    Neither happens between the micro-batches of one step. The class registers a hook on the last trainable parameter.
+    Call `stop` to remove the hook.
     """
 
     def __init__(self, name: str, model: nn.Module) -> None:
         self.name = name
         self._begun = False
-        #: Version and gradient of the watched parameter at the first backward pass of the step. Fused optimizers do not
-        #: increase the version.
+        #: Version and gradient of the watched parameter at the first backward pass of the step. The gradient is
+        #: required because fused optimizers do not increase the version.
         self._seen: tuple[int, Callable[[], Tensor | None]] | None = None
         self._outside = self._unended = 0
         self._warned = False

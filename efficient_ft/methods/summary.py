@@ -1,4 +1,4 @@
-"""Phrases for the one-line summary of a method's changes: ranges of names, and skipped parts with reasons."""
+"""Functions that build the phrases in the one-line summary of a method's changes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from efficient_ft.core.format import format_number
 from efficient_ft.models.view import Reason, Skipped
 
-#: Maximum number of names in a list.
+#: Maximum number of names in a list. Further names are only counted.
 _MOST = 4
 _NAMED = {Reason.HEAD: "head", Reason.STEM: "stem"}
 _SHORT = {
@@ -24,8 +24,8 @@ _SHORT = {
 
 
 def ranges(names: Iterable[str]) -> str:
-    """Return a short list of names with ranges of numbers: ``blocks 9–11, norm and head``."""
-    found: dict[str, list[int]] = {}  # an empty list marks a name without a number
+    """Return a short list of names that contains ranges of numbers, such as ``blocks 9–11, norm and head``."""
+    found: dict[str, list[int]] = {}  # the list of numbers is empty for a name without a number
     for name in names:
         before, number = re.fullmatch(r"(.*?)\.?(\d+)", name, re.DOTALL).groups() if name[-1:].isdigit() else (name, "")  # type: ignore[union-attr]
         key = before if not number or name == f"{before}.{number}" else f"{before}#"
@@ -37,7 +37,10 @@ def ranges(names: Iterable[str]) -> str:
 
 
 def _numbered(name: str, numbers: list[int]) -> str:
-    """Format ``blocks`` and 3, 7, 8, 9 as ``blocks 3, 7–9``. A name that ends with ``#`` has no dot: ``layer1–4``."""
+    """Format the name ``blocks`` with the numbers 3, 7, 8, 9 as ``blocks 3, 7–9``.
+
+    If the name ends with ``#``, no dot or space precedes the numbers, as in ``layer1–4``.
+    """
     runs = [[n for _, n in run] for _, run in groupby(enumerate(sorted(set(numbers))), lambda pair: pair[1] - pair[0])]
     text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
     if name.endswith("#"):
@@ -52,26 +55,27 @@ def _listed(words: list[str]) -> str:
 
 
 def within(names: Iterable[str]) -> str:
-    """Return the location of parts: the names up to their first numbers, formatted by `ranges`."""
+    """Return the location of parts of a model: their names up to the first number, formatted by `ranges`."""
     return ranges(dict.fromkeys(re.sub(r"(\d+)\..*", r"\1", name, flags=re.DOTALL) for name in names))
 
 
 def count(number: int, word: str) -> str:
-    """Return a number with its noun: ``1 layer``, ``2 layers``."""
+    """Return a number with a noun, such as ``1 layer`` or ``2 layers``."""
     return f"{number} {word}{'' if number == 1 else 's'}"
 
 
 def trained(model: nn.Module) -> str:
-    """Return the number of trainable parameters and of all parameters: ``1.34 M of 5.53 M parameters``."""
+    """Return the number of trainable parameters and of all parameters, such as ``1.34 M of 5.53 M parameters``."""
     total, train = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (True, False))
     share = f"{format_number(train)} of {format_number(total)}" if train < total else format_number(total)
     return f"{share} parameters"
 
 
 def left(skipped: Mapping[str, Skipped], state: str, unit: str = "layer") -> str:
-    """Return a phrase that describes the skipped parts at the end of a summary. It is empty if no part was skipped.
+    """Return the phrase about skipped parts at the end of a summary. The phrase is empty if no part was skipped.
 
-    `state` is the state of skipped parts (``exact``, ``dense``, ``not adapted``), and `unit` is the noun for one part.
+    `state` is the state of the skipped parts, such as ``exact``, ``dense`` or ``not adapted``. `unit` is the noun for
+    one part.
     """
     reasons = {why.reason for why in skipped.values()}
     others = [name for name, why in skipped.items() if why.reason not in _NAMED]
@@ -83,7 +87,7 @@ def left(skipped: Mapping[str, Skipped], state: str, unit: str = "layer") -> str
 
 
 def _texts(left: Iterable[Skipped], state: str) -> list[str]:
-    """Return the distinct reasons as short texts, without details that differ between parts."""
+    """Return the distinct reasons as short texts. Details that differ between parts are omitted."""
     details: dict[Reason, set[str]] = {}
     for why in left:
         details.setdefault(why.reason, set()).add(str(why))

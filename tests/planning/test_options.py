@@ -180,7 +180,7 @@ def test_a_method_of_another_package_takes_part_as_it_declares(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("declared", "message"),
     [
-        ((PlanCandidate({}, Exactness.EXACT),), "must give the evidence of an exact one"),
+        ((PlanCandidate({}, Exactness.EXACT),), "must name a test or measurement as evidence"),
         ((PlanCandidate({"rank": 3}),), "must name settings of the constructor, got 'rank'"),
         ((PlanCandidate(time_factor=0.0),), "must have a time_factor > 0"),
         (("full",), "must be a tuple of PlanCandidate"),

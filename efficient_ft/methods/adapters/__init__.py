@@ -1,1 +1,1 @@
-"""Methods that add trainable modules to the model: LoRA, mixture of experts, Rep-Net and TinyTL."""
+"""Methods that add trainable modules to a model: LoRA, LoRA-FA, mixture of experts, Rep-Net and TinyTL."""

@@ -1,5 +1,4 @@
-"""The lite residual module, which TinyTL (see `tinytl`) and Rep-Net (see `repnet`) add in parallel with the blocks of a
-CNN.
+"""Lite residual module. TinyTL (see `tinytl`) and Rep-Net (see `repnet`) add it in parallel with the blocks of a CNN.
 
 Weight standardization: Qiao, Wang, Liu, Shen, Yuille, "Micro-Batch Training with Batch-Channel Normalization and Weight
 Standardization", 2019.
@@ -17,9 +16,9 @@ from torch import Tensor, nn
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.models.view import ModelView
 
-#: Number of channels per group of every GroupNorm.
+#: Number of channels per group in all GroupNorm layers.
 GROUP = 8
-#: Constant added to the variance in weight standardization.
+#: Constant added to the variance in weight standardization for numerical stability.
 EPS = 1e-6
 
 
@@ -30,9 +29,9 @@ class LiteResidual(nn.Module):
     output is 0.
 
     Args:
-        inputs: number of input channels of both convolutions; a multiple of `GROUP`.
-        outputs: number of output channels; a multiple of `GROUP`.
-        kernel: k, odd.
+        inputs: number of input channels of both convolutions. Must be a multiple of `GROUP`.
+        outputs: number of output channels. Must be a multiple of `GROUP`.
+        kernel: kernel size k of the first convolution. Must be odd.
         groups: number of groups of the k×k convolution.
         stride: stride of the parallel block.
     """
@@ -47,9 +46,9 @@ class LiteResidual(nn.Module):
         nn.init.zeros_(self.norm2.weight)
 
     def forward(self, x: Tensor, size: torch.Size) -> Tensor:
-        """Return the output for x (B, inputs, H, W), bilinearly resized to (B, outputs, *size).
+        """Return the output for x (B, inputs, H, W). The output is resized bilinearly to (B, outputs, *size).
 
-        `size` is the output size (H, W) of the parallel block. An input with a side of 1 is not pooled.
+        `size` is the output size (H, W) of the parallel block. An input whose height or width is 1 is not pooled.
         """
         if min(x.shape[-2:]) > 1:
             x = F.avg_pool2d(x, 2)
@@ -67,7 +66,7 @@ def refuse_indivisible(view: ModelView, method_name: str, name: str, channels: i
 
 
 def check_lite(kernel_size: Any, groups: Any) -> None:
-    """Raise SettingError unless the settings of the first convolution of a module are valid."""
+    """Raise SettingError unless the settings for the first convolution of a lite residual module are valid."""
     if type(kernel_size) is not int or kernel_size < 1 or kernel_size % 2 == 0:
         raise SettingError("kernel_size", kernel_size, "an odd integer >= 1")
     if type(groups) is not int or groups not in (1, 2, 4, 8):
@@ -75,5 +74,5 @@ def check_lite(kernel_size: Any, groups: Any) -> None:
 
 
 def stride_of(module: nn.Module) -> int:
-    """Return the largest stride of the convolutions in `module` (parallel convolutions in MixNet); default: 1."""
+    """Return the largest stride of the convolutions in `module`, or 1 if it has none."""
     return max((m.stride[0] for m in module.modules() if isinstance(m, nn.Conv2d)), default=1)

@@ -1,5 +1,7 @@
-"""LoRA (Hu, Shen, Wallis, Allen-Zhu, Li, Wang, Wang, Chen, "LoRA: Low-Rank Adaptation of Large Language Models", ICLR
-2022). The library `peft` implements the adapted layers.
+"""LoRA: add trainable low-rank adapters to linear layers and 1×1 convolutions.
+
+Source: Hu, Shen, Wallis, Allen-Zhu, Li, Wang, Wang, Chen, "LoRA: Low-Rank Adaptation of Large Language Models", ICLR
+2022. The library `peft` implements the adapted layers.
 """
 
 from __future__ import annotations
@@ -23,26 +25,28 @@ from efficient_ft.models.view import Layer, ModelView, Reason, Skipped, projecti
 class LoRA(Method):
     """Add LoRA adapters to the trainable layers of the model (Hu et al., ICLR 2022).
 
-    A layer is adapted if the selection that was applied before leaves its weight trainable. Without a selection, all
-    supported layers are adapted. An adapted layer computes W x + (alpha / rank) B A x. W is frozen, A is initialized by
-    ``kaiming_uniform_(a=√5)``, and B is initialized with zeros, so that the initial output is unchanged. `remove`
-    merges the adapters into the weights and restores the names of the layers.
+    If a selection was applied before, only layers whose weights the selection leaves trainable are adapted. Without a
+    selection, all supported layers are adapted. An adapted layer computes W x + (alpha / rank) B A x. W is frozen, A is
+    initialized with ``kaiming_uniform_(a=√5)``, and B is initialized with zeros, so that the initial output is
+    unchanged. `remove` merges the adapters into the weights and restores the names of the layers.
 
     With ``targets="attention"``, linear layers and 1×1 convolutions in attention modules are adapted, and only A, B and
     the head are trained. With ``targets="all"``, every linear layer and 1×1 convolution whose input comes from the
-    images is adapted. The other parameters that the selection leaves trainable are trained too: biases, norms, layer
+    images is adapted. Other parameters that the selection leaves trainable are also trained: biases, norms, layer
     scales and other convolutions. The stem, the head and new modules around a pretrained network are never adapted. Two
-    other kinds of layers are not adapted: layers whose input or output has at most as many channels as the rank
-    (talking heads), and subclasses of torch's layers (convolutions with standardized weights).
+    other kinds of layers are not adapted: layers whose input or output has at most as many channels as the rank (such
+    as talking heads), and subclasses of torch's layers (such as convolutions with standardized weights).
 
     Args:
-        rank: rank r of each adapter, at least 1. A fused qkv layer receives rank 3·rank with the same alpha, and
-            therefore the scale alpha / (3·rank).
-        alpha: numerator of the scale alpha / rank, above 0.
-        targets: layers to adapt: the layers in ``attention`` modules, or ``all`` linear layers and 1×1 convolutions.
-        dropout: dropout probability for the input of the adapters in training, from 0 to below 1.
-        as_published: if True, reproduce the baselines of the LBP-WHT paper. Layers whose forward is never called (qkv
-            in SwinV2) are then not adapted, and layers narrower than the rank (talking heads) are adapted.
+        rank: rank r of each adapter. Must be at least 1. The adapter of a fused qkv layer has rank 3·rank and the same
+            alpha. Its scale is therefore alpha / (3·rank).
+        alpha: numerator of the scale alpha / rank. Must be positive.
+        targets: layers to adapt. ``attention``: linear layers and 1×1 convolutions in attention modules. ``all``: all
+            linear layers and 1×1 convolutions.
+        dropout: dropout probability for the inputs of the adapters in training. Must be in [0, 1).
+        as_published: if True, reproduce the baselines of the LBP-WHT paper: layers whose forward method is never called
+            (such as qkv in SwinV2) are not adapted, and layers that are narrower than the rank (such as talking heads)
+            are adapted.
 
     Raises:
         SettingError: If a setting is out of range.
@@ -71,19 +75,20 @@ class LoRA(Method):
         self.rank, self.alpha, self.targets, self.dropout = rank, float(alpha), targets, float(dropout)
         self.as_published = as_published
         self._adapted: tuple[str, ...] = ()
-        # Attention modules that call their qkv layer while the method is applied, instead of reading its weight.
+        # Attention modules that read the weight of their qkv layer. While the method is applied, they call the layer
+        # instead.
         self._reached: tuple[str, ...] = ()
-        # requires_grad of every parameter before `apply`.
+        # Value of requires_grad of each parameter before `apply`.
         self._before: dict[str, bool] = {}
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
-        # The import of `peft` takes seconds.
+        # `peft` is imported only here, because the import takes several seconds.
         from peft import LoraConfig, inject_adapter_in_model
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         if any(isinstance(m, BaseTunerLayer) for m in model.modules()):
             raise UserError(f"method {self.name}: the model has peft adapters already; merge or unload them first.")
-        outside = frozenset(view.outside)  # new layers, which are trained directly
+        outside = frozenset(view.outside)  # new layers are trained directly, without adapters
         skipped = {x.name: Skipped(Reason.NEW) if is_inside(x.name, outside) else self._why_not(x) for x in view.layers}
         chosen = [layer for layer in view.layers if skipped[layer.name] is None]
         left_out = {name: why for name, why in skipped.items() if why is not None}
@@ -100,13 +105,13 @@ class LoRA(Method):
             r=self.rank,
             lora_alpha=self.alpha,  # type: ignore[arg-type]
             lora_dropout=self.dropout,
-            # A regular expression must match the whole name; a name in a list would also match as a suffix.
+            # A regular expression must match the entire name, whereas names in a list would also match as suffixes.
             target_modules="|".join(re.escape(name) for name in self._adapted),
             rank_pattern={re.escape(x.name): self._rank(x.name) for x in chosen if self._rank(x.name) != self.rank},
         )
         inject_adapter_in_model(config, model)
         del model.peft_config
-        # `peft` has frozen all parameters except the adapters, including the head.
+        # `peft` has frozen all parameters except those of the adapters. The head must be trainable again.
         for name, parameter in parameters.items():
             parameter.requires_grad_(name in trains)
             if not parameter.requires_grad:
@@ -132,7 +137,7 @@ class LoRA(Method):
     def _trains(self, model: nn.Module, view: ModelView, left_out: dict[str, Skipped]) -> set[str]:
         if self.targets == "attention":
             return self._trained_head(view)
-        # As published, a layer whose forward is never called is frozen like the adapted layers.
+        # As published, layers whose forward method is never called are frozen like the adapted layers.
         unreached = [name for name, why in left_out.items() if why.reason == Reason.AS_PUBLISHED]
         weights = {f"{name}.weight" for name in (*self._adapted, *unreached)}
         return {n for n, before in self._before.items() if before and n not in weights}
@@ -141,12 +146,12 @@ class LoRA(Method):
         return {n for n in view.new_parameters() if self._before[n]}
 
     def _rank(self, name: str) -> int:
-        """Return the rank of an adapter. Fused layers have a larger rank, as in the LBP-WHT paper."""
+        """Return the rank of an adapter. Adapters of fused layers have a larger rank, as in the LBP-WHT paper."""
         return self.rank * projections_in(name)
 
     def _why_not(self, layer: Layer) -> Skipped | None:
-        """Return the reason why a layer receives no adapter, or None if it receives one."""
-        # An adapter requires an input that comes from the images, but no token grid.
+        """Return the reason why a layer receives no adapter, or None if it receives an adapter."""
+        # An adapter requires that the input of the layer comes from the images, but it does not require a token grid.
         if layer.why_not is not None and layer.why_not.reason != Reason.NO_GRID:
             return layer.why_not
         if self.targets == "attention" and not layer.in_attention:
@@ -155,7 +160,7 @@ class LoRA(Method):
 
     def _why_not_trained(self, layer: Layer) -> Skipped | None:
         if type(layer.module) not in (nn.Linear, nn.Conv2d):
-            # An adapter cannot be merged into standardized weights, and A does not support "same" padding.
+            # Adapters cannot be merged into standardized weights, and matrix A does not support "same" padding.
             return Skipped(Reason.OTHER_FORM, f"its class {type(layer.module).__name__} defines its own forward")
         if not layer.module.weight.requires_grad:  # type: ignore[union-attr]
             return Skipped(Reason.FROZEN)

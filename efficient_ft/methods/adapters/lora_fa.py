@@ -1,5 +1,7 @@
-"""LoRA-FA (Zhang, Zhang, Shi, Chu, Li, "LoRA-FA: Memory-efficient Low-rank Adaptation for Large Language Models
-Fine-tuning", 2023).
+"""LoRA-FA: add low-rank adapters in which only one of the two matrices is trained.
+
+Source: Zhang, Zhang, Shi, Chu, Li, "LoRA-FA: Memory-efficient Low-rank Adaptation for Large Language Models
+Fine-tuning", 2023.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ from efficient_ft.ops.saving import current_packing
 
 
 class _FrozenForward(OwnForward):
-    """Forward pass of a convolution that does not save its input while its weight is frozen."""
+    """Forward pass of a convolution that does not save its input if its weight is frozen."""
 
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
         module: Any = self.module
-        # A low-rank backward pass changes the class of the module. A packed convolution saves no input either.
+        # A method with a low-rank backward pass changes the class of the module. A packed convolution with a frozen
+        # weight does not save its input either.
         if type(self.module) is not nn.Conv2d or module.weight.requires_grad or current_packing() is not None:
             return self.within(x, *others, **keywords)
         return frozen_conv2d(
@@ -35,22 +38,24 @@ class _FrozenForward(OwnForward):
 class LoRAFA(LoRA):
     """Add LoRA adapters with a frozen matrix A, so that only B is trained (LoRA-FA: Zhang et al., 2023).
 
-    An adapted layer computes W x + (alpha / rank) B A x with frozen W and A. The gradient of B requires A x, which has
-    ``rank`` values per position. No other part of the layer's input is saved. A is initialized as in LoRA and B with
-    zeros, so that the initial output is unchanged. Only B and the head are trained. All other parameters are frozen,
-    even if the selection leaves them trainable (norms, biases). Convolutions without an adapter are also frozen and
-    save no input. `remove` merges the adapters into the weights and restores the names of the layers.
+    An adapted layer computes W x + (alpha / rank) B A x with frozen W and A. The gradient of B requires only A x, which
+    has ``rank`` values per position. Therefore, A x is saved instead of the layer's input x. A is initialized as in
+    LoRA, and B is initialized with zeros, so that the initial output is unchanged. Only B and the head are trained. All
+    other parameters are frozen, including norms and biases that the selection leaves trainable. Convolutions without an
+    adapter are also frozen and do not save their inputs. `remove` merges the adapters into the weights and restores the
+    names of the layers.
 
-    A layer is adapted if the selection that was applied before leaves its weight trainable. Without a selection, all
-    layers except those in the stem and the head are adapted. Layers whose input or output has at most as many channels
-    as the rank, and subclasses of torch's layers, are not adapted.
+    If a selection was applied before, only layers whose weights the selection leaves trainable are adapted. Without a
+    selection, all layers except those in the stem and the head are adapted. Layers whose input or output has at most as
+    many channels as the rank, and subclasses of torch's layers, are not adapted.
 
     Args:
-        rank: rank r of each adapter, at least 1. A fused qkv layer receives rank 3·rank with the same alpha, and
-            therefore the scale alpha / (3·rank).
-        alpha: numerator of the scale alpha / rank, above 0.
-        targets: layers to adapt: ``all`` linear layers and ungrouped convolutions of any kernel size (A has the kernel,
-            and B is 1×1), or the linear layers and 1×1 convolutions in ``attention`` modules.
+        rank: rank r of each adapter. Must be at least 1. The adapter of a fused qkv layer has rank 3·rank and the same
+            alpha. Its scale is therefore alpha / (3·rank).
+        alpha: numerator of the scale alpha / rank. Must be positive.
+        targets: layers to adapt. ``all``: linear layers and ungrouped convolutions of any kernel size (A is a
+            convolution with this kernel size, and B is a 1×1 convolution). ``attention``: linear layers and 1×1
+            convolutions in attention modules.
 
     Raises:
         SettingError: If a setting is out of range.
@@ -68,7 +73,7 @@ class LoRAFA(LoRA):
             if ".lora_A." in name:
                 parameter.requires_grad_(False)
         for module in model.modules():
-            # `nn.Conv2d` itself with numeric zero padding
+            # `frozen_conv2d` does not support subclasses, other padding modes, or padding that is given as a string.
             plain = type(module) is nn.Conv2d and module.padding_mode == "zeros" and not isinstance(module.padding, str)
             if plain and not module.weight.requires_grad:  # type: ignore[union-attr]
                 put_inside(module, _FrozenForward(module))
@@ -85,7 +90,7 @@ class LoRAFA(LoRA):
         spatial = layer.why_not is not None and layer.why_not.reason == Reason.SPATIAL_CONVOLUTION
         if spatial and self.targets == "all":
             module: Any = layer.module
-            if module.dilation != (1, 1) or module.padding_mode != "zeros":  # peft's A supports neither
+            if module.dilation != (1, 1) or module.padding_mode != "zeros":  # peft does not support them in A
                 return Skipped(Reason.OTHER_FORM, "the convolution is dilated or not padded with zeros")
             return self._why_not_trained(layer)
         return super()._why_not(layer)

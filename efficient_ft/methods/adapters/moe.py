@@ -1,6 +1,8 @@
-"""Mixture of experts (Sarkar et al., "Block Selective Reprogramming for On-device Training of Vision Transformers"
-(BSR), CVPR Workshops 2024, Section 5.2). Balance loss: Fedus, Zoph, Shazeer, "Switch Transformers: Scaling to Trillion
-Parameter Models with Simple and Efficient Sparsity", JMLR 2022, Equations 4 to 6.
+"""Mixture of experts: replace feed-forward networks by experts.
+
+Source: Sarkar et al., "Block Selective Reprogramming for On-device Training of Vision Transformers" (BSR), CVPR
+Workshops 2024, Section 5.2. Balance loss: Fedus, Zoph, Shazeer, "Switch Transformers: Scaling to Trillion Parameter
+Models with Simple and Efficient Sparsity", JMLR 2022, Equations 4 to 6.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ _STANDARD = (Mlp, GluMlp, SwiGLU)
 
 
 class _BalanceLosses(dict[str, Tensor]):
-    """Balance losses of the last forward pass in training, by layer name. Copies and pickles are empty."""
+    """Mapping from layer names to the balance losses of the last forward pass in training.
+
+    Copies and pickles are empty.
+    """
 
     def __reduce__(self) -> Any:
         return type(self), ()
@@ -40,8 +45,9 @@ class _BalanceLosses(dict[str, Tensor]):
 class _ExpertsForward(OwnForward):
     """Forward pass of a feed-forward network with experts.
 
-    The network itself is the first expert. Its submodule ``gate`` is the router, and ``experts`` contains the other
-    experts. The forward pass stores the balance loss in `balance_losses`. If that is None, no balance loss is computed.
+    The network itself is the first expert. Its submodule ``gate`` is the router, and its submodule ``experts`` contains
+    the other experts. The forward pass stores the balance loss in `balance_losses`. If `balance_losses` is None, no
+    balance loss is computed.
     """
 
     def __init__(
@@ -50,23 +56,27 @@ class _ExpertsForward(OwnForward):
         super().__init__(module)
         self.name, self.top_k, self.norm_topk_prob, self.balance_losses = name, top_k, norm_topk_prob, balance_losses
 
-    @torch.compiler.disable  # the number of tokens per expert depends on values
+    @torch.compiler.disable  # the number of tokens per expert depends on tensor values
     def __call__(self, x: Tensor) -> Tensor:
         refuse_export(
             "method moe: the number of tokens of each expert depends on the images, and an exported network would use"
             " the numbers of the example.",
             "Run the network in PyTorch, or train it without experts.",
         )
-        # Activations are packed per image, but the tokens of an expert come from several images.
+        # Activations are packed for each image, but the tokens of an expert come from several images.
         with packing_suspended():
             return self._mixed(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
     def _mixed(self, x_TC: Tensor) -> Tensor:
-        """Return Σ weight · expert(x) over the experts of each token, (T, C), in at least float32."""
+        """Return Σ weight · expert(x) over the experts of each token, (T, C).
+
+        The sum is computed in at least float32.
+        """
         mlp: Any = self.module
         experts = [self.within, *mlp.experts]
         probability_TE = mlp.gate(x_TC).to(torch.promote_types(x_TC.dtype, torch.float32)).softmax(-1)
-        # A stable sort instead of topk makes ties reproducible. With a new gate, all probabilities are equal.
+        # A stable sort is used instead of topk, so that ties are reproducible. With a new gate, all probabilities are
+        # equal.
         weight_TE, expert_TE = probability_TE.sort(dim=-1, descending=True, stable=True)
         weight_TK, expert_TK = weight_TE[:, : self.top_k].contiguous(), expert_TE[:, : self.top_k].contiguous()
         if self.norm_topk_prob:
@@ -77,16 +87,17 @@ class _ExpertsForward(OwnForward):
         order = expert_TK.flatten().argsort(stable=True)  # sorts the T·K (token, expert) pairs by expert
         token = order.div(self.top_k, rounding_mode="floor")
         parts = x_TC.index_select(0, token).split(_counts(expert_TK, len(experts)))
-        # An expert without tokens does not run, so that its gradients remain None.
+        # An expert without tokens does not run. Its gradients therefore remain None.
         y = torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True) if len(part)])
-        # index_select restores the order of the tokens. index_add would save its inputs for the backward pass.
+        # Restore the order of the tokens. index_select is used because index_add would save its inputs for the backward
+        # pass.
         y_TKC = y.index_select(0, order.argsort()).unflatten(0, weight_TK.shape)
         return (y_TKC * weight_TK.unsqueeze(-1)).sum(1).to(y.dtype)
 
 
 def _counts(expert_TK: Tensor, experts: int) -> list[int]:
-    # Fake and meta tensors have no values. Their tokens are distributed evenly, because the total cost is linear in the
-    # number of tokens.
+    # Fake and meta tensors have no values. In this case, tokens are distributed evenly, which does not change the total
+    # cost, because the cost is linear in the number of tokens.
     if isinstance(expert_TK, FakeTensor) or expert_TK.is_meta:
         pairs = expert_TK.numel()
         return [pairs * (e + 1) // experts - pairs * e // experts for e in range(experts)]
@@ -94,17 +105,19 @@ def _counts(expert_TK: Tensor, experts: int) -> list[int]:
 
 
 def _balance_loss(probability_TE: Tensor, expert_TK: Tensor) -> Tensor:
-    """Return E · Σ fₑ · Pₑ over the E experts (fraction of the tokens · mean probability), which is 1 if both are
-    uniform.
+    """Return the balance loss E · Σ fₑ · Pₑ over the E experts.
+
+    fₑ is the fraction of the tokens that are routed to an expert, and Pₑ is its mean probability. The loss is 1 if both
+    are uniform.
     """
-    # No gradient flows through fₑ, so the sum is a mean over the (token, expert) pairs.
+    # No gradient flows through fₑ. The sum can therefore be computed as a mean over the (token, expert) pairs.
     return probability_TE.shape[1] * probability_TE.mean(0)[expert_TK].mean()
 
 
 class ExpertsMethod(Method):
-    """Base class of the methods with experts (`MoE`, `BSRMoE`): experts, one router per task, and the balance loss.
+    """Base class of the methods with experts (`MoE`, `BSRMoE`).
 
-    The settings are described in `MoE`.
+    It implements the experts, one router per task, and the balance loss. The settings are described in `MoE`.
     """
 
     adds: frozenset[Adds] = frozenset({Adds.MODULES, Adds.LOSS})
@@ -131,7 +144,10 @@ class ExpertsMethod(Method):
             self.adds = self.adds - {Adds.LOSS}
 
     def _networks_of(self, view: ModelView, blocks: Sequence[int]) -> tuple[str, ...]:
-        """Return the full names of the blocks' feed-forward networks. Raise UserError if one is not supported."""
+        """Return the full names of the feed-forward networks in `blocks`.
+
+        Raise UserError if a network is not supported.
+        """
         networks = {name: getattr(view.model.get_submodule(name), "mlp", None) for name in view.blocks}
         unfit = [name for name, mlp in networks.items() if not _is_standard(mlp)]
         fit = len(unfit) < len(networks)
@@ -163,7 +179,7 @@ class ExpertsMethod(Method):
             put_inside(mlp, _ExpertsForward(mlp, name, self.top_k, self.norm_topk_prob, self._balance_losses))
 
     def _take_experts(self, model: nn.Module) -> None:
-        """Remove gates and experts. Each network keeps the weights of its first expert."""
+        """Remove the gates and the added experts. Each network keeps the weights of its first expert."""
         mlp: Any
         for mlp in model.modules():
             if any(isinstance(f, _ExpertsForward) for f in forwards_of(mlp)):
@@ -172,14 +188,14 @@ class ExpertsMethod(Method):
 
     @property
     def task(self) -> str | None:
-        """Task whose gates and classifier the next forward pass uses; None if the network has a single task.
+        """Task whose gates and classifier the next forward pass uses, or None if the network has a single task.
 
-        A network has several tasks if `efficient_ft.models.tasks.give_heads` was called before `apply`. Set the task
-        before each forward pass.
+        To train several tasks, call `efficient_ft.models.tasks.give_heads` before `apply`, and set this property before
+        each forward pass.
 
         Raises:
-            UserError: If the task is set on a network with a single task.
-            SettingError: If the task is set to an unknown name.
+            UserError: If the property is set and the network has a single task.
+            SettingError: If the property is set to an unknown name.
         """
         return None if self._tasks is None else self._tasks.active
 
@@ -199,9 +215,9 @@ class ExpertsMethod(Method):
             loss: loss of the forward pass, with shape ().
 
         Raises:
-            UserError: If a block with experts has computed no balance loss. Either the block is recomputed in the
-                backward pass (checkpointing), or no forward pass has run in training mode with gradients since the last
-                call.
+            UserError: If a block with experts has computed no balance loss. In this case, either the block is
+                recomputed in the backward pass (checkpointing), or no forward pass has run in training mode with
+                gradients since the last call of this method.
         """
         if self._balance_losses is None:
             return loss
@@ -226,29 +242,31 @@ def _is_standard(mlp: nn.Module | None) -> bool:
 
 @register
 class MoE(ExpertsMethod):
-    """Replace the feed-forward networks of some blocks by experts (BSR, CVPR Workshops 2024, Section 5.2).
+    """Replace the feed-forward networks of the listed blocks by experts (BSR, CVPR Workshops 2024, Section 5.2).
 
-    A linear gate without bias, initialized with zeros, and a softmax assign each token a probability for each expert.
-    The ``top_k`` most probable experts run, and their outputs are summed, weighted by the probabilities. In a tie, the
-    expert with the lower index is preferred. As published, the ``top_k`` probabilities are not normalized, so the
-    initial output is top_k / num_experts times the output of the feed-forward network. With ``norm_topk_prob``, the
-    initial output is unchanged. An expert without tokens in a step does not run, and its gradients are None.
+    A linear gate without bias, followed by a softmax, computes a probability of each expert for each token. The gate is
+    initialized with zeros. The ``top_k`` most probable experts of a token run, and their outputs are summed, weighted
+    by the probabilities. If probabilities are equal, the expert with the lower index is preferred. As published, the
+    ``top_k`` probabilities are not normalized. The initial output is therefore top_k / num_experts times the output of
+    the feed-forward network. With ``norm_topk_prob``, the initial output is unchanged. An expert that receives no
+    tokens in a step does not run, and its gradients are None.
 
     The first expert is the model's own feed-forward network and keeps its parameter names. The other experts
-    (``….mlp.experts.…``) are copies of the first one. The copies and the gates (``….mlp.gate.…``) cannot be merged, so
-    that exported weights contain them. `remove` keeps the first expert with its trained weights. In a network with
-    several tasks (`efficient_ft.models.tasks`), each task has separate gates. Set `task` to select a task.
+    (``….mlp.experts.…``) are copies of the first one. The copies and the gates (``….mlp.gate.…``) cannot be merged.
+    Exported weights therefore contain the copies and the gates. `remove` keeps the first expert with its trained
+    weights. In a network with several tasks (`efficient_ft.models.tasks`), each task has separate gates. Set `task` to
+    select a task.
 
     Args:
-        num_experts: number of experts in each of the blocks, at least 1.
-        top_k: number of experts per token, from 1 to num_experts.
+        num_experts: number of experts in each of the blocks. Must be at least 1.
+        top_k: number of experts that run for each token. Must be from 1 to num_experts.
         blocks: indices of the blocks with experts, counted from 0 across all stages. Negative indices count from the
             end.
         norm_topk_prob: if True, the weights of a token's experts are normalized to a sum of 1.
-        aux_loss_coef: factor of the balance loss that `total_loss` adds, at least 0. The balance loss is E · Σ fₑ · Pₑ,
-            summed over the blocks. fₑ is the fraction of (token, expert) pairs in the batch of one process that are
-            routed to expert e, and Pₑ is the mean probability of expert e. BSR uses 0: it computes the balance loss but
-            does not add it. M³ViT and Switch Transformers use 0.01.
+        aux_loss_coef: factor of the balance loss that `total_loss` adds. Must be non-negative. The balance loss is E ·
+            Σ fₑ · Pₑ, summed over the blocks. fₑ is the fraction of (token, expert) pairs in the batch of one process
+            that are routed to expert e, and Pₑ is the mean probability of expert e. BSR uses 0: it computes the balance
+            loss but does not add it. M³ViT and Switch Transformers use 0.01.
 
     Raises:
         SettingError: If a setting is out of range. Raised by `apply` if a block index is out of range or repeated, or

@@ -1,9 +1,10 @@
-"""Rep-Net: trainable side modules in parallel with a few blocks of a frozen network.
+"""Rep-Net: add trainable side modules in parallel with some blocks of a frozen network.
 
-Source: Yang, Rakin, Fan, "Rep-Net: Efficient On-Device Learning via Feature Reprogramming", CVPR 2022, as the baseline
-in "Block Selective Reprogramming" (BSR, CVPR Workshops 2024; Figure 3 and Equation 7): a_{i+1} = f_M(a_i) + f_S(a_i),
-with a frozen block f_M of the network and a trainable side module f_S. BSR also applies Rep-Net to transformers. The
-positions and sizes of the modules are derived from the costs in Table 5 of BSR (see docs/methods/repnet.md).
+Source: Yang, Rakin, Fan, "Rep-Net: Efficient On-Device Learning via Feature Reprogramming", CVPR 2022. The method is
+implemented in the form of the baseline in "Block Selective Reprogramming" (BSR, CVPR Workshops 2024; Figure 3 and
+Equation 7): a_{i+1} = f_M(a_i) + f_S(a_i), where f_M is a frozen block of the network and f_S is a trainable side
+module. The BSR paper also applies Rep-Net to transformers. The positions and sizes of the modules are derived from the
+costs in Table 5 of the BSR paper (see docs/methods/repnet.md).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from efficient_ft.methods.summary import left, ranges, trained
 from efficient_ft.models.view import ModelView, Reason, Skipped
 from efficient_ft.ops.tokens import attach_tokens, pop_tokens, token_context
 
-#: Names of the first and last convolution in each supported type of CNN block.
+#: Names of the first and the last convolution in each supported type of CNN block.
 _CONVOLUTIONS = {
     BasicBlock: ("conv1", "conv2"),
     Bottleneck: ("conv1", "conv3"),
@@ -37,14 +38,14 @@ _CONVOLUTIONS = {
 
 
 class _SideForward(OwnForward):
-    """Forward pass of a block with a parallel `side_module`. Both outputs are added."""
+    """Forward pass that adds the output of a parallel `side_module` to the output of a block."""
 
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
         side: Any = self.module.side_module
         y, tokens = pop_tokens(self.within(x, *others, **keywords))
         if isinstance(side, LiteResidual):
             return y + side(x, y.shape[-2:])
-        # Add only the branches of the side block. Its residual x is already part of y.
+        # Add only the branches of the side block, because its residual x is already part of y.
         x, input_tokens = pop_tokens(x)
         with token_context(input_tokens):
             return attach_tokens(y + (side(x, *others, **keywords) - x), tokens)
@@ -56,21 +57,22 @@ class RepNet(Method):
 
     Only the side modules and the head are trained. The blocks of ResNets, MobileNets and plain vision transformers
     (ViT, DeiT) are supported. Blocks that the selection has frozen receive no side module. The initial output of the
-    side modules is 0. Side modules cannot be merged, so that exported weights contain them (``….side_module.…``).
+    side modules is 0. Side modules cannot be merged. Exported weights therefore contain the side modules
+    (``….side_module.…``).
 
     Args:
         blocks: indices of the blocks that receive a side module, counted from 0 across all stages. Negative indices
-            count from the end. If None, six blocks of a CNN or three blocks of a transformer are used, evenly spaced
-            over the trainable blocks.
-        kernel_size: kernel size of the side modules in a CNN, odd.
-        groups: number of groups of the first convolution of these modules: 1, 2, 4 or 8.
+            count from the end. If None, six blocks of a CNN or three blocks of a transformer receive a side module.
+            These blocks are evenly spaced over the trainable blocks.
+        kernel_size: kernel size of the first convolution of the side modules in a CNN. Must be odd.
+        groups: number of groups of the first convolution of the side modules in a CNN: 1, 2, 4 or 8.
 
     Raises:
         SettingError: If a setting is out of range. Raised by `apply` if a block index is out of range or repeated, or
             if a block does not support side modules.
-        UserError: Raised by `apply` if no supported block is trainable, if the number of channels of a CNN's block is
-            not a multiple of 8, or if another method that adds modules, or that drops tokens in these blocks, has been
-            applied.
+        UserError: Raised by `apply` if no supported block is trainable, or if the number of channels of a block in a
+            CNN is not a multiple of 8. Also raised if a method that adds modules, or a method that drops tokens in
+            these blocks, has been applied.
     """
 
     name = "repnet"
@@ -103,7 +105,7 @@ class RepNet(Method):
         return Applied(self.name, added, skipped, modules=added, summary=summary)
 
     def _chosen(self, view: ModelView) -> tuple[list[str], dict[str, Skipped]]:
-        """Return the names of the blocks that receive a side module, in order, and the skipped blocks."""
+        """Return the names of the blocks that receive a side module, in model order, and the skipped blocks."""
         blocks = {name: view.model.get_submodule(name) for name in view.blocks}
         able = [name for name, block in blocks.items() if _is_token_block(block) or _is_map_block(block)]
         if not able:
@@ -166,7 +168,7 @@ class RepNet(Method):
 
 
 def _is_token_block(block: nn.Module) -> bool:
-    """Return True for a ViT block whose branches both end in a projection."""
+    """Return True for a ViT block in which both branches end in a projection."""
     return type(block) is Block and hasattr(block.attn, "proj") and hasattr(block.mlp, "fc2")
 
 

@@ -1,4 +1,4 @@
-"""TinyTL: lite residual modules in parallel with the blocks of a CNN with frozen weights.
+"""TinyTL: add trainable lite residual modules in parallel with the blocks of a CNN whose weights are frozen.
 
 Source: Cai, Gan, Zhu, Han, "TinyTL: Reduce Memory, Not Parameters for Efficient On-Device Learning", NeurIPS 2020.
 """
@@ -26,15 +26,16 @@ from efficient_ft.methods.summary import count, left, trained
 from efficient_ft.models.frozen_batch_norm import FROZEN
 from efficient_ft.models.view import ModelView, Reason, Skipped
 
-#: Downsampling factor of a block's input at which the kernel size of its module is limited to 3. For images of 224
-#: pixels, the pooled map is then 3×3. The paper does not specify this value. With it, and with as many hidden channels
-#: as input channels, the four published memories that depend on it are reproduced (TinyTL 37 and 65 MB, FT-Last 31 MB,
-#: FT-Norm+Last 192 MB). With kernels of size 5 everywhere, TinyTL would require 42 MB instead of 37 MB.
+#: Downsampling factor of a block's input from which the kernel size of the block's module is at most 3. For images of
+#: 224 pixels, the pooled feature map is then 3×3. The paper does not specify this value. With a value of 32, and with
+#: as many hidden channels as input channels, the four published memory sizes that depend on these choices are
+#: reproduced (TinyTL 37 and 65 MB, FT-Last 31 MB, FT-Norm+Last 192 MB). If all kernels had size 5, TinyTL would require
+#: 42 MB instead of 37 MB.
 COARSE = 32
 
 
 class InvertedResidualWithLite(InvertedResidual):
-    """timm's InvertedResidual with a parallel `lite_residual`. The parameters of the block keep their names."""
+    """An InvertedResidual from `timm` with a parallel `lite_residual`. The parameters of the block keep their names."""
 
     lite_residual: LiteResidual
 
@@ -44,42 +45,43 @@ class InvertedResidualWithLite(InvertedResidual):
 
 
 class GroupNorm2d(nn.BatchNorm2d):
-    """GroupNorm with `GROUP` channels per group, which replaces a BatchNorm2d and keeps its scale and shift."""
+    """GroupNorm with `GROUP` channels per group. It replaces a BatchNorm2d and keeps the scale and shift."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.group_norm(x, self.num_features // GROUP, self.weight, self.bias, self.eps)
 
 
 class GroupNormAct2d(BatchNormAct2d):
-    """`GroupNorm2d` followed by dropout and activation, which replaces timm's `BatchNormAct2d`."""
+    """`GroupNorm2d` followed by dropout and an activation function. It replaces timm's `BatchNormAct2d`."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.group_norm(x, self.num_features // GROUP, self.weight, self.bias, self.eps)
         return self.act(self.drop(x))
 
 
-#: BatchNorm classes and their replacements with ``norm="group"``.
+#: Mapping from BatchNorm classes to the classes that replace them if ``norm="group"``.
 _GROUPED: dict[type, type] = {nn.BatchNorm2d: GroupNorm2d, BatchNormAct2d: GroupNormAct2d}
 _GROUPED |= {FROZEN[norm]: grouped for norm, grouped in _GROUPED.items()}
 
 
 @register
 class TinyTL(Method):
-    """Add lite residual modules in parallel with a CNN's inverted residual blocks (TinyTL: Cai et al., NeurIPS 2020).
+    """Add lite residual modules in parallel with the inverted residual blocks of a CNN (Cai et al., NeurIPS 2020).
 
     The modules, all biases and the head are trained, and all other weights are frozen. Blocks and biases that the
-    selection has frozen remain frozen, and such blocks receive no module. Blocks without expansion (the first block of
-    MobileNetV2) and blocks that are not instances of timm's InvertedResidual receive no module either. The initial
-    output of the modules is 0. The modules cannot be merged, so that exported weights contain them
+    selection has frozen remain frozen, and such blocks receive no module. Blocks without expansion (such as the first
+    block of MobileNetV2) and blocks that are not instances of timm's InvertedResidual receive no module either. The
+    initial output of the modules is 0. The modules cannot be merged. Exported weights therefore contain the modules
     (``….lite_residual.…``).
 
     Args:
-        kernel_size: kernel size of the first convolution in each module, odd. It is at most 3 in blocks whose input is
-            smaller than the image by a factor of 32 or more.
-        groups: number of groups of this convolution: 1, 2, 4 or 8.
-        norm: norm layers of the pretrained network. As published, ``group`` replaces every BatchNorm by GroupNorm with
-            groups of 8 channels and standardizes the weights of all convolutions without a bias. It requires weights
-            that were trained in this way. ``batch`` keeps BatchNorm, so that the initial output is unchanged.
+        kernel_size: kernel size of the first convolution in each module. Must be odd. The kernel size is limited to 3
+            in blocks whose input is downsampled from the image by a factor of 32 or more.
+        groups: number of groups of the first convolution: 1, 2, 4 or 8.
+        norm: normalization in the pretrained network. ``group`` (as published) replaces every BatchNorm by GroupNorm
+            with groups of 8 channels, and standardizes the weights of all convolutions without a bias. This setting
+            requires weights that were trained in this way. ``batch`` keeps BatchNorm, so that the initial output is
+            unchanged.
 
     Raises:
         SettingError: If a setting is out of range.
@@ -99,7 +101,8 @@ class TinyTL(Method):
         check_choice("norm", norm, ("group", "batch"))
         self.kernel_size, self.groups, self.norm = kernel_size, groups, norm
         self._before: dict[str, bool] = {}
-        # Original class of each norm, and mean and standard deviation of each standardized filter, by module name.
+        # By module name: the original class of each norm, and the original mean and standard deviation of the filters
+        # of each standardized convolution.
         self._norms: dict[str, type] = {}
         self._filters: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -115,7 +118,8 @@ class TinyTL(Method):
             module = model.get_submodule(name)
             module.__class__ = _GROUPED[type(module)]
         if norms:
-            # Convolutions before a norm have no bias. Convolutions in squeeze-and-excitation have a bias.
+            # Only convolutions before a norm are standardized. These convolutions have no bias, whereas convolutions in
+            # squeeze-and-excitation modules have a bias.
             self._filters = {
                 n: _standardize(m) for n, m in model.named_modules() if isinstance(m, nn.Conv2d) and m.bias is None
             }
@@ -139,8 +143,9 @@ class TinyTL(Method):
         return Applied(self.name, added, skipped, notes, modules=added, summary=summary)
 
     def _chosen(self, view: ModelView) -> tuple[dict[str, int], dict[str, Skipped]]:
-        """Return the blocks that receive a module, with the downsampling factors of their inputs, and the skipped
-        blocks.
+        """Return the blocks that receive a module, and the skipped blocks.
+
+        The values for the blocks that receive a module are the downsampling factors of their inputs.
         """
         chosen: dict[str, int] = {}
         skipped: dict[str, Skipped] = {}
@@ -173,7 +178,10 @@ class TinyTL(Method):
         return chosen, skipped
 
     def _to_group(self, view: ModelView) -> list[str]:
-        """Return the names of all BatchNorms. Raise UserError if one was trained or cannot be replaced by GroupNorm."""
+        """Return the names of all BatchNorm layers.
+
+        Raise UserError if a layer was trained or cannot be replaced by GroupNorm.
+        """
         found = []
         for name, module in view.model.named_modules():
             if isinstance(module, _BatchNorm):
@@ -208,7 +216,7 @@ class TinyTL(Method):
 
 
 def _was_trained(norm: _BatchNorm) -> bool:
-    """Return True if the statistics of a BatchNorm differ from the statistics of a new BatchNorm."""
+    """Return True if the running statistics of a BatchNorm layer differ from their initial values."""
     mean, variance = norm.running_mean, norm.running_var
     if mean is None or variance is None or mean.is_meta or isinstance(mean, FakeTensor):
         return False
@@ -217,7 +225,10 @@ def _was_trained(norm: _BatchNorm) -> bool:
 
 @torch.no_grad()
 def _standardize(module: Any) -> tuple[Tensor, Tensor]:
-    """Standardize frozen filters in place. Return the original means and standard deviations, (C_out, 1, 1, 1)."""
+    """Standardize frozen filters in place.
+
+    Return their original means and standard deviations, each (C_out, 1, 1, 1).
+    """
     weight = module.weight
     variance, mean = torch.var_mean(weight, dim=(1, 2, 3), correction=0, keepdim=True)
     deviation = (variance + EPS).sqrt()

@@ -1,8 +1,8 @@
-"""LBP-DCT: the low-rank backward pass of LBP-WHT with a low-pass DCT over the full token grid.
+"""LBP-DCT: a low-rank backward pass with a low-pass DCT over the entire token grid.
 
-With the same number of coefficients and the same cost, the gradient is closer to the exact gradient than the gradient
-of LBP-WHT on every grid larger than one 8×8 block. The scheme is the same as in LBP-WHT (see `lbp_wht`). The projector
-is our extension.
+On every grid larger than one 8×8 block, the gradient of LBP-DCT is closer to the exact gradient than the gradient of
+LBP-WHT with the same number of coefficients and the same cost. The backward pass is the same as in LBP-WHT (see
+`lbp_wht`). The projector is our extension.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class LBPDCT(LowRankBackward):
     """Compute the gradients of linear layers from the lowest DCT-II components of the token grid.
 
     Args:
-        order: order of the selection, from 1 to 15. The number of components equals the number of bases that LBP-WHT's
-            ``l1`` selection of this order uses with ``ortho`` padding.
+        order: order of the selection, from 1 to 15. The number of components is the number of bases that LBP-WHT with
+            ``bases=l1`` and ``padding=ortho`` uses for the same order.
         skip, fused: see `LBPWHT`.
 
     Raises:

@@ -1,9 +1,9 @@
 """LBP-WHT: a low-rank backward pass with a block-wise Walsh–Hadamard projection.
 
 Source: Yang, Chiang, Li, Marculescu, Marculescu, "Efficient Low-rank Backpropagation for Vision Transformer
-Adaptation", NeurIPS 2023. The default padding, an orthonormal basis of the cropped rows, is our extension. It is exact
-at full rank and closer to the exact gradient at every measured rank. The settings `padding="reflect",
-as_published=True` reproduce the paper.
+Adaptation", NeurIPS 2023. The default padding, which uses an orthonormal basis of the cropped rows, is our extension.
+Its gradient is exact at full rank and closer to the exact gradient than the published padding at every measured rank.
+The settings `padding="reflect", as_published=True` reproduce the paper.
 """
 
 from __future__ import annotations
@@ -31,20 +31,22 @@ class LBPWHT(LowRankBackward):
     """Compute the gradients of linear layers from a few Walsh–Hadamard bases of each 8×8 block of the token grid.
 
     Args:
-        bases: selection of the 64 bases. ``l1``: i + j ≤ order − 1 (order 1–15; R = order(order+1)/2 up to order 8).
-            ``linf``: max(i, j) ≤ order − 1 (order 1–8, R = order²). ``lhe``: the R = order(order+1)/2 bases with the
-            highest energy in each layer's g_y over the first `profile_steps` steps, which run the exact backward pass.
+        bases: rule that selects R of the 64 bases (i, j). ``l1``: i + j ≤ order − 1 (order 1–15, where R =
+            order(order+1)/2 up to order 8). ``linf``: max(i, j) ≤ order − 1 (order 1–8, where R = order²). ``lhe``: as
+            many bases as ``l1``, namely those with the highest energy in the output gradient g_y of each layer, summed
+            over the first `profile_steps` steps. These steps run the exact backward pass.
         order: order of the low-pass selection. The paper recommends 4 (R = 10) to 6 (R = 21).
-        padding: padding for grids whose sides are not multiples of 8: ``ortho`` or ``zero``, which are exact at full
-            rank, or ``reflect`` (as published), which is not exact at any rank.
-        as_published: if True, reproduce the published code. A qkv layer whose forward is never called (SwinV2) then
-            stays exact, and layers are projected even if this costs more than the exact backward pass (talking heads).
-        profile_steps: number of optimizer steps that ``lhe`` profiles.
-        skip: parts of the names of layers that stay exact, such as ``attention``, ``fc2`` or ``mlp.fc2``. ``*`` matches
-            any part.
-        fused: if True, GELU and a frozen BatchNorm before it are computed in one pass per direction on a CPU. This
-            saves time and activation memory, but the kernel compiler (numba) uses about 100 MiB. None: only in networks
-            with BatchNorm before GELU (EfficientFormer), where the gain is largest.
+        padding: padding for grids whose height or width is not a multiple of 8. ``ortho`` and ``zero`` are exact at
+            full rank. ``reflect`` (as published) is not exact at any rank.
+        as_published: if True, reproduce the published code: qkv layers whose forward method is never called (SwinV2)
+            stay exact, and layers are projected even if this costs more than the exact backward pass (such as talking
+            heads).
+        profile_steps: number of optimizer steps over which ``lhe`` measures the energy.
+        skip: parts of names. Layers whose names contain one of these parts, such as ``attention``, ``fc2`` or
+            ``mlp.fc2``, keep the exact backward pass. ``*`` matches any part.
+        fused: if True, GELU and a frozen BatchNorm before it are fused into one operation on a CPU. This saves time and
+            activation memory, but the compiler of the kernels (numba) uses about 100 MiB. If None, the operations are
+            fused only in networks with BatchNorm before GELU (EfficientFormer), where the gain is largest.
 
     Raises:
         SettingError: If a value is not allowed.
@@ -108,13 +110,14 @@ class LBPWHT(LowRankBackward):
             self._stop_watching()
 
     def _most_energy(self, energy: Tensor | None) -> Pairs:
-        """Return the R bases with the highest energy, lowest first, or the bases of LP_L1 if the layer received no
-        gradient.
+        """Return the R bases with the highest energy, sorted by increasing sequency.
+
+        If the layer received no gradient, return the bases of ``l1``.
         """
         pairs = low_pass_l1(self.order)
         energy = torch.zeros(BLOCK, BLOCK, dtype=torch.float64) if energy is None else energy
         energy = all_reduce_sum(energy)
-        if not energy.any():  # for example, in the last block of a model that classifies by its class token
+        if not energy.any():  # for example, in the last block of a model that classifies only by its class token
             return pairs
         top = energy.flatten().topk(len(pairs)).indices.tolist()
         return lowest_first((k // BLOCK, k % BLOCK) for k in top)

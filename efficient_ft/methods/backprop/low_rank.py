@@ -1,7 +1,7 @@
-"""Base class of the methods with a low-rank backward pass, and the layers that replace linear layers and convolutions.
+"""Base class of the methods with a low-rank backward pass, and the layers that it changes.
 
-Only the class of a layer changes. The module object, its parameter names and its forward pass in evaluation remain the
-same, so that a changed model can be copied, pickled, saved and restored.
+A method changes only the class of a layer. The module object, its parameter names and its forward pass in evaluation
+remain the same, so that the changed model can be copied, pickled, saved and restored.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ from efficient_ft.ops.tokens import Tokens, current_tokens
 
 @dataclass
 class LowRank:
-    """Settings of a changed layer.
+    """Projector, token layout and profile of a changed layer.
 
-    `projector` is None while the layer is profiled with the exact backward pass. `energy` is the fraction of each WHT
-    basis in the energy of g_y, summed over these passes; (8, 8), float64, on the CPU. With fractions, each backward
-    pass has the same weight, regardless of its loss scale.
+    `projector` is None while the layer is profiled with the exact backward pass. `energy` contains, for each WHT basis,
+    the fraction of the energy of the output gradient g_y, summed over all profiled backward passes. It has shape (8, 8)
+    and dtype float64 and is on the CPU. Fractions give all backward passes the same weight, regardless of the loss
+    scale.
     """
 
     projector: Projector | None
@@ -100,12 +101,15 @@ CHANGED = {nn.Linear: LowRankLinear, nn.Conv2d: LowRankConv2d}
 
 
 def _records(module: nn.Linear | nn.Conv2d, x: Tensor) -> bool:
-    """Return True if the call belongs to a training step and more than a bias gradient is required."""
+    """Return True if the call belongs to a training step and a gradient other than that of the bias is required."""
     return module.training and torch.is_grad_enabled() and (x.requires_grad or module.weight.requires_grad)
 
 
 def _of_kept(whole: Any, tokens: Tokens, prefix: int, x: Tensor) -> SubsetProjection:
-    """Return the projection of the remaining tokens, which is shared by all layers that run on the same tokens."""
+    """Return the projection for the remaining tokens.
+
+    It is cached, so that all layers with the same tokens share it.
+    """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     key = whole, dtype
@@ -115,7 +119,7 @@ def _of_kept(whole: Any, tokens: Tokens, prefix: int, x: Tensor) -> SubsetProjec
 
 
 def _profiled(y: Tensor, how: LowRank, grid: tuple[int, int], tokens: Tokens | None = None) -> Tensor:
-    """Return `y`. The backward pass adds the energy of the gradient to the energy of the layer."""
+    """Return `y`, and register a hook that adds the energy of the gradient of `y` to the energy of the layer."""
 
     def gather(g: Tensor) -> None:
         if how.tokens.form == "channels_first":
@@ -141,25 +145,26 @@ def refuse_order(order: int, largest: int, where: str = "") -> None:
 class LowRankBackward(Method):
     """Base class of the methods that compute the gradients of linear layers and 1×1 convolutions in a low-rank space.
 
-    Each layer whose input has a token grid is changed: attention and MLP layers, talking heads and patch merging. The
-    stem, the patch embedding and the head are not changed. A layer whose low-rank backward pass would cost more than
-    the exact backward pass stays exact and is reported. The selection determines which layers are trained. Frozen
-    layers are changed too.
+    All layers whose inputs have a token grid are changed: attention and MLP layers, talking heads and patch merging.
+    The stem, the patch embedding and the head are not changed. If the low-rank backward pass of a layer would cost more
+    than the exact backward pass, the layer stays exact, and the report states this. The selection determines which
+    layers are trained. Frozen layers are also changed.
 
     A subclass implements `projector_for`.
 
     Attributes:
-        as_published: if True, project layers even if the exact backward pass costs less, and leave layers exact whose
-            forward is never called.
-        profiles: if True, layers run the exact backward pass first, and the subclass sets their projectors later.
-        skip: parts of the names of layers that stay exact (`methods.skip`).
-        fused: if True, GELU and a frozen BatchNorm before it are computed in one pass on a CPU (see
-            `methods.fused_gelu`). None: only in networks with BatchNorm before GELU.
+        as_published: if True, layers are projected even if the exact backward pass costs less, and layers whose forward
+            method is never called stay exact.
+        profiles: if True, layers initially run the exact backward pass, and the subclass sets their projectors after
+            the profile.
+        skip: parts of names. Layers whose names contain one of these parts stay exact (see `methods.skip`).
+        fused: if True, GELU and a frozen BatchNorm before it are fused into one operation on a CPU (see
+            `methods.fused_gelu`). If None, this applies only to networks with BatchNorm before GELU.
 
     Raises:
         UserError: Raised by `apply` if the model has no layer with a token grid, or if a grid cannot be projected.
             Raised by a forward pass in training if the positions of the tokens are unknown, or if the number of tokens
-            differs from the grid.
+            does not match the grid.
     """
 
     axis = Axis.BACKPROP
@@ -175,15 +180,15 @@ class LowRankBackward(Method):
     def projector_for(self, layer: Layer) -> Projector:
         """Return the projector for a layer.
 
-        If the projector is selected later (profiling), return a placeholder with the same rank and cost.
+        If the projector is selected only after a profile, return a placeholder with the same rank and cost.
 
         Args:
             layer: linear layer or 1×1 convolution of the view. `layer.tokens` is the layout of its tokens, and
                 `layer.channels` is (C_in, C_out).
 
         Raises:
-            SettingError: If a setting does not fit this layer. If a projector cannot project a grid, its `projection`
-                must raise ValueError, which `apply` converts to UserError.
+            SettingError: If a setting does not fit this layer. If a projector cannot project a grid, its method
+                `projection` must raise ValueError, which `apply` converts to UserError.
         """
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
@@ -208,7 +213,7 @@ class LowRankBackward(Method):
                 exact[layer.name] = Skipped(Reason.EXACT_IS_CHEAPER, why)
             else:
                 chosen.append((layer, self.projector_for(layer), layer.tokens))
-        # The model is changed after all layers have been checked, so that an error leaves it unchanged.
+        # The model is changed only after all layers have been checked, so that it is unchanged if an error is raised.
         for layer, projector, tokens in chosen:
             layer.module.__class__ = CHANGED[type(layer.module)]
             layer.module.low_rank = LowRank(None if self.profiles else projector, tokens)  # type: ignore[assignment]
@@ -235,11 +240,11 @@ class LowRankBackward(Method):
 
     @property
     def libraries(self) -> tuple[str, ...]:  # type: ignore[override]
-        # Before `apply`, a prediction includes the library unless fusion is disabled.
+        # Before `apply`, predictions of process memory include the library unless fusion is disabled.
         return () if self.fused is False or self._fuses is False else ("numba",)
 
     def _costs_more(self, layer: Layer, tokens: TokenLayout) -> str | None:
-        """Return why a layer stays exact, or None if it is projected."""
+        """Return the reason why a layer stays exact, or None if the layer is projected."""
         try:
             projection = self.projector_for(layer).projection(tokens.grid, tokens.prefix, layer.channels)
         except ValueError as error:

@@ -1,5 +1,7 @@
-"""Back Razor (Jiang, Chen, Huang, Du, Zhou, Wang, "Back Razor: Memory-Efficient Transfer Learning by Self-Sparsified
-Backpropagation", NeurIPS 2022).
+"""Back Razor: save only the largest activations for the backward pass.
+
+Source: Jiang, Chen, Huang, Du, Zhou, Wang, "Back Razor: Memory-Efficient Transfer Learning by Self-Sparsified
+Backpropagation", NeurIPS 2022.
 """
 
 from __future__ import annotations
@@ -24,29 +26,32 @@ VALUES = ("fp16", "bf16", "same", "int8")
 
 @register
 class BackRazor(ActivationPacking):
-    """Save only the largest values of each sample's activations and a bitmap. The forward pass does not change.
+    """Save only the largest activations of each sample. The forward pass does not change.
 
-    The method prunes q, k, v, the output of the softmax, and the inputs of linear layers, convolutions and
-    normalizations. The input of GELU is saved in half precision without pruning, and ReLU saves one bit per element.
-    The gradient of a layer's input does not depend on pruned values, except in normalizations and attention.
+    A bitmap stores the positions of the saved values. The method prunes q, k, v, the output of the softmax, and the
+    inputs of linear layers, convolutions and normalizations. The input of GELU is not pruned and is saved in half
+    precision. ReLU saves one bit per element. The gradient of a layer's input does not depend on pruned values, except
+    in normalizations and attention.
 
     Args:
-        sparsity: fraction of the values that are dropped, from 0 to below 1.
-        value_dtype: dtype of the saved values: ``fp16`` (as published; on overflow, `step_end` raises an error),
-            ``bf16``, ``same`` (the dtype of the activation), or ``int8`` (Back Razor with Mesa: 8 bits with a running
-            range per tensor, also for the input of GELU).
-        norm_saves: tensor that normalizations save: their ``input`` (as published) or the ``normalized`` input x̂.
+        sparsity: fraction of the values that are dropped. Must be in [0, 1).
+        value_dtype: dtype of the saved values. ``fp16`` is the published dtype. If a value overflows, `step_end` raises
+            an error. ``bf16`` avoids overflows. ``same`` is the dtype of the activation. ``int8`` combines Back Razor
+            with Mesa: values, including the input of GELU, are saved in 8 bits with one running range per tensor.
+        norm_saves: tensor that normalizations save: the ``input`` (as published), or the ``normalized`` input x̂.
         attention: ``unfused`` saves q, k, v and the output of the softmax (as published). ``fused`` saves q, k and v in
             8 bits and recomputes attention from these tensors with torch's fused kernel.
-        recompute_inputs: if True, a layer after GELU does not save its input, which is recomputed from the tensor that
-            the preceding layer saves. With ``norm_saves=normalized``, this also applies to a layer after a LayerNorm.
-        threshold: ``exact`` (as published) or ``sampled``. A sampled threshold is estimated from 4096 values of each
-            sample. It saves slightly fewer values than the budget allows, and never more.
-        prune: ``backward`` or ``both``. ``both`` is the paper's negative control (Figure 3): the forward pass in
-            training also computes with the pruned tensors. The backward pass uses the same formulas, and pruning passes
-            gradients straight through. Evaluation and exported models remain dense, so that the two values differ only
-            in the forward pass of training.
-        skip: parts of the names of layers that stay dense, such as ``decoder`` or ``mlp.fc2``. ``*`` matches any part.
+        recompute_inputs: if True, a layer that follows GELU does not save its input. The input is recomputed from the
+            tensor that is saved for GELU. With ``norm_saves=normalized``, this also applies to layers that follow a
+            LayerNorm.
+        threshold: ``exact`` (as published), or ``sampled``. A sampled threshold is estimated from 4096 values of each
+            sample. In this case, slightly fewer values may be saved than the sparsity allows, but never more.
+        prune: ``backward`` prunes only the tensors that are saved for the backward pass. ``both`` is the negative
+            control in the paper (Figure 3): the forward pass in training also uses the pruned tensors. The backward
+            pass uses the same formulas, and gradients pass through the pruning unchanged. Evaluation and exported
+            models remain dense, so that the two values differ only in the forward pass in training.
+        skip: parts of names. Layers whose names contain one of these parts, such as ``decoder`` or ``mlp.fc2``, stay
+            dense. ``*`` matches any part.
 
     Raises:
         SettingError: If a value is not allowed, or if ``prune=both`` is combined with ``attention=fused`` or

@@ -16,14 +16,15 @@ from efficient_ft.ops.saving import PackingState
 
 
 class MemoryForward(OwnForward):
-    """Replacement for the forward pass of a module whose activations are saved in a different storage format."""
+    """Forward pass of a module that saves its activations in a different storage format."""
 
     @property
     def training(self) -> bool:
         """True if the current call may belong to a training step.
 
-        `freeze_batch_norm` assigns a frozen class to BatchNorm layers, and their flag follows the model. Other
-        BatchNorm classes may be in evaluation mode during training.
+        For most modules, this is the value of ``module.training``. For BatchNorm layers other than `nn.BatchNorm2d` and
+        timm's `BatchNormAct2d`, the value is always True, because `freeze_batch_norm` switches these layers to
+        evaluation mode during training.
         """
         if self.module.training:
             return True
@@ -32,7 +33,7 @@ class MemoryForward(OwnForward):
 
 
 def refuse_recomputation(method: str) -> None:
-    """Raise UserError while the model itself recomputes a part, because the method would then save no memory."""
+    """Raise UserError if the model itself recomputes the current part. The method would then save no memory."""
     if is_recomputing():
         raise UserError(
             f"method {method}: the model runs its blocks again in the backward pass (gradient checkpointing), so"
@@ -42,7 +43,7 @@ def refuse_recomputation(method: str) -> None:
 
 
 class MemoryMethod(Method):
-    """Base class of the methods that determine how a model saves its activations."""
+    """Base class of the methods that define how a model saves its activations."""
 
     axis = Axis.MEMORY
     changes_weights = False
@@ -53,21 +54,21 @@ class MemoryMethod(Method):
         self._restored: dict[str, Any] | None = None
 
     def _begin(self) -> PackingState:
-        """Create a new packing state, and load the state of a checkpoint if there is one."""
+        """Create a new packing state. If a checkpoint has been loaded, restore its state."""
         self._packing = self._new_state()
         if self._restored is not None:
             self._packing.load_state_dict(self._restored)
         return self._packing
 
     def _new_state(self) -> PackingState:
-        """Return a new object for the state that persists between steps (running ranges and overflow)."""
+        """Return a new object for the state that persists between steps, such as running ranges and overflow."""
         return PackingState()
 
     def _remove(self, model: nn.Module) -> None:
         take_away(model, MemoryForward)
 
     def step_end(self) -> None:
-        """Check the packed values of the step.
+        """Check that no packed value of the step has overflowed.
 
         Raises:
             UserError: If a packed value exceeds the range of fp16.

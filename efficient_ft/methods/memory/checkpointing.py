@@ -1,5 +1,7 @@
-"""Block checkpointing (Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016). The
-quantization of the inputs is our extension.
+"""Block checkpointing: save only the inputs of blocks, and recompute the blocks in the backward pass.
+
+Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016. The quantization of the inputs
+is our extension.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from efficient_ft.ops.saving import PackingState
 from efficient_ft.ops.storage import Dense, EightBits, GroupBits, Half, PackContext, Packer
 from efficient_ft.ops.tokens import Tokens, attach_tokens, pop_tokens
 
-#: Storage format of a block's input, by `Checkpointing.input_dtype`.
+#: Mapping from values of `Checkpointing.input_dtype` to the storage formats of the inputs of blocks.
 INPUT_DTYPES: dict[str, Packer] = {
     "same": Dense(),
     "bf16": Half(torch.bfloat16),
@@ -32,7 +34,7 @@ INPUT_DTYPES: dict[str, Packer] = {
 
 
 class _RecomputedForward(MemoryForward):
-    """Forward pass that saves only the input of the module, in training."""
+    """Forward pass that, in training, saves only the input of the module."""
 
     def __init__(self, module: nn.Module, name: str, packer: Packer, packing: PackingState) -> None:
         super().__init__(module)
@@ -55,10 +57,10 @@ class _RecomputedForward(MemoryForward):
     def _run(self, x: Tensor, tokens: Tokens | None, *args: Any, **keywords: Any) -> Any:
         module = self.module
         x = attach_tokens(x, tokens)
-        if not torch.is_grad_enabled():  # the first run
+        if not torch.is_grad_enabled():  # first run, in the forward pass
             return self.within(x, *args, **keywords)
         self.packing.last.in_backward = True
-        # The recomputation must not update the running statistics again, because autograd has saved these tensors.
+        # The recomputation must not update running statistics again, because autograd has already saved these tensors.
         moving = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
         before = [(m.momentum, m.num_batches_tracked) for m in moving]
         counts = [None if count is None else count.clone() for _, count in before]
@@ -67,7 +69,8 @@ class _RecomputedForward(MemoryForward):
         try:
             return self.within(x, *args, **keywords)
         finally:
-            # The count is restored instead of decremented, because a replaced BatchNorm does not count.
+            # The count is restored instead of decremented, because a BatchNorm with a replaced forward pass may not
+            # increase it.
             for m, (momentum, counter), count in zip(moving, before, counts, strict=True):
                 m.momentum = momentum
                 if counter is not None and count is not None:
@@ -76,15 +79,16 @@ class _RecomputedForward(MemoryForward):
 
 @register
 class Checkpointing(MemoryMethod):
-    """Save only the input of each block, and recompute the block in the backward pass.
+    """Save only the input of each block, and recompute the forward pass of the block in the backward pass.
 
-    Gradients are exact with ``input_dtype=same``. The forward pass of each block runs twice. Inputs are never pruned,
-    because a block that is recomputed from a pruned input has a different gradient.
+    Gradients are exact if ``input_dtype=same``. The forward pass of each recomputed block runs twice. Inputs cannot be
+    saved in a pruned form, because a block that is recomputed from a pruned input has a different gradient.
 
     Args:
-        blocks: indices of the blocks. Negative indices count from the end. If None, all blocks are recomputed.
-        input_dtype: storage format of a block's input: ``same`` (unchanged), ``bf16``, ``int8`` (one running range), or
-            ``int4`` (a minimum and a step per 64 values, as in `LowBit`).
+        blocks: indices of the blocks to recompute, counted from 0. Negative indices count from the end. If None, all
+            blocks are recomputed.
+        input_dtype: storage format of the input of a block: ``same`` (dtype of the input), ``bf16``, ``int8`` (with one
+            running range), or ``int4`` (with a minimum and a step for each group of 64 values, as in `LowBit`).
 
     Raises:
         SettingError: If a value is not allowed. Raised by `apply` if a block index is out of range.

@@ -1,20 +1,23 @@
-"""Selection of bits and group size for each packed tensor under a byte budget, by the change of the gradient.
+"""Select the number of bits and the group size for each packed tensor under a memory budget.
 
-During the profile, all tensors are saved in 8 bits. When the backward pass reaches the output of a part of the model,
-it runs once from this output without changes. It then runs again for each tensor that the part packs, with only this
-tensor rounded to 3 bits. The change is the squared norm of the difference, relative to the squared norm of the part's
-own gradient, summed over the parts of the model. It is relative because optimizers such as Adam are insensitive to the
-scale of a part's gradient.
+The selection is based on how much the gradient changes if a tensor is rounded. During the profile, all tensors are
+saved in 8 bits. When the backward pass reaches the output of a part of the model, the gradients below this output are
+first computed without further rounding. They are then computed again for each tensor that the part packs, with only
+this tensor rounded to 3 bits. For each part of the model that has a gradient, the squared norm of the difference is
+divided by the squared norm of the part's own gradient. The change for the tensor is the sum of these ratios. Relative
+differences are used because optimizers such as Adam are insensitive to the scale of a part's gradient.
 
-The changes of several tensors are additive, because their rounding errors are independent. The change of each tensor is
-proportional to the squared rounding error, which yields the change for all other formats. On a trained small ViT, the
-sum is within 5 % of the change when all tensors are rounded. Bits are then assigned where they reduce the sum most.
+The changes for several tensors are additive, because the rounding errors of different tensors are independent. The
+change for each tensor is proportional to its squared rounding error. The changes for all other formats are computed
+from this relation. On a trained small ViT, the sum of the changes is within 5 % of the change that results if all
+tensors are rounded. Finally, bits are assigned to the tensors for which they reduce the sum most.
 
-A part that is frozen in a profiling step (`lisa`, `uniform_layers`) is not measured in this step, because its effect on
-the gradients of other parts does not predict the effect on its own gradient.
+If a part is frozen in a profiling step (for example, by `lisa` or `uniform_layers`), its tensors are not measured in
+this step, because their effect on the gradients of other parts does not predict their effect on the part's own
+gradient.
 
-ActNN (Chen et al., ICML 2021) and GACT (Liu et al., ICML 2022) select bits by the sensitivity of the gradient's
-variance. Measuring the change relative to each part is our extension.
+ActNN (Chen et al., ICML 2021) and GACT (Liu et al., ICML 2022) select bits based on the sensitivity of the variance of
+the gradient. Measuring the change relative to each part is our extension.
 """
 
 from __future__ import annotations
@@ -37,24 +40,25 @@ from efficient_ft.ops.saving import PackingState
 from efficient_ft.ops.storage import BITS, GroupBits, PackContext, Packed, group_length, group_pack, group_unpack
 from efficient_ft.ops.tokens import attach_tokens, pop_tokens
 
-#: Storage format of a tensor: bits per value, and values per group.
+#: Storage format of a tensor: number of bits per value, and number of values per group.
 Form = tuple[int, int]
-#: Bits of every tensor during the profile. Changes are measured relative to this precision.
+#: Number of bits per value during the profile. Changes are measured relative to this precision.
 _EXACT = 8
-#: Bits to which a tensor is rounded to measure its change.
+#: Number of bits to which a tensor is rounded to measure the change of the gradient.
 _TRIAL = 3
-#: Number of steps without a finite, nonzero gradient (fp16 overflow, zero-initialized head) after which a profile ends.
+#: The profile ends after this number of steps without a finite, nonzero gradient. Such steps occur, for example, after
+#: an fp16 overflow or with a zero-initialized head.
 _IN_VAIN = 16
 
 
 def bits_per_value(form: Form) -> float:
-    """Return the bits per packed value, including the value's part of the group's minimum and step."""
+    """Return the number of bits per packed value. The minimum and the step of the group are included proportionally."""
     bits, group = form
     return bits + 32 / group
 
 
 def packed_bits(n: int, form: Form) -> int:
-    """Return the number of bits of n packed values. The last group may be padded."""
+    """Return the number of bits that n packed values require. The last group may be padded."""
     bits, group = form
     length = group_length(n, group)
     return -(-n // length) * (bits * length + 32)
@@ -62,18 +66,19 @@ def packed_bits(n: int, form: Form) -> int:
 
 @dataclass
 class ChosenBits(PackingState):
-    """The profile and the selected storage formats.
+    """State of the profile, and the selected storage formats.
 
     Attributes:
-        budget: mean number of bits per packed value, including minimum and step.
-        groups: allowed numbers of values per group.
+        budget: mean number of bits per packed value, including the minimum and the step of each group.
+        groups: group sizes that may be selected. A group size is the number of values that share a minimum and a step.
         stochastic: if True, values are rounded stochastically.
-        profile_steps: number of steps to measure.
-        steps: number of measured steps.
-        in_vain: number of steps without a measurement.
-        values: number of values of each tensor packed in the profile, by the name of its `PackContext`.
-        changes: change of the gradient by tensor and format, summed over the measured steps.
-        forms: selected format by tensor; None until the profile is finished.
+        profile_steps: number of steps in which changes must be measured.
+        steps: number of steps in which changes have been measured.
+        in_vain: number of steps in which no change could be measured.
+        values: number of values of each tensor that was packed in the profile. The keys are the names of the
+            `PackContext`.
+        changes: for each tensor and each format, the change of the gradient, summed over the measured steps.
+        forms: selected format of each tensor, or None before the end of the profile.
     """
 
     budget: float = 4.5
@@ -85,22 +90,26 @@ class ChosenBits(PackingState):
     values: dict[str, int] = field(default_factory=dict)
     changes: dict[str, dict[Form, float]] = field(default_factory=dict)
     forms: dict[str, Form] | None = None
-    #: State of the current step: part of each parameter by id, frozen parts, and measured changes.
+    #: State of the current step: the part that contains each parameter (by id), the frozen parts, and the measured
+    #: changes.
     _part_of: dict[int, str] = field(default_factory=dict)
     _frozen: dict[str, nn.Module] = field(default_factory=dict)
     _step: dict[str, dict[Form, float]] = field(default_factory=dict)
-    #: Tensor that is rounded in the running backward pass, and its squared rounding errors by format.
+    #: Name of the tensor that is rounded in the current backward pass, and its squared rounding error for each format.
     _trial: str | None = None
     _errors: dict[Form, float] = field(default_factory=dict)
 
     @property
     def all_forms(self) -> list[Form]:
-        """All formats in increasing order of size."""
+        """All formats, sorted by increasing size."""
         return sorted(((bits, group) for bits in BITS for group in self.groups), key=bits_per_value)
 
     @property
     def default(self) -> Form:
-        """Format of a tensor that was not measured: the largest format that fits the budget for all tensors."""
+        """Format of tensors that were not measured.
+
+        It is the largest format that would meet the budget for all tensors.
+        """
         return max((f for f in self.all_forms if bits_per_value(f) <= self.budget), key=bits_per_value)
 
     def pack(self, x: Tensor, context: PackContext) -> Packed:
@@ -126,13 +135,13 @@ class ChosenBits(PackingState):
         return group_unpack(codes, ranges, x.numel(), bits, x.dtype).view(x.shape)
 
     def begin_part(self, name: str, module: nn.Module) -> None:
-        """Record that a part of the model runs in a profiling step."""
+        """Record that a part of the model runs in the current profiling step."""
         self._part_of.update((id(p), name) for p in module.parameters())
         if not _trains(module):
             self._frozen[name] = module
 
     def measure(self, part: str, output: GradientEdge, g: Tensor) -> None:
-        """Measure the changes for the tensors of a part, once per step, in the backward pass with the gradient `g`."""
+        """Measure the changes for the tensors of a part once per step. `g` is the gradient of the part's output."""
         names = [name for name in self.values if _part(name) == part and name not in self._step]
         if self.forms is not None or self._trial is not None or isinstance(g, FakeTensor) or not names:
             return
@@ -142,7 +151,7 @@ class ChosenBits(PackingState):
         parts = [self._part_of.get(id(p), "") for p in parameters]
 
         def gradients() -> dict[str, list[Tensor]]:
-            """Return the gradients by part. Parameters outside of all parts form one group."""
+            """Return the gradients of each part. Parameters outside of all parts form one group."""
             self.last.held = None
             by_part: dict[str, list[Tensor]] = {}
             found = torch.autograd.grad(output, parameters, g, retain_graph=True, allow_unused=True)
@@ -151,7 +160,7 @@ class ChosenBits(PackingState):
             return by_part
 
         try:
-            self._trial = ""  # the backward passes that run here must not be measured
+            self._trial = ""  # prevents measurements in the backward passes that run here
             exact = gradients()
             sizes = {name: _squared_norm(group) for name, group in exact.items()}
             for name in names:
@@ -167,12 +176,12 @@ class ChosenBits(PackingState):
             self._trial, self.last.held = None, None
 
     def step_end(self) -> None:
-        """End a step. After the last profiling step, select the formats, which are equal on all processes."""
+        """End a step. After the last profiling step, select the formats. All processes select the same formats."""
         if self.forms is not None or not self.values:
             return
         names, forms = sorted(self.values), [form for form in self.all_forms if form[0] < _EXACT]
-        # Selections have already ended the step. Paused parts therefore require gradients again, unlike permanently
-        # frozen parts.
+        # Selections have already ended the step. Parts that were frozen only in this step therefore require gradients
+        # again, unlike permanently frozen parts.
         paused = {part for part, module in self._frozen.items() if _trains(module)}
         measured_now = {name: of for name, of in self._step.items() if _part(name) not in paused}
         found = [[measured_now.get(name, {}).get(form, 0.0) for form in forms] for name in names]
@@ -186,14 +195,14 @@ class ChosenBits(PackingState):
                 before = self.changes.get(name, {})
                 self.changes[name] = {f: before.get(f, 0.0) + change for f, change in zip(forms, row, strict=True)}
         if self.steps == self.profile_steps or self.in_vain == _IN_VAIN:
-            # The last batches and the padded lengths of texts may differ between processes.
+            # Sum the counts, because the last batches and the padded lengths of texts may differ between processes.
             counts = all_reduce_sum(torch.tensor([self.values[name] for name in names])).tolist()
             found_at = dict(zip(names, counts, strict=True))
             measured = {name: n for name, n in found_at.items() if any(self.changes.get(name, {}).values())}
             self.forms = choose_forms(measured, self.changes, self.budget, self.all_forms)
 
     def note(self) -> str | None:
-        """Return a description of the selected formats, or None before the selection."""
+        """Return a description of the selected formats, or None if the formats have not been selected yet."""
         if self.forms is None:
             return None
         bits, group = self.default
@@ -232,7 +241,10 @@ class ChosenBits(PackingState):
 
 @dataclass(frozen=True, eq=False)
 class ChosenBitsPacker:
-    """Packer that uses a `ChosenBits`. All kinds of tensors share one packer, so that each tensor is packed once."""
+    """Packer that stores tensors in the formats of a `ChosenBits`.
+
+    All kinds of tensors share one packer, so that each tensor is packed only once.
+    """
 
     chosen: ChosenBits
     named: ClassVar[bool] = True
@@ -243,7 +255,7 @@ class ChosenBitsPacker:
 
 
 class ProfiledForward(PackedForward):
-    """Packed forward pass that is measured during the profile."""
+    """Forward pass that packs tensors and, during the profile, measures the changes for these tensors."""
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -262,7 +274,7 @@ class ProfiledForward(PackedForward):
 
 
 class _Output(torch.autograd.Function):
-    """Identity function for the output of a part, which measures the part in the backward pass. It saves no tensors."""
+    """Identity function for the output of a part. Its backward pass measures the changes. It saves no tensors."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, chosen: ChosenBits, part: str) -> Tensor:
@@ -279,12 +291,11 @@ class _Output(torch.autograd.Function):
 def choose_forms(
     values: Mapping[str, int], changes: Mapping[str, Mapping[Form, float]], budget: float, forms: Sequence[Form]
 ) -> dict[str, Form]:
-    """Select the format of each tensor that minimizes the sum of changes under the budget, up to the size of one
-    tensor.
+    """Select a format for each tensor such that the sum of the changes is approximately minimal under the budget.
 
-    All tensors start in the smallest format. Each iteration enlarges the format of the tensor whose change decreases
-    most per bit. `forms` is sorted by size, and missing formats have a change of 0. `budget` is the mean number of bits
-    per value, which must be at least the size of the smallest format.
+    All tensors start with the smallest format. Each iteration selects a larger format for the tensor whose change
+    decreases most per additional bit. `forms` must be sorted by size. Formats that are missing in `changes` have a
+    change of 0. `budget` is the mean number of bits per value and must be at least the size of the smallest format.
     """
     chosen = dict.fromkeys(values, forms[0])
     left = budget * sum(values.values()) * (1 + 1e-9) - sum(packed_bits(n, forms[0]) for n in values.values())
@@ -306,7 +317,10 @@ def choose_forms(
 
 
 def _parameters_below(node: Any) -> list[Tensor]:
-    """Return the parameters below `node`, except in compiled code, whose backward pass can run only once."""
+    """Return the parameters below `node` in the autograd graph.
+
+    Compiled code is excluded because its backward pass can run only once.
+    """
     seen, nodes, found = {node}, [node], []
     while nodes:
         node = nodes.pop()
@@ -320,7 +334,7 @@ def _parameters_below(node: Any) -> list[Tensor]:
 
 
 def _part(name: str) -> str:
-    """Return the part of the model to which a packed tensor belongs, without the number of the call."""
+    """Return the name of the part of the model to which a packed tensor belongs, without the number of the call."""
     return name.partition("/")[0].partition("(")[0]
 
 

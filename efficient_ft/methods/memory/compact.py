@@ -1,8 +1,9 @@
-"""Exact sharing: each activation is saved once, and tensors that can be computed from saved tensors are recomputed.
+"""Save each activation only once and without loss, and recompute tensors that can be computed from saved tensors.
 
 Sources: Andoorveedu, Zhu, Zheng, Pekhimenko, "Tempo: Accelerating Transformer-Based Model Training through Memory
 Footprint Reduction", NeurIPS 2022; Yang, Wei, et al., "Reducing Fine-Tuning Memory Overhead by Approximate and
-Memory-Sharing Backpropagation" (MS-BP), ICML 2024, where a normalization and the layers after it share x̂.
+Memory-Sharing Backpropagation" (MS-BP), ICML 2024. In MS-BP, a normalization and the layers after it share the
+normalized input x̂.
 """
 
 from __future__ import annotations
@@ -28,19 +29,22 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @register
 class Compact(ActivationPacking):
-    """Save each activation once and exactly. The forward pass does not change.
+    """Save each activation only once and without loss. The forward pass does not change.
 
-    A normalization saves its normalized input x̂, and the inputs of the layers after it are recomputed from x̂. A layer
-    does not save its input after GELU, SiLU or a product of two activations (SwiGLU). In a network with BatchNorm, it
-    does not save its input after BatchNorm and an activation function either. No matrix product is computed twice,
-    except in recomputed attention. Gradients equal the gradients of plain training up to rounding.
+    A normalization saves its normalized input x̂, and the inputs of the layers after the normalization are recomputed
+    from x̂. A layer that follows GELU, SiLU or a product of two activations (SwiGLU) does not save its input. In a
+    network with BatchNorm, a layer that follows BatchNorm and an activation function does not save its input either. No
+    matrix product is computed twice, except in recomputed attention. The gradients equal those of training without the
+    method up to rounding errors.
 
     Args:
-        attention: ``recomputed`` saves q, k and v and recomputes attention in the backward pass, so that neither the
-            output nor the statistics of attention are saved. ``kept`` saves the same tensors as torch's operation.
-            ``mixed`` recomputes attention in every fourth block (the fourth, eighth and twelfth of twelve blocks).
-        activation_dtype: dtype of the saved inputs of GELU and other smooth activation functions: ``same`` (exact), or
-            ``bf16`` or ``fp16``, which use half the memory of fp32. ReLU saves one bit per element.
+        attention: ``recomputed`` saves q, k and v and recomputes attention in the backward pass. Neither the output nor
+            the statistics of attention are then saved. ``kept`` saves the same tensors as torch's attention operation.
+            ``mixed`` recomputes attention only in every fourth block (for example, in the fourth, eighth and twelfth of
+            twelve blocks).
+        activation_dtype: dtype of the saved inputs of GELU and other smooth activation functions. ``same`` is the dtype
+            of the input and is exact. ``bf16`` and ``fp16`` use half the memory of fp32. ReLU saves one bit per
+            element.
 
     Raises:
         SettingError: If a value is not allowed.
@@ -59,7 +63,7 @@ class Compact(ActivationPacking):
         check_choice("attention", attention, ("mixed", "recomputed", "kept"))
         check_choice("activation_dtype", activation_dtype, ("same", *_DTYPES))
         self.attention, self.activation_dtype = attention, activation_dtype
-        # Blocks that save the tensors of torch's attention if ``attention=mixed``.
+        # If ``attention=mixed``, the blocks that save the same tensors as torch's attention.
         self._kept: frozenset[str] = frozenset()
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:

@@ -1,4 +1,4 @@
-"""Low-bit activations, in groups of values.
+"""Save activations with a few bits per value, in groups of values.
 
 Sources: Chen, Zheng, Yao, Wang, Stoica, Mahoney, Gonzalez, "ActNN: Reducing Training Memory Footprint via 2-Bit
 Activation Compressed Training", ICML 2021 (groups, stochastic rounding); Liu, Zheng, Wang, Cen, Chen, Han, Chen, Liu,
@@ -20,33 +20,35 @@ from efficient_ft.methods.registry import register
 from efficient_ft.ops.saving import PackingState, Policy
 from efficient_ft.ops.storage import BITS, GroupBits, Packer
 
-#: Maximum number of values per group.
+#: Maximum number of values in a group.
 _LARGEST = 2**16
-#: Numbers of values per group from which bits=auto selects.
+#: Group sizes from which bits=auto selects.
 _CHOSEN_GROUPS = (64, 128, 256)
 
 
 @register
 class LowBit(ActivationPacking):
-    """Save the tensors of the backward pass with a few bits per value. The forward pass does not change.
+    """Save the tensors for the backward pass with a few bits per value. The forward pass does not change.
 
-    Each group of consecutive values has a minimum and a step, the distance between two representable values, in fp16. A
-    tensor that can be computed from a saved tensor is not saved. A layer does not save its input after a normalization,
-    GELU or a product of two activations (SwiGLU). In a network with BatchNorm, it does not save its input after
-    BatchNorm and an activation function either. ReLU saves one bit per element.
+    For each group of consecutive values, a minimum and a step are saved in fp16. The step is the distance between two
+    representable values. Tensors that can be computed from saved tensors are not saved. A layer that follows a
+    normalization, GELU or a product of two activations (SwiGLU) does not save its input. In a network with BatchNorm, a
+    layer that follows BatchNorm and an activation function does not save its input either. ReLU saves one bit per
+    element.
 
     Args:
-        bits: bits per value: 8, 4, 3, 2 or ``auto``. ``auto`` selects the bits of each tensor under the `budget` by the
-            change of the gradient that rounding causes. During the profile, the first `profile_steps` steps, all
-            tensors have 8 bits.
-        budget: mean number of bits per value for ``auto``, including minimum and step. 3.5 results in the same size as
-            ``bits=3``. If None, 4.5 is used, the budget of ``bits=4``.
-        profile_steps: number of optimizer steps that ``auto`` profiles. For each packed tensor, such a step takes about
-            half a step longer. It temporarily stores two additional gradients.
-        group: number of values per group, a multiple of 8 up to 65536. The minimum and the step add 32 / group bits to
-            each value. None: 64, or 40 with 2 bits; with ``auto``, 64, 128 or 256 for each tensor.
-        rounding: ``nearest``, which has a smaller error, or ``stochastic``, whose mean is the exact value (as in
-            ActNN).
+        bits: bits per value: 8, 4, 3, 2 or ``auto``. ``auto`` selects the number of bits for each tensor under the
+            `budget`, based on how much rounding the tensor changes the gradient. The changes are measured in a profile,
+            which consists of the first `profile_steps` steps. During the profile, all tensors have 8 bits.
+        budget: mean number of bits per value with ``bits=auto``, including the minimum and the step of each group. A
+            budget of 3.5 results in the same size as ``bits=3``. If None, 4.5 is used, which results in the same size
+            as ``bits=4``.
+        profile_steps: number of optimizer steps in the profile of ``bits=auto``. For each packed tensor, such a step
+            takes about half a step longer. It temporarily stores two additional gradients.
+        group: number of values per group. Must be a multiple of 8 up to 65536. The minimum and the step add 32 / group
+            bits to each value. If None, 64 is used, or 40 with ``bits=2``. With ``bits=auto``, 64, 128 or 256 is then
+            selected for each tensor.
+        rounding: ``nearest``, which has a smaller error, or ``stochastic``, which is unbiased (as in ActNN).
         attention: ``fused`` saves q, k and v and recomputes attention from these tensors with torch's fused kernel.
             ``unfused`` saves q, k, v and the output of the softmax.
 
@@ -96,7 +98,7 @@ class LowBit(ActivationPacking):
 
     @property
     def _groups(self) -> tuple[int, ...]:
-        """Allowed numbers of values per group. There is a single number unless ``bits=auto``."""
+        """Group sizes that may be used. There is only one group size unless ``bits=auto``."""
         if self.group is not None:
             return (self.group,)
         return _CHOSEN_GROUPS if self.bits == "auto" else (40 if self.bits == 2 else 64,)

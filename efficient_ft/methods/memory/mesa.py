@@ -1,4 +1,7 @@
-"""Mesa (Pan, Chen, He, Liu, Cai, Zhuang, "Mesa: A Memory-saving Training Framework for Transformers", 2021)."""
+"""Mesa: save activations in 8 bits for the backward pass.
+
+Source: Pan, Chen, He, Liu, Cai, Zhuang, "Mesa: A Memory-saving Training Framework for Transformers", 2021.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,17 @@ from efficient_ft.ops.storage import EightBits
 
 @register
 class Mesa(ActivationPacking):
-    """Save the tensors of the backward pass in 8 bits. The forward pass does not change.
+    """Save the tensors for the backward pass in 8 bits. The forward pass does not change.
 
     q, k, v, the output of the softmax, and the inputs of linear layers, convolutions, normalizations and smooth
-    activation functions are stochastically rounded to 255 steps. Each attention head has a running range (mean with
-    factor 0.9). ReLU saves one bit per element.
+    activation functions are stochastically rounded to 255 steps. Each tensor has a running range, or one running range
+    for each attention head. Ranges are exponential moving averages with decay 0.9. ReLU saves one bit per element.
 
     Args:
         attention: ``unfused`` saves q, k, v and the output of the softmax (as published). ``fused`` saves q, k and v
             and recomputes attention from these tensors with torch's fused kernel.
-        recompute_inputs: if True, a layer after GELU or a LayerNorm does not save its input, which is recomputed from
-            the tensor that the preceding layer saves.
+        recompute_inputs: if True, a layer that follows GELU or a LayerNorm does not save its input. The input is
+            recomputed from the tensor that is saved for GELU or the LayerNorm.
 
     Raises:
         SettingError: If a value is not allowed.

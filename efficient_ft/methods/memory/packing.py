@@ -1,6 +1,6 @@
-"""Base class of the methods that pack activations, and the selection of the packed parts of a model.
+"""Base classes of the methods that pack activations, and functions that select the parts of a model to pack.
 
-In training, the parts (blocks, stem, downsampling) run their forward pass inside a `PackedOperations` mode.
+In training, the forward passes of the parts (blocks, stem, downsampling layers) run in a `PackedOperations` mode.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from efficient_ft.ops.saving import (
 )
 from efficient_ft.ops.storage import Dense, GroupBits, Packer, Sparse
 
-#: Reason for the conflict between low-rank backward and methods that change the forward pass of layers.
+#: Reason why low-rank methods cannot be stacked with methods that change the forward pass of layers.
 DENSE_FORWARD = "low-rank layers have their own dense forward pass and save their projected input"
-#: Reasons why a layer inside a packed part runs unchanged. Its input has no batch dimension of images.
+#: A layer inside a packed part is not packed if it was skipped for one of these reasons. The input of such a layer has
+#: no batch dimension of images.
 _NO_BATCH = (Reason.NOT_FROM_IMAGES, Reason.ROUTED)
 
 
@@ -43,8 +44,8 @@ class Part:
     """Part of a model that a method packs.
 
     Attributes:
-        layers: packed layers inside the part, by full name.
-        networks: layers that compute a bias of the attention scores from positions.
+        layers: packed layers inside the part. The keys are full names.
+        networks: layers that compute a bias for the attention scores from positions.
         is_head: True if the part contains the classifier of a model with attention.
     """
 
@@ -56,7 +57,10 @@ class Part:
 
 
 class PackedForward(MemoryForward):
-    """Forward pass that packs the tensors that the module saves in training. `packing` persists between steps."""
+    """Forward pass that packs the tensors that the module saves in training.
+
+    The state `packing` persists between steps.
+    """
 
     def __init__(
         self,
@@ -72,7 +76,7 @@ class PackedForward(MemoryForward):
         counts = (getattr(m, "num_heads", None) for m in module.modules())
         self.heads: int | None = next((count for count in counts if type(count) is int), None)
 
-    @torch.compiler.disable  # the mode intercepts operations at run time; code around a packed part may be compiled
+    @torch.compiler.disable  # the mode intercepts operations at run time; only code outside of the part may be compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.training or not torch.is_grad_enabled():
             return self.within(*args, **kwargs)
@@ -89,21 +93,22 @@ class PackedForward(MemoryForward):
 
 
 def uniform_policy(packer: Packer, **options: Any) -> Policy:
-    """Return a policy that packs all kinds of activations by `packer`, except for kinds named in `options`."""
+    """Return a policy that packs all kinds of activations with `packer`, except for the kinds given in `options`."""
     return Policy(**(dict.fromkeys(("product", "norm", "attention", "activation"), packer) | options))
 
 
 def with_position_network(policy: Policy) -> Policy:
-    """Return the policy for a part whose attention has a bias from a trained network of positions.
+    """Return the policy for a part in which a trained network computes a bias for the attention scores from positions.
 
-    The gradient of the bias equals the gradient of the scores, summed over images and windows. Each of its rows sums to
-    0, so that the gradient of the network is small compared with its terms. With coarse q, k, v and softmax, it would
-    consist mostly of error.
+    The gradient of the bias equals the gradient of the attention scores, summed over images and windows. Each row of
+    this gradient sums to 0, so that the terms in the gradient of the network largely cancel out. If q, k, v and the
+    output of the softmax were stored coarsely, the gradient of the network would consist mostly of errors. Therefore,
+    `Sparse` and `GroupBits` are replaced by a format with 8 bits per value.
     """
     packer = policy.attention
     if isinstance(packer, Dense) or (isinstance(packer, Sparse) and not packer.sparsity and not packer.eight_bits):
-        return policy  # nothing is dropped
-    if policy.forward:  # the negative control computes with the pruned tensors
+        return policy  # the format drops no values
+    if policy.forward:  # in the negative control, the forward pass also uses the pruned tensors
         return replace(policy, position_network=True)
     if isinstance(packer, Sparse):
         packer = GroupBits(8)
@@ -113,7 +118,10 @@ def with_position_network(policy: Policy) -> Policy:
 
 
 class _PlainForward(MemoryForward):
-    """Unchanged forward pass of a module inside a packed part. Its input has no batch dimension of images."""
+    """Forward pass without packing for a module inside a packed part.
+
+    The input of the module has no batch dimension of images.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with packing_suspended():
@@ -125,27 +133,28 @@ class PartwiseMethod(MemoryMethod):
 
     In a model with attention, the blocks, the modules between stages, and a stem with several convolutions are packed.
     The patch embedding, the final normalization and the head stay dense and exact, as published. In a network without
-    attention, all layers are packed, including stem and classifier, as published. Layers without gradients save
-    nothing. The selection determines which parameters are trained. torch.compile does not compile packed parts.
+    attention, all layers are packed, including the stem and the classifier, as published. Layers that compute no
+    gradients do not save tensors. The selection determines which parameters are trained. torch.compile does not compile
+    packed parts.
 
     Attributes:
-        packs_tail: if True, in a model with attention, the final normalization is packed too. The head then saves an
-            exact copy of its input, the class token, so that the tensor with all tokens can be freed.
+        packs_tail: if True, the final normalization of a model with attention is also packed. The head then saves an
+            exact copy of its input (the class token), so that the tensor with all tokens can be freed.
     """
 
     packs_tail: bool = False
 
     def _left_plain(self, view: ModelView) -> dict[str, Skipped]:
-        """Return additional layers that this method leaves unchanged, with the reason."""
+        """Return a mapping from additional layers that this method does not change to the reasons."""
         return {}
 
     def _packs(self, module: nn.Module) -> bool:
-        """Return True for the types of modules that the report lists."""
+        """Return True if the report lists modules of the same type as `module`."""
         return isinstance(module, nn.Linear | nn.Conv2d) or is_norm(module)
 
     @abstractmethod
     def _forward_of(self, part: Part, packing: PackingState) -> MemoryForward:
-        """Return the replacement for the forward pass of a part. `packing` persists between steps."""
+        """Return the replacement for the forward pass of a part. The state `packing` persists between steps."""
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
         parts, heads, skipped = _parts(view, self.packs_tail)
@@ -186,16 +195,16 @@ class PartwiseMethod(MemoryMethod):
 
 
 class ActivationPacking(PartwiseMethod):
-    """Base class of the methods that pack activations by a `Policy`. A subclass implements `policy`.
+    """Base class of the methods that pack activations according to a `Policy`. A subclass implements `policy`.
 
-    The packed parts are described in `PartwiseMethod`. A constructor must call ``super().__init__()``.
+    `PartwiseMethod` describes which parts are packed. A constructor must call ``super().__init__()``.
 
     Raises:
         UserError: Raised by `apply` if no layer of the model can be packed, and by `step_end` if a packed value exceeds
             the range of fp16.
     """
 
-    #: Class of the replacements for the parts' forward passes.
+    #: Class that replaces the forward passes of the parts.
     _forward: type[PackedForward] = PackedForward
 
     @abstractmethod
@@ -233,10 +242,11 @@ class ActivationPacking(PartwiseMethod):
 
 
 def _dense_bytes(model: nn.Module, view: ModelView, packing: PackingState) -> dict[str, float]:
-    """Return the bytes per image that operations without a packed version save in a training step, by name.
+    """Return the number of bytes per image that operations without a packed version save in a training step.
 
-    They are counted on a fake copy, without memory or arithmetic. Operations that save less than 0.01 MiB are omitted.
-    The result is empty if the model cannot run on fake tensors because its forward pass depends on values.
+    The keys are the names of the operations. The bytes are counted on a copy of the model with fake tensors, which
+    requires no memory or arithmetic. Operations that save less than 0.01 MiB are omitted. The result is empty if the
+    model cannot run on fake tensors because its forward pass depends on the values of tensors.
     """
     packing.dense = DenseKept(BATCH)
     try:
@@ -254,14 +264,14 @@ def _dense_bytes(model: nn.Module, view: ModelView, packing: PackingState) -> di
 
 
 def _position_networks(view: ModelView, part: str, parts: Sequence[str]) -> list[str]:
-    """Return the layers in `part`, or outside of all parts, whose input does not come from the images."""
+    """Return the names of the layers in `part` or outside of all parts whose input does not come from the images."""
     names = [x.name for x in view.layers if x.why_not is not None and x.why_not.reason is Reason.NOT_FROM_IMAGES]
     others = tuple(f"{other}." for other in parts if other != part)
     return [name for name in names if not name.startswith(others)]
 
 
 def _runs_packed(view: ModelView, name: str) -> bool:
-    """Return False for a normalization that consists only of functions without a packed version."""
+    """Return False for a normalization for which no function has a packed version, otherwise True."""
     functions = view.functions(name)
     if functions is None or not is_norm(view.model.get_submodule(name)):
         return True
@@ -269,9 +279,10 @@ def _runs_packed(view: ModelView, name: str) -> bool:
 
 
 def _parts(view: ModelView, packs_tail: bool) -> tuple[list[str], list[str], dict[str, Skipped]]:
-    """Return the names of the disjoint modules to pack, the names that contain the head, and the dense modules.
+    """Return the names of the modules to pack, the names of those that contain the head, and the dense modules.
 
-    The second list is empty if the model has no attention.
+    The modules to pack are disjoint. The second list is empty if the model has no attention. The values for the dense
+    modules are the reasons.
     """
     inner = [*view.blocks, *(name for extras in view.stage_extras for name in extras)]
     holders = {name.split(".")[0] for name in inner}

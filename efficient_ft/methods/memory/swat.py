@@ -1,4 +1,8 @@
-"""SWAT (Raihan, Aamodt, "Sparse Weight Activation Training", NeurIPS 2020), the baseline in Table 2 of Back Razor."""
+"""SWAT: compute with sparse weights, and save sparse activations for the backward pass.
+
+Source: Raihan, Aamodt, "Sparse Weight Activation Training", NeurIPS 2020. The method is a baseline in the Back Razor
+paper (Table 2).
+"""
 
 from __future__ import annotations
 
@@ -21,21 +25,21 @@ from efficient_ft.ops.swat import SparseProducts, Thresholds, largest
 
 
 class _SparseForward(MemoryForward):
-    """Forward pass with sparse weights, in training and in evaluation."""
+    """Forward pass that uses sparse weights in training and in evaluation."""
 
     def __init__(self, module: nn.Module, name: str, thresholds: Thresholds, layers: dict[str, nn.Module]) -> None:
         super().__init__(module)
         self.name, self.thresholds, self.layers = name, thresholds, layers
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """Return the weights by name, without duplicates."""
+        """Return a mapping from names to weights. A weight that several layers share appears only once."""
         found: dict[int, tuple[str, nn.Parameter]] = {}
         for name, layer in self.layers.items():
             assert isinstance(layer.weight, nn.Parameter)
             found.setdefault(id(layer.weight), (f"{name}.weight", layer.weight))
         return dict(found.values())
 
-    @torch.compiler.disable  # the mode intercepts operations at run time; code around a packed part may be compiled
+    @torch.compiler.disable  # the mode intercepts operations at run time; only code outside of the part may be compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         x = next((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), None)
         if x is None or not x.numel():
@@ -62,18 +66,20 @@ class _SparseForward(MemoryForward):
 class SWAT(PartwiseMethod):
     """Compute with the largest weights of each layer, and save the largest activations for the backward pass.
 
-    Linear layers and convolutions drop their smallest weights in the forward pass and in the gradient of the input.
-    They drop the smallest activations in the gradient of the weight. This gradient is dense, so that dropped weights
-    are trained and may be used again later. Each threshold applies to all values of a weight, or to the activations of
-    all images in a batch. The first layer of the network and all layers other than linear layers and convolutions are
-    exact. In a model with attention, the patch embedding and the head are exact too. ReLU saves one bit per element.
+    The forward pass of linear layers and convolutions, and the computation of the gradient of their input, ignore the
+    smallest weights. The computation of the gradient of the weight ignores the smallest activations. The gradient of
+    the weight is dense, so that dropped weights are still trained and may be used again later. For each layer, one
+    threshold is computed for all values of the weight, and one threshold for the activations of all images in the
+    batch. The first layer of the network and all layers other than linear layers and convolutions are exact. In a model
+    with attention, the patch embedding and the head are also exact. ReLU saves one bit per element.
 
-    The result is a network with sparse weights. Evaluation uses the sparse weights, and exported weights contain zeros
-    for the dropped values. `remove` does not restore these values. The fraction of dropped values equals `sparsity` in
-    the steps that refresh the thresholds. Between these steps and at the end of training, it varies with the weights.
+    The trained network has sparse weights. Evaluation uses the sparse weights, and dropped values are zero in exported
+    weights. `remove` does not restore these values. In steps that compute the thresholds, the fraction of dropped
+    values equals `sparsity`. In other steps and at the end of training, this fraction depends on how the weights have
+    changed.
 
     Args:
-        sparsity: fraction of the weights and activations that are dropped, from 0 to below 1.
+        sparsity: fraction of the weights and activations that are dropped. Must be in [0, 1).
         refresh_interval: number of optimizer steps between two computations of the thresholds.
 
     Raises:

@@ -1,9 +1,9 @@
-"""Selections that change between steps: in each step, some blocks are trained and the other blocks are frozen.
+"""Selections that change between steps. In each step, some blocks are trained, and the other blocks are frozen.
 
-Within a step, a frozen parameter has ``requires_grad = False``. No gradient is computed for it, and below the lowest
-trainable parameter, autograd records and saves nothing. Between steps, all parameters that may be trained require
-gradients, so that the optimizer can be created with all of them and its groups never change. Random choices are drawn
-from (seed, step).
+Within a step, frozen parameters have ``requires_grad = False``, so that no gradients are computed for these parameters.
+Below the lowest trainable parameter, autograd records no graph and saves no tensors. Between steps, all parameters that
+may be trained require gradients. The optimizer can therefore be created with all of these parameters, and its parameter
+groups do not change. Random choices are derived from (seed, step).
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ from efficient_ft.models.view import ModelView, Reason, Skipped, parameters_unde
 
 
 class LayersPerStep(Selection):
-    """Base class of the selections that change between steps. A subclass returns the trained blocks in `choose`.
+    """Base class of the selections that change between steps.
 
-    The head and the norm before it are trained in every step. Within a step, the parameters of the other blocks are
-    frozen. Between steps, all parameters that may be trained require gradients.
+    A subclass implements `choose`, which returns the blocks to train. The head and the norm before the head are trained
+    in every step. Within a step, the parameters of the blocks that were not chosen are frozen. Between steps, all
+    parameters that may be trained require gradients.
 
     Args:
-        num_layers: K, number of blocks to train per step.
+        num_layers: number K of blocks to train per step.
         train_embeddings: if True, the modules before the blocks (patch embedding, class token, positions) are trained
-            in every step. If False, they are frozen, and the backward pass of a step ends at the lowest trained block.
-        seed: seed of the random choices. If None, the seed of the run is used, and 0 outside of runs.
+            in every step. If False, these modules are frozen, and the backward pass of a step ends at the lowest
+            trained block.
+        seed: seed for the random choices. If None, the seed of the run is used, or 0 outside of runs.
 
     Raises:
         SettingError: If a value is not allowed. Raised by `apply` if the model has fewer blocks than `num_layers`.
@@ -45,7 +47,8 @@ class LayersPerStep(Selection):
 
     needs = frozenset({Needs.BLOCKS, Needs.FIND_UNUSED_PARAMETERS})
     acts_per_step = True
-    #: The blocks are sampled at random in each step. The cost is therefore averaged over this number of steps.
+    #: Blocks are sampled at random in each step, so that costs differ between steps. The cost is averaged over this
+    #: number of steps.
     cost_steps = 8
 
     def __init__(self, num_layers: int, train_embeddings: bool, seed: int | None) -> None:
@@ -56,7 +59,8 @@ class LayersPerStep(Selection):
             raise SettingError("seed", seed, "null (the run's) or an integer >= 0")
         self.num_layers, self.train_embeddings, self.seed = num_layers, train_embeddings, seed
         self._blocks: dict[str, nn.Module] = {}
-        #: Trainable parameters of each block after all methods have been applied (adapters freeze the adapted layers).
+        #: Trainable parameters of each block after all methods have been applied. Adapters may have frozen some
+        #: parameters.
         self._trainable: dict[str, list[nn.Parameter]] | None = None
         self._trained: tuple[int, ...] = ()
 
@@ -64,7 +68,8 @@ class LayersPerStep(Selection):
     def choose(self, step: int, count: int) -> list[int]:
         """Return the indices of the blocks to train in a step, counted from 0.
 
-        Random choices must be drawn only from (`self.seed`, `step`), so that all processes and resumed runs agree.
+        Random choices must be derived only from (`self.seed`, `step`), so that all processes and resumed runs make the
+        same choices.
 
         Args:
             step: number of the optimizer step, counted from 0.
@@ -72,7 +77,7 @@ class LayersPerStep(Selection):
         """
 
     def chosen(self, view: ModelView) -> dict[str, Tensor]:
-        """Return the parameters that may be trained."""
+        """Return a mapping from full names to the parameters that may be trained."""
         if self.train_embeddings:
             return dict(view.model.named_parameters())
         return parameters_under(view.model, [*view.blocks, *view.tail]) | view.new_parameters()
@@ -106,7 +111,7 @@ class LayersPerStep(Selection):
                 name: [p for p in block.parameters() if p.requires_grad] for name, block in self._blocks.items()
             }
         count = len(self._blocks)
-        with unset_fake_temporarily():  # costs are counted on fake tensors, but the choice requires real tensors
+        with unset_fake_temporarily():  # costs are counted on fake tensors, but `choose` requires real tensors
             self._trained = tuple(sorted(self.choose(step, count)))
         for index, parameters in enumerate(self._trainable.values()):
             for parameter in parameters:
@@ -132,7 +137,7 @@ class LayersPerStep(Selection):
 
 @register
 class UniformLayers(LayersPerStep):
-    """Train K uniformly sampled blocks in each step: the control for methods that choose blocks by importance.
+    """Train K uniformly sampled blocks in each step, as a control for methods that select blocks by importance.
 
     Args:
         num_layers, train_embeddings, seed: see `LayersPerStep`.
@@ -153,14 +158,14 @@ class UniformLayers(LayersPerStep):
 
 @register
 class LISA(LayersPerStep):
-    """Train K blocks, sampled uniformly every `interval` steps, and the modules before and after the blocks.
+    """Train K blocks, which are sampled uniformly every `interval` steps, and the modules before and after the blocks.
 
     Source: Pan, Liu, Diao, Pi, Zhang, Han, Zhang, "LISA: Layerwise Importance Sampling for Memory-Efficient Large
     Language Model Fine-Tuning", NeurIPS 2024.
 
     Args:
-        num_layers: K, number of blocks to train at a time.
-        interval: number of optimizer steps between two choices.
+        num_layers: number K of blocks to train at a time.
+        interval: number of optimizer steps after which new blocks are sampled.
         train_embeddings, seed: see `LayersPerStep`.
 
     Raises:
@@ -182,27 +187,28 @@ class LISA(LayersPerStep):
         return f"{self.num_layers} of {count} blocks train, drawn every {self.interval} steps"
 
     def choose(self, step: int, count: int) -> list[int]:
-        # The first step of an interval determines the choice for the entire interval.
+        # The number of the first step in the interval is used, so that the choice is the same in the entire interval.
         return torch.randperm(count, generator=self._generator(step - step % self.interval))[: self.num_layers].tolist()
 
 
 @register
 class TopLayers(LayersPerStep):
-    """Train the K most important blocks, as measured by a short profile ("FT top-K" in the ALaST paper).
+    """Train the K most important blocks ("FT top-K" in the ALaST paper). Importance is measured in a short profile.
 
-    All blocks are trained during the profile. The importance of a block is the size of its gradient relative to its
-    weights, ‖g‖ / ‖w‖. The importances of each step are normalized to a sum of 1, which is our choice: the paper only
-    mentions "exploration". Steps with non-finite gradients are ignored. Checkpoints contain the chosen blocks.
+    All blocks are trained during the profile. The importance of a block is the norm of its gradient relative to the
+    norm of its weights, ‖g‖ / ‖w‖. In each step, the importances are normalized to a sum of 1. The normalized values
+    are summed over the steps of the profile. This measure is our choice, because the paper only mentions "exploration".
+    Steps with non-finite gradients are ignored. Checkpoints contain the selected blocks.
 
     Args:
-        num_layers: K, number of blocks to train.
+        num_layers: number K of blocks to train after the profile.
         profile_steps: number of optimizer steps in the profile.
-        train_embeddings: see `LayersPerStep`. The setting applies during and after the profile.
+        train_embeddings: see `LayersPerStep`. This setting applies both during and after the profile.
 
     Raises:
         SettingError: See `LayersPerStep`. Also raised if `profile_steps` is not an integer >= 1.
-        UserError: Raised by `apply` if the model's blocks are not recognized, and by `step_end` in the profile if the
-            gradients have already been set to None.
+        UserError: Raised by `apply` if the model's blocks are not recognized. Raised by `step_end` during the profile
+            if the gradients have already been set to None.
     """
 
     name = "top_layers"
@@ -231,12 +237,12 @@ class TopLayers(LayersPerStep):
         super().step_end()
         if self._steps >= self.profile_steps or not self._trainable:
             return
-        blocks = list(self._trainable.values())  # with adapters, a block may have no trainable parameters
+        blocks = list(self._trainable.values())  # a block with adapters may have no trainable parameters
         found = iter(torch.stack([_gradient_size(parameters) for parameters in blocks if parameters]).tolist())
         sizes = [next(found) if parameters else 0.0 for parameters in blocks]
         total = sum(sizes)
         if not math.isfinite(total):
-            return  # the optimizer skips steps with an fp16 overflow, and the profile is extended
+            return  # the optimizer skips a step with an fp16 overflow, and the profile takes one step longer
         shares = [size / total if total else 0.0 for size in sizes]
         self._shares = [a + b for a, b in zip(self._shares or [0.0] * len(shares), shares, strict=True)]
         self._steps += 1
@@ -253,7 +259,7 @@ class TopLayers(LayersPerStep):
 
 
 def _gradient_size(parameters: list[nn.Parameter]) -> Tensor:
-    """Return ‖g‖ / ‖w‖ over all parameters of a block, or raise UserError if it has no gradients."""
+    """Return ‖g‖ / ‖w‖ over all parameters of a block. Raise UserError if the block has no gradients."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         raise UserError(

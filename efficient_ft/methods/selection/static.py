@@ -1,7 +1,7 @@
-"""Static selections: the parameters to train are selected once, before training.
+"""Static selections, which select the parameters to train once, before training.
 
-Only selections set `requires_grad`, except that adapters may freeze the adapted layers. Below the lowest trainable
-parameter, autograd records no graph and saves no activations.
+Only selections set `requires_grad`, except that adapters may freeze the layers that they adapt. Below the lowest
+trainable parameter, autograd records no graph and saves no activations.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from efficient_ft.models.view import ModelView, Reason, Skipped, is_norm, parame
 
 
 class Selection(Method):
-    """Base class of the selections. A subclass returns the parameters to train in `chosen`. All other parameters are
-    frozen.
+    """Base class of the selections.
 
-    `apply` sets `requires_grad` and reports modules and parameters with as few names as possible. `remove` restores
+    A subclass implements `chosen`, which returns the parameters to train. All other parameters are frozen. `apply` sets
+    `requires_grad`. Its report lists modules and parameters with as few names as possible. `remove` restores
     `requires_grad`. Frozen feed-forward networks process the batch in parts (see `methods.feed_forward`). A constructor
     must call ``super().__init__()``.
     """
 
     axis = Axis.SELECTION
     changes_weights = False
-    #: `requires_grad` of each parameter before the selection, by name.
+    #: Mapping from parameter names to the value of `requires_grad` before the selection was applied.
     _before: dict[str, bool]
 
     def __init__(self) -> None:
@@ -42,10 +42,11 @@ class Selection(Method):
 
     @abstractmethod
     def chosen(self, view: ModelView) -> dict[str, Tensor]:
-        """Return the parameters to train as a mapping from full names to parameters.
+        """Return a mapping from full names to the parameters to train.
 
         Args:
-            view: view of the model. `parameters_under(view.model, names)` returns the parameters of modules.
+            view: view of the model. `parameters_under(view.model, names)` returns the parameters of the modules with
+                the given names.
 
         Raises:
             SettingError: If a setting does not fit this model.
@@ -63,7 +64,7 @@ class Selection(Method):
         return Applied(self.name, touched, skipped, summary=f"{self._trains(touched)}: {trained(model)}")
 
     def _trains(self, touched: tuple[str, ...]) -> str:
-        """Return a phrase about the trained parts, which `touched` lists with as few names as possible."""
+        """Return a phrase about the trained parts, whose names are in `touched`."""
         return f"{ranges(touched)} {'trains' if len(touched) == 1 else 'train'}"
 
     def _remove(self, model: nn.Module) -> None:
@@ -114,8 +115,8 @@ class HeadOnly(Selection):
 class LastStage(Selection):
     """Train the last stage, the layers after it, and the head, as in the partial training of LBP-WHT.
 
-    The downsampling layer of the stage is included, except where the papers omit it (EfficientFormerV2). An isotropic
-    transformer has four equal stages. See `ModelView.last_stage`.
+    The downsampling layer of the stage is also trained, except for models for which the papers omit this layer
+    (EfficientFormerV2). An isotropic transformer is divided into four stages of equal size. See `ModelView.last_stage`.
 
     Raises:
         UserError: Raised by `apply` if the model's stages or blocks are not recognized.
@@ -137,10 +138,10 @@ class Blocks(Selection):
     """Train the listed blocks, the final norm and the head.
 
     Args:
-        blocks: indices of the blocks, counted from 0 across all stages. Negative indices count from the end.
+        blocks: indices of the blocks to train, counted from 0 across all stages. Negative indices count from the end.
 
     Raises:
-        SettingError: If no index is given. Raised by `apply` if an index is out of range.
+        SettingError: If the list is empty. Raised by `apply` if an index is out of range.
     """
 
     name = "blocks"
@@ -148,7 +149,7 @@ class Blocks(Selection):
     hints: ClassVar[Mapping[Needs, str]] = {
         Needs.BLOCKS: "Select the parameters to train by another selection (head, full, bitfit, norm_last)."
     }
-    #: If True, a list that contains a block twice is rejected.
+    #: If True, a list that refers to a block twice is rejected.
     _each_once = False
 
     def __init__(self, blocks: list[int]) -> None:
@@ -169,8 +170,8 @@ class Blocks(Selection):
 class BitFit(Selection):
     """Train all bias vectors and the head (BitFit: Ben Zaken et al., 2022).
 
-    The parameters `q_bias` and `v_bias` of SwinV2 and BEiT, which are not in the qkv layer, are included. Tables of
-    relative positions are excluded, even if they are called biases.
+    The parameters `q_bias` and `v_bias` of SwinV2 and BEiT, which are not part of the qkv layer, are also trained.
+    Tables of relative positions are not trained, even if their names contain "bias".
 
     Raises:
         UserError: Raised by `apply` if the model has no biases outside its head.
@@ -192,10 +193,10 @@ class BitFit(Selection):
 
 @register
 class NormLast(Selection):
-    """Train the scales and shifts of all normalization layers, and the head (FT-Norm+Last).
+    """Train the head and the scales and shifts of all normalization layers (FT-Norm+Last).
 
     Raises:
-        UserError: Raised by `apply` if the model has no such parameters outside its head.
+        UserError: Raised by `apply` if the model has no normalization layers with parameters outside its head.
     """
 
     name = "norm_last"
@@ -216,8 +217,9 @@ class NormLast(Selection):
 
 
 def concise(model: nn.Module, chosen: set[int]) -> tuple[str, ...]:
-    """Return as few names of modules and parameters as possible that represent exactly the parameters with the given
-    ids.
+    """Return names of modules and parameters that cover exactly the parameters whose ids are in `chosen`.
+
+    The function returns as few names as possible.
     """
 
     def names(module: nn.Module, prefix: str) -> Iterator[str]:

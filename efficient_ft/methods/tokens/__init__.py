@@ -1,1 +1,1 @@
-"""Methods that reduce the number of tokens: EViT drops tokens, ToMe merges them, and PatchDropout samples patches."""
+"""Methods that reduce the number of tokens: EViT drops tokens, ToMe merges tokens, and PatchDropout samples patches."""

@@ -1,7 +1,8 @@
-"""Common base of the methods that drop or merge tokens: the forward passes of transformer blocks.
+"""Base classes of the methods that drop or merge tokens by replacing the forward passes of transformer blocks.
 
-A transformer block runs in two halves: attention and feed-forward network. The number of tokens is reduced between the
-halves or after them. The blocks pass on a record of the remaining tokens (`ops.tokens.Tokens`).
+A transformer block runs in two halves: attention and the feed-forward network. The number of tokens is reduced between
+the two halves of a block or after the second half. Each block passes a record of the remaining tokens
+(`ops.tokens.Tokens`) to the next block.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from efficient_ft.ops.tokens import (
     token_context,
 )
 
-#: Allowed submodules of a supported block, and the required submodules in order of execution.
+#: Submodules that a supported block may have, and submodules that it must have, in order of execution.
 _BLOCK = {"norm1", "attn", "ls1", "drop_path1", "norm2", "mlp", "ls2", "drop_path2"}
 _ORDER = ["norm1", "attn", "norm2", "mlp"]
 #: Functions that compute the attention map (B, H, N, N) in unfused attention.
@@ -43,14 +44,14 @@ SOFTMAX = (Tensor.softmax, torch.softmax, F.softmax)
 
 
 class Attention(TorchFunctionMode):
-    """Record the attention of the class token inside a ``with`` block, from fused attention or from the softmax.
+    """Context manager that records the attention of the class token, from fused attention or from the softmax.
 
     Args:
-        prefix: P, number of prefix tokens. The class token is the first one.
+        prefix: number P of prefix tokens. The first prefix token is the class token.
 
     Attributes:
-        scores_BL: attention of the class token to each of the L = N − P patch tokens, averaged over the heads; None if
-            no attention was computed.
+        scores_BL: attention of the class token to each of the L = N − P patch tokens, averaged over the heads, or None
+            if no attention was computed.
     """
 
     scores_BL: Tensor | None = None
@@ -65,7 +66,7 @@ class Attention(TorchFunctionMode):
             q, k, *others = args
             packing = current_packing()
             if packing is not None and packing.policy.fused is None:
-                q, k = q.contiguous(), k.contiguous()  # as in unfused attention, so that k is saved only once
+                q, k = q.contiguous(), k.contiguous()  # as in unfused attention; k is then saved only once
             self.scores_BL = class_attention(q, k, self.prefix, kwargs.get("scale"))
             return func(q, k, *others, **kwargs)
         result = func(*args, **kwargs)
@@ -75,9 +76,10 @@ class Attention(TorchFunctionMode):
 
 
 class Place(NamedTuple):
-    """Position of a block in a model: `prefix` is P, and `positions` is H · W of the grid of patch tokens.
+    """Properties of a block's position in a model.
 
-    The output of the last block has no record of tokens.
+    `prefix` is the number of prefix tokens, and `positions` is the number of positions H · W in the grid of patch
+    tokens. If `last` is True, the output of the block receives no record of tokens.
     """
 
     method_name: str
@@ -87,7 +89,7 @@ class Place(NamedTuple):
 
 
 class TokenForward(OwnForward):
-    """Forward pass of a block that keeps all its tokens, in a model whose other blocks drop or merge tokens.
+    """Forward pass of a block that keeps all its tokens. Other blocks of the same model drop or merge tokens.
 
     The record of the tokens is taken from the input and attached to the output. If a block has several such forward
     passes, only one of them runs: the outermost one that drops or merges tokens, or else the innermost one.
@@ -98,7 +100,7 @@ class TokenForward(OwnForward):
         self.method_name, self.prefix, self.positions, self.last = place
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if any(isinstance(inner, TokenForward) for inner in self.all_inside()):  # another method replaced it
+        if any(isinstance(inner, TokenForward) for inner in self.all_inside()):  # another method has replaced it
             result: Tensor = self.within(x, *args, **kwargs)
             return result
         x, tokens = pop_tokens(x)
@@ -106,13 +108,14 @@ class TokenForward(OwnForward):
             return self.passed_on(self.within(x, *args, **kwargs), tokens)
 
     def passed_on(self, x: Tensor, tokens: Tokens | None) -> Tensor:
-        """Attach the record of the tokens to x for the next block, and return x."""
+        """Return x with the record of its tokens attached for the next block. In the last block, return x unchanged."""
         return x if self.last else attach_tokens(x, tokens)
 
     def popped(self, x: Tensor, others: Sequence[Any], keywords: dict[str, Any]) -> tuple[Tensor, Tokens | None]:
         """Return x and the record of its tokens.
 
-        Raise UserError in an export by TorchScript, and for a mask or positions, which refer to all tokens.
+        Raise UserError if the model is exported by TorchScript, or if the block is called with a mask or positions,
+        which refer to all tokens.
         """
         if torch.onnx.is_in_onnx_export() and not torch.compiler.is_exporting():
             name = self.method_name
@@ -129,7 +132,7 @@ class TokenForward(OwnForward):
         return pop_tokens(x)
 
     def first_half(self, x: Tensor, observer: TorchFunctionMode | None) -> Tensor:
-        """Return x + attention(x). If `observer` is given, attention runs inside it."""
+        """Return x + attention(x). If `observer` is given, attention runs inside this context manager."""
         block: Any = self.module
         with observer or nullcontext():
             attended = block.attn(block.norm1(x))
@@ -148,10 +151,10 @@ def _through(block: nn.Module, names: Sequence[str], x: Tensor) -> Tensor:
 
 
 class DroppingForward(TokenForward):
-    """Forward pass of a block that drops tokens between attention and the feed-forward network.
+    """Forward pass of a block that drops tokens after attention and before the feed-forward network.
 
-    `keep` maps the number of patch tokens to the number of patch tokens to keep. If `fuse` is True, the dropped tokens
-    are fused into one token, which is appended.
+    `keep` takes the number of patch tokens and returns the number of patch tokens to keep. If `fuse` is True, the
+    dropped tokens are fused into one token, which is appended to the kept tokens.
     """
 
     def __init__(self, module: nn.Module, place: Place, keep: Callable[[int], int], fuse: bool) -> None:
@@ -180,14 +183,14 @@ class DroppingForward(TokenForward):
 
 
 def grid_positions(view: ModelView) -> int:
-    """Return H · W of the blocks' grid of patch tokens. The method must declare `Needs.TOKEN_GRID`."""
+    """Return the number of positions H · W in the grid of patch tokens. The method must declare `Needs.TOKEN_GRID`."""
     assert view.block_grid is not None
     height, width = view.block_grid
     return height * width
 
 
 class _Refused:
-    """Replacement for a function of a model whose result requires all tokens of each block."""
+    """Replacement for a function of a model that requires all tokens of each block. It raises UserError."""
 
     def __init__(self, method_name: str, function: str) -> None:
         self.method_name, self.function = method_name, function
@@ -199,7 +202,7 @@ class _Refused:
         )
 
 
-#: Functions of `timm` models that map the tokens of blocks to the grid.
+#: Functions of `timm` models that arrange the output tokens of blocks on the grid.
 _ALL_TOKENS = ("forward_intermediates", "get_intermediate_layers")
 
 
@@ -207,9 +210,9 @@ class TokenMethod(Method):
     """Base class of the methods that replace the forward passes of transformer blocks."""
 
     def refuse_other_blocks(self, view: ModelView, names: Sequence[str]) -> None:
-        """Raise UserError if a named block does not have the structure that `TokenForward` can run in two halves.
+        """Raise UserError if a named block cannot be split into the two halves that `TokenForward` runs.
 
-        The error is also raised for a block with its own forward pass, or with a module that another method has added.
+        UserError is also raised if a block has its own forward pass or contains a module that another method has added.
         """
         added = added_modules(view.model)
         for name in names:
@@ -223,7 +226,8 @@ class TokenMethod(Method):
                     " added to it. Drop or merge tokens in other blocks only."
                 )
             takes = set(inspect.signature(type(block).forward).parameters) - {"self", "x", "attn_mask", "is_causal"}
-            # timm registers submodules in execution order. Norms after attention and mlp are a different structure.
+            # timm registers submodules in execution order. Therefore, this check rejects blocks with norms after
+            # attention and mlp.
             if takes or set(parts) - _BLOCK or [part for part in parts if part in _ORDER] != _ORDER:
                 raise UserError(
                     f"method {self.name}: the blocks of {view.name} ({type(block).__name__}) do not have the structure"
@@ -238,7 +242,7 @@ class TokenMethod(Method):
                 )
 
     def refuse_unfit_model(self, view: ModelView) -> None:
-        """Raise the error of `refuse_other_blocks` for the first block if no block can run in two halves."""
+        """Raise the error of `refuse_other_blocks` for the first block if all blocks raise an error."""
         errors = []
         for name in view.blocks:
             try:
@@ -248,13 +252,13 @@ class TokenMethod(Method):
         raise errors[0]
 
     def refuse_fixed_tokens(self, view: ModelView, run: Callable[[nn.Module, Tensor, int], None]) -> None:
-        """Raise UserError unless each block accepts tokens (B, N, C) for any N. Copies of the blocks run on fake
-        tensors.
+        """Raise UserError unless each block accepts tokens (B, N, C) for any N. The check runs copies of the blocks on
+        fake tensors.
 
         Args:
-            view: view of a model with blocks and `Needs.TOKEN_GRID`.
-            run: function that runs a block like the method does, once on all tokens (1, N, C) and once on fewer tokens.
-                Its arguments are the block, the tokens and the number of prefix tokens.
+            view: view of a model that has blocks and meets `Needs.TOKEN_GRID`.
+            run: function that runs a block in the same way as the method, once on all tokens (1, N, C) and once on
+                fewer tokens. It is called with the block, the tokens and the number of prefix tokens.
         """
         mode, positions = FakeTensorMode(allow_non_fake_inputs=True), grid_positions(view)
         for name in view.blocks:
@@ -278,10 +282,10 @@ class TokenMethod(Method):
     def give_forwards(
         self, model: nn.Module, view: ModelView, chosen: Mapping[str, tuple[type[TokenForward], tuple[Any, ...]]]
     ) -> None:
-        """Replace the forward pass of each block of `model` in place.
+        """Replace the forward passes of all blocks of `model` in place.
 
-        `chosen` maps the names of blocks with a special forward pass to its class and the arguments after `place`. All
-        other blocks receive a plain `TokenForward`.
+        `chosen` maps the names of some blocks to the class of the new forward pass and to the arguments of its
+        constructor that follow `place`. All other blocks receive a `TokenForward`.
         """
         positions = grid_positions(view)
         for function in _ALL_TOKENS:

@@ -1,5 +1,7 @@
-"""EViT (Liang, Ge, Tong, Song, Wang, Xie, "Not All Patches Are What You Need: Expediting Vision Transformers via Token
-Reorganizations", ICLR 2022).
+"""EViT: drop the patch tokens to which the class token attends least.
+
+Source: Liang, Ge, Tong, Song, Wang, Xie, "Not All Patches Are What You Need: Expediting Vision Transformers via Token
+Reorganizations", ICLR 2022.
 """
 
 from __future__ import annotations
@@ -21,21 +23,24 @@ from efficient_ft.ops.tokens import num_kept
 
 
 class DropsTokens(TokenMethod):
-    """Base class of the methods that drop tokens like `EViT`, where the settings are described."""
+    """Base class of the methods that drop tokens in the same way as `EViT`. The settings are described in `EViT`."""
 
     drop_at: list[int]
     keep_rate: float
     fuse: bool
 
     def _store_dropping(self, drop_at: Any, keep_rate: Any, fuse: Any) -> None:
-        """Check and store the settings. Here, `drop_at` may be empty."""
+        """Check and store the settings. This function allows an empty list for `drop_at`."""
         check_indices("drop_at", [0] if drop_at == [] else drop_at, "[3,6,9]")
         check_keep_rate(keep_rate)
         check_bool("fuse", fuse)
         self.drop_at, self.keep_rate, self.fuse = list(drop_at), keep_rate, fuse
 
     def _drop_tokens(self, model: nn.Module, view: ModelView) -> tuple[str, ...]:
-        """Replace the forward passes of the blocks in `drop_at`, and return their names. An error changes nothing."""
+        """Replace the forward passes of the blocks in `drop_at`, and return the names of these blocks.
+
+        If an error is raised, the model is unchanged.
+        """
         self.refuse_unfit_model(view)
         chosen = blocks_at(view, f"method.{self.name}.drop_at", self.drop_at, last=False)
         self.refuse_other_blocks(view, chosen)
@@ -64,25 +69,25 @@ class DropsTokens(TokenMethod):
 class EViT(DropsTokens):
     """Drop the patch tokens to which the class token attends least (EViT: Liang et al., ICLR 2022).
 
-    Each block in ``drop_at`` keeps the fraction ``keep_rate`` of the patch tokens with the highest attention from the
-    class token, averaged over the heads. The kept tokens are sorted by attention in descending order. The block drops
-    tokens between attention and the feed-forward network. The dropped tokens are fused into one token, their sum
-    weighted by attention. Tokens are dropped in training and in evaluation. The weights keep the model's own names, but
-    must be used with the same token dropping, which exported files record. Attention remains fused. The attention of
-    the class token is computed separately.
+    Each block in ``drop_at`` keeps the fraction ``keep_rate`` of its patch tokens: the tokens that receive the highest
+    attention from the class token, averaged over the heads. The kept tokens are sorted by attention in descending
+    order. Tokens are dropped after attention and before the feed-forward network. The dropped tokens are fused into one
+    token, which is their sum weighted by attention. Tokens are dropped in training and in evaluation. The weights keep
+    the model's own names, but the trained model must be used with the same token dropping. Exported files contain these
+    settings. Attention still runs as a fused operation, and the attention of the class token is computed separately.
 
     Args:
         drop_at: indices of the blocks that drop tokens, counted from 0. Negative indices count from the end. The last
             block is not allowed.
-        keep_rate: fraction of the patch tokens that each of these blocks keeps, above 0 and at most 1. The number of
+        keep_rate: fraction of the patch tokens that each of these blocks keeps. Must be in (0, 1]. The number of kept
             tokens is rounded up.
-        fuse: if True, one token fused from the dropped tokens is appended.
+        fuse: if True, the dropped tokens are fused into one token, which is appended to the kept tokens.
 
     Raises:
-        SettingError: If a setting is out of range. Raised by `apply` if a block index is out of range, repeated, or the
-            index of the last block, or if too few tokens remain for a block to drop one.
-        UserError: Raised by `apply` if the model has no class token, no token grid, or unsupported blocks, or if
-            another method that drops or merges tokens has been applied.
+        SettingError: If a setting is out of range. Raised by `apply` if a block index is out of range, is repeated, or
+            refers to the last block, or if a block receives too few tokens to drop one.
+        UserError: Raised by `apply` if the model has no class token or no token grid, if its blocks are not supported,
+            or if another method that drops or merges tokens has been applied.
     """
 
     name = "evit"

@@ -1,5 +1,7 @@
-"""PatchDropout (Liu, Matsoukas, Strand, Azizpour, Smith, "PatchDropout: Economizing Vision Transformers Using Patch
-Dropout", WACV 2023).
+"""PatchDropout: train on a random subset of the patch tokens.
+
+Source: Liu, Matsoukas, Strand, Azizpour, Smith, "PatchDropout: Economizing Vision Transformers Using Patch Dropout",
+WACV 2023.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from efficient_ft.ops.tokens import (
 
 
 class _PatchDropForward(OwnForward):
-    """Forward pass of the first block on a random subset of its patch tokens, in training."""
+    """Forward pass that, in training, runs the first block on a random subset of its patch tokens."""
 
     def __init__(self, module: nn.Module, prefix: int, positions: int, keep_rate: float) -> None:
         super().__init__(module)
@@ -50,29 +52,31 @@ class _PatchDropForward(OwnForward):
         patches_BLC = x_BNC[:, self.prefix :]
         batch, count = patches_BLC.shape[:2]
         order_BL = torch.rand(batch, count, device=x_BNC.device).argsort(1)
-        # The indices are sorted in grid order, so that keep_rate=1 changes nothing.
+        # The indices are sorted in grid order, so that keep_rate=1 does not change the tokens.
         index_BK = order_BL[:, : num_kept(count, self.keep_rate)].sort(1).values
         return torch.cat([x_BNC[:, : self.prefix], take(patches_BLC, index_BK)], 1), index_BK
 
 
 @register
 class PatchDropout(TokenMethod):
-    """Train on a random subset of each image's patch tokens (PatchDropout: Liu et al., WACV 2023).
+    """Train on a random subset of the patch tokens of each image (PatchDropout: Liu et al., WACV 2023).
 
-    In each training step, the fraction ``keep_rate`` of an image's patch tokens enters the first block, after position
-    embeddings have been added. The subset is sampled uniformly for each image. Prefix tokens (class token, distillation
-    token, registers) are always kept. Evaluation uses all patches, so that the evaluated model is unmodified.
+    In each training step, the fraction ``keep_rate`` of the patch tokens of an image enters the first block. Position
+    embeddings are added before tokens are dropped. The subset is sampled uniformly for each image. Prefix tokens (class
+    token, distillation token, registers) are always kept. In evaluation, all patches are used.
 
-    The subset is sampled from the default generator of torch, like dropout masks. Runs seed this generator by (seed,
-    rank, batch), so that a resumed run samples the same patches. Kept tokens have grid positions. Therefore, low-rank
-    backward can project them, and methods that drop or merge tokens can process them.
+    The subset is sampled with torch's default generator, like dropout masks. A run seeds this generator with (seed,
+    rank, batch), so that a resumed run samples the same patches. The kept tokens still have grid positions. Therefore,
+    the method can be combined with methods that have a low-rank backward pass, and with methods that drop or merge
+    tokens.
 
     Args:
-        keep_rate: fraction of the patch tokens that enters the blocks in training, above 0 and at most 1. The number of
-            tokens is rounded up.
+        keep_rate: fraction of the patch tokens that enters the blocks in training. Must be in (0, 1]. The number of
+            kept tokens is rounded up.
 
     Raises:
-        SettingError: If the rate is out of range. Raised by `apply` if no patch of the model's images would be dropped.
+        SettingError: If `keep_rate` is out of range. Raised by `apply` if the images have so few patches that none
+            would be dropped.
         UserError: Raised by `apply` if the model has no blocks or no token grid, if its blocks are not supported
             (positions inside the blocks, side modules), or if the model already drops patches (``patch_drop_rate`` in
             `timm`).
@@ -121,7 +125,10 @@ class PatchDropout(TokenMethod):
 
 
 def _run_on_fewer(block: nn.Module, x: Tensor, prefix: int) -> None:
-    """Run a block on x (1, N, C) and on fewer tokens. Raise ValueError if it changes their number (pooling)."""
+    """Run a block on x (1, N, C) and on N − 1 tokens.
+
+    Raise ValueError if the block changes the number of tokens, for example by pooling.
+    """
     with token_reduction_suspended():
         for given in (x, x[:, 1:]):
             left = block(given).shape[1]

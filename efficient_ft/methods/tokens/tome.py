@@ -1,4 +1,7 @@
-"""ToMe (Bolya, Fu, Dai, Zhang, Feichtenhofer, Hoffman, "Token Merging: Your ViT But Faster", ICLR 2023)."""
+"""ToMe: merge similar patch tokens.
+
+Source: Bolya, Fu, Dai, Zhang, Feichtenhofer, Hoffman, "Token Merging: Your ViT But Faster", ICLR 2023.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +38,12 @@ _PRODUCTS = (Tensor.matmul, Tensor.__matmul__, torch.matmul)
 
 
 class _SizedAttention(TorchFunctionMode):
-    """Apply proportional attention inside a ``with`` block, and record the keys, for fused attention and softmax.
+    """Context manager that applies proportional attention and records the keys, in fused attention or at the softmax.
 
-    `sizes_BN` is the number of patches that each token represents. Its logarithm is added to the attention scores
-    before the softmax (Equation 1 of ToMe). If it is None, each token counts once. `keys` contains the detached keys of
-    each attention, averaged over the heads, (B, N, D), in at least single precision.
+    `sizes_BN` is the number of patches that each token represents. The logarithm of this number is added to the
+    attention scores before the softmax (Equation 1 of the ToMe paper). If `sizes_BN` is None, all tokens have the same
+    weight. `keys` contains the detached keys of each attention operation, averaged over the heads, with shape (B, N, D)
+    and in at least single precision.
     """
 
     def __init__(self, sizes_BN: Tensor | None, record_keys: bool) -> None:
@@ -47,7 +51,7 @@ class _SizedAttention(TorchFunctionMode):
         self.bias_B11N = None if sizes_BN is None else sizes_BN.log()[:, None, None]
         self.record_keys = record_keys
         self.keys: list[Tensor] = []
-        self._factor: Tensor | None = None  # second factor of the last product; kᵀ if a softmax follows
+        self._factor: Tensor | None = None  # second factor of the last matrix product, which is kᵀ if a softmax follows
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -78,10 +82,10 @@ class _SizedAttention(TorchFunctionMode):
 
 
 class _MergingForward(TokenForward):
-    """Forward pass of a block that merges r tokens between attention and the feed-forward network.
+    """Forward pass of a block that merges r tokens after attention and before the feed-forward network.
 
     `after_merge` is True if an earlier block merges tokens. If `unmerges` is True, the last block repeats each merged
-    token, so that all later layers weight it by its size.
+    token once for each patch that it represents. Later layers then weight the token by its size.
     """
 
     def __init__(
@@ -126,7 +130,7 @@ class _MergingForward(TokenForward):
         return r > 0
 
     def _merged(self, x: Tensor, attention: _SizedAttention, tokens: Tokens, r: int) -> tuple[Tensor, Tokens]:
-        """Merge r of the tokens x, whose record is `tokens`. Return the remaining tokens and their record."""
+        """Merge r of the tokens in x. Return the remaining tokens and their record."""
         if not attention.keys:
             raise UserError(
                 f"method tome: the keys of {type(self.module.attn).__name__} were not found, since it computes no"
@@ -147,40 +151,43 @@ class _MergingForward(TokenForward):
 class ToMe(TokenMethod):
     """Merge the most similar patch tokens in every block (ToMe: Bolya et al., ICLR 2023).
 
-    Between attention and the feed-forward network, patch tokens are split into two alternating sets. Each token of the
-    first set is matched with the most similar token of the second set. Similarity is the cosine similarity of the
-    detached keys, averaged over the heads. The r most similar pairs are merged into their mean, weighted by the number
-    of patches that each token represents. Prefix tokens (class token, distillation token, registers) are not merged and
-    remain first. Attention remains fused.
+    After attention and before the feed-forward network, the patch tokens are alternately assigned to two sets. Each
+    token of the first set is matched with the most similar token of the second set. Similarity is the cosine similarity
+    of the detached keys, averaged over the heads. The r most similar pairs are merged: each pair is replaced by its
+    mean, weighted by the number of patches that each token represents. Prefix tokens (class token, distillation token,
+    registers) are not merged and remain at the start. Attention still runs as a fused operation.
 
-    The prefix tokens, the rest of the first set, and the second set are then concatenated in this order, as in the
-    paper. This order affects only the two sets of the next block. Blocks whose attention depends on positions
-    (relative, rotary) are rejected.
+    The prefix tokens, the remaining tokens of the first set, and the second set are then concatenated in this order, as
+    in the paper. This order affects only how the next block assigns tokens to the two sets. Blocks whose attention
+    depends on positions (relative, rotary) are rejected.
 
-    Tokens are merged in training and in evaluation. The weights keep the model's own names, but must be used with the
-    same merging, which exported files record. The model does not require a class token. Unless a `timm` model
-    classifies by its class token alone, the last block repeats each merged token once for each patch that it
-    represents, in the order of the patches. Pooling after the blocks therefore weights tokens by their size: a mean is
-    weighted by the sizes, and attention pooling adds their logarithm to its scores.
+    Tokens are merged in training and in evaluation. The weights keep the model's own names, but the trained model must
+    be used with the same merging. Exported files contain these settings. The model does not require a class token.
+    Unless a `timm` model classifies only by its class token, the last block repeats each merged token once for each
+    patch that it represents, in the order of the patches. Pooling after the blocks therefore weights each token by its
+    size: a mean is weighted by the sizes, and in attention pooling, the repetition is equivalent to adding the
+    logarithm of the size to the scores.
 
-    If fewer than 2·r patch tokens are left, half of them are merged, as in the paper. A value of r is rejected if it
-    exceeds half of the grid's tokens, or if only one patch token would be left after the last block.
+    If a block receives fewer than 2·r patch tokens, it merges half of these tokens, as in the paper. A value of r is
+    rejected if it exceeds half of the tokens in the grid, or if only one patch token would remain after the last block.
 
     Args:
-        r: number of tokens merged in each block, at least 0. A list contains one number per block.
-        inflect: slope of the schedule of r, from −1 to 1; the second number of the paper's pair (r, inflect). r changes
-            linearly from (1 − inflect)·r in the first block to (1 + inflect)·r in the last block. For −1, it decreases
-            from 2·r to 0, as in the paper's decreasing schedule. For 1, it increases from 0 to 2·r. Rounding preserves
-            the mean r. Values other than 0 require a single r.
-        proportional_attention: if True, add the logarithm of the number of patches that a token represents to its
-            attention scores (Equation 1 of the paper).
+        r: number of tokens merged in each block. Must be non-negative. If r is a list, it must contain one number for
+            each block.
+        inflect: slope of the schedule of r, from −1 to 1. The number of merged tokens changes linearly from (1 −
+            inflect)·r in the first block to (1 + inflect)·r in the last block. With −1, it decreases from 2·r to 0, as
+            in the paper's decreasing schedule. With 1, it increases from 0 to 2·r. The mean over the blocks remains r,
+            also after rounding. Must be 0 if r is a list. It is the second number of the pair (r, inflect) in the
+            paper.
+        proportional_attention: if True, the logarithm of the number of patches that a token represents is added to the
+            attention scores of this token (Equation 1 of the paper).
 
     Raises:
         SettingError: If a setting is out of range. Raised by `apply` if r is a list whose length differs from the
             number of blocks, or if r merges too many tokens.
-        UserError: Raised by `apply` if the model has no token grid or unsupported blocks, if its attention has a mask
-            or no keys, or if another method that drops or merges tokens, or a method with a low-rank backward pass, has
-            been applied.
+        UserError: Raised by `apply` if the model has no token grid, if its blocks are not supported, or if its
+            attention uses a mask or has no keys. Also raised if another method that drops or merges tokens, or a method
+            with a low-rank backward pass, has been applied.
     """
 
     name = "tome"
@@ -250,7 +257,8 @@ class ToMe(TokenMethod):
 def classifies_by_class_token(model: nn.Module) -> bool:
     """Return True for a `timm` model whose classifier reads only prefix tokens.
 
-    Classes from other packages may read the patch tokens although they have the same attributes.
+    Models from other packages are excluded because they may read the patch tokens although they have the same
+    attributes.
     """
     by_token = getattr(model, "global_pool", None) == "token" and getattr(model, "attn_pool", None) is None
     return by_token and type(model).__module__.startswith("timm.models.")
@@ -265,23 +273,23 @@ def _run_merging(block: nn.Module, x: Tensor, prefix: int) -> None:
 
 
 def scheduled(r: int, inflect: float, blocks: int) -> list[int]:
-    """Return r of each block, which changes linearly from (1 − inflect)·r in the first block to (1 + inflect)·r in the
-    last.
+    """Return the number of tokens that each block merges.
 
-    The mean over the blocks is r. Two blocks at the same distance from the middle merge exactly 2·r tokens in total.
-    Halves are rounded to even, and `inflect` is interpreted as a decimal fraction.
+    The number changes linearly from (1 − inflect)·r in the first block to (1 + inflect)·r in the last block. The mean
+    over the blocks is r. Two blocks at the same distance from the middle merge exactly 2·r tokens in total. Halves are
+    rounded to even, and `inflect` is interpreted as a decimal fraction.
     """
     slope = 0 if blocks == 1 else Fraction(str(inflect)) / (blocks - 1)
     return [round(r + r * slope * (2 * block - blocks + 1)) for block in range(blocks)]
 
 
 def merged_of(patches: int, r: int) -> int:
-    """Return the number of patch tokens that a block merges: r, but at most half of `patches`."""
+    """Return the number of patch tokens that a block merges, which is r, but at most half of `patches`."""
     return min(r, patches // 2)
 
 
 def _leaves_some(r: Sequence[int], patches: int) -> bool:
-    """Return True if no r exceeds half of all patch tokens and more than one patch token remains at the end."""
+    """Return True if no block merges more than half of all patch tokens and more than one of them remains."""
     if not any(r):
         return True
     left = patches

@@ -1,6 +1,8 @@
-"""ALaST (Devoto, Alvetreti, Pomponi, Di Lorenzo, Minervini, Scardapane, "Adaptive Layer Selection for Efficient Vision
-Transformer Fine-Tuning", 2024). The settings cover the choices that the paper does not specify, and the choices that
-the authors later described differently.
+"""ALaST: in each step, train some of the blocks and drop tokens, according to budgets of the blocks.
+
+Source: Devoto, Alvetreti, Pomponi, Di Lorenzo, Minervini, Scardapane, "Adaptive Layer Selection for Efficient Vision
+Transformer Fine-Tuning", 2024. The settings cover details that the paper does not specify, and details that the authors
+later described differently.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from efficient_ft.methods.tokens.base import Attention, DroppingForward, Place, 
 from efficient_ft.models.view import ModelView
 from efficient_ft.ops.tokens import Tokens, is_token_reduction_suspended, token_context
 
-#: Settings that must be numbers >= 0.
+#: Names of the settings that must be numbers >= 0.
 _NUMBERS = ("budget_min", "budget_max", "budget_init", "budget_lr")
 
 
@@ -33,8 +35,9 @@ _NUMBERS = ("budget_min", "budget_max", "budget_init", "budget_lr")
 class _Budget:
     """Budget of one block.
 
-    `value` is b, and `before` is Δ of the previous step. `change` is the sum of ‖CLS_l − CLS_{l−1}‖² over the `images`
-    of the current step, in a buffer that is reused in all steps.
+    `value` is the budget b, and `before` is the value of Δ in the previous step. `change` is the sum of ‖CLS_l −
+    CLS_{l−1}‖² over the images of the current step, and `images` is the number of these images. The tensor `change` is
+    reused in all steps.
     """
 
     value: float
@@ -44,14 +47,14 @@ class _Budget:
 
 
 class _BudgetedForward(DroppingForward):
-    """Forward pass of a block that outputs as many tokens as its budget allows, in training."""
+    """Forward pass of a block that, in training, outputs as many tokens as the budget of the block allows."""
 
     def __init__(self, module: nn.Module, place: Place, budgets: dict[str, _Budget], name: str, least: int) -> None:
         super().__init__(module, place, self._kept, False)
         self.budget, self.least = budgets[name], least
 
     def _kept(self, count: int) -> int:
-        # The constant compensates for rounding errors: 0.7 · 10 must result in 7.
+        # The constant compensates for rounding errors, so that 0.7 · 10 results in 7.
         return max(self.least, math.floor(self.budget.value * count + 1e-9))
 
     @torch.compiler.disable  # the number of tokens varies between steps
@@ -80,30 +83,32 @@ class _BudgetedForward(DroppingForward):
 
 @register
 class ALaST(LayersPerStep, TokenMethod):
-    """Train K blocks per step, sampled by their budgets. The budget also limits the number of tokens that a block
-    outputs.
+    """Train K blocks per step, sampled according to their budgets. The budgets also limit the number of tokens.
 
-    The budget b of a block follows the change that the block makes to the class token. After each step, ``b ← b +
-    budget_lr · (Δ − Δ of the previous step)``, clamped to [budget_min, budget_max]. Δ is the squared change of the
-    class token by the block (the paper's Equations 5 and 6). From the N patch tokens of a block, the ⌊b · N⌋ tokens
-    with the highest attention from the class token are passed on. The other tokens are dropped without fusion. Frozen
-    blocks also drop tokens. At least one token is kept unless the model classifies by its class token alone. In
-    evaluation, all tokens are passed on.
+    The budget b of a block depends on how much the block changes the class token. After each step, b is increased by
+    ``budget_lr · (Δ − Δ of the previous step)`` and clamped to [budget_min, budget_max]. Δ is the squared norm of the
+    change that the block makes to the class token (Equations 5 and 6 of the paper). Of the N patch tokens of a block,
+    the ⌊b · N⌋ tokens with the highest attention from the class token are passed to the next block. The other tokens
+    are dropped without fusion. Frozen blocks also drop tokens. At least one patch token is kept, unless the model
+    classifies only by its class token. In evaluation, no tokens are dropped.
 
-    The defaults follow the authors' later account. The variant ``alast_paper`` uses the settings of the paper.
+    The default values follow the later description by the authors. The variant ``alast_paper`` uses the settings of the
+    paper.
 
     Args:
-        num_layers: K, number of blocks to train per step.
+        num_layers: number K of blocks to train per step.
         budget_init: budget of each block in the first step.
         budget_min, budget_max: lower and upper bound of the budgets.
-        budget_lr: α. In the paper, α equals the learning rate, 1e-4. The default multiplies this value by 128, the
-            batch size of the paper, because Δ is a mean.
-        delta: reduction of Δ over channels and images: ``image`` (mean over the images), ``value`` (mean over images
-            and channels), or ``batch`` (sum, so that α depends on the batch size).
-        first_delta: Δ before the first step: ``zero``, or ``same`` to use the Δ of the first step, which then does not
-            change the budgets.
-        layer_choice: rule that selects the trained blocks: ``sample`` (K blocks without replacement, with probabilities
-            softmax(b)), or ``highest`` (the K blocks with the highest budgets; the earlier block wins a tie).
+        budget_lr: step size α of the budget updates. In the paper, α equals the learning rate, 1e-4. The default is
+            this value multiplied by 128, the batch size of the paper, because Δ is a mean over the images.
+        delta: reduction of Δ over channels and images. ``image``: sum over the channels and mean over the images.
+            ``value``: mean over channels and images. ``batch``: sum over channels and images, so that a suitable value
+            of `budget_lr` depends on the batch size.
+        first_delta: value of Δ before the first step: ``zero``, or ``same`` to use the Δ of the first step, so that the
+            first step does not change the budgets.
+        layer_choice: rule for selecting the trained blocks. ``sample``: sample K blocks without replacement, with
+            probabilities softmax(b). ``highest``: select the K blocks with the highest budgets. If budgets are equal,
+            the earlier block is selected.
         train_embeddings, seed: see `LayersPerStep`.
 
     Raises:
@@ -200,7 +205,7 @@ class ALaST(LayersPerStep, TokenMethod):
         budgets = list(self._budgets.values())
         changes = [budget.change for budget in budgets if budget.change is not None and budget.images]
         if len(changes) < len(budgets) or not changes or isinstance(changes[0], FakeTensor) or changes[0].is_meta:
-            return  # no step was taken, or only the cost of a step was counted
+            return  # no images were processed, or only the cost of a step was counted
         deltas = self._deltas(torch.stack(changes), budgets[0].images)
         for budget, delta in zip(budgets, deltas, strict=True):
             assert budget.change is not None
@@ -215,7 +220,7 @@ class ALaST(LayersPerStep, TokenMethod):
             budget.before = delta
 
     def _deltas(self, changes: Tensor, images: int) -> list[float]:
-        """Return Δ of each block over the images of all micro-batches and processes."""
+        """Return Δ of each block, computed over the images of all micro-batches and processes."""
         *deltas, images_all = all_reduce_sum(torch.cat([changes, changes.new_tensor([images])])).tolist()
         over = {"image": images_all, "value": images_all * self._channels, "batch": 1.0}[self.delta]
         return [delta / over for delta in deltas]

@@ -1,7 +1,7 @@
-"""BSR (Sarkar et al., "Block Selective Reprogramming for On-device Training of Vision Transformers", CVPR Workshops
-2024).
+"""BSR: train some of the blocks and drop tokens.
 
-The variant with experts is described in Section 5.2.
+Source: Sarkar et al., "Block Selective Reprogramming for On-device Training of Vision Transformers", CVPR Workshops
+2024. Section 5.2 of the paper describes the variant with experts.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from efficient_ft.models.view import ModelView
 
 @register
 class BSR(Blocks, DropsTokens):
-    """Train the listed blocks, the final norm and the head, and drop tokens like `EViT` in training and evaluation.
+    """Train the listed blocks, the final norm and the head, and drop tokens in the same way as `EViT`.
 
-    The method combines the selection of `Blocks` with the token dropping of `EViT`. Both are also available as separate
-    methods and can be stacked.
+    The method combines the selection of `Blocks` with the token dropping of `EViT`. These two methods can also be used
+    separately or stacked. Tokens are dropped in training and in evaluation.
 
     Args:
         blocks: indices of the blocks to train, counted from 0. Negative indices count from the end.
         drop_at: indices of the blocks that drop tokens. The last block is not allowed. If the list is empty, no tokens
-            are dropped, and any model with blocks is supported (BSR on ResNet-50; "Ours" in the paper's Table 5).
-        keep_rate: fraction of the patch tokens that each of these blocks keeps, above 0 and at most 1.
-        fuse: if True, the dropped tokens are fused into one token, weighted by attention.
+            are dropped, and all models with blocks are supported (as in the paper for ResNet-50 and for "Ours" in Table
+            5).
+        keep_rate: fraction of the patch tokens that each of these blocks keeps. Must be in (0, 1].
+        fuse: if True, the dropped tokens are fused into one token, which is their sum weighted by attention.
 
     Raises:
         SettingError: If a value is not allowed. Raised by `apply` if a block index is out of range or repeated.
-        UserError: Raised by `apply` if the model's blocks are not recognized, or if tokens are dropped in a model
-            without a class token, without a token grid, or with unsupported blocks.
+        UserError: Raised by `apply` if the model's blocks are not recognized. If tokens are dropped, also raised if the
+            model has no class token or no token grid, or if its blocks are not supported.
     """
 
     name = "bsr"
@@ -84,10 +85,11 @@ class BSR(Blocks, DropsTokens):
 
 @register
 class BSRMoE(ExpertsMethod, BSR):
-    """Train like `BSR`, with experts instead of the feed-forward networks of the trained blocks.
+    """Train in the same way as `BSR`, but with experts instead of the feed-forward networks in the trained blocks.
 
-    The method combines `BSR` and `MoE`. The listed blocks (attention, norms, experts, gates), the final norm and the
-    head are trained, and tokens are dropped. The costs in the paper's Table 6 use ``keep_rate=0.7, fuse=False``.
+    The method combines `BSR` and `MoE`. The listed blocks (including attention, norms, experts and gates), the final
+    norm and the head are trained, and tokens are dropped. The costs in Table 6 of the paper correspond to
+    ``keep_rate=0.7, fuse=False``.
 
     Args:
         num_experts, top_k, norm_topk_prob, aux_loss_coef: see `MoE`.
