@@ -3,7 +3,34 @@
 from efficient_ft.config.check import check, validate
 from efficient_ft.config.explain import UnknownSetting, setting_names
 from efficient_ft.config.identity import data_configs, fingerprint, image_folders, run_folder
-from efficient_ft.config.schema import Config, DataConfig, ModelConfig, OptimConfig
+from efficient_ft.config.schema import (
+    AugmentConfig,
+    Config,
+    CostConfig,
+    DataConfig,
+    LoggerConfig,
+    ModelConfig,
+    OptimConfig,
+    StepStatsConfig,
+    TrainerConfig,
+)
 
-__all__ = ["Config", "DataConfig", "ModelConfig", "OptimConfig", "UnknownSetting", "check", "data_configs",
-           "fingerprint", "image_folders", "run_folder", "setting_names", "validate"]  # fmt: skip
+__all__ = [
+    "AugmentConfig",
+    "Config",
+    "CostConfig",
+    "DataConfig",
+    "LoggerConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "StepStatsConfig",
+    "TrainerConfig",
+    "UnknownSetting",
+    "check",
+    "data_configs",
+    "fingerprint",
+    "image_folders",
+    "run_folder",
+    "setting_names",
+    "validate",
+]

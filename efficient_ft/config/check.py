@@ -56,8 +56,8 @@ def _refuse_sharding(plain: Mapping[str, Any]) -> None:
             strategy,
             "auto or ddp",
             "It would shard each parameter over the processes, but methods require whole parameters. Methods replace"
-            " the backward pass of whole layers, and freeze parameters in some steps. To save memory, use a method:"
-            " efficient-ft plan memory=4GB finds one that fits.",
+            " the backward pass of whole layers, pack the tensors that layers save, and freeze parameters in some"
+            " steps. To save memory, use a method: efficient-ft plan memory=4GB finds one that fits.",
         )
 
 

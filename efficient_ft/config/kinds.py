@@ -31,7 +31,6 @@ class KindRules:
         name: Value of ``task``.
         data: Names of the kind's data sets (``data.name``).
         family: Family of the kind's networks, see `config.schema.ModelConfig.family`.
-        networks: Names of the networks (``model.name``) that the kind adds. Their family has the name of the kind.
         section: Section of ``data`` with the settings of the data sets (``masks`` or ``text``), or "".
         section_words: Constraint of the section for messages.
         data_words: Property of the data sets and a hint, for messages. None for the default kind, because its messages
@@ -40,18 +39,19 @@ class KindRules:
         augmentation: Sentence that names the augmentation settings, or "" if ``data.augment`` applies.
         unsupported: Hints for messages by unsupported feature: ``tasks`` (several data sets), ``cache_features``,
             ``prefix`` (forms of the frozen prefix), ``tokens`` (methods that drop or merge tokens).
+        networks: Names of the networks (``model.name``) that the kind adds. Their family has the name of the kind.
     """
 
     name: str
     data: tuple[str, ...]
     family: str = "classification"
-    networks: tuple[str, ...] = ()
     section: str = ""
     section_words: str = "a mapping"
     data_words: tuple[str, str] | None = None
     model_words: tuple[str, str] | None = None
     augmentation: str = ""
     unsupported: Mapping[str, str | None] = field(default_factory=dict)
+    networks: tuple[str, ...] = ()
 
     def check(self, config: Config) -> None:
         """Raise a SettingError for the first setting that this kind does not support."""

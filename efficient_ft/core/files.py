@@ -125,6 +125,8 @@ def _sync_folder(folder: Path) -> None:
         handle = os.open(folder, os.O_RDONLY)
     except OSError:
         return
-    with suppress(OSError):
-        os.fsync(handle)
-    os.close(handle)
+    try:
+        with suppress(OSError):
+            os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -63,6 +63,26 @@ def freeze_statistics(model: nn.Module) -> list[str]:
     return names
 
 
+def refuse_loss_outside(methods: Iterable[Method], block: int | None) -> None:
+    """Raise UserError for `MethodSession.loss` outside of a step if a method adds a loss or acts per step.
+
+    `block` is the number of the step whose ``with`` block is running.
+    """
+    for method in methods:
+        if method.acts_per_step or adds_loss(method):
+            why = "adds a loss" if adds_loss(method) else "acts per step"
+            if block is not None:
+                raise UserError(
+                    f"session.loss() was called after the end of step {block}, and method {method.name}"
+                    f" {why}. The step has already ended, because the optimizer has stepped. Use a"
+                    " `with session.step(number):` block with a new number for each step of the optimizer."
+                )
+            raise UserError(
+                f"session.loss() was called outside of a step, and method {method.name} {why}. Call it inside"
+                " `with session.step(number):`, after the forward pass."
+            )
+
+
 def refuse_nested(model: nn.Module, session: object) -> None:
     """Raise UserError if another session is open on `model`, on a part of it, or on a module that contains it."""
     modules = set(model.modules())

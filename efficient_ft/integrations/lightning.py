@@ -181,10 +181,13 @@ class MethodCallback(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Close the session after an error, and restore the module's ``training_step``."""
-        self.teardown(trainer, pl_module, "fit")
+        self._close(pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Close the session, and restore the module's ``training_step``. The methods remain applied."""
+        self._close(pl_module)
+
+    def _close(self, pl_module: LightningModule) -> None:
         if self.session is not None:
             self.session.close()
         _TotalLoss.remove(pl_module)

@@ -17,12 +17,12 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.integrations import saving
 from efficient_ft.integrations.checks import (
     OPENED,
-    adds_loss,
     freeze_statistics,
     is_first_process,
     names_adding_loss,
     refuse_foreign_state,
     refuse_gradient_readers,
+    refuse_loss_outside,
     refuse_nested,
     refuse_wrapped_inside,
 )
@@ -270,19 +270,7 @@ class MethodSession:
                 computed the loss that a method adds.
         """
         if self._step is None:
-            for method in self.methods:
-                if method.acts_per_step or adds_loss(method):
-                    why = "adds a loss" if adds_loss(method) else "acts per step"
-                    if self._block is not None:
-                        raise UserError(
-                            f"session.loss() was called after the end of step {self._block}, and method {method.name}"
-                            f" {why}. The step has already ended, because the optimizer has stepped. Use a"
-                            " `with session.step(number):` block with a new number for each step of the optimizer."
-                        )
-                    raise UserError(
-                        f"session.loss() was called outside of a step, and method {method.name} {why}. Call it inside"
-                        " `with session.step(number):`, after the forward pass."
-                    )
+            refuse_loss_outside(self.methods, self._block)
         self._losses += 1
         for method in self.methods:
             loss = method.total_loss(loss)
@@ -400,17 +388,13 @@ class MethodSession:
             self.check_optimizers(optimizers)
 
     def _versions(self) -> int:
-        """Return the sum of the version counters of all parameters.
-
-        The sum also increases if parameters are updated without an optimizer.
-        """
+        """Return the sum of the parameters' version counters. Any update in place increases the sum."""
         return sum(p._version for p in self._parameters)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a mapping from the `state_key` of each method to its state, for a checkpoint.
 
-        Methods without state are omitted. The result does not contain parameters, the state of the optimizer, or the
-        states of random number generators.
+        Methods without state are omitted. Parameters, optimizer states and random states are not included.
         """
         return {method.state_key: state for method in self.methods if (state := method.state_dict())}
 
@@ -476,8 +460,7 @@ class MethodSession:
         Args:
             batch_size: number of images in the batch.
             input_size: image size (H, W) in pixels. If None, the model's own image size is used.
-            options: further arguments of `efficient_ft.cost.executed`, such as ``precision`` and ``task``. See this
-                function for the result and the errors.
+            options: further arguments of `efficient_ft.cost.executed`, such as ``precision`` and ``task``.
         """
         from efficient_ft.cost.executed import executed
 
@@ -495,7 +478,12 @@ class MethodSession:
         """Return three lines with the number of trainable parameters, the memory, and the FLOPs."""
         if not self._applied:
             return f"{self!r}. Enter the session or call apply() to apply the methods."
-        return summary(self.model, self.methods, self._saved_names(), lambda: self._counted or self.cost())
+        return summary(
+            self.model,
+            self.methods,
+            self._saved_names(),
+            lambda: self._counted or self.cost(),
+        )
 
     def _require_applied(self, call: str, in_block: bool = False) -> None:
         if not self._applied:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,14 @@ from torch import Tensor, nn
 
 from efficient_ft.core.errors import SettingError, UserError, first_line
 from efficient_ft.core.in_backward import Wrong
-from efficient_ft.integrations.checks import check_in_backward, find_network, names_adding_loss
+from efficient_ft.integrations.checks import OPENED, check_in_backward, find_network, names_adding_loss
 from efficient_ft.integrations.saving import decode, encode
 from efficient_ft.integrations.session import MethodSession
 from efficient_ft.methods.base import Applied, Method, in_order
 from efficient_ft.methods.declarations import Adds
+from efficient_ft.models.marks import marks_of
+
+log = logging.getLogger(__name__)
 
 try:
     from transformers import TrainerCallback
@@ -106,8 +110,11 @@ class MethodCallback(TrainerCallback, ExportableState):
         network = find_network(model, self.network)
         if self.session is None or self.session.model is not network:
             self.session = MethodSession(network, self.methods, **self._options)
+        opened = OPENED.get(network)
+        training = opened is not None and opened() is self.session  # a Trainer for evaluation is built during training
         self.session.apply()
-        self.session.close()  # opened again when training begins; until then, other sessions are allowed
+        if not training:
+            self.session.close()  # The session is opened again when training begins. Until then, others are allowed.
         if optimizer is not None:
             self.session.check_optimizers([optimizer])
 
@@ -153,6 +160,13 @@ class MethodCallback(TrainerCallback, ExportableState):
                 " Trainer(model=...) instead."
             )
         self.session.apply()
+        own = {method.state_key for method in self.methods}
+        if others := [mark.method for mark in marks_of(self.session.model) if mark.key not in own]:
+            log.warning(
+                "warning: this Trainer runs no steps of method %s, which was applied outside of its MethodCallback. To"
+                " train with all methods, pass them to one MethodCallback.",
+                ", ".join(others),
+            )
         self.session.check_optimizers([optimizer])
         clip, accumulate = args.max_grad_norm, args.gradient_accumulation_steps
         check_in_backward(

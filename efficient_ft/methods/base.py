@@ -324,7 +324,8 @@ class Method(ABC):
     def remove(self, model: nn.Module) -> None:
         """Restore the modules, names and `requires_grad` of `model`. Trained values are kept.
 
-        The method itself returns to its initial state, so that it can be applied to a new model.
+        The method itself returns to its initial state, so that it can be applied to a new model. Subclasses undo their
+        changes in `_remove`, because the attributes that `_apply` has set do not exist after this function.
 
         Args:
             model: model to which the method was applied. If several methods were applied, remove them in the reverse
@@ -334,10 +335,10 @@ class Method(ABC):
             UserError: If a method that was applied on top of this method is still applied.
         """
         check_removal(self, model)
+        fresh = vars(type(self)(**self.settings()))
         self._remove(model)
         self._stop_watching()
         remove_mark(model, self.state_key)
-        fresh = vars(type(self)(**self.settings()))
         vars(self).clear()
         vars(self).update(fresh)
 

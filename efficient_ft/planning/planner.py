@@ -272,7 +272,9 @@ class _Planner:
                 self._refuse_too_little(memory_bytes, option)
             found.append((candidate, option))
             fits = self.fits(option, memory_bytes)
-            enough = enough or (fits and choose([option]) is not None)
+            # The cosine of a method of unknown exactness is measured later, and the method can then be recommended.
+            measurable = option.exactness is Exactness.UNKNOWN
+            enough = enough or (fits and (measurable or choose([option]) is not None))
             ready(Examined(number, len(todo), option.name, self.bound(option), fits))
         if not found:
             raise UserError(f"No recipe can be used with this model: {excluded[0].reason}")

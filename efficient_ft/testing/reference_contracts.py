@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -350,12 +350,13 @@ class ReferenceContracts(ContractTests):
         )
 
 
-def _replaced(shortcuts: tuple[tuple[type, str, Callable[..., Any]], ...]) -> ExitStack:
+@contextmanager
+def _replaced(shortcuts: tuple[tuple[type, str, Callable[..., Any]], ...]) -> Iterator[None]:
     """Replace the attributes of `Row.shortcuts` inside a ``with`` block."""
-    stack = ExitStack()
-    for owner, attribute, replacement in shortcuts:
-        stack.enter_context(mock.patch.object(owner, attribute, replacement))
-    return stack
+    with ExitStack() as stack:
+        for owner, attribute, replacement in shortcuts:
+            stack.enter_context(mock.patch.object(owner, attribute, replacement))
+        yield
 
 
 def _own_code(row: Row) -> list[str]:

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import importlib
 
+import timm
+
 from efficient_ft.config import Config
-from efficient_ft.config.kinds import RULES, rules_of
+from efficient_ft.config.kinds import OWN_CLASSIFIERS, RULES, rules_of
 from efficient_ft.config.schema import NETWORKS
 from efficient_ft.core.errors import UserError
 from efficient_ft.data.sources import SOURCES
 from efficient_ft.models.factory import FAMILIES
+from efficient_ft.models.segmentation import SEGFORMERS
+from efficient_ft.models.text import TEXT_MODELS
 from efficient_ft.task import TASKS
 from efficient_ft.training.kinds.base import Kind
 
@@ -28,13 +32,15 @@ def register(kind: Kind) -> Kind:
     """Register a kind of task under the name in its rules, and return it, so that an entry point can name it.
 
     Raises:
-        UserError: If the name of the kind or of one of its data sets is already registered.
+        UserError: If the name of the kind, of its network family, or of one of its data sets or networks is already
+            registered.
     """
     name = kind.rules.name
     taken = [one for one in kind.sources for rules in RULES.values() if one in rules.data and rules is not kind.rules]
     if name in _registered or RULES.get(name, kind.rules) is not kind.rules or taken:
         what = f"data set {taken[0]}" if taken else f"kind of task {name}"
         raise UserError(f"The {what} of {type(kind).__module__} already exists. Rename it.")
+    _check_family(kind)
     _registered[name] = kind
     RULES[name], TASKS[name] = kind.rules, kind.task
     SOURCES.update(kind.sources)
@@ -42,6 +48,22 @@ def register(kind: Kind) -> Kind:
         FAMILIES[kind.rules.family] = kind.family
         NETWORKS.update(dict.fromkeys(kind.rules.networks, kind.rules.family))
     return kind
+
+
+def _check_family(kind: Kind) -> None:
+    rules, where = kind.rules, type(kind).__module__
+    if kind.family is None and rules.networks:
+        raise UserError(f"{where} names networks without a family. Set Kind.family, or leave out KindRules.networks.")
+    if kind.family is None:
+        return
+    if rules.family != rules.name or rules.family in FAMILIES:
+        raise UserError(
+            f"KindRules.family of {where} must be the name of the kind and new, got {rules.family!r}. Set it to"
+            f" {rules.name!r}, or rename the kind."
+        )
+    known = {*NETWORKS, *OWN_CLASSIFIERS, *TEXT_MODELS, *SEGFORMERS, *timm.list_models()}
+    if taken := [network for network in rules.networks if network in known]:
+        raise UserError(f"The network {taken[0]} of {where} already exists. Rename it in KindRules.networks.")
 
 
 def kind_named(name: str) -> Kind:
