@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     study = Study(**settings)
     results: list[dict[str, Any]] = []
     if file is not None:
-        read_records(file)  # refuses a damaged file before the measurement
+        read_records(file)  # raises an error before the measurement if the file is damaged
     for size in sizes:
         results += run_study(study, size, lambda text: print(paragraph(text), file=sys.stderr, flush=True))
         if file is not None:

@@ -1,4 +1,4 @@
-"""``efficient-ft selftest``: test the promises of docs/promises.md, with trials in tests/promises of a checkout."""
+"""``efficient-ft selftest``: test the promises of docs/promises.md with the trials in tests/promises of a checkout."""
 
 from __future__ import annotations
 
