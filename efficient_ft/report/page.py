@@ -27,7 +27,7 @@ def write_report(run: Path, out: Path, images: int = 6) -> tuple[list[Path], lis
     Args:
         run: a run folder.
         out: the output folder, which is created if it does not exist.
-        images: number of images with kept tokens.
+        images: number of images on which kept tokens are shown.
 
     Returns:
         The written files, and notes on figures that could not be drawn.
