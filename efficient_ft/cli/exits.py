@@ -57,7 +57,7 @@ def of_the_system(error: OSError) -> UserError | None:
 def leave_closed_pipe() -> NoReturn:
     """Exit with the status of SIGPIPE, because the reader of the output has closed the pipe, for example ``| head``."""
     discard_output()
-    raise SystemExit(128 + 13) from None  # the number of SIGPIPE
+    raise SystemExit(128 + 13) from None  # 13 is the number of SIGPIPE
 
 
 @contextmanager

@@ -79,7 +79,7 @@ def job(composed: DictConfig) -> float | None:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             # The launchers of Hydra (submitit, joblib) report the exception of a job, but not the exit of a job.
             raise UserError(str(said)) from None
-        # Hydra would print an additional line before the message.
+        # Exit here, since Hydra would print an additional line before the message.
         exits.fail(said)
     except KeyboardInterrupt:
         if HydraConfig.get().mode == RunMode.MULTIRUN:  # for the reason above; submitit would print a traceback
@@ -123,7 +123,7 @@ def main() -> None:
             # before it prints help.
             if arguments.info or (shows and any(one.lstrip("+~").startswith("hydra") for one in arguments.overrides)):
                 check_commandline(arguments)
-            if arguments.help or arguments.hydra_help:  # Help does not depend on settings, which are removed.
+            if arguments.help or arguments.hydra_help:  # Remove the settings, on which help does not depend.
                 own = [one for one in arguments.overrides if one.startswith("hydra")]
                 sys.argv[1:] = [one for one in sys.argv[1:] if one in own or one not in arguments.overrides]
                 if sys.argv[1:] == ["--help"]:
@@ -184,7 +184,7 @@ def _require_entry(config: Config, name: str) -> None:
     shown = config.model_dump(mode="json")
     try:
         found = OmegaConf.select(OmegaConf.create(shown), name)
-    except OmegaConfBaseException:  # invalid syntax
+    except OmegaConfBaseException:  # The syntax of the name is invalid.
         found = None
     if found is None:
         groups = ", ".join(key for key, value in shown.items() if isinstance(value, dict))

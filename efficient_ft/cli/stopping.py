@@ -46,7 +46,7 @@ class _Interrupted(KeyboardInterrupt):
 def answer_signals() -> None:
     """Install handlers that raise KeyboardInterrupt for SIGINT and `TerminatedRun` for other signals.
 
-    The exceptions allow code to clean up. Python discards exceptions that are raised in finalizers and in callbacks of
+    Code can clean up when these exceptions are raised. Python discards exceptions in finalizers and in callbacks of
     weak references. In this case, the signal is sent again shortly afterwards.
     """
     global _hooked
@@ -111,7 +111,7 @@ def _answer_again(number: int) -> None:
         asked.remove(number)
     if hasattr(signal, "pthread_kill"):
         signal.pthread_kill(cast("int", threading.main_thread().ident), number)
-    else:  # Windows
+    else:  # on Windows
         _thread.interrupt_main(signal.Signals(number))
 
 
@@ -134,7 +134,7 @@ def while_loading() -> Iterator[None]:
 
 def _leave(number: int, frame: object) -> NoReturn:
     word = "Interrupted" if number == signal.SIGINT else "Terminated"
-    with suppress(OSError, ValueError, AttributeError):  # closed streams
+    with suppress(OSError, ValueError, AttributeError):  # The streams may be closed.
         sys.stdout.flush()
         if first_process():
             print(f"{word}. The same command starts again, or continues from the last checkpoint.", file=sys.stderr)

@@ -123,9 +123,8 @@ def without_copies(runs: Iterable[Run]) -> tuple[list[Run], dict[str, str]]:
 def joined(runs: Iterable[Run]) -> tuple[Run, ...]:
     """Return the runs with corrected groups.
 
-    A run without an image digest is assigned to the group with the same settings.
-
-    If runs with these settings used different images, the run remains in a separate group.
+    A run without an image digest is assigned to the group with the same settings. If runs with these settings used
+    different images, the run remains in a separate group.
     """
     runs = tuple(runs)
     known: dict[str, set[str]] = {}

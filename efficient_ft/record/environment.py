@@ -31,10 +31,9 @@ def environment(
         more: additional entries, e.g. ``allocator="mimalloc"``.
 
     Returns:
-        A dictionary with ``date`` (UTC), ``efficient_ft``, the packages, ``python``, ``platform``, ``device`` (model of
-        the
-        GPU or CPU), ``threads`` (of torch) and ``load`` (load average of the last minute, or None if it is
-        unavailable).
+        A dictionary with ``date`` (UTC), ``efficient_ft`` (version of this package), the versions of the packages,
+        ``python``, ``platform``, ``device`` (model of the GPU or CPU), ``threads`` (of torch) and ``load`` (load
+        average of the last minute, or None if it is unavailable).
     """
     import torch
 

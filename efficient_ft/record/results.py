@@ -64,8 +64,9 @@ class BaselineCost(StepCost):
 
 
 class CostReport(StepCost):
-    """The cost of a training step with the run's methods, and of a step of the baseline, or None if it was not
-    measured.
+    """The cost of a training step with the run's methods.
+
+    `baseline` is the cost of a step of the baseline, or None if it was not measured.
     """
 
     baseline: BaselineCost | None

@@ -192,7 +192,7 @@ def read_study(folder: Path) -> Study:
     """Read study.yaml in `folder`. Raise a `UserError` if the file does not exist or cannot be read."""
     file, plain = folder / DEFINITION, None
     try:
-        plain = parse_yaml(file.read_text(encoding="utf-8"), _UniqueKeys)  # a SafeLoader
+        plain = parse_yaml(file.read_text(encoding="utf-8"), _UniqueKeys)  # _UniqueKeys is a SafeLoader.
         return Study.model_validate(plain)
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{folder} contains no {DEFINITION}. Pass the folder of a study.") from None
@@ -288,7 +288,7 @@ class Records:
         self._add(run, {**_what(run), "diverged": reason})
 
     def _add(self, run: StudyRun, record: dict[str, Any]) -> None:
-        # Another process may run other rows of the same study.
+        # The file is locked, since another process may run other rows of the same study.
         with FileLock(self.path.with_name(f".{RECORDS}.lock")):
             self.runs = [one for one in self._read() if not _describes(one, run)]
             self.refuse_other_images(run, record.get("images", ""))

@@ -45,7 +45,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class ContactSheet:
-    """Training samples as the network receives them, with names and RGB colors of mask classes (`legend`)."""
+    """Training samples as the network receives them. `legend` contains the names and RGB colors of mask classes."""
 
     title: str
     cells: Sequence[Cell]
@@ -116,7 +116,10 @@ def contact_sheet(data: OpenedData[Any, Any], input: InputSpec, count: int) -> C
 
 
 def _font() -> _Font:
-    """Return DejaVu Sans, which also covers Greek, Cyrillic, Arabic and Hebrew, or else Pillow's Latin font."""
+    """Return DejaVu Sans, which also covers Greek, Cyrillic, Arabic and Hebrew.
+
+    If this font is not installed, return Pillow's default font, which covers Latin.
+    """
     places = ["DejaVuSans.ttf"]
     spec = importlib.util.find_spec("matplotlib")
     if spec is not None and spec.origin is not None:

@@ -97,7 +97,11 @@ def write_panels(path: Path, title: str) -> None:
 
 
 def create_report(title: str, project: str, entity: str | None) -> str:
-    """Create a report with the panels on the wandb server, and return its address. Failures raise a `UserError`."""
+    """Create a report with the panels on the wandb server, and return its address.
+
+    Raises:
+        UserError: If wandb-workspaces is not installed, or the report cannot be saved.
+    """
     try:
         import wandb_workspaces.reports.v2 as wr
     except ModuleNotFoundError as error:

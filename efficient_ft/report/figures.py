@@ -137,7 +137,10 @@ def draw_budgets(record: Record) -> Drawing | None:
 
 
 def _label_ends(axes: Axes, record: Record, values: np.ndarray, colors: Any, height: float) -> None:
-    """Write the names of the blocks at the ends of their lines, without overlap, in a figure of `height` inches."""
+    """Write the names of the blocks at the ends of their lines, without overlap.
+
+    `height` is the figure height in inches.
+    """
     low, high = axes.get_ylim()
     size = 10 if len(values) <= MAX_LABELS else 8
     gap = (high - low) * 1.4 * size / 72 / (height - 1)

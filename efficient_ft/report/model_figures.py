@@ -1,4 +1,4 @@
-"""Figures of the papers that require no training run."""
+"""Figures of the papers that do not require a training run."""
 
 from __future__ import annotations
 

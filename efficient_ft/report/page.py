@@ -73,7 +73,7 @@ dd { margin: 0 0 .2rem 7rem; overflow-wrap: anywhere; }
 
 
 def page(facts: dict[str, str], record: Record, drawings: Sequence[Drawing], notes: Sequence[str]) -> str:
-    """Return the HTML page with the `facts` by title, the `notes`, embedded `drawings`, and a table of the `record`."""
+    """Return the HTML page: the `facts` with their titles, the `notes`, the `drawings`, and a table of the `record`."""
     title = " · ".join(re.sub(r" \([^)]*\)", "", facts[name]) for name in ("Method", "Model", "Data"))
     parts = [
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>',

@@ -22,7 +22,7 @@ ACCURACY = "accuracy (%)"
 
 
 class Runs:
-    """Finished runs, with the settings and rows that the figures require."""
+    """Finished runs, and methods that select the data for the figures."""
 
     def __init__(self, found: Collection) -> None:
         self.found = found

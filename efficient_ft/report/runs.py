@@ -153,7 +153,11 @@ def page_data(found: Collection) -> dict[str, Any]:
 
 
 def names_of(runs: Sequence[Run]) -> list[str]:
-    """Return a name for each run: methods, settings that differ, model and data set if there are several, and seed."""
+    """Return a name for each run.
+
+    A name consists of the methods, the settings that differ, the model and the data set if there are several, and the
+    seed.
+    """
     models, data = {run.config.model.name for run in runs}, {run.data for run in runs}
     names = []
     for run, own in zip(runs, method_names(runs), strict=True):
@@ -185,7 +189,10 @@ def accuracy_of(run: Run) -> float:
 
 
 def _curve_rows(folder: Path) -> list[dict[str, float]]:
-    """Return the points of the curves: step, epoch, TFLOPs, seconds and images so far, and loss or accuracy."""
+    """Return the points of the training curves.
+
+    Each point contains the step, epoch, TFLOPs, seconds and images so far, and the loss or the accuracy.
+    """
     rows = MetricsFile(folder).read()
     windows = any("train_loss" in row for row in rows)  # Short runs do not log it.
     points = []

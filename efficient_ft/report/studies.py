@@ -76,7 +76,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 def notes(records: Records, rows: Sequence[str]) -> list[str]:
-    """Return sentences on marks in the table, rows that are not tuned or diverged, and missing seeds."""
+    """Return notes on marks in the table, on rows that are not tuned or diverged, and on missing seeds."""
     said = []
     if any(AT_END in str(line[1]) for line in study_cells(records, rows)[1]):
         said.append(f"{AT_END}: the best value is at an end of the grid.")

@@ -1,4 +1,4 @@
-"""``efficient-ft bench``: compare recipes by measurements."""
+"""``efficient-ft bench``: measure and compare recipes."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def _add_model(sub: argparse.ArgumentParser, model: str, batch: int, recipes: st
 def _set_up(options: argparse.Namespace) -> str:
     """Set up the allocator, the threads and the device of this process. Return the name of the allocator."""
     restart_with(options.allocator, "--allocator")
-    allocator = use_allocator(options.allocator, "--allocator")  # before the first tensor
+    allocator = use_allocator(options.allocator, "--allocator")  # before the first tensor is created
     import torch
 
     if options.threads:

@@ -1,4 +1,4 @@
-"""``efficient-ft collect DIR``: one table of many runs."""
+"""``efficient-ft collect DIR``: print one table of many runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``efficient-ft table``: the published tables, with commands, costs, runs and results of their rows."""
+"""``efficient-ft table``: print published tables, and the commands, costs, runs and results of their rows."""
 
 from __future__ import annotations
 

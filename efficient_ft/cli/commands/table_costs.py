@@ -101,7 +101,7 @@ def print_costs(table: Table, rows: Sequence[Row], form: str, chosen: Sequence[s
     if not columns:
         raise UserError(f"{table.name} contains no costs that can be counted. {table.reason or ''}".rstrip())
     data = form in DATA
-    numbers: dict[str, int] = {}  # the number of each reason, starting at 1
+    numbers: dict[str, int] = {}  # numbers of the reasons, starting at 1
     counted = count_rows(table, rows, processes, lambda done, of: status(f"counted {done} of {of} steps"))
     lines = (_line(row, columns, cost_cells(table, row), data, numbers) for row in counted)
     shown = _columns(columns)
@@ -277,7 +277,7 @@ _known: dict[tuple[str, ...], Executed] = {}
 def count_rows(
     table: Table, rows: Sequence[Row], processes: int, counted: Callable[[int, int], None] = lambda done, of: None
 ) -> Iterator[Row]:
-    """Count the steps that the costs of `rows` require, in up to `processes` processes.
+    """Count the steps that are needed for the costs of `rows`, in up to `processes` processes.
 
     Yield each row as soon as it is counted.
 
@@ -306,7 +306,7 @@ def count_rows(
 
 
 def _needed(table: Table, row: Row) -> list[tuple[str, ...]]:
-    """Return the arguments of the steps that the costs of a row require."""
+    """Return the arguments of the steps that are needed for the costs of a row."""
     found = []
     if any(_COUNTED.get(column) not in (None, _measured, _parameters) for column in row.costs):
         found.append(_to_count(table, row))

@@ -155,9 +155,9 @@ def _with_rows(loader: ConfigLoader, name: str, jobs: list[tuple[str, ...]], swe
 
 
 def check_form(overrides: Sequence[str]) -> None:
-    """Raise a `UserError` for arguments that cannot be used.
+    """Raise a `UserError` for arguments that Hydra cannot parse or that a run cannot record.
 
-    Such arguments are neither KEY=VALUE nor ~KEY, are not valid UTF-8, or have a form that was removed.
+    An argument must have the form KEY=VALUE or ~KEY and be valid UTF-8. Forms that were removed are also rejected.
     """
     for text in overrides:
         refuse_removed(text)

@@ -137,7 +137,7 @@ def leaving_nothing(folder: Path) -> Iterator[None]:
         yield
     except UserError:
         if new and set(os.listdir(folder)) <= _BEFORE_TRAINING:
-            with suppress(OSError):  # The original error is more important.
+            with suppress(OSError):  # Ignored, since the original error is more important.
                 shutil.rmtree(folder)
                 for above in folder.parents:
                     if above == Path.cwd() or _DEFAULT not in above.parts:

@@ -104,7 +104,8 @@ def run(
 def stop(process: subprocess.Popen[bytes]) -> bool:
     """Send SIGTERM to a process, and wait until the process and its descendants have ended.
 
-    After `GRACE` seconds, those that are still running are killed. Return False if the process itself had to be killed.
+    Processes that are still running after `GRACE` seconds are killed. Return False if `process` itself had to be
+    killed.
     """
     deadline = time.monotonic() + GRACE
     started = _descendants(process.pid)

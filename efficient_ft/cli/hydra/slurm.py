@@ -51,7 +51,7 @@ def submission(arguments: Sequence[str], configs: Sequence[Config]) -> list[str]
     asked = [f"hydra.launcher.nodes={nodes}", f"hydra.launcher.tasks_per_node={devices}"]
     if accelerator != "cpu":
         asked.append(f"hydra.launcher.gpus_per_node={devices}")
-    # Clusters may disable requeueing by default. Without it, a preempted job is lost.
+    # Enable requeueing, which clusters may disable by default. Without requeueing, a preempted job is lost.
     asked.append("+hydra.launcher.additional_parameters={requeue:true}")
     # If a task fails, end the other tasks. Otherwise, they would wait for the failed task.
     os.environ.setdefault("SLURM_KILL_BAD_EXIT", "1")
