@@ -68,7 +68,7 @@ def fitted_help() -> Iterator[None]:
 
 
 def quiet_libraries() -> None:
-    """Silence warnings of other libraries, which users of a command cannot act on."""
+    """Silence warnings of other libraries. Users of a command cannot act on such warnings."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # By default, torch's profiler logs each start and stop.
     for name in ("torch.utils._pytree", "torch", "torchao", "lightning", "timm", "transformers", "peft", "PIL",
                  "huggingface_hub", "matplotlib", "wandb"):  # fmt: skip

@@ -236,7 +236,7 @@ def _bsr(
 
 
 def count_cost(of: CountSettings) -> CountedCost:
-    """Return the cost by the formula of `of`."""
+    """Return the cost of a row that has the settings `of`."""
     plain = _operations(of.architecture, of.classes, of.methods, of.frozen_norms, of.input_size, of.rule)
     memory = as_listed = _memory(of, plain.operations, plain.parameter_bytes)
     if alike := named_alike(plain.frozen, of.by_name):

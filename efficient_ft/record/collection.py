@@ -211,7 +211,10 @@ def run_rows(collection: Collection) -> tuple[list[str], list[list[Cell]]]:
 
 
 def group_rows(collection: Collection) -> tuple[list[str], list[list[Cell]]]:
-    """Return the header and one row per group of runs that differ only in their seed, with means and deviations."""
+    """Return the header and one row for each group of runs that differ only in their seed.
+
+    A row contains the means over the runs, and the standard deviation of the test accuracy.
+    """
     settings = varying(collection.runs)
     header = ["method", "model", "data", *settings, "seeds", "test accuracy % ±", *_NUMBERS]
     rows: list[list[Cell]] = []

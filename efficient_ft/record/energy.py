@@ -14,7 +14,7 @@ POWERCAP = Path("/sys/class/powercap")
 
 
 class EnergyMeter:
-    """Measure the energy of the whole machine in joules since `start`, including other programs.
+    """Measure the energy in joules that the whole machine has used since `start`, including other programs.
 
     Args:
         gpu: index of the CUDA device that the run uses, or None without a GPU.

@@ -14,7 +14,7 @@ from efficient_ft.record.files import json_text, open_file, write_text_atomicall
 
 
 class Rows:
-    """A file `path` with one JSON object per line. The key ``step`` contains the optimizer step of the row."""
+    """The file `path`, with one JSON object per line. The key ``step`` contains the optimizer step of the row."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

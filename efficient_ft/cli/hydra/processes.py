@@ -130,7 +130,7 @@ def stop(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _lives(process: psutil.Process) -> bool:
-    """Return True if a process is running. A process has also ended if its parent has not read its exit status yet."""
+    """Return True if a process is running. A zombie, whose parent has not read its exit status, is not running."""
     with suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False

@@ -1,4 +1,4 @@
-"""Check the user's configuration files before Hydra reads them, and name a file that cannot be read."""
+"""Check the user's configuration files before Hydra reads them, and report files that cannot be read."""
 
 from __future__ import annotations
 
