@@ -95,7 +95,9 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument("--unfused", action="store_true", help="do not use fused attention")
     memory.add_argument("--optim", default="adamw", help="optimizer in conf/optim (default adamw)")
     memory.add_argument("--steps", type=count, default=3, help="number of measured steps (default 3)")
-    memory.add_argument("--warmup", type=count_or_zero, default=2, help="number of steps before them (default 2)")
+    memory.add_argument(
+        "--warmup", type=count_or_zero, default=2, help="number of warm-up steps before the measured steps (default 2)"
+    )
     # hidden options, which are passed to the process that measures a single recipe
     memory.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     memory.add_argument("--default-layout", action="store_true", help=argparse.SUPPRESS)
@@ -109,7 +111,9 @@ def _parser() -> argparse.ArgumentParser:
     padding = "padding of the WHT projector (default ortho)"
     layer.add_argument("--padding", choices=("ortho", "zero", "reflect"), default="ortho", help=padding)
     layer.add_argument("--profile", action="store_true", help="also print the time of each part of the backward pass")
-    layer.add_argument("--layout", choices=("tokens", "map"), default="tokens", help="linear, or 1×1 convolution")
+    layer.add_argument(
+        "--layout", choices=("tokens", "map"), default="tokens", help="tokens: linear; map: 1×1 convolution"
+    )
 
     loop = _add_kind(kinds, "loop", _loop, 60, "steps of the framework and of a bare PyTorch loop")
     jobs = "default (the default job) or a model in conf/model; may be repeated (default: default and deit_small)"
@@ -139,7 +143,9 @@ def _add_kind(kinds: Any, name: str, run: Callable[..., Any], rounds: int | None
     sub.set_defaults(run=run)
     if rounds is not None:
         sub.add_argument("--rounds", type=count, default=rounds, help=f"number of timed rounds (default {rounds})")
-        sub.add_argument("--warmup", type=count, default=2, help="number of untimed rounds before them (default 2)")
+        sub.add_argument(
+            "--warmup", type=count, default=2, help="number of warm-up rounds before the timed rounds (default 2)"
+        )
     sub.add_argument("--threads", type=count, help="number of CPU threads (default: torch's default)")
     sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1")
     sub.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="fp32, or the type for autocast")
