@@ -22,7 +22,7 @@ from efficient_ft.record.files import write_atomically, write_text_atomically
 
 #: Width and maximum height of a picture, gap between cells, and height of a line of text, in pixels.
 _WIDTH, _HEIGHT, _GAP, _LINE = 176, 264, 8, 15
-#: Maximum number of letters per line, of lines per caption, and of lines per text.
+#: Maximum number of characters per line, of lines per caption, and of lines per text.
 _LETTERS, _CAPTION_LINES, _TEXT_LINES = 27, 2, 14
 
 _Font = ImageFont.FreeTypeFont | ImageFont.ImageFont

@@ -32,8 +32,8 @@ class Kept:
     """Images and, for each block that drops tokens, the patches that remain after the block.
 
     Attributes:
-        pixels: the network's input before normalization: (N, height, width, 3), from 0 to 1.
-        classes: N class names.
+        pixels: images before normalization, of shape (N, height, width, 3) and with values from 0 to 1.
+        classes: class name of each image.
         blocks: labels of the blocks that drop tokens.
         masks: for each of these blocks, a (N, H, W) array that is True where the patch is kept.
         fused: for each of these blocks, the largest number of fused tokens in an image.
@@ -57,7 +57,7 @@ def kept_tokens(run: Path, config: Config, count: int) -> Kept:
     Dropout and drop path are disabled.
 
     Raises:
-        UserError: If weights or data are missing, no tokens are dropped, or their positions are unknown.
+        UserError: If weights or data are missing, no tokens are dropped, or the positions of tokens are unknown.
     """
     trained = export.load(run)
     missing = missing_data(config.data)

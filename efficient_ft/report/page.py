@@ -44,7 +44,7 @@ def write_report(run: Path, out: Path, images: int = 6) -> tuple[list[Path], lis
     if images:
         try:
             drawings.append(draw_kept(kept_tokens(run, config, images)))
-        except UserError as error:  # The record does not require images or weights.
+        except UserError as error:  # Only this figure requires images and weights.
             notes.append(f"Kept tokens are not drawn. {error}")
     if drawings[0] is None:
         notes.append("The methods of this run have no budgets.")
