@@ -10,7 +10,8 @@ except PackageNotFoundError:  # a checkout that is not installed
     __version__ = "0+unknown"
 
 
-#: The modules of public names, which are loaded on first use. `__init__.pyi` declares their types.
+#: Public names and the modules that define them. A module is loaded when its name is first used. `__init__.pyi`
+#: declares the types of the names.
 _LAZY = {"MethodSession": "efficient_ft.integrations.session", "plan": "efficient_ft.cli.commands.plan"}
 
 

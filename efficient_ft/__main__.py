@@ -1,4 +1,4 @@
-"""``python -m efficient_ft``, which is equivalent to the command ``efficient-ft``."""
+"""Entry point of ``python -m efficient_ft``, which is equivalent to the command ``efficient-ft``."""
 
 from efficient_ft.cli.entry import main
 

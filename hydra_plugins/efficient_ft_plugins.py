@@ -1,4 +1,7 @@
-"""The launcher, sweeper and search path of this package. Hydra imports all modules of this namespace."""
+"""Hydra plugins of this package: the launcher, the sweeper and the search path.
+
+Hydra imports all modules of the namespace ``hydra_plugins``.
+"""
 
 from collections.abc import Sequence
 
@@ -15,7 +18,10 @@ from efficient_ft.cli.hydra import plugins
 
 
 class ProcessLauncher(Launcher):
-    """The launcher of sweeps, which imports `efficient_ft.cli.hydra.jobs` when a sweep starts."""
+    """Launcher that runs each job of a sweep in a separate process.
+
+    `efficient_ft.cli.hydra.jobs` is imported only when a sweep starts.
+    """
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         from efficient_ft.cli.hydra.jobs import Sweep
@@ -27,7 +33,7 @@ class ProcessLauncher(Launcher):
 
 
 class RowsSweeper(BasicSweeper):
-    """Hydra's basic sweeper, which runs for each row of an experiment with rows."""
+    """Hydra's basic sweeper, extended to run every job for each row of an experiment that defines rows."""
 
     def split_arguments(  # type: ignore[override]
         self, overrides: list[Override], max_batch_size: int | None
@@ -42,9 +48,10 @@ class RowsSweeper(BasicSweeper):
 
 
 class MethodPackages(SearchPathPlugin):
-    """A plugin that appends the configuration folders of other packages' methods to Hydra's search path.
+    """Plugin that appends the configuration folders of methods from other packages to Hydra's search path.
 
-    In other Hydra applications, `efficient_ft.cli.hydra.plugins` finds no folders.
+    In other Hydra applications, the plugin appends nothing, because `efficient_ft.cli.hydra.plugins.register` is not
+    called.
     """
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:

@@ -1,4 +1,4 @@
-"""The end of a command: exit status, error message, and the outcome that is passed to a sweep."""
+"""End a command with an exit status and an error message, and pass the outcome to the sweep that started it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from efficient_ft.record.files import json_text
 #: Environment variable with the path of the file in which a sweep job stores its outcome.
 OUTCOME_FILE = "EFFICIENT_FT_OUTCOME_FILE"
 
-#: System errors for a file or folder that the user named, for example a missing permission.
+#: Numbers of system errors in a file or folder that the user named, for example a missing permission.
 _OF_THE_SYSTEM = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EEXIST, errno.ENOTDIR,
                   errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}  # fmt: skip
 
@@ -38,7 +38,7 @@ def report_outcome(**outcome: Any) -> None:
 
 
 def fail(error: UserError | str, status: int = 2) -> NoReturn:
-    """Print only the text of `error` to stderr, wrapped to the terminal, and exit with `status`."""
+    """Print the text of `error` to stderr without a traceback, wrapped to the terminal, and exit with `status`."""
     leave_in_peace()
     text = plain_text(str(error))
     discard_output()
@@ -48,24 +48,24 @@ def fail(error: UserError | str, status: int = 2) -> NoReturn:
 
 
 def of_the_system(error: OSError) -> UserError | None:
-    """Return a message for an error of a file or folder that the user named; None for other errors."""
+    """Return a message for a system error in a file or folder that the user named, or None for other errors."""
     if error.filename is None or error.errno not in _OF_THE_SYSTEM:
         return None
     return UserError(f"{os.fsdecode(error.filename)}: {error.strerror}.")
 
 
 def leave_closed_pipe() -> NoReturn:
-    """Exit like other programs if the reader of the output has closed the pipe, for example ``| head``."""
+    """Exit with the status of SIGPIPE, because the reader of the output has closed the pipe, for example ``| head``."""
     discard_output()
-    raise SystemExit(128 + 13) from None  # the number of SIGPIPE
+    raise SystemExit(128 + 13) from None  # 13 is the number of SIGPIPE
 
 
 @contextmanager
 def clean_exits(interrupted: str = INTERRUPTED_TEXT) -> Iterator[None]:
-    """Turn user mistakes, interrupts and closed pipes inside the block into exit statuses.
+    """Convert user mistakes, interrupts and closed pipes inside the ``with`` block to exit statuses.
 
-    A `UserError` prints its text (status 2), and Ctrl-C prints `interrupted` (130). Other exceptions keep their
-    traceback.
+    For a `UserError`, its text is printed and the status is 2. For Ctrl-C, the text `interrupted` is printed and the
+    status is 130. Other exceptions propagate with their traceback.
     """
     try:
         with signals_first():

@@ -1,7 +1,8 @@
 """The command ``efficient-ft``, which is equivalent to ``python -m efficient_ft`` and, in a checkout, ``train.py``.
 
-Without a command, it trains like ``efficient-ft train``. ``evaluate`` and ``cost`` accept the same settings. These
-three commands follow the rules of Hydra; `efficient_ft.cli.commands` contains the others (``bench``, ``report``, ...).
+Without a subcommand, it is equivalent to ``efficient-ft train``. The commands ``train``, ``evaluate`` and ``cost``
+accept the same settings, which Hydra parses. `efficient_ft.cli.commands` contains the other commands (``bench``,
+``report``, ...).
 """
 
 from __future__ import annotations
@@ -40,12 +41,13 @@ from efficient_ft.core.errors import UserError, replace_unprintable
 from efficient_ft.core.files import refuse_link
 from efficient_ft.core.terminal import ConsoleHandler, show, start_console
 
-# Torch, Lightning and timm are imported only in `job`, so that help and completion respond immediately.
+# Modules that import torch, Lightning or timm are imported inside functions, so that help and completion respond
+# immediately.
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def job(composed: DictConfig) -> float | None:
-    """Execute one run in the folder that Hydra created, and return the best accuracy for sweepers that search."""
+    """Execute one run in the folder that Hydra created. Return the best accuracy, which sweepers can optimize."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -75,12 +77,12 @@ def job(composed: DictConfig) -> float | None:
         if said is None:
             raise
         if HydraConfig.get().mode == RunMode.MULTIRUN:
-            # Hydra's own launchers (submitit, joblib) report exceptions, but lose jobs that exit.
+            # The launchers of Hydra (submitit, joblib) report the exception of a job, but not the exit of a job.
             raise UserError(str(said)) from None
-        # Hydra would print an additional line before the message.
+        # Exit here, since Hydra would print an additional line before the message.
         exits.fail(said)
     except KeyboardInterrupt:
-        if HydraConfig.get().mode == RunMode.MULTIRUN:  # as above, and submitit would print a traceback
+        if HydraConfig.get().mode == RunMode.MULTIRUN:  # for the reason above; submitit would print a traceback
             exits.fail(exits.INTERRUPTED_TEXT, exits.INTERRUPTED)
         raise
     exits.report_outcome(results=results)
@@ -88,7 +90,7 @@ def job(composed: DictConfig) -> float | None:
 
 
 def prepare(config: Config) -> None:
-    """Select the memory allocator before the first tensor is created, and refuse methods that cannot be built."""
+    """Select the memory allocator before the first tensor is created. Raise an error if a method cannot be built."""
     use_allocator(config.allocator)
     from efficient_ft.methods.build import baseline_methods, build_methods
 
@@ -97,12 +99,12 @@ def prepare(config: Config) -> None:
 
 
 def main() -> None:
-    """Run the command line of this process. The exit status is 2 for a user mistake, and 1 for failed jobs."""
+    """Run the command line of this process. The exit status is 2 for a user mistake, and 1 if a job has failed."""
     if len(sys.argv) > 1 and sys.argv[1] in COMMANDS:
         run_command(sys.argv[1], sys.argv[2:])
         return
     replace_unprintable()
-    # Let errors propagate. Hydra would print some of them with and some without a traceback.
+    # Let Hydra raise errors. By default, it prints some of them with a traceback and others without.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     with exits.clean_exits():
         register()
@@ -110,17 +112,18 @@ def main() -> None:
         arguments, unknown = get_args_parser().parse_known_args()
         if unknown:
             dashed = next((one for one in unknown if one.startswith("-")), unknown[0])
-            if not dashed.startswith("-"):  # argparse accepts settings only in one place
+            if not dashed.startswith("-"):  # argparse does not accept settings in several places
                 raise UserError(f"{dashed}: options must precede or follow all settings; see --help.")
             raise UserError(f"{dashed}: there is no such option. Settings have no dashes: KEY=VALUE; see --help.")
         check_flags(arguments)
         check_form(arguments.overrides)
         with output_folder_faults(arguments.overrides):
             shows = arguments.help or arguments.hydra_help or arguments.info
-            # --info prints the composed configuration, and Hydra sets up logging before it prints help.
+            # Check the settings that are used: --info prints the composed configuration, and Hydra configures logging
+            # before it prints help.
             if arguments.info or (shows and any(one.lstrip("+~").startswith("hydra") for one in arguments.overrides)):
                 check_commandline(arguments)
-            if arguments.help or arguments.hydra_help:  # Help does not depend on settings.
+            if arguments.help or arguments.hydra_help:  # Remove the settings, on which help does not depend.
                 own = [one for one in arguments.overrides if one.startswith("hydra")]
                 sys.argv[1:] = [one for one in sys.argv[1:] if one in own or one not in arguments.overrides]
                 if sys.argv[1:] == ["--help"]:
@@ -141,7 +144,7 @@ def main() -> None:
 
 
 def check_commandline(arguments: Any) -> list[ComposedJob]:
-    """Compose the jobs of a command line, and refuse mistakes before a folder is created or a job starts."""
+    """Compose the jobs of a command line, and report mistakes before a folder is created or a job starts."""
     name = arguments.config_name or "train"
     conf = Path(arguments.config_path or CONF)
     composed = composed_jobs(conf, name, arguments.overrides, sweep=_sweeps(arguments), search=arguments.config_dir)
@@ -160,7 +163,7 @@ def check_commandline(arguments: Any) -> list[ComposedJob]:
     for name in () if _sweeps(arguments) else ("jobs", "job_timeout"):
         if any(text.startswith(f"{name}=") for text in arguments.overrides):
             show(f"note: {name} has no effect on a single run; it applies to sweeps (-m).", sys.stderr)
-    # The jobs of a sweep or a submission train in separate processes.
+    # The jobs of a sweep or a submission train in separate processes, which select their own allocators.
     if composed and not _sweeps(arguments) and not slurm.submits(arguments.overrides):
         restart_with(composed[0].config.allocator)
     for one in composed:
@@ -181,7 +184,7 @@ def _require_entry(config: Config, name: str) -> None:
     shown = config.model_dump(mode="json")
     try:
         found = OmegaConf.select(OmegaConf.create(shown), name)
-    except OmegaConfBaseException:  # invalid syntax
+    except OmegaConfBaseException:  # The syntax of the name is invalid.
         found = None
     if found is None:
         groups = ", ".join(key for key, value in shown.items() if isinstance(value, dict))
@@ -189,7 +192,10 @@ def _require_entry(config: Config, name: str) -> None:
 
 
 def without_folder(arguments: Any, composed: Sequence[ComposedJob]) -> list[str]:
-    """Return arguments that keep Hydra from writing files for a job without training, or in further processes."""
+    """Return arguments that prevent Hydra from writing files.
+
+    No files are written if the job does not train, or if this process is not the first process of a run.
+    """
     if arguments.cfg or _sweeps(arguments) or not composed:
         return []
     if _trains(composed[0].config):
@@ -201,7 +207,7 @@ def without_folder(arguments: Any, composed: Sequence[ComposedJob]) -> list[str]
 
 
 def evaluate(arguments: Any, composed: Sequence[ComposedJob]) -> None:
-    """Evaluate one run, or each run of a sweep in a separate process, without Hydra."""
+    """Evaluate one run in this process, or each run of a sweep in a separate process. Hydra is not used."""
     if any(one.config.evaluate is None for one in composed):
         raise UserError("evaluate: a sweep must set evaluate for all of its jobs or for none.")
     if arguments.cfg:

@@ -1,15 +1,18 @@
-"""Processes started by torchrun, Slurm or Lightning, identified by environment variables. Imports no library."""
+"""Identify processes that torchrun, Slurm or Lightning started, by their environment variables.
+
+This module does not import other libraries.
+"""
 
 from __future__ import annotations
 
 import os
 
-#: Variables with a rank or a number of processes, which libraries read when they are imported.
+#: Variables that contain a rank, a number of processes or a port. Libraries read them when they are imported.
 _NUMBERS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS",
             "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "JSM_NAMESPACE_RANK", "MASTER_PORT")  # fmt: skip
-#: Variables with a number of threads, which numba requires to be >= 1.
+#: Variables that contain a number of threads. numba requires a number >= 1.
 _THREADS = ("NUMBA_NUM_THREADS",)
-#: The program (torchrun or srun) that sets a variable, and other variables that this program always sets.
+#: For each variable, the program (torchrun or srun) that sets it, and other variables that the program always sets.
 _TOGETHER = {
     "TORCHELASTIC_RUN_ID": ("torchrun", ("RANK", "LOCAL_RANK", "WORLD_SIZE")),
     "SLURM_STEP_ID": ("srun", ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")),
@@ -19,18 +22,24 @@ _PORTS = 65535
 
 
 def first_process() -> bool:
-    """Return True in the first process that torchrun, Slurm or Lightning started."""
+    """Return True in the first process that torchrun, Slurm or Lightning started.
+
+    The function also returns True if none of them started this process.
+    """
     names = ("RANK", "LOCAL_RANK", *(("SLURM_PROCID",) if "SLURM_STEP_ID" in os.environ else ()))
     return next((os.environ[name] for name in names if name in os.environ), "0") == "0"
 
 
 def started_processes() -> int:
-    """Return the number of processes that torchrun or srun started."""
+    """Return the number of processes that torchrun or srun started, or 1 if neither of them started this process."""
     return int(os.environ.get("SLURM_NTASKS" if "SLURM_STEP_ID" in os.environ else "WORLD_SIZE", "1"))
 
 
 def malformed_environment() -> str | None:
-    """Return an error message for an environment variable with an invalid number; None if all are valid."""
+    """Return an error message if an environment variable has an invalid number, or if a related variable is missing.
+
+    Return None if there is no error.
+    """
     for name in (*_NUMBERS, *_THREADS):
         text = os.environ.get(name)
         least = int(name in _THREADS or name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS"))

@@ -1,4 +1,7 @@
-"""Signals that end a command outside of training, even if a library suppresses their exceptions."""
+"""Handle signals that end a command outside of training.
+
+A signal takes effect even if a library discards the exception that the signal raises.
+"""
 
 from __future__ import annotations
 
@@ -17,32 +20,34 @@ from efficient_ft.cli.started import first_process
 from efficient_ft.core.errors import TerminatedRun
 from efficient_ft.core.stopping import answer, asked, ending
 
-#: Seconds within which a second signal counts as the same request. ``timeout`` signals both its child and its group.
+#: Time in seconds within which a repeated signal counts as the same request. ``timeout`` sends a signal both to its
+#: child process and to the process group.
 _TOGETHER = 1.0
 _last: float = -_TOGETHER
 
-#: Seconds after which a signal is raised again if its exception was discarded.
+#: Delay in seconds before a signal is sent again if its exception was discarded.
 _LATER = 0.01
 #: True after `answer_signals` has installed its hook for discarded exceptions.
 _hooked = False
-#: True during a fork of this process, and the signal that arrived during the fork.
+#: True while this process forks.
 _forking = False
+#: Signal that arrived during a fork, or None.
 _held: int | None = None
 
 
 class _Interrupted(KeyboardInterrupt):
-    """Ctrl-C.
+    """Exception for Ctrl-C.
 
-    If a plain KeyboardInterrupt has ever left code that ``exec`` ran from a string (dataclasses do this), ``python -m``
-    ends with SIGINT instead of its exit status.
+    After a plain KeyboardInterrupt has left code that ``exec`` runs from a string (as in dataclasses), ``python -m``
+    ends with SIGINT instead of its exit status. This subclass avoids the problem.
     """
 
 
 def answer_signals() -> None:
-    """Let SIGINT raise KeyboardInterrupt, and other signals `TerminatedRun`, so that code can clean up.
+    """Install handlers that raise KeyboardInterrupt for SIGINT and `TerminatedRun` for other signals.
 
-    Python discards exceptions raised in finalizers and in callbacks of weak references. They are raised again shortly
-    after.
+    Code can clean up when these exceptions are raised. Python discards exceptions in finalizers and in callbacks of
+    weak references. In this case, the signal is sent again shortly afterwards.
     """
     global _hooked
     answer(_answer)
@@ -54,8 +59,9 @@ def answer_signals() -> None:
 def answer_after_forks() -> None:
     """Defer signals that arrive during a fork until the fork is complete.
 
-    Libraries hold locks in their fork callbacks, and Python discards exceptions raised there. Call this function once,
-    after all libraries are imported, since it does not cover callbacks that are registered later.
+    Libraries hold locks in their fork callbacks, and Python discards exceptions that are raised in these callbacks.
+    Call this function once, after all libraries are imported, because it does not cover callbacks that are registered
+    later.
     """
     if hasattr(os, "register_at_fork"):
         after, in_child = partial(_fork, begins=False), partial(_fork, begins=False, in_child=True)
@@ -84,7 +90,7 @@ def _fork(begins: bool, in_child: bool = False) -> None:
 
 
 def _lost(hook: Callable[[Any], object], unraisable: Any) -> None:
-    """Raise a signal again if Python has discarded its exception; pass other errors to `hook`."""
+    """Send a signal again if Python has discarded its exception. Other errors are passed to `hook`."""
     error = unraisable.exc_value
     if isinstance(error, _Interrupted):
         _answer_later(signal.SIGINT)
@@ -105,13 +111,16 @@ def _answer_again(number: int) -> None:
         asked.remove(number)
     if hasattr(signal, "pthread_kill"):
         signal.pthread_kill(cast("int", threading.main_thread().ident), number)
-    else:  # Windows
+    else:  # on Windows
         _thread.interrupt_main(signal.Signals(number))
 
 
 @contextmanager
 def while_loading() -> Iterator[None]:
-    """End the process immediately at a signal inside the block, since exceptions during imports can be lost."""
+    """End the process immediately if a signal arrives inside the ``with`` block.
+
+    Exceptions cannot be used for this purpose, since exceptions during imports can be lost.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -125,7 +134,7 @@ def while_loading() -> Iterator[None]:
 
 def _leave(number: int, frame: object) -> NoReturn:
     word = "Interrupted" if number == signal.SIGINT else "Terminated"
-    with suppress(OSError, ValueError, AttributeError):  # closed streams
+    with suppress(OSError, ValueError, AttributeError):  # The streams may be closed.
         sys.stdout.flush()
         if first_process():
             print(f"{word}. The same command starts again, or continues from the last checkpoint.", file=sys.stderr)
@@ -134,14 +143,17 @@ def _leave(number: int, frame: object) -> NoReturn:
 
 
 def leave_in_peace() -> None:
-    """Ignore further termination signals while this process prints its last message; Ctrl-C ends it immediately."""
+    """Ignore further termination signals while this process prints its last message.
+
+    Ctrl-C still ends the process immediately.
+    """
     if threading.current_thread() is threading.main_thread() and asked:
         answer(lambda number, frame: os._exit(128 + number) if number == signal.SIGINT else None)
 
 
 @contextmanager
 def signals_first() -> Iterator[None]:
-    """Raise KeyboardInterrupt or `TerminatedRun` instead of any other exception that follows a signal."""
+    """Raise KeyboardInterrupt or `TerminatedRun` if the ``with`` block raises another exception after a signal."""
     try:
         yield
     except (KeyboardInterrupt, TerminatedRun):

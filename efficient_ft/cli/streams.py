@@ -1,4 +1,4 @@
-"""Closed or unwritable standard streams."""
+"""Handle standard streams that are closed or cannot be written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Diagnostics(io.TextIOWrapper):
-    """Standard error that discards text that cannot be written, e.g. on a full disk or a closed terminal."""
+    """Standard error stream that discards text that cannot be written, e.g. on a full disk or a closed terminal."""
 
     def write(self, text: str) -> int:
         with suppress(OSError):
@@ -23,7 +23,7 @@ class Diagnostics(io.TextIOWrapper):
 
 
 class Output(io.TextIOWrapper):
-    """Standard output whose attribute `lost` is the first write error, even if a library ignores this error."""
+    """Standard output stream that stores the first write error in `lost`, even if a library ignores this error."""
 
     lost: OSError | None = None
 
@@ -43,9 +43,10 @@ class Output(io.TextIOWrapper):
 
 
 def open_streams() -> None:
-    """Open the null device for each closed standard stream, and record errors of the two output streams.
+    """Open the null device for each closed standard stream, and replace the two output streams.
 
-    Python creates no stream for a closed descriptor (``>&-``), and the next opened file would get its number.
+    `Output` and `Diagnostics` replace standard output and standard error. If a descriptor is closed (``>&-``), Python
+    does not create the stream, and the next file that is opened would get the number of the descriptor.
     """
     for number in range(3):
         try:
@@ -76,7 +77,7 @@ def _watched(number: int, stream: Any, form: type[io.TextIOWrapper]) -> Any:
 
 
 def discard_output() -> OSError | None:
-    """Flush standard output. If a write has failed, redirect it to the null device and return the error."""
+    """Flush standard output. If a write has failed, redirect the output to the null device and return the error."""
     flushed: OSError | None = None
     try:
         sys.stdout.flush()

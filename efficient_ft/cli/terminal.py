@@ -1,4 +1,4 @@
-"""Shared parts of the commands: help, options, notes and the progress line."""
+"""Functions and classes shared by the commands: help, options, notes and the progress line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from efficient_ft.core.text import paragraph, plain_line, shortened, terminal_wi
 
 
 class Help(argparse.HelpFormatter):
-    """Format help for the width of the terminal: paragraphs are wrapped, and indented lines are examples."""
+    """Help formatter that wraps paragraphs to the width of the terminal. Indented lines are formatted as examples."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=terminal_width() - 2)
@@ -39,7 +39,10 @@ class Help(argparse.HelpFormatter):
 
 
 def fitted(line: str, width: int) -> list[str]:
-    """Break a help line into lines of at most `width` columns. An explanation after an example starts a new line."""
+    """Break a help line into lines of at most `width` columns.
+
+    In a long line, the explanation of an example starts a new line.
+    """
     lines: list[str] = []
     example = re.fullmatch(r"(\s*\S.*?)\s{3,}(\S.*)", line)
     parts = [line] if len(line) <= width or example is None else [example[1], f"        {example[2]}"]
@@ -54,19 +57,19 @@ def fitted(line: str, width: int) -> list[str]:
 
 @contextmanager
 def fitted_help() -> Iterator[None]:
-    """Capture the help that the block prints, and print it in lines that fit the terminal."""
+    """Capture the help that is printed inside the ``with`` block, and print it in lines that fit the terminal."""
     printed = io.StringIO()
     try:
         with redirect_stdout(printed):
             yield
-    finally:  # Hydra exits
+    finally:  # Hydra raises SystemExit after its help
         width = terminal_width()
         print("\n".join(part for line in printed.getvalue().splitlines() for part in fitted(line, width)))
 
 
 def quiet_libraries() -> None:
-    """Silence warnings of other libraries, which users of a command cannot act on."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler logs each start and stop
+    """Silence warnings of other libraries. Users of a command cannot act on such warnings."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # By default, torch's profiler logs each start and stop.
     for name in ("torch.utils._pytree", "torch", "torchao", "lightning", "timm", "transformers", "peft", "PIL",
                  "huggingface_hub", "matplotlib", "wandb"):  # fmt: skip
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -76,7 +79,7 @@ def quiet_libraries() -> None:
 
 
 def words(given: str) -> list[str]:
-    """Parse an option that contains words separated by commas."""
+    """Parse an option value that consists of words separated by commas."""
     found = [word.strip() for word in given.split(",") if word.strip()]
     if not found:
         raise argparse.ArgumentTypeError("must not be empty; omit the option to select all")
@@ -84,7 +87,7 @@ def words(given: str) -> list[str]:
 
 
 def integer(least: int, most: int | None = None) -> Callable[[str], int]:
-    """Return a parser for an integer option within bounds."""
+    """Return a parser for integer options from `least` to `most`, or without an upper bound if `most` is None."""
 
     def parse(given: str) -> int:
         if not given.isdecimal() or int(given) < least or (most is not None and int(given) > most):
@@ -103,13 +106,13 @@ seed = integer(0, 2**32 - 1)
 
 
 def add_columns_option(parser: argparse.ArgumentParser) -> None:
-    """Add ``--columns NAME,...``, which is passed to `core.sheet.render`."""
+    """Add the option ``--columns NAME,...``. Its value is passed to `core.sheet.render`."""
     columns = "column names or parts of them, or all (default: the columns that fit the terminal)"
     parser.add_argument("--columns", type=words, default=[], metavar="NAME,...", help=columns)
 
 
 def add_form_option(parser: argparse.ArgumentParser) -> None:
-    """Add ``--form``, the output format of a table."""
+    """Add the option ``--form``, which selects the output format of a table."""
     parser.add_argument("--form", choices=FORMS, default="text", help="output format (default: text)")
 
 
@@ -119,13 +122,13 @@ def note(sentence: str, **to: Any) -> None:
 
 
 def status(text: str) -> None:
-    """Show the current step on a terminal. The next call replaces the line, and an empty `text` removes it."""
+    """Show a progress line if stderr is a terminal. The next call replaces the line. An empty `text` removes it."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{shortened(text, terminal_width() - 1)}", end="", file=sys.stderr, flush=True)
 
 
 def run_folders(command: str, argument: str, below: Path = Path("outputs")) -> str:
-    """Return the usage of a command without arguments, with the latest finished runs in a folder."""
+    """Return the text that a command prints without arguments: its usage, and the latest finished runs in a folder."""
     from efficient_ft.record.results import NAME
 
     usage = f"Usage: efficient-ft {command} {argument}"

@@ -8,13 +8,13 @@ the settings of each row, deviations of our runs, and misprints:
     title: ...
     conditions: ...
     models: {vit_b: vit_base}                       # model options that differ from `MODELS`
-    settings: ["model={model}", "recipe=lbp_wht/{data}"]   # of every row; {column} is a cell of the row
+    settings: ["model={model}", "recipe=lbp_wht/{data}"]   # of every row; {column}: a cell of the row
     rows:                                           # the first entry whose `when` matches adds its settings
       - {when: {method: lora}, settings: ["method=[{selection},lora]", "method.lora.rank={rank}"]}
       - {settings: ["method={method}"]}
     deviations:
       - {when: {model: vit_b}, data: food101, note: ...}
-    baseline:                                       # of ratios, if it is not full fine-tuning in the same table
+    baseline:                                       # of ratios; default: full fine-tuning in the same table
       - {when: {method: back_razor}, row: "back_razor/3:ft_full"}
     costs:                                          # reasons why our count of a printed cost differs
       - {when: {model: vit_b}, columns: [train_memory_mb], reason: ...}
@@ -49,12 +49,12 @@ PAPERS = {
     "bsr": "BSR (Sarkar et al., CVPR Workshops 2024)",
 }
 
-#: Options for the papers' names of models and data sets.
+#: Options of this package for the models and data sets, by their names in the papers.
 MODELS = {"vit_b": "vit_base", "deit_s": "deit_small", "deit_t": "deit_tiny", "proxylessnas_mobile": "proxyless_mobile"}
 DATA = {name: name for name in ("cifar10", "cifar100", "pets", "aircraft", "cars", "cityscapes", "rte")}
 DATA |= {"flowers": "flowers102", "food": "food101", "cub": "cub200", "voc12a": "voc2012_aug", "voc": "voc2012_aug"}
 
-#: Column titles with units for published numbers, except accuracies.
+#: Titles and units of the columns of published numbers, except accuracies.
 COSTS = {
     "bwd_mflops": "backward MFLOPs",
     "speedup": "times fewer FLOPs",
@@ -87,9 +87,10 @@ class Cell:
     """A published accuracy, and the command that reproduces it.
 
     Attributes:
-        data: option of the group ``data``; None for segmentation and text.
-        printed: the published number, and its ± value in `spread`.
-        accuracy: the number as a fraction.
+        data: option of the group ``data``, or None if there is no option for the data set.
+        printed: the published number as text.
+        spread: the published ± value as text, or None.
+        accuracy: the published number as a fraction.
         arguments: command-line arguments; empty if the cell cannot be run.
         deviations: differences between our run and the paper.
     """
@@ -107,11 +108,13 @@ class Row:
     """A row of a published table.
 
     Attributes:
-        name: unique name in the table, made of the columns that identify the row. The paper prints `label`.
+        name: name that is unique in the table. It consists of the columns that identify the row.
+        label: name of the row in the paper.
         columns: settings of the row, as in the CSV file.
         costs: published costs by column (`COSTS`).
         cells: published accuracies by column (``acc_cifar10``, ``miou_cityscapes``).
-        arguments: command-line arguments of the first cell, or of a table of costs; empty if the row cannot be run.
+        arguments: command-line arguments of the first cell that can be run or, in a table without accuracies, of the
+            row. Empty if the row cannot be run.
         together: True if one run on several data sets reproduces all cells.
         reason: reason why the row cannot be run, or None.
     """
@@ -132,9 +135,10 @@ class Row:
 
     @property
     def runs(self) -> list[tuple[str | None, tuple[str, ...]]]:
-        """Return the runs of the row: the column of an accuracy (None: all columns), and command-line arguments.
+        """Return the accuracy column and the command-line arguments of each run of the row.
 
-        The arguments include the published accuracy, except for a run on several data sets.
+        The column is None if one run on several data sets reproduces all columns. Otherwise, the arguments include the
+        published accuracy.
         """
         if self.together:
             return [(None, self.arguments)] if self.arguments else []
@@ -150,9 +154,13 @@ class Table:
     """A published table.
 
     Attributes:
-        name: name such as ``lbp_wht/2``, made of the key of `PAPERS` and the number.
-        conditions: conditions of all rows.
-        notes: misprints and inconsistencies.
+        name: name of the form ``PAPER/NUMBER``, e.g. ``lbp_wht/2``. PAPER is a key of `PAPERS`.
+        paper: key of `PAPERS`.
+        number: number of the table in the paper.
+        title: short description of the contents.
+        conditions: conditions that apply to all rows.
+        rows: rows in the order of the paper.
+        notes: misprints and inconsistencies in the paper.
         reason: reason why no row can be run, or None.
         counted: True if costs are counted even if no row can be run.
         count_at: additional arguments for counting costs.
@@ -171,7 +179,10 @@ class Table:
 
 
 def reason_of(table: str, row: Row, column: str) -> str | None:
-    """Return the reason in the table's file why our count of the cost `column` (key of `COSTS`) may differ, or None."""
+    """Return the reason why our count of the cost `column` may differ, or None if the table's file contains no reason.
+
+    `column` is a key of `COSTS`.
+    """
     for one in _about(table).get("costs", ()):
         if column in one["columns"] and _matches(one.get("when", {}), row.columns):
             return str(one["reason"])
@@ -179,7 +190,7 @@ def reason_of(table: str, row: Row, column: str) -> str | None:
 
 
 def rule_of(table: str, row: Row) -> dict[str, Any] | None:
-    """Return the entries of ``rule`` that apply to `row`, or None if the table has no cost formula (see `rules`)."""
+    """Return the entries of ``rule`` that apply to `row`, or None if the table has no cost formula. See `rules`."""
     rule = _about(table).get("rule")
     if rule is None:
         return None
@@ -193,8 +204,8 @@ def rule_of(table: str, row: Row) -> dict[str, Any] | None:
 def baseline_of(table: Table, row: Row) -> tuple[Table, Row]:
     """Return the table and the row of the baseline for the published ratios of `row`.
 
-    The baseline is full fine-tuning of the same model and training, unless the table's file names another row
-    (``TABLE:ROW``).
+    The baseline is full fine-tuning of the same model in the same kind of training, unless the table's file names
+    another row (``TABLE:ROW``).
     """
     for one in _about(table.name).get("baseline", ()):
         if _matches(one.get("when", {}), row.columns):
@@ -265,13 +276,17 @@ class Figure:
 
 @cache
 def figures() -> tuple[Figure, ...]:
-    """Return the figures that show results (no schematic drawings), in the order of `PAPERS`."""
+    """Return the figures that show results, in the order of `PAPERS`. Schematic drawings are not included."""
     held = yaml.safe_load((FOLDER / "figures.yaml").read_text(encoding="utf-8"))
     return tuple(Figure(f"{paper}/figure_{n}", **about) for paper in PAPERS for n, about in held[paper].items())
 
 
 def chosen_rows(table: Table, names: Sequence[str]) -> tuple[Row, ...]:
-    """Return the rows of `table` with these names, or all rows. Raise a `UserError` if a name is unknown."""
+    """Return the rows of `table` whose names are in `names`, or all rows if `names` is empty.
+
+    Raises:
+        UserError: If a name is unknown.
+    """
     known = {row.name: row for row in table.rows}
     for name in names:
         if name not in known:
@@ -327,7 +342,10 @@ def _matches(when: Mapping[str, str | list[str]], columns: Mapping[str, str]) ->
 def _arguments(
     templates: Sequence[str], columns: Mapping[str, str], models: Mapping[str, str], data: str
 ) -> tuple[str, ...]:
-    """Return the arguments of a run, with ``{column}`` replaced by a cell of the row in our names."""
+    """Return the arguments of a run.
+
+    Each ``{column}`` is replaced by a cell of the row, with this package's names of models and data sets.
+    """
     words = dict(columns)
     words["data"] = data
     words["model"] = models.get(columns.get("model", ""), columns.get("model", ""))

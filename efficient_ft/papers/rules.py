@@ -1,16 +1,17 @@
-"""The papers' rules for memory and multiply-adds, applied to the rows of their tables.
+"""Count memory and multiply-adds for the rows of published tables, by the rules of the papers.
 
 The ``rule`` section of a table file defines how its rows are counted:
 
 .. code-block:: yaml
 
     rule:
-      unit: MiB                                     # of its memory column; MB: 10⁶ bytes
-      rule: bsr                                     # `efficient_ft.cost.published`; default tinytl
-      rows:                                         # settings for matching rows; later entries take precedence
+      unit: MiB                                     # unit of the memory column; MB: 10⁶ bytes
+      rule: bsr                                     # see `efficient_ft.cost.published`; default: tinytl
+      rows:                                         # settings of matching rows; later entries take precedence
         - {when: {method: back_razor}, value_bytes: 4, note: 4 bytes per value}
 
-The columns of a row determine what it trains and drops. Models stay on the meta device, and nothing is executed.
+The columns of a row determine which parameters are trained and which tokens are dropped. Models stay on the meta
+device, and nothing is executed.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ _SELECTIONS: dict[str, tuple[Callable[[], Any], ...]] = {
     "rep_net": (RepNet,),
 }
 
-#: timm's names for models with different names in the papers. `_OTHERS` contains models that timm does not provide.
+#: Names in timm of models that have other names in the papers. `_OTHERS` contains models that timm does not provide.
 _TIMM = {
     "vit_b": "vit_base_patch16_224",
     "vit_b_moe": "vit_base_patch16_224",
@@ -93,19 +94,20 @@ class CountSettings:
         architecture: name of the model in the paper or in timm.
         batch_size: number of images.
         methods: methods that are applied to the model, in order.
-        keeping: storage of activations.
+        keeping: form in which activations are stored.
         rule: cost formula of the paper.
         unit: bytes per unit of memory.
         input_size: (height, width) of images in pixels, or (tokens,) of texts.
         classes: number of classes.
-        frozen_norms: True if scales and shifts do not train, as in Back Razor's CNNs.
-        parameters: counting of parameters: 4 bytes if trained and 1 byte if frozen (``rule``), 1 byte each
-            (``one_byte``), or not counted (``none``).
-        by_name: indices of blocks for which the published count unfroze the parameters of `named_alike`.
+        frozen_norms: True if the scales and shifts of normalization layers are frozen, as in Back Razor's CNNs.
+        parameters: rule for counting parameters: 4 bytes per trained and 1 byte per frozen parameter (``rule``), 1 byte
+            per parameter (``one_byte``), or 0 bytes (``none``).
+        by_name: block indices for `named_alike`, if the published count unfroze the parameters that this function
+            returns.
         experts: True to count only multiply-adds of linear layers and the patch embedding, without attention products
             and the feed-forward networks or experts of blocks 3, 7 and 11 (BSR, Table 6).
-        dense: regular expression for operations that stay dense.
-        left_out: regular expression for operations that are not counted.
+        dense: regular expression for the names of operations whose activations stay dense.
+        left_out: regular expression for the names of operations that are not counted.
         note: note on the count of the row.
     """
 
@@ -134,8 +136,8 @@ class CountSettings:
 class CountedCost:
     """Cost of a row by the paper's formula.
 
-    `memory` is in the unit of the row's `CountSettings`, and `as_listed` is the memory if only the listed blocks were
-    unfrozen. `gmacs` are 10⁹ multiply-adds of the forward pass of a batch.
+    `memory` is in the unit of the row's `CountSettings`. `as_listed` is the memory if only the listed blocks were
+    unfrozen. `gmacs` is the number of multiply-adds of the forward pass of a batch, divided by 10⁹.
     """
 
     memory: float
@@ -168,7 +170,10 @@ class _Settings(BaseModel):
 
 
 def count_settings(table: Table, row: Row) -> CountSettings | None:
-    """Return the settings of the paper's cost formula for `row`; None if the table has none or the count is unknown."""
+    """Return the settings of the paper's cost formula for `row`.
+
+    Return None if the table has no formula, or if the published count of the row could not be derived.
+    """
     held = rule_of(table.name, row)
     if held is None:
         return None
@@ -210,7 +215,7 @@ def count_settings(table: Table, row: Row) -> CountSettings | None:
 
 
 def batch_and_unit(table: Table, row: Row) -> tuple[int, int]:
-    """Return the batch size for the memory column of the row, and the bytes of its unit."""
+    """Return the batch size for the memory column of the row, and the number of bytes in the unit of the column."""
     settings = _Settings.model_validate(rule_of(table.name, row) or {})
     return settings.batch or int(row.columns.get("batch") or 1), _UNITS[settings.unit]
 
@@ -219,7 +224,7 @@ def _indices(columns: Mapping[str, str], key: str) -> tuple[int, ...]:
     return tuple(map(int, columns.get(key, "").split()))
 
 
-@cache  # returns identical objects for equal arguments, since they are cache keys of `_operations`
+@cache  # Equal arguments must return identical objects, which are cache keys of `_operations`.
 def _bsr(
     blocks: tuple[int, ...], drop_at: tuple[int, ...], keep_rate: float, experts: bool
 ) -> tuple[Callable[[], Any], ...]:
@@ -231,7 +236,7 @@ def _bsr(
 
 
 def count_cost(of: CountSettings) -> CountedCost:
-    """Return the cost by the formula of `of`."""
+    """Return the cost of a row that has the settings `of`."""
     plain = _operations(of.architecture, of.classes, of.methods, of.frozen_norms, of.input_size, of.rule)
     memory = as_listed = _memory(of, plain.operations, plain.parameter_bytes)
     if alike := named_alike(plain.frozen, of.by_name):
@@ -251,9 +256,10 @@ def count_cost(of: CountSettings) -> CountedCost:
 
 
 def named_alike(names: Iterable[str], blocks: Sequence[int]) -> list[str]:
-    """Return the parameters that BSR's Table 7 assigns to `blocks`: a block index occurs anywhere in their names.
+    """Return the parameters that BSR's Table 7 assigns to `blocks`: their names contain the index of one of the blocks.
 
-    Index 2 matches block 2 and ``norm2`` and ``fc2`` of each block. Index 0 matches blocks 0 and 10.
+    The index may occur anywhere in a name. Index 2 matches block 2, and ``norm2`` and ``fc2`` of each block. Index 0
+    matches blocks 0 and 10.
     """
     return [name for name in names if any(str(block) in name for block in blocks)]
 
@@ -311,7 +317,7 @@ def _blocks(architecture: str, size: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def network(architecture: str, classes: int) -> nn.Module:
-    """Build a network, with a name from a paper or timm and a number of classes, on the meta device."""
+    """Build a network on the meta device. `architecture` is the name of the network in a paper or in timm."""
     if architecture not in _OTHERS:
         with torch.device("meta"):
             return timm.create_model(_TIMM.get(architecture, architecture), num_classes=classes)

@@ -1,4 +1,4 @@
-"""A table of many runs: one row per run, and means over runs that differ only in their seed."""
+"""Collect many runs in a table with one row per run, or with means over runs that differ only in their seed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Run:
     """A finished run.
 
     Attributes:
-        folder: name in tables and messages, relative to the collected folder; `path` is its path.
+        folder: name of the run in tables and messages, relative to the collected folder.
+        path: path of the run folder.
         group: key shared by runs that differ only in their seed. Runs on different images, for example another
             resolution of a data set, have different keys.
     """
@@ -55,7 +56,7 @@ class Run:
 
     @property
     def data(self) -> str:
-        """Return the name of the data set, of the user's image folder, or of all tasks."""
+        """Return the name of the data set or of the user's image folder. With several tasks, join their names."""
         if self.config.tasks:
             return "+".join(self.config.tasks)
         return Path(self.config.data.root).name if self.config.data.name == "folder" else self.config.data.name
@@ -63,7 +64,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Collection:
-    """Finished runs in the order of their folders, with reasons for ignored folders, and originals of copies."""
+    """Finished runs in the order of their folders.
+
+    `ignored` contains the reason for each ignored folder, and `copies` contains the original of each copied folder.
+    """
 
     runs: tuple[Run, ...]
     ignored: Mapping[str, str]
@@ -117,9 +121,10 @@ def without_copies(runs: Iterable[Run]) -> tuple[list[Run], dict[str, str]]:
 
 
 def joined(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """Return the runs with completed groups: a run without an image digest joins the group with the same settings.
+    """Return the runs with corrected groups.
 
-    If runs with these settings used different images, the run remains a separate group.
+    A run without an image digest is assigned to the group with the same settings. If runs with these settings used
+    different images, the run remains in a separate group.
     """
     runs = tuple(runs)
     known: dict[str, set[str]] = {}
@@ -206,7 +211,10 @@ def run_rows(collection: Collection) -> tuple[list[str], list[list[Cell]]]:
 
 
 def group_rows(collection: Collection) -> tuple[list[str], list[list[Cell]]]:
-    """Return the header and one row per group of runs that differ only in their seed, with means and deviations."""
+    """Return the header and one row for each group of runs that differ only in their seed.
+
+    A row contains the means over the runs, and the standard deviation of the test accuracy.
+    """
     settings = varying(collection.runs)
     header = ["method", "model", "data", *settings, "seeds", "test accuracy % ±", *_NUMBERS]
     rows: list[list[Cell]] = []
@@ -224,7 +232,10 @@ def group_rows(collection: Collection) -> tuple[list[str], list[list[Cell]]]:
 
 
 def groups(runs: Iterable[Run]) -> list[list[Run]]:
-    """Return groups of runs that differ only in their seed, sorted by seed. Of equal seeds, the latest run is used."""
+    """Return groups of runs that differ only in their seed, sorted by seed.
+
+    For each seed, only the latest run is included.
+    """
     found: dict[str, dict[int, Run]] = {}
     for run in sorted(runs, key=lambda run: str(run.results["environment"].get("date") or "")):
         found.setdefault(run.group, {})[run.config.seed] = run

@@ -1,4 +1,4 @@
-"""Measure energy with the counters of the machine: NVIDIA GPUs, and processors on Linux (RAPL)."""
+"""Measure energy with the counters of NVIDIA GPUs, and with the counters of processors on Linux (RAPL)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-#: Counters of processor packages on Linux in µJ. On many machines, only root may read them.
+#: Folder of the energy counters of processor packages on Linux, in µJ. On many machines, only root may read them.
 POWERCAP = Path("/sys/class/powercap")
 
 
 class EnergyMeter:
-    """Measure the energy of the whole machine in joules since `start`, including other programs.
+    """Measure the energy in joules that the whole machine has used since `start`, including other programs.
 
     Args:
-        gpu: index of the run's CUDA device; None without a GPU.
+        gpu: index of the CUDA device that the run uses, or None without a GPU.
 
     Attributes:
-        source: names of the counters, e.g. ``"processor packages and GPU"``; None if no counter is readable.
+        source: names of the counters, e.g. ``"processor packages and GPU"``, or None if no counter is readable.
     """
 
     def __init__(self, gpu: int | None = None) -> None:
@@ -42,11 +42,14 @@ class EnergyMeter:
 
     @property
     def joules(self) -> float | None:
-        """Return the joules since `start`, or None. Counters wrap around, so read this property every few minutes."""
+        """Return the energy since `start` in joules, or None if no counter is readable.
+
+        Read this property every few minutes, since the counters wrap around.
+        """
         if self.source is None:
             return None
         now = [read() for read in self._counters]
-        # If a counter wrapped around or failed, this interval adds nothing.
+        # If a counter wrapped around or could not be read, the interval is not counted.
         self._joules += sum(max(0.0, new - old) for new, old in zip(now, self._last, strict=False))
         self._last = now
         return self._joules
@@ -67,7 +70,7 @@ def _packages() -> list[Callable[[], float]]:
 def _joules(file: Path) -> float:
     with contextlib.suppress(OSError, ValueError):
         return int(file.read_text()) / 1e6
-    return math.nan  # the intervals before and after it add nothing
+    return math.nan  # The intervals before and after this value are not counted.
 
 
 def _gpu_counter(index: int) -> Callable[[], float] | None:

@@ -1,4 +1,4 @@
-"""The environment of a measurement: versions, device, threads and load."""
+"""Describe the environment of a measurement: versions, device, threads and load."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ def environment(
         more: additional entries, e.g. ``allocator="mimalloc"``.
 
     Returns:
-        A dictionary with ``date`` (UTC), ``efficient_ft``, the packages, ``python``, ``platform``, ``device`` (model of
-        the GPU or CPU), ``threads`` (of torch) and ``load`` (load average of the last minute; None if unavailable).
+        A dictionary with ``date`` (UTC), ``efficient_ft`` (version of this package), the versions of the packages,
+        ``python``, ``platform``, ``device`` (model of the GPU or CPU), ``threads`` (of torch) and ``load`` (load
+        average of the last minute, or None if it is unavailable).
     """
     import torch
 
@@ -51,7 +52,7 @@ def environment(
 
 
 def device_name(device: torch.device | str) -> str:
-    """Return the model of the GPU or CPU."""
+    """Return the model name of the GPU or CPU."""
     import torch
 
     device = torch.device(device)
@@ -76,7 +77,7 @@ def cpu_name() -> str:
 
 
 def busy_note(recorded: Mapping[str, Any]) -> str | None:
-    """Return a note if the load in the environment `recorded` shows a busy machine, which makes times uncertain."""
+    """Return a note that times are uncertain if the load in the environment `recorded` is high, or None otherwise."""
     load = recorded.get("load")
     if load is None or load <= BUSY_LOAD:
         return None

@@ -15,12 +15,12 @@ START_AGAIN = "Choose another hydra.run.dir, or resume=never, which keeps the ol
 #: Advice for a path that is not a run folder.
 PASS_A_RUN = "Pass the run folder printed when training ended."
 
-#: Advice for a run of another version that is only read.
+#: Advice for a run that another version wrote, if the run is only read.
 USE_ITS_VERSION = "Repeat the run with this version, or use the version that wrote it."
 
 
 class OtherVersionError(UserError):
-    """A file of a run that another version of this package wrote and that this version cannot read.
+    """Raised if a file of a run was written by another version of this package and cannot be read by this version.
 
     The message names `file` and the `reason` for this conclusion, and ends with the advice `do`.
     """

@@ -1,6 +1,6 @@
 """``results.json`` in a run folder: the results of a finished run.
 
-The types describe the JSON objects. Runs use plain dictionaries.
+The types in this module describe the JSON objects. The objects themselves are plain dictionaries.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NotRequired, cast
 
 from pydantic import TypeAdapter, ValidationError
-from typing_extensions import TypedDict  # pydantic needs this one below Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this class before Python 3.12
 
 from efficient_ft.config.schema import flatten as flatten
 from efficient_ft.core.errors import UserError
@@ -26,8 +26,8 @@ NAME = "results.json"
 class ExecutedCost(TypedDict):
     """Counted costs per image, which are equal on all machines.
 
-    Two optional entries describe the whole batch: `step_peak_bytes`, the peak of live tensor bytes without model and
-    batch, and `optimizer_bytes`, the size of the optimizer state.
+    Two optional entries describe the whole batch. `step_peak_bytes` is the peak size of live tensors, without the model
+    and the batch. `optimizer_bytes` is the size of the optimizer state.
     """
 
     forward_flops: float
@@ -38,7 +38,10 @@ class ExecutedCost(TypedDict):
 
 
 class MeasuredCost(TypedDict):
-    """Costs of the whole batch on this machine: peak bytes, and median seconds of a step (None if not timed)."""
+    """Measured costs of the whole batch on this machine.
+
+    `step_seconds` is the median time of a step, or None if steps were not timed. `peak_bytes` is the peak memory.
+    """
 
     step_seconds: float | None
     peak_bytes: float
@@ -52,19 +55,29 @@ class StepCost(TypedDict):
 
 
 class BaselineCost(StepCost):
-    """The cost of a training step of the baseline `name` (``cost.baseline``), a selection on the plain model."""
+    """The cost of a training step of the baseline `name` (``cost.baseline``).
+
+    The baseline trains a selection of the parameters of the plain model.
+    """
 
     name: str
 
 
 class CostReport(StepCost):
-    """The cost of a training step with the run's methods, and the cost of the baseline (None if not measured)."""
+    """The cost of a training step with the run's methods.
+
+    `baseline` is the cost of a step of the baseline, or None if it was not measured.
+    """
 
     baseline: BaselineCost | None
 
 
 class DeviceMemory(TypedDict):
-    """Memory of a CUDA device in PyTorch's allocator: bytes allocated before the first step, and peaks of the steps."""
+    """Memory of a CUDA device, as reported by PyTorch's allocator.
+
+    `before_bytes` is the size of the memory allocated before the first step. `allocated_bytes` and `reserved_bytes` are
+    the peaks of the steps.
+    """
 
     before_bytes: int
     allocated_bytes: int
@@ -77,14 +90,16 @@ class MemoryReport(TypedDict):
     `peak_bytes` is the peak resident memory of the process from its start to its results, as reported by the system. It
     includes loading, evaluation and the cost report. After a resume, it covers only the last process.
 
-    Three further sizes are resident memory before the model was built, before the first step, and at the peak during
-    the `steps` steps from `first_step` on (`step_peak_bytes`). `source` names the measurement (`core.process_memory`).
-    `growth_bytes` is the peak of the steps minus the size before the first step. On CUDA, it is the peak of reserved
-    bytes minus the bytes allocated before the first step.
+    `before_model_bytes` and `before_steps_bytes` are the resident memory before the model was built and before the
+    first step. `step_peak_bytes` is the peak resident memory during `steps` steps, which begin with step `first_step`.
+    `source` names the method of measurement (`core.process_memory`). `growth_bytes` is the peak of the steps minus the
+    memory before the first step. On CUDA, `growth_bytes` is the peak of the reserved memory minus the memory allocated
+    before the first step.
 
-    `counted_bytes` is the counted equivalent of `growth_bytes`: `ExecutedCost.step_peak_bytes`, the optimizer state
-    (`optimizer_bytes`) and, with gradient accumulation, the gradients, which are kept over all micro-batches. A run
-    with a budget (``memory``) also has the peak predicted before its first step.
+    `counted_bytes` is the counted equivalent of `growth_bytes`: the sum of `ExecutedCost.step_peak_bytes`, the
+    optimizer state (`optimizer_bytes`) and, with gradient accumulation, the gradients, which are kept over all
+    micro-batches. `budget_bytes` and `predicted_peak_bytes` exist only for runs with a memory budget (``memory``). The
+    peak is predicted before the first step.
     """
 
     before_model_bytes: int
@@ -103,11 +118,11 @@ class MemoryReport(TypedDict):
 
 
 class FeaturesReport(TypedDict):
-    """Stored features of a run (``trainer.cache_features``): the outputs of the module `end`.
+    """Stored features of a run (``trainer.cache_features``), which are the outputs of the module `end`.
 
-    `reason` states why no later module is included. `shape` is the shape for one image, `dtype` the storage type, and
-    `bytes` the size of the store. `computed` and `read` are numbers of images in training and its evaluations, counted
-    by one process since the run was last resumed.
+    `reason` states why no later module is included. `shape` is the shape for one image, `dtype` is the storage type,
+    and `bytes` is the size of the store. `computed` and `read` are the numbers of images whose features were computed
+    and read, in training and its evaluations. They are counted by one process since the run was last resumed.
     """
 
     end: str
@@ -121,11 +136,11 @@ class FeaturesReport(TypedDict):
 
 
 class PrefixReport(TypedDict):
-    """The form in which the frozen prefix of a run computes (``trainer.prefix``).
+    """The form in which the frozen prefix of a run is computed (``trainer.prefix``).
 
-    The prefix ends with the module `end`; `reason` states why no later module is included. If the form was selected by
-    a measurement, `seconds` is the time per batch of each form, and `deviation` the relative difference of its output
-    from fp32 (Frobenius norm).
+    The prefix ends with the module `end`. `reason` states why no later module is included. If the form was selected by
+    a measurement, `seconds` is the time per batch of each form. `deviation` is the relative difference between the
+    output of each form and the output in fp32 (Frobenius norm).
     """
 
     end: str
@@ -138,11 +153,12 @@ class PrefixReport(TypedDict):
 class RunTotals(TypedDict):
     """Totals of the whole training.
 
-    `flops` are executed FLOPs of forward and backward passes, counted like `ExecutedCost` in `counted_batches` of
-    `batches` batches of one process. Other batches cost the same, or nearly the same (`cost.run_flops`). `seconds` and
-    `joules` include evaluation during training. `joules` is read from the machine's counters named in `energy_source`
-    (both None without counters). `step_seconds` is the median time of the last optimizer steps without data loading. It
-    is None on CUDA, where the loop does not wait for the end of a step.
+    `flops` is the number of executed FLOPs of forward and backward passes. They are counted like `ExecutedCost` in
+    `counted_batches` of the `batches` batches of one process. The other batches have the same or nearly the same cost
+    (see `cost.run_flops`). `seconds` and `joules` include evaluation during training. `joules` is read from the energy
+    counters of the machine, which are named in `energy_source`. Both are None if the machine has no counters.
+    `step_seconds` is the median time of the last optimizer steps without data loading. It is None on CUDA, where the
+    loop does not wait for the end of a step.
     """
 
     steps: int
@@ -164,11 +180,11 @@ class BestLast(TypedDict):
 
 
 class Accuracy(BestLast):
-    """Accuracy on `split`, the split that selects the best epoch.
+    """Accuracy on `split`, which is the split that selects the best epoch.
 
-    With several tasks, it is the mean, and `tasks` contains the accuracy of each task. `test` is the accuracy of the
-    best epoch's weights on the test images, or None without test images. `metric` names another metric, such as the
-    mean IoU in segmentation.
+    With several tasks, the accuracy is the mean over the tasks, and `tasks` contains the accuracy of each task. `test`
+    is the accuracy of the best epoch's weights on the test images, or None if there are no test images. `metric` is the
+    name of the metric if it is not the accuracy, such as the mean IoU in segmentation.
     """
 
     split: str
@@ -178,7 +194,10 @@ class Accuracy(BestLast):
 
 
 def final_accuracy(accuracy: Mapping[str, Any]) -> float:
-    """Return the best epoch's accuracy as a fraction: on the test images, or else on the split that selects epochs."""
+    """Return the accuracy of the best epoch as a fraction.
+
+    It is measured on the test images, or on the split that selects epochs if there are no test images.
+    """
     test = accuracy.get("test")
     return float(accuracy["best"] if test is None else test)
 
@@ -196,7 +215,11 @@ class AppliedReport(TypedDict):
 
 
 class TaskData(TypedDict):
-    """One data set: numbers of images by split and of skipped images, accuracy of model.safetensors, and a digest."""
+    """Data of one task.
+
+    `splits` contains the number of images in each split, and `skipped` is the number of skipped images. `digest` is a
+    digest of the images. `accuracy` contains the accuracy of model.safetensors by split.
+    """
 
     splits: dict[str, int]
     skipped: int
@@ -205,11 +228,12 @@ class TaskData(TypedDict):
 
 
 class DataReport(TypedDict):
-    """`TaskData` of the run's data set. With several tasks (`tasks`), counts are summed and accuracies averaged.
+    """Data of a run, with the entries of `TaskData`.
 
-    `scores` contains further metrics by split, for example pixel accuracy and the IoU of each class in segmentation
-    (None if a class occurs in neither masks nor predictions). `summary` describes how each data set was read
-    (`data.inspection.Summary.record`), by task; the key of a single data set is "".
+    With several tasks, `tasks` contains the data of each task, numbers of images are summed, and accuracies are
+    averaged. `scores` contains further metrics by split, for example pixel accuracy and the IoU of each class in
+    segmentation (None if a class occurs in neither masks nor predictions). `summary` describes for each task how its
+    data set was read (`data.inspection.Summary.record`). The key of a single data set is "".
     """
 
     splits: NotRequired[dict[str, int]]
@@ -224,11 +248,11 @@ class DataReport(TypedDict):
 class Results(TypedDict):
     """The contents of results.json.
 
-    `config` is the full configuration, and `arguments` the command-line settings (empty for runs from Python).
-    `changed` contains the settings that differ from the chosen options (`Config.changed`), `environment` the result of
-    `record.environment`, and `methods` a report by method name. `features` exists only if features were stored.
-    `weights` lists the tensors that were loaded from a file (`models.loading_report.LoadingReport`); it is absent for
-    random weights.
+    `config` is the full configuration, and `arguments` are the command-line settings (empty for runs from Python).
+    `changed` contains the settings that differ from the selected options (`Config.changed`). `environment` is the
+    result of `record.environment`, and `methods` contains a report for each method. `features` exists only if features
+    were stored. `weights` describes the tensors that were loaded from a file (`models.loading_report.LoadingReport`).
+    This entry does not exist for random weights.
     """
 
     format: int
@@ -252,7 +276,7 @@ class Results(TypedDict):
 
 
 def images_digest(data: Mapping[str, Any]) -> str:
-    """Return the digest of a run's images, joined over all tasks; empty if none was recorded."""
+    """Return the digest of a run's images, joined over all tasks, or an empty string if no digest was recorded."""
     return "+".join(one["digest"] for one in (data, *data.get("tasks", {}).values()) if one.get("digest"))
 
 
@@ -283,7 +307,7 @@ def read_results(run: Path, do: str = START_AGAIN) -> Results:
         raise UserError(f"{file} cannot be read: it is not an object. {do}")
     check_format(file, plain.get("format"), do)
     try:
-        _schema().validate_json(text, strict=True)  # strict: the returned dictionary is not converted
+        _schema().validate_json(text, strict=True)  # strict, since the returned dictionary is not converted
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"]))
@@ -293,7 +317,7 @@ def read_results(run: Path, do: str = START_AGAIN) -> Results:
 
 @cache
 def _schema() -> TypeAdapter[Results]:
-    """Return the validator. Building it takes longer than validating many files."""
+    """Return the validator. It is cached, since building it takes longer than validating many files."""
     return TypeAdapter(Results)
 
 

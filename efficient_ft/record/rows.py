@@ -1,4 +1,4 @@
-"""Files with one JSON object per line, which training extends and a resumed run truncates."""
+"""Files with one JSON object per line. Training appends lines, and a resumed run truncates the file."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from efficient_ft.record.files import json_text, open_file, write_text_atomicall
 
 
 class Rows:
-    """A file `path` with one JSON object per line. The key ``step`` contains the optimizer step of the row."""
+    """The file `path`, with one JSON object per line. The key ``step`` contains the optimizer step of the row."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def read(self) -> list[dict[str, Any]]:
-        """Return all complete rows; [] if the file does not exist.
+        """Return all complete rows, or [] if the file does not exist.
 
         A row is an object with an integer ``step``. Reading stops at the first line that is not a row, for example a
         line that a killed process has not finished. Numbers that are not finite are omitted.
@@ -38,7 +38,7 @@ class Rows:
         return rows
 
     def rewind(self, step: int) -> None:
-        """Truncate on resume: remove the rows written after optimizer step `step` of the checkpoint."""
+        """Remove the rows after optimizer step `step`. A resumed run continues after this step."""
         kept = [row for row in self.read() if row["step"] <= step]
         write_text_atomically(self.path, "".join(json_text(row) + "\n" for row in kept))
 
@@ -53,12 +53,13 @@ def _finite(row: dict[str, Any]) -> dict[str, Any]:
 
 
 class MetricsFile(Rows):
-    """``metrics.jsonl``, the source of truth, and the same rows as a table in ``metrics.csv``.
+    """The file ``metrics.jsonl``. The table ``metrics.csv`` contains the same rows.
 
-    A row per logged step has the keys ``step``, ``epoch``, ``train_loss`` and ``lr``. A row per epoch has ``step``,
-    ``epoch``, ``train_loss_epoch``, ``<split>_accuracy`` and ``<split>_loss``; with several tasks also
-    ``<split>_accuracy_<task>`` and ``<split>_loss_<task>``. Every row has the training totals so far: ``images``,
-    ``flops``, ``seconds`` and, if the machine measures energy, ``joules`` (`record.results.RunTotals`).
+    The row of a logged step has the keys ``step``, ``epoch``, ``train_loss`` and ``lr``. The row of an epoch has the
+    keys ``step``, ``epoch``, ``train_loss_epoch``, ``<split>_accuracy`` and ``<split>_loss``. With several tasks, it
+    also has ``<split>_accuracy_<task>`` and ``<split>_loss_<task>``. Every row contains the totals of the training so
+    far: ``images``, ``flops``, ``seconds`` and, if the machine measures energy, ``joules``
+    (`record.results.RunTotals`).
     """
 
     def __init__(self, run: Path) -> None:

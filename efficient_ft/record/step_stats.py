@@ -13,23 +13,23 @@ NAME = "step_stats.jsonl"
 class StepStatsRow(TypedDict):
     """One recorded optimizer step. Lists have one entry per block, in the order of `blocks`.
 
-    Numbers are from the step's first micro-batch and, with several processes, from the first process's part of it.
-    Methods may add entries (`Method.step_stats`).
+    The numbers describe the first micro-batch of the step. With several processes, they describe the part of this
+    micro-batch that the first process computes. Methods may add entries (`Method.step_stats`).
 
     Attributes:
         step: the optimizer step, counted from 1 as in metrics.jsonl.
         blocks: full names of the model's blocks.
         task: the task of this step, if there are several tasks.
         trained: the blocks in which at least one parameter required a gradient.
-        budgets: ALaST's compute budget of each block.
-        tokens: number of tokens per image in the block's output, including prefix and fused tokens; for a feature map,
-            its number of positions. None if the block did not run.
-        magnitudes: mean over images and tokens of ‖f(x)‖ / ‖f(x) + x‖, where f(x) + x is the block's output and f(x) is
-            its difference from the input (Samragh et al., "Weight subcloning", 2023; Figure 2 of the ALaST paper). None
-            if no token can be compared (downsampling).
-        compared: number of tokens per image in this mean. Only tokens that are in both the input and the output of the
-            block are compared, not tokens that it drops or fuses. If grid positions are unknown (merged tokens, or a
-            drop in the last block), only prefix tokens are compared.
+        budgets: compute budget of each block in ALaST.
+        tokens: number of tokens per image in the output of the block, including prefix and fused tokens. For a feature
+            map, the number of positions. None if the block did not run.
+        magnitudes: mean over images and tokens of ‖f(x)‖ / ‖f(x) + x‖, where f(x) + x is the output of the block and
+            f(x) is the difference between output and input (Samragh et al., "Weight subcloning", 2023; Figure 2 of the
+            ALaST paper). None if no token can be compared (downsampling).
+        compared: number of tokens per image over which `magnitudes` is averaged. Tokens are compared only if they are
+            in both the input and the output of the block. Tokens that the block drops or fuses are not compared. If
+            grid positions are unknown (merged tokens, or a drop in the last block), only prefix tokens are compared.
     """
 
     step: int

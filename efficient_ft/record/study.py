@@ -1,21 +1,24 @@
-"""A study: methods compared on one network and data set, each at its best value of one setting, over several seeds.
+"""A study, which compares methods on one network and data set over several seeds.
+
+Each method is used with its best value of one setting.
 
 A study is a folder with two files. ``study.yaml`` defines the runs:
 
 .. code-block:: yaml
 
     title: DeiT-Tiny on Caltech-101
-    settings: [model=deit_tiny, data=folder]      # of every run
+    settings: [model=deit_tiny, data=folder]      # settings of every run
     tune: {setting: optim.lr, values: [1.0e-4, 3.0e-4, 1.0e-3, 3.0e-3], seed: 0}
     seeds: [0, 1, 2]
-    rows:                                         # a name, and the settings of the row
+    rows:                                         # name and settings of each row
       full: [method=full]
       head: [method=head]
 
-Every row is tuned in the same way, with the seed of ``tune``. The two middle values run first. Then the neighbors of
-the best value run, and the neighbors of every value within one point of it (`NEAR`), until no run is missing. The best
-value has the highest accuracy on the split that selects epochs. It is then run with every seed. ``records.json``
-contains a record of every finished run, without paths, so that an interrupted study can continue on another machine.
+Every row is tuned in the same way, with the seed of ``tune``. First, the two middle values are run. Then, the neighbors
+of the best value are run, and the neighbors of every value whose accuracy is at most one point lower (`NEAR`), until no
+run is missing. The best value has the highest accuracy on the split that selects epochs. The row is then run at this
+value with every seed. ``records.json`` contains a record of every finished run, without paths, so that an interrupted
+study can continue on another machine.
 
 ``tune`` may list settings to ``ignore``: the search also uses records that differ from the study only in these
 settings. For example, with ``ignore: [trainer.precision]`` a study in fp32 uses a search in bf16, but reports only
@@ -36,7 +39,7 @@ import pydantic
 import yaml
 from filelock import FileLock
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, StrictInt, Tag, TypeAdapter, ValidationError
-from typing_extensions import TypedDict  # pydantic needs this one below Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this class before Python 3.12
 
 from efficient_ft.config.explain import mistake
 from efficient_ft.core.errors import UserError, did_you_mean
@@ -47,14 +50,14 @@ from efficient_ft.record.results import ExecutedCost, MeasuredCost, Results, Run
 
 DEFINITION, RECORDS = "study.yaml", "records.json"
 
-#: Values whose accuracy is at most this much below the best are also candidates: the search includes their neighbors.
+#: The search includes the neighbors of all values whose accuracy, as a fraction, is at most this much below the best.
 NEAR = 0.01
 
 _DO = "Restore it from a backup or from version control, or rename it to begin again."
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a duplicate key in a mapping. YAML's own loader keeps the last value."""
+    """YAML loader that raises an error for a duplicate key in a mapping. YAML's own loader keeps the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -107,7 +110,10 @@ _RECORDS: TypeAdapter[Any] = TypeAdapter(
 
 
 class Tune(_Strict):
-    """The tuned setting, and the values that are searched with `seed`. The search ignores differences in `ignore`."""
+    """The tuned setting and its values, which are searched with the seed `seed`.
+
+    The search ignores differences in the settings `ignore`.
+    """
 
     setting: str
     values: list[float] = Field(min_length=1)
@@ -141,7 +147,7 @@ class Study(_Strict):
 
     @property
     def sample(self) -> str:
-        """Return the name of a sample: image or text."""
+        """Return the name of a sample, which is ``image`` or ``text``."""
         return "text" if "task=text" in self.settings else "image"
 
     @pydantic.field_validator("seeds")
@@ -186,7 +192,7 @@ def read_study(folder: Path) -> Study:
     """Read study.yaml in `folder`. Raise a `UserError` if the file does not exist or cannot be read."""
     file, plain = folder / DEFINITION, None
     try:
-        plain = parse_yaml(file.read_text(encoding="utf-8"), _UniqueKeys)  # a SafeLoader
+        plain = parse_yaml(file.read_text(encoding="utf-8"), _UniqueKeys)  # _UniqueKeys is a SafeLoader.
         return Study.model_validate(plain)
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{folder} contains no {DEFINITION}. Pass the folder of a study.") from None
@@ -257,7 +263,7 @@ class Records:
         self._add(run, record_of(run, results))
 
     def refuse_unwritable(self) -> None:
-        """Raise a `UserError` if no record can be written to the folder, before anything is trained."""
+        """Raise a `UserError` before anything is trained if no record can be written to the folder."""
         if not os.access(self.path.parent, os.W_OK):
             raise UserError(
                 f"{self.path.parent} is not writable, so no run can be recorded. Copy {DEFINITION} to another folder."
@@ -282,7 +288,7 @@ class Records:
         self._add(run, {**_what(run), "diverged": reason})
 
     def _add(self, run: StudyRun, record: dict[str, Any]) -> None:
-        # Another process may run other rows of the same study.
+        # The file is locked, since another process may run other rows of the same study.
         with FileLock(self.path.with_name(f".{RECORDS}.lock")):
             self.runs = [one for one in self._read() if not _describes(one, run)]
             self.refuse_other_images(run, record.get("images", ""))
@@ -293,7 +299,7 @@ class Records:
             write_text_atomically(self.path, f'{{"format": {FORMAT}, "runs": [\n{lines}\n]}}\n')
 
     def find(self, run: StudyRun) -> dict[str, Any] | None:
-        """Return the record of `run`; None if no run with exactly these settings has finished."""
+        """Return the record of `run`, or None if no run with exactly these settings has finished."""
         return next((one for one in self.runs if _describes(one, run)), None)
 
     def of_the_search(self, run: StudyRun) -> dict[str, Any] | None:
@@ -315,7 +321,7 @@ class Records:
         return len(self.runs) - sum(one is not None for one in counted)
 
     def tuning_runs(self, rows: Iterable[str]) -> list[StudyRun]:
-        """Return the next runs of the search for each row; tuned rows have none."""
+        """Return the next runs of the search for each row. There are no runs for rows that are already tuned."""
         return [run for row in rows for run in self._search(row)[1]]
 
     def seed_runs(self, rows: Iterable[str]) -> list[StudyRun]:
@@ -327,12 +333,15 @@ class Records:
         ]
 
     def best_value(self, row: str) -> float | None:
-        """Return the most accurate value of `row`; None if the row is not tuned yet, or diverged at every value."""
+        """Return the most accurate value of `row`, or None if the row is not tuned yet or diverged at every value."""
         best, missing = self._search(row)
         return None if missing else best
 
     def _search(self, row: str) -> tuple[float | None, list[StudyRun]]:
-        """Return the best value so far (the lowest of equals; None if all runs diverged), and the runs to do next."""
+        """Return the best value so far, and the next runs of the search.
+
+        If several values have the same accuracy, the lowest value is returned. The value is None if all runs diverged.
+        """
         values, runs = self.study.tune.values, self._searched(row)
         records = [self.of_the_search(run) for run in runs]
         best = [-1.0 if r is None or "accuracy" not in r else float(r["accuracy"]["best"]) for r in records]
@@ -340,7 +349,7 @@ class Records:
         needed = list(range(max(middle - 1, 0), middle + 1))
         if all(records[i] for i in needed):
             top = best.index(max(best))
-            if best[top] < 0:  # Only lower values may converge.
+            if best[top] < 0:  # All runs so far diverged. Only lower values may converge.
                 top = min(i for i, record in enumerate(records) if record)
             near = [i for i, found in enumerate(best) if i == top or found >= max(best) - NEAR >= 0]
             needed = sorted({j for i in near for j in (i - 1, i, i + 1) if 0 <= j < len(values)})
@@ -351,7 +360,10 @@ class Records:
         return [self.run(row, value, self.study.tune.seed) for value in self.study.tune.values]
 
     def finished(self, row: str) -> list[dict[str, Any]]:
-        """Return the records of `row` at its best value, one per seed; empty if the row is not tuned yet."""
+        """Return the records of `row` at its best value, one for each seed.
+
+        The list is empty if the row is not tuned yet.
+        """
         records = [self.find(run) for run in self.seed_runs([row])]
         return [record for record in records if record is not None and "accuracy" in record]
 
@@ -363,12 +375,12 @@ class Records:
 
 
 def shown(value: float) -> str:
-    """Format a value for the command line with all its digits; integers have no fraction."""
+    """Format a value with all its digits for the command line. Integers are formatted without a fraction."""
     return str(int(value)) if value.is_integer() else repr(value)
 
 
 def _describes(record: Mapping[str, Any], run: StudyRun, ignored: Sequence[str] = ()) -> bool:
-    """Return True if `record` belongs to `run`, apart from the settings in `ignored`."""
+    """Return True if `record` belongs to `run`. The settings `ignored` may differ."""
     if (record["row"], record["value"], record["seed"]) != (run.row, run.value, run.seed):
         return False
     recorded, given = ([one for one in of if _key(one) not in ignored] for of in (record["settings"], run.arguments))
@@ -404,7 +416,7 @@ def record_of(run: StudyRun, results: Results) -> dict[str, Any]:
 
 
 def test_accuracy(record: Mapping[str, Any]) -> float:
-    """Return the accuracy in percent on the test images, or, without test images, on the split that selects epochs."""
+    """Return the accuracy in percent on the test images, or, if there are none, on the split that selects epochs."""
     return 100 * final_accuracy(record["accuracy"])
 
 

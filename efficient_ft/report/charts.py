@@ -1,4 +1,4 @@
-"""Charts as data: panels with series, which are drawn as PNG and written as CSV."""
+"""Charts that are described as data, drawn as PNG and written as CSV."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_NAMED = 14
 
 @dataclass(frozen=True)
 class Series:
-    """Named points: `x` and `y` have the same length. In bar charts, `x` may contain words."""
+    """Points with a name. `x` and `y` have the same length. In bar charts, `x` may contain words."""
 
     name: str
     x: Sequence[float | str]
@@ -28,10 +28,10 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """A pair of axes with units in its labels.
+    """A pair of axes whose labels contain units.
 
-    The values of `kind` are ``lines`` (with markers if there are few points), ``points``, ``bars``, and ``image``,
-    which shows the values of the only series as the rows of a square picture.
+    The values of `kind` are ``lines`` (with markers if there are few points), ``points``, ``bars`` and ``image``. A panel
+    of kind ``image`` has one series, whose values are the pixels of a square image, row by row.
     """
 
     title: str
@@ -68,7 +68,7 @@ def write_chart(chart: Chart, path: Path) -> list[Path]:
 
 
 def chart_csv(chart: Chart) -> str:
-    """Return the data as CSV: panel, series, x and y of each point."""
+    """Return the data as CSV with the columns panel, series, x and y, and one row for each point."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["panel", "series", "x", "y"])
@@ -106,5 +106,5 @@ def _draw(axes: Any, panel: Panel) -> None:
             few = len(series.x) <= 20
             style = {"linestyle": "" if panel.kind == "points" else "-", "marker": "o" if few else ""}
             axes.plot(series.x, series.y, label=series.name, color=color, **style)
-    if 1 < len(panel.series) <= MAX_NAMED:  # More names would hide the axes.
+    if 1 < len(panel.series) <= MAX_NAMED:  # A longer legend would hide the axes.
         axes.legend(fontsize=8)

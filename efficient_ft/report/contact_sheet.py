@@ -22,7 +22,7 @@ from efficient_ft.record.files import write_atomically, write_text_atomically
 
 #: Width and maximum height of a picture, gap between cells, and height of a line of text, in pixels.
 _WIDTH, _HEIGHT, _GAP, _LINE = 176, 264, 8, 15
-#: Maximum number of letters per line, of lines per caption, and of lines per text.
+#: Maximum number of characters per line, of lines per caption, and of lines per text.
 _LETTERS, _CAPTION_LINES, _TEXT_LINES = 27, 2, 14
 
 _Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
@@ -45,7 +45,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class ContactSheet:
-    """Training samples as the network receives them, with names and RGB colors of mask classes (`legend`)."""
+    """Training samples as the network receives them. `legend` contains the names and RGB colors of mask classes."""
 
     title: str
     cells: Sequence[Cell]
@@ -120,7 +120,10 @@ def contact_sheet(data: OpenedData[Any, Any], input: InputSpec, count: int) -> C
 
 
 def _font() -> _Font:
-    """Return DejaVu Sans, which also covers Greek, Cyrillic, Arabic and Hebrew, or else Pillow's Latin font."""
+    """Return DejaVu Sans, which also covers Greek, Cyrillic, Arabic and Hebrew.
+
+    If this font is not installed, return Pillow's default font, which covers Latin.
+    """
     places = ["DejaVuSans.ttf"]
     spec = importlib.util.find_spec("matplotlib")
     if spec is not None and spec.origin is not None:

@@ -1,7 +1,6 @@
 """Upload finished runs to Weights & Biases, with a report that contains the panels of the papers.
 
-Without network access (or with ``offline``), wandb stores the runs for ``wandb sync``, and the panels are written as
-JSON.
+With ``offline``, wandb stores the runs for ``wandb sync`` instead. `write_panels` writes the panels as JSON.
 """
 
 from __future__ import annotations
@@ -17,15 +16,16 @@ from efficient_ft.record.files import write_text_atomically
 from efficient_ft.record.rows import MetricsFile
 from efficient_ft.report.runs import budgets_of, names_of
 
-#: Panels: title, kind (training curves, or one point per run), x and y. A name that ends with ``/.*`` matches several
-#: columns. accuracy.final is measured on the test images, or else on the split that selects epochs.
+#: Title, kind, x and y of each panel. The kind is ``curves`` (training curves) or ``points`` (one point per run). A
+#: name that ends with ``/.*`` matches several columns. accuracy.final is measured on the test images, or on the split
+#: that selects epochs if there are no test images.
 PANELS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("Accuracy against FLOPs of the run", "points", "totals.flops", ("accuracy.final",)),
     ("Accuracy against kept bytes per image", "points", "cost.executed.saved_bytes", ("accuracy.final",)),
     ("Accuracy against peak memory", "points", "cost.measured.peak_bytes", ("accuracy.final",)),
     ("Accuracy against time", "points", "totals.seconds", ("accuracy.final",)),
     ("Accuracy against energy", "points", "totals.joules", ("accuracy.final",)),
-    # Published recipes select epochs on the test images.
+    # test_accuracy is recorded in runs of published recipes, which select epochs on the test images.
     ("Accuracy over FLOPs", "curves", "flops", ("val_accuracy", "test_accuracy")),
     ("Accuracy over time", "curves", "seconds", ("val_accuracy", "test_accuracy")),
     ("Training loss", "curves", "Step", ("train_loss",)),
@@ -36,7 +36,8 @@ PANELS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
 def upload(found: Collection, *, project: str, entity: str | None, offline: bool, out: Path) -> list[str]:
     """Upload each run to wandb under its run id, with the data that the run would have logged, and return the names.
 
-    `entity` is a user or team (None: the logged-in user). With `offline`, wandb stores the runs in the folder `out`.
+    `entity` is a user or team, or None for the logged-in user. With `offline`, wandb stores the runs in the folder
+    `out`.
 
     Raises:
         UserError: If wandb is not installed or cannot start.
@@ -96,7 +97,11 @@ def write_panels(path: Path, title: str) -> None:
 
 
 def create_report(title: str, project: str, entity: str | None) -> str:
-    """Create a report with the panels on the wandb server, and return its address. Failures raise a `UserError`."""
+    """Create a report with the panels on the wandb server, and return its address.
+
+    Raises:
+        UserError: If wandb-workspaces is not installed, or the report cannot be saved.
+    """
     try:
         import wandb_workspaces.reports.v2 as wr
     except ModuleNotFoundError as error:
@@ -107,7 +112,7 @@ def create_report(title: str, project: str, entity: str | None) -> str:
                            blocks=[wr.PanelGrid(runsets=[runset], panels=_panels())])  # fmt: skip
         report.save()
         return str(report.url)
-    except Exception as error:  # as in `upload`
+    except Exception as error:  # wandb's exceptions have several base classes
         raise UserError(f"dashboard: the report cannot be saved: {first_line(error)}") from error
 
 

@@ -107,14 +107,14 @@ def _whole_steps(axes: Axes) -> None:
 
 
 def draw_budgets(record: Record) -> Drawing | None:
-    """Draw a line over the steps for each block. Return None if there are no budgets."""
+    """Draw the budget of each block as a line over the steps. Return None if there are no budgets."""
     if record.budgets is None:
         return None
     from matplotlib import colormaps
 
     height = max(4.8, 1.2 + 0.17 * len(record.blocks))
     figure, (axes,) = _figure(8.6, height)
-    # from dark (first block) to light (last block, still visible on white)
+    # Colors from dark (first block) to light (last block). The range ends at a color that is visible on white.
     shown, colors = record.thinned, colormaps["viridis"](np.linspace(0, 0.88, len(record.blocks)))
     for i, color in enumerate(colors):
         marker = "o" if len(shown) < 3 else ""
@@ -137,7 +137,10 @@ def draw_budgets(record: Record) -> Drawing | None:
 
 
 def _label_ends(axes: Axes, record: Record, values: np.ndarray, colors: Any, height: float) -> None:
-    """Write the names of the blocks at the ends of their lines, without overlap, in a figure of `height` inches."""
+    """Write the names of the blocks at the ends of their lines, without overlap.
+
+    `height` is the figure height in inches.
+    """
     low, high = axes.get_ylim()
     size = 10 if len(values) <= MAX_LABELS else 8
     gap = (high - low) * 1.4 * size / 72 / (height - 1)
@@ -190,7 +193,7 @@ def draw_trained(record: Record) -> Drawing:
 
 
 def draw_tokens(record: Record) -> Drawing:
-    """Draw bars with the mean over the recorded steps, and lines from the minimum to the maximum."""
+    """Draw the number of tokens after each block. Bars are means over the recorded steps, and lines are ranges."""
     mean, least, most = mean_over_steps(record.tokens), np.fmin.reduce(record.tokens), np.fmax.reduce(record.tokens)
     figure, (axes,) = _figure(8.6, 3.8)
     _bars(axes, record, mean, [short(value) for value in mean], inside=True)
@@ -212,7 +215,10 @@ def draw_tokens(record: Record) -> Drawing:
 
 
 def draw_magnitudes(record: Record) -> Drawing:
-    """Draw the beginning and the end of the record as lines, and all steps as a heat map."""
+    """Draw the relative magnitudes of the blocks.
+
+    Lines show the beginning and the end of the record. A heat map shows all steps.
+    """
     first, last, called = record.ends
     shown = record.thinned
     several = len(shown) > 2
@@ -257,14 +263,14 @@ def draw_magnitudes(record: Record) -> Drawing:
 
 
 def mean_over_steps(values: np.ndarray) -> np.ndarray:
-    """Return the mean over T recorded steps: (T, B) → (B,). Blocks without values are NaN."""
+    """Return the mean over T recorded steps: (T, B) → (B,). The mean of a block without values is NaN."""
     there = ~np.isnan(values)
     sums, counts = np.where(there, values, 0).sum(0), there.sum(0)
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
 
 def short(value: float) -> str:
-    """Format a number with three digits, or with all digits before the decimal point."""
+    """Format integers and numbers from 100 without decimals, and other numbers with one decimal. NaN becomes "–"."""
     return "–" if np.isnan(value) else f"{value:.0f}" if value >= 100 or value == round(value) else f"{value:.1f}"
 
 

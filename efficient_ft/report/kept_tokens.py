@@ -29,11 +29,11 @@ DIMMED, TINT = 0.2, (0.08, 0.11, 0.30)
 
 @dataclass(frozen=True)
 class Kept:
-    """Images, and the patches that remain after each block that drops tokens.
+    """Images and, for each block that drops tokens, the patches that remain after the block.
 
     Attributes:
-        pixels: the network's input before normalization: (N, height, width, 3), from 0 to 1.
-        classes: N class names.
+        pixels: images before normalization, of shape (N, height, width, 3) and with values from 0 to 1.
+        classes: class name of each image.
         blocks: labels of the blocks that drop tokens.
         masks: for each of these blocks, a (N, H, W) array that is True where the patch is kept.
         fused: for each of these blocks, the largest number of fused tokens in an image.
@@ -49,13 +49,15 @@ class Kept:
 
 
 def kept_tokens(run: Path, config: Config, count: int) -> Kept:
-    """Run the trained network on the first `count` images of the run's evaluation split (of its first task).
+    """Run the trained network on the first `count` images of the run's evaluation split.
 
-    If only training drops tokens (ALaST), the blocks drop them with the budgets in the run's checkpoint. Dropout and
-    drop path are disabled.
+    With several tasks, use the first one.
+
+    If tokens are dropped only in training (ALaST), the blocks drop them with the budgets in the run's checkpoint.
+    Dropout and drop path are disabled.
 
     Raises:
-        UserError: If weights or data are missing, no tokens are dropped, or their positions are unknown.
+        UserError: If weights or data are missing, no tokens are dropped, or the positions of tokens are unknown.
     """
     trained = export.load(run)
     missing = missing_data(config.data)
@@ -78,7 +80,7 @@ def kept_tokens(run: Path, config: Config, count: int) -> Kept:
         for method in methods:
             method.load_state_dict(held["callbacks"]["MethodCallback"][method.state_key])
             method.apply(model)
-            for name in of_model.blocks:  # not their dropout layers
+            for name in of_model.blocks:  # Their dropout layers remain disabled.
                 model.get_submodule(name).training = True
             shown = (
                 f"{passes}, with tokens dropped as in training by the budgets after step {held['global_step']}, dropout"
@@ -128,7 +130,7 @@ def _drops(model: Any, blocks: Sequence[str], batch: Any) -> dict[int, np.ndarra
 
 
 def draw_kept(kept: Kept) -> Drawing:
-    """Draw a row for each image: the image, and a copy with darkened patches after each drop."""
+    """Draw a row for each image: the image, and a copy after each drop in which the dropped patches are darkened."""
     count = len(kept.blocks)
     chosen = np.unique(np.linspace(0, count - 1, min(count, MAX_DROPS)).round().astype(int))
     images, (height, width) = len(kept.pixels), kept.pixels.shape[1:3]

@@ -1,4 +1,4 @@
-"""Figures of the papers that require no training run."""
+"""Figures of the papers that do not require a training run."""
 
 from __future__ import annotations
 
@@ -89,17 +89,17 @@ def class_attention(config: Config) -> Chart:
 
 
 def gradient_spectrum(config: Config) -> Chart:
-    """LBP-WHT, Figure 5: energy of g_y by Walsh-Hadamard basis (i, j), at the last attention layer of the model.
+    """LBP-WHT, Figure 5: energy of g_y in each Walsh-Hadamard basis (i, j), at the last attention layer of the model.
 
-    g_y is the gradient of the loss with respect to the layer's output, for one batch and the pretrained model with a
-    new classifier.
+    g_y is the gradient of the loss with respect to the output of the layer. It is computed for one batch, and for the
+    pretrained model with a new classifier.
     """
     model, batch, labels = _model_and_batch(config)
     of_model = view(model)
     layers = [layer for layer in of_model.layers if layer.tokens is not None and layer.in_attention]
     if not layers:
         raise UserError(f"{of_model.name} has no attention layer over a grid of tokens.")
-    for name in of_model.head:  # a new classifier of zeros would block all gradients
+    for name in of_model.head:  # A classifier with zero weights would block all gradients.
         for parameter in model.get_submodule(name).parameters():
             nn.init.normal_(parameter, std=0.02)
     held: dict[str, Tensor] = {}
@@ -110,7 +110,7 @@ def gradient_spectrum(config: Config) -> Chart:
     for one in layers[-4:]:
         model.get_submodule(one.name).register_forward_hook(partial(keep, one.name))
     F.cross_entropy(model(batch), labels).backward()
-    # After the last attention layer, only the class token may have a gradient. Then use the layer before it.
+    # At the last attention layer, only the class token may have a gradient. In this case, use the layer before it.
     layer, grid = next(
         (one, grid) for one in reversed(layers[-4:]) if (grid := _on_grid(held[one.name], one)).abs().max() > 0
     )
@@ -121,7 +121,7 @@ def gradient_spectrum(config: Config) -> Chart:
 
 
 def _on_grid(gradient: Tensor, layer: Layer) -> Tensor:
-    """Return the gradient at the patches: (B, H, W, C)."""
+    """Return the gradient at the patches, with shape (B, H, W, C)."""
     assert layer.tokens is not None
     if gradient.dim() == 4:  # a 1×1 convolution
         gradient = gradient.flatten(2).transpose(1, 2)
@@ -129,7 +129,10 @@ def _on_grid(gradient: Tensor, layer: Layer) -> Tensor:
 
 
 def training_memory(config: Config | None = None) -> Chart:
-    """Back Razor, Figure 1: training memory at batch size 16 by TinyTL's rule. The paper states no device limits."""
+    """Back Razor, Figure 1: training memory at batch size 16, counted by TinyTL's rule.
+
+    The limits of devices are omitted, since the paper does not print them.
+    """
     networks = (
         ("ResNet-50", "resnet50", ()),
         ("ViT-B", "vit_base_patch16_224", ()),
@@ -142,7 +145,7 @@ def training_memory(config: Config | None = None) -> Chart:
     return Chart("Training memory, batch 16", [Panel("", "", "MiB by TinyTL's rule", [series], "bars")])
 
 
-#: Functions for figures that require at most a model and images, by the names of `papers.published.figures`.
+#: Functions that draw figures from a model and images. The keys are the names in `papers.published.figures`.
 FIGURES: dict[str, Callable[[Config], Chart]] = {
     "lbp_wht/figure_5": gradient_spectrum,
     "back_razor/figure_1": training_memory,

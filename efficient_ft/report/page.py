@@ -35,7 +35,7 @@ def write_report(run: Path, out: Path, images: int = 6) -> Written:
     Args:
         run: a run folder.
         out: the output folder, which is created if it does not exist.
-        images: number of images with kept tokens.
+        images: number of images on which kept tokens are shown.
 
     Raises:
         UserError: If the run has no record, or matplotlib is not installed.
@@ -49,7 +49,7 @@ def write_report(run: Path, out: Path, images: int = 6) -> Written:
     if images:
         try:
             drawings.append(draw_kept(kept_tokens(run, config, images)))
-        except UserError as error:  # The record does not require images or weights.
+        except UserError as error:  # Only this figure requires images and weights.
             notes.append(f"Kept tokens are not drawn. {error}")
     if drawings[0] is None:
         notes.append("The methods of this run have no budgets.")
@@ -78,7 +78,7 @@ dd { margin: 0 0 .2rem 7rem; overflow-wrap: anywhere; }
 
 
 def page(facts: dict[str, str], record: Record, drawings: Sequence[Drawing], notes: Sequence[str]) -> str:
-    """Return the HTML page with the `facts` by title, the `notes`, embedded `drawings`, and a table of the `record`."""
+    """Return the HTML page: the `facts` with their titles, the `notes`, the `drawings`, and a table of the `record`."""
     title = " · ".join(re.sub(r" \([^)]*\)", "", facts[name]) for name in ("Method", "Model", "Data"))
     parts = [
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>',

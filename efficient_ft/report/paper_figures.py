@@ -1,4 +1,4 @@
-"""The figures of the papers from the records of runs. Each function converts runs to a chart."""
+"""Draw figures of the papers from the records of runs. Each function converts runs to a chart."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ACCURACY = "accuracy (%)"
 
 
 class Runs:
-    """Finished runs, with the settings and rows that the figures require."""
+    """Finished runs, and methods that select the data for the figures."""
 
     def __init__(self, found: Collection) -> None:
         self.found = found
@@ -31,7 +31,11 @@ class Runs:
         }
 
     def by_setting(self, method: str, key: str) -> list[tuple[float, list[Run]]]:
-        """Return the runs with `method` by ascending value of a setting. Raise a `UserError` for a single value."""
+        """Return the runs with `method`, grouped by the value of its setting `key` in ascending order.
+
+        Raises:
+            UserError: If there are fewer than two values.
+        """
         found: dict[float, list[Run]] = defaultdict(list)
         for run in self.found.runs:
             value = run.config.method.get(method, {}).get(key)
@@ -51,11 +55,11 @@ class Runs:
             with suppress(UserError):  # not recorded
                 found.append((self.name(run), read(run.path)))
         if not found:
-            raise UserError("This figure requires step statistics. Train with step_stats.interval=1 (or n).")
+            raise UserError("This figure requires step statistics. Train with step_stats.interval=1.")
         return found
 
     def name(self, run: Run) -> str:
-        """Return the methods of a run, and the settings in which it differs from other runs."""
+        """Return the name of a run, which contains its methods and the settings that differ from other runs."""
         return self._names[run.path]
 
     def by_name(self) -> dict[str, list[Run]]:
@@ -67,10 +71,10 @@ class Runs:
 
 
 def _mean(runs: Sequence[Run], of: Callable[[Run], float]) -> float:
-    """Return the mean over the seeds.
+    """Return the mean of a quantity over runs that differ only in the seed.
 
-    Of two runs with the same seed, the later one counts. Raise a `UserError` if the runs differ in other settings or in
-    their images.
+    Raises:
+        UserError: If the runs differ in other settings or in their images.
     """
     other = next((run for run in runs if run.group != runs[0].group), None)
     if other is not None:
@@ -130,7 +134,10 @@ def marginal_accuracy(runs: Runs) -> Chart:
 
 # ---------------------------------------------------------------------------------------------- Back Razor
 def accuracy_by_sparsity(runs: Runs) -> Chart:
-    """Back Razor, Figure 3: accuracy and saved bytes by sparsity, if pruning only the backward pass or both passes."""
+    """Back Razor, Figure 3: accuracy and saved bytes against sparsity.
+
+    Runs that prune only in the backward pass and runs that prune in both passes are separate series.
+    """
     runs.by_setting("back_razor", "sparsity")
     found: dict[str, dict[float, list[Run]]] = defaultdict(lambda: defaultdict(list))
     for run in runs.found.runs:
@@ -266,7 +273,7 @@ def accuracy_time_memory(runs: Runs) -> Chart:
 
 
 def accuracy_and_memory(runs: Runs) -> Chart:
-    """BSR, Figure 5: accuracy and peak memory of each method by model."""
+    """BSR, Figure 5: accuracy and peak memory of each method for each model."""
     models = list(dict.fromkeys(run.config.model.name for run in runs.found.runs))
     methods = list(dict.fromkeys(map(runs.name, runs.found.runs)))
 
@@ -284,7 +291,10 @@ def accuracy_and_memory(runs: Runs) -> Chart:
 
 
 def embeddings_before_and_after(runs: Runs) -> Chart:
-    """BSR, Figure 4: distributions of patch embedding, positions and class token, pretrained and fine-tuned."""
+    """BSR, Figure 4: distributions of the embeddings and the class token before and after fine-tuning.
+
+    The embeddings are the patch embedding and the position embedding.
+    """
     from efficient_ft.models import factory
     from efficient_ft.training.output import export
 
@@ -312,7 +322,7 @@ def _density(name: str, values: Any) -> Series:
     return Series(name, ((edges[1:] + edges[:-1]) / 2).tolist(), density.tolist())
 
 
-#: Functions for figures from runs, by the names of `papers.published.figures`.
+#: Functions that draw figures from runs. The keys are the names in `papers.published.figures`.
 FIGURES: dict[str, Callable[[Runs], Chart]] = {
     "lbp_wht/figure_3": accuracy_by_order,
     "lbp_wht/figure_4": marginal_accuracy,

@@ -8,7 +8,7 @@ from efficient_ft.report.charts import Chart, Panel, Series
 
 
 def plan_chart(plan: Plan) -> Chart:
-    """Return the chart of all options of `plan` with a step time."""
+    """Return the chart of all options of `plan` whose step time is known."""
     series = []
     for exactness in Exactness:
         of = [o for o in plan.options if o.exactness is exactness and o.step_seconds is not None]

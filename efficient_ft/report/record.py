@@ -29,11 +29,11 @@ MAX_STEPS = 600
 
 @dataclass(frozen=True)
 class Record:
-    """The rows of step_stats.jsonl, with T recorded steps of B blocks; see `efficient_ft.record.step_stats`.
+    """The rows of step_stats.jsonl: T recorded steps of B blocks. See `efficient_ft.record.step_stats`.
 
-    `steps` (T,) contains the numbers of optimizer steps, starting at 1. `blocks` are full names, and `labels` short
-    names made of the numbers in them. The other arrays are (T, B). They are NaN where nothing was recorded, and
-    `budgets` is None without budgets.
+    `steps` (T,) contains the numbers of optimizer steps, starting at 1. `blocks` are the full names of the blocks, and
+    `labels` are short names (`block_labels`). The other arrays have the shape (T, B). Values that were not recorded are
+    NaN. `budgets` is None if the run has no budgets.
     """
 
     steps: np.ndarray
@@ -47,7 +47,7 @@ class Record:
 
     @property
     def ends(self) -> tuple[slice, slice, str]:
-        """Return the first and the last tenth of the record, and a name for this part."""
+        """Return the first and the last tenth of the record as slices, and a name for a part of this length."""
         share = max(1, len(self.steps) // 10)
         called = "record" if share == 1 else f"{share} records"
         return slice(0, share), slice(-share, None), called
@@ -101,13 +101,20 @@ def _record(rows: Sequence[dict[str, Any]]) -> Record:
 
 
 def block_labels(blocks: Sequence[str]) -> list[str]:
-    """Return short block names, made of the numbers in the full names if they are unique."""
+    """Return short names of blocks, which consist of the numbers in the full names.
+
+    The full names are returned if the short names would not be unique.
+    """
     short = [".".join(re.findall(r"\d+", name)) for name in blocks]
     return short if all(short) and len(set(short)) == len(short) else list(blocks)
 
 
 def describe(run: Path, record: Record) -> tuple[dict[str, str], Config]:
-    """Return facts about a run by title, and its configuration. Raise a `UserError` if a file is damaged."""
+    """Return facts about a run as a dictionary from title to text, and the configuration of the run.
+
+    Raises:
+        UserError: If a file is damaged.
+    """
     config = read_config(run, PASS_A_RUN, USE_ITS_VERSION)
     data: str = config.data.name
     if data == "folder":

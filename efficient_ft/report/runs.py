@@ -30,13 +30,13 @@ from efficient_ft.training.output.predict_masks import EXAMPLES
 #: Maximum number of points per curve, so that a page with 200 runs opens without delay.
 MAX_POINTS = 120
 
-#: Maximum number of runs with visible predictions.
+#: Maximum number of runs whose predictions are shown.
 MAX_PICTURES = 20
 
-#: Keys of the task's metric in metrics.jsonl.
+#: Keys of the metrics of all tasks in metrics.jsonl.
 METRICS = frozenset(f"{split}_{task.metric}" for split in ("val", "test") for task in TASKS.values())
 
-#: Columns of `record.collection.run_rows` that are x axes of accuracy plots.
+#: Columns of `record.collection.run_rows` that are used as x axes of accuracy plots.
 COSTS = ("TFLOPs of the run", "backward MFLOPs/sample", "saved MiB/sample", "peak MiB", "seconds", "joules",
          "trainable M")  # fmt: skip
 
@@ -62,7 +62,8 @@ def _pictures(runs: Sequence[Run]) -> str:
     have = [
         (run, name)
         for run, name in zip(runs, names_of(runs), strict=True)
-        if (run.path / EXAMPLES).is_file() and not (run.path / EXAMPLES).is_symlink()  # may be a private file
+        # A link is not followed, since it may refer to a private file.
+        if (run.path / EXAMPLES).is_file() and not (run.path / EXAMPLES).is_symlink()
     ]
     if not have:
         return ""
@@ -114,7 +115,7 @@ def _splits(found: Collection) -> str:
 
 
 def page_data(found: Collection) -> dict[str, Any]:
-    """Return the data of the page for JSON."""
+    """Return the data of the page, which is embedded as JSON."""
     header, table = run_rows(found)
     words = header.index("split")
     names = names_of(found.runs)
@@ -152,7 +153,11 @@ def page_data(found: Collection) -> dict[str, Any]:
 
 
 def names_of(runs: Sequence[Run]) -> list[str]:
-    """Return a name for each run: methods, settings that differ, model and data set if there are several, and seed."""
+    """Return a name for each run.
+
+    A name consists of the methods, the settings that differ, the model and the data set if there are several, and the
+    seed.
+    """
     models, data = {run.config.model.name for run in runs}, {run.data for run in runs}
     names = []
     for run, own in zip(runs, method_names(runs), strict=True):
@@ -162,7 +167,10 @@ def names_of(runs: Sequence[Run]) -> list[str]:
 
 
 def method_names(runs: Sequence[Run], prefix: str = "") -> list[str]:
-    """Return the methods of each run, with the settings starting with `prefix` that differ between these runs."""
+    """Return the methods of each run, and the settings in which runs with the same methods differ.
+
+    Only settings whose names start with `prefix` are included.
+    """
     alike: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         alike[run.method].append(run)
@@ -176,14 +184,17 @@ def method_names(runs: Sequence[Run], prefix: str = "") -> list[str]:
 
 
 def accuracy_of(run: Run) -> float:
-    """Return the accuracy in percent on the test images, or else on the split that selects epochs."""
+    """Return the accuracy in percent on the test images, or, if there are none, on the split that selects epochs."""
     return round(100 * final_accuracy(run.results["accuracy"]), 4)
 
 
 def _curve_rows(folder: Path) -> list[dict[str, float]]:
-    """Return the points of the curves: step, epoch, TFLOPs, seconds and images so far, and loss or accuracy."""
+    """Return the points of the training curves.
+
+    Each point contains the step, epoch, TFLOPs, seconds and images so far, and the loss or the accuracy.
+    """
     rows = MetricsFile(folder).read()
-    windows = any("train_loss" in row for row in rows)  # not in short runs
+    windows = any("train_loss" in row for row in rows)  # Short runs do not log it.
     points = []
     for every in rows:
         row = {key: value for key, value in every.items() if isinstance(value, int | float)}
@@ -209,7 +220,10 @@ def _thinned(places: Sequence[int]) -> list[int]:
 
 
 def budgets_of(folder: Path) -> dict[str, Any] | None:
-    """Return the recorded budgets of a run (steps, blocks, and values by step); None if it has no budgets."""
+    """Return the recorded budgets of a run, or None if none were recorded.
+
+    The result contains the steps, the names of the blocks, and the values for each step.
+    """
     try:
         record = read(folder)
     except UserError:  # not recorded

@@ -1,4 +1,4 @@
-"""The table of a study: accuracy of each row over the seeds, and its cost."""
+"""The table of a study, with the accuracy of each row over the seeds and its cost."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _FORMATS = {"TFLOPs": ".2f", "times fewer FLOPs": ".2f", "saved KiB": ".0f", "ti
 def study_cells(records: Records, rows: Sequence[str]) -> tuple[list[str], list[list[Cell]]]:
     """Return the header and a line for each tuned row of `rows`.
 
-    Ratios are relative to the row ``full``, or else to the first row. Accuracy (or the task's metric) is the mean over
-    the seeds in percent, with minimum and maximum. Costs are costs of one run. The column of process memory exists only
-    if all rows have it.
+    Ratios are relative to the row ``full`` or, if it does not exist, to the first row. The accuracy (or the metric of
+    the task) is the mean over the seeds in percent, with minimum and maximum. Costs are the costs of one run. The
+    column of process memory exists only if process memory was recorded for all rows.
     """
     found = {row: runs for row in rows if (runs := records.finished(row))}
     base = next(iter(records.finished("full") if "full" in records.study.rows else ()), None)
@@ -70,13 +70,13 @@ def _line(
 
 
 def spread(values: Sequence[float]) -> str:
-    """Format the mean, and the minimum and maximum if there are several values."""
+    """Format the mean of several values with their minimum and maximum, or a single value alone."""
     mean = f"{statistics.fmean(values):.2f}"
     return mean if len(values) == 1 else f"{mean} [{min(values):.2f}…{max(values):.2f}]"
 
 
 def notes(records: Records, rows: Sequence[str]) -> list[str]:
-    """Return sentences on marks in the table, rows that are not tuned or diverged, and missing seeds."""
+    """Return notes on marks in the table, on rows that are not tuned or diverged, and on missing seeds."""
     said = []
     if any(AT_END in str(line[1]) for line in study_cells(records, rows)[1]):
         said.append(f"{AT_END}: the best value is at an end of the grid.")

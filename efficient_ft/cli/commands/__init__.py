@@ -17,7 +17,7 @@ COMMANDS = {name: f"efficient_ft.cli.commands.{name.replace('-', '_')}" for name
 
 
 def run_command(name: str, arguments: Sequence[str] | None = None) -> None:
-    """Run a command of `COMMANDS`, and exit with its status. A user mistake gives status 2."""
+    """Run a command of `COMMANDS`, and exit with its status. The status is 2 for a user mistake."""
     replace_unprintable()
     quiet_libraries()
     with clean_exits("Interrupted."), single_values():

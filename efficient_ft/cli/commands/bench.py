@@ -1,4 +1,4 @@
-"""``efficient-ft bench``: compare recipes by measurements."""
+"""``efficient-ft bench``: measure and compare recipes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from efficient_ft.bench.recipes import Network, Recipe
     from efficient_ft.config import Config
 
-# Heavy modules are imported after the arguments are parsed, so that help responds immediately.
+# Heavy modules are imported after the arguments are parsed, so that ``--help`` responds immediately.
 
 PROG = "efficient-ft bench"
 
-#: Maximum of --threads per processor.
+#: Maximum value of --threads per processor.
 _THREADS_PER_PROCESSOR = 16
 
-#: Entries of a `bench memory` record that a `bench step` report includes.
+#: Entries of a `bench memory` record that are included in the report of `bench step`.
 PROCESS_KEYS = ("interpreter_bytes", "with_model_bytes", "optimizer", "optimizer_bytes", "counted_bytes", "memory")
 
 DESCRIPTION = """\
@@ -95,8 +95,10 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument("--unfused", action="store_true", help="do not use fused attention")
     memory.add_argument("--optim", default="adamw", help="optimizer in conf/optim (default adamw)")
     memory.add_argument("--steps", type=count, default=3, help="number of measured steps (default 3)")
-    memory.add_argument("--warmup", type=count_or_zero, default=2, help="number of steps before them (default 2)")
-    # options of the process that measures a single recipe
+    memory.add_argument(
+        "--warmup", type=count_or_zero, default=2, help="number of warm-up steps before the measured steps (default 2)"
+    )
+    # hidden options, which are passed to the process that measures a single recipe
     memory.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     memory.add_argument("--default-layout", action="store_true", help=argparse.SUPPRESS)
 
@@ -109,7 +111,9 @@ def _parser() -> argparse.ArgumentParser:
     padding = "padding of the WHT projector (default ortho)"
     layer.add_argument("--padding", choices=("ortho", "zero", "reflect"), default="ortho", help=padding)
     layer.add_argument("--profile", action="store_true", help="also print the time of each part of the backward pass")
-    layer.add_argument("--layout", choices=("tokens", "map"), default="tokens", help="linear, or 1×1 convolution")
+    layer.add_argument(
+        "--layout", choices=("tokens", "map"), default="tokens", help="tokens: linear; map: 1×1 convolution"
+    )
 
     loop = _add_kind(kinds, "loop", _loop, 60, "steps of the framework and of a bare PyTorch loop")
     jobs = "default (the default job) or a model in conf/model; may be repeated (default: default and deit_small)"
@@ -131,12 +135,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_kind(kinds: Any, name: str, run: Callable[..., Any], rounds: int | None, text: str) -> argparse.ArgumentParser:
-    """Add a benchmark with the shared options; `rounds` is the default of ``--rounds``."""
+    """Add a benchmark with the shared options.
+
+    `rounds` is the default value of ``--rounds``, or None to omit this option.
+    """
     sub: argparse.ArgumentParser = kinds.add_parser(name, help=text, description=text, formatter_class=Help)
     sub.set_defaults(run=run)
     if rounds is not None:
         sub.add_argument("--rounds", type=count, default=rounds, help=f"number of timed rounds (default {rounds})")
-        sub.add_argument("--warmup", type=count, default=2, help="number of untimed rounds before them (default 2)")
+        sub.add_argument(
+            "--warmup", type=count, default=2, help="number of warm-up rounds before the timed rounds (default 2)"
+        )
     sub.add_argument("--threads", type=count, help="number of CPU threads (default: torch's default)")
     sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1")
     sub.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="fp32, or the type for autocast")
@@ -147,7 +156,7 @@ def _add_kind(kinds: Any, name: str, run: Callable[..., Any], rounds: int | None
 
 
 def _add_model(sub: argparse.ArgumentParser, model: str, batch: int, recipes: str) -> None:
-    """Add the recipes (`recipes` is their nargs) and the options of the measured network."""
+    """Add the argument for recipes, whose `nargs` is `recipes`, and the options of the measured network."""
     default = " (default: last_stage lbp_wht)" if recipes == "*" else ""
     sub.add_argument("recipes", nargs=recipes, metavar="RECIPE", help=f"method with settings{default}")
     sub.add_argument("--model", default=model, help=f"model in conf/model or timm (default {model})")
@@ -159,7 +168,7 @@ def _add_model(sub: argparse.ArgumentParser, model: str, batch: int, recipes: st
 def _set_up(options: argparse.Namespace) -> str:
     """Set up the allocator, the threads and the device of this process. Return the name of the allocator."""
     restart_with(options.allocator, "--allocator")
-    allocator = use_allocator(options.allocator, "--allocator")  # before the first tensor
+    allocator = use_allocator(options.allocator, "--allocator")  # before the first tensor is created
     import torch
 
     if options.threads:
@@ -191,7 +200,10 @@ def _measure(options: argparse.Namespace, arguments: Sequence[str]) -> None:
 
 
 def _command(arguments: Sequence[str], file: Path | None) -> str:
-    """Return the command for the report. The path of the file is relative to the working directory."""
+    """Return the command line for the report.
+
+    An absolute path of the JSON file is replaced by a relative path or by its name.
+    """
     words = [*PROG.split(), *arguments]
     if file is not None and file.is_absolute():
         here = Path.cwd()
@@ -209,13 +221,13 @@ def _require_device(name: str) -> None:
         raise SettingError("--device", name, "cpu, cuda or cuda:N") from None
     accelerator = torch.accelerator.current_accelerator()
     if device.type not in ("cpu", "cuda") and (accelerator is None or device.type != accelerator.type):
-        raise SettingError("--device", name, "cpu, cuda or cuda:N")  # the meta device has no values
+        raise SettingError("--device", name, "cpu, cuda or cuda:N")  # e.g. the meta device, which has no values
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SettingError("--device", name, "cpu on this machine", "There is no CUDA device.")
 
 
 def _configure(model: str | None, overrides: Sequence[str]) -> Config:
-    """Return the checked configuration of a run on random weights; see `efficient_ft.bench.recipes.Configure`."""
+    """Return the checked configuration of a run with random weights; see `efficient_ft.bench.recipes.Configure`."""
     from efficient_ft.cli.hydra.compose import configured
     from efficient_ft.cli.hydra.rows import merged
 
@@ -228,7 +240,7 @@ def _configure(model: str | None, overrides: Sequence[str]) -> Config:
     return configured(merged(*chosen, *overrides))
 
 
-#: Settings for networks other than image classifiers, by task. No data is read.
+#: Settings for networks other than image classifiers, for each task. No data is read.
 _TASKS = {
     "segmentation": ["task=segmentation", "data=mask_folder", "data.root=none"],
     "text": ["task=text", "data=text_folder", "data.root=none"],
@@ -236,7 +248,7 @@ _TASKS = {
 
 
 def _task_of(option: Path, overrides: Sequence[str]) -> list[str]:
-    """Return the task settings for a model in conf/model, unless `overrides` contain a task."""
+    """Return the task settings for a model in conf/model, or [] if `overrides` set the task."""
     from efficient_ft.config import ModelConfig
 
     # The option is not checked, since it may require a name from the user.
@@ -295,7 +307,10 @@ def _check(recipes: Sequence[Recipe], options: Mapping[str, Any]) -> None:
 
 
 def _in_own_process(text: str, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Measure the memory of a recipe in a separate process. Return its record, or its ``failure``."""
+    """Measure the memory of a recipe in a separate process.
+
+    Return the record, or the reason for a failure as ``failure``.
+    """
     from efficient_ft.cli.hydra import processes
 
     print(paragraph(f"# measuring the memory of {name}", "#   "), flush=True)

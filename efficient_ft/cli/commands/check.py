@@ -31,7 +31,7 @@ are shown at 224x224. The exit status is 1 if training would reject the data.
 
 #: Maximum number of reasons in the output, and of unusable samples per reason.
 _SHOWN, _EXAMPLES = 10, 3
-#: Default model by task. Its input is used if no model is given.
+#: Default model of each task. If no model is given, samples are prepared for the input of this model.
 _MODELS = {"classification": "deit_tiny", "segmentation": "deeplabv3_mobilenetv2"}
 
 
@@ -82,7 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def with_task(words: Sequence[str]) -> tuple[list[str], str]:
-    """Return the settings of a run including task and model, and a note if no model is given."""
+    """Add the task and a default model to the settings of a run if they are missing.
+
+    Also return a note if no model is given.
+    """
     from efficient_ft.data.published import MASK_SETS, TEXT_SETS
 
     given = dict(word.split("=", 1) for word in words if "=" in word)
@@ -99,7 +102,7 @@ def with_task(words: Sequence[str]) -> tuple[list[str], str]:
 
 
 def _print_problems(config: Config, found: dict[str, Summary]) -> bool:
-    """Print the unusable samples. Return True if training would stop at them."""
+    """Print the unusable samples. Return True if they would stop a training run."""
     from efficient_ft.core.text import printable
     from efficient_ft.data.counts import counted
     from efficient_ft.training.output.console import say

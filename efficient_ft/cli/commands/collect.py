@@ -1,4 +1,4 @@
-"""``efficient-ft collect DIR``: one table of many runs."""
+"""``efficient-ft collect DIR``: print one table of many runs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     status("")
     header, rows = run_rows(found) if options.runs else group_rows(found)
     if options.form == "text":
-        # Models and data sets that all runs share are not columns.
+        # The heading names the models and data sets, which are not shown in columns if all runs share them.
         models = ", ".join(dict.fromkeys(run.config.model.name for run in found.runs))
         data = ", ".join(dict.fromkeys(run.data for run in found.runs))
         print(paragraph(f"{len(found.runs)} run{'s' * (len(found.runs) > 1)} of {models} on {data}") + "\n")
@@ -78,7 +78,7 @@ _FURTHER = {
 
 
 def _columns(runs: Sequence[Run], header: Sequence[str]) -> dict[str, Column]:
-    """Return the columns in order: names, accuracy and cost, settings that differ, further columns."""
+    """Return the columns in this order: names, accuracy and cost, settings that differ, and further columns."""
     several = len({run.config.model.name for run in runs}) > 1, len({run.data for run in runs}) > 1
     first = {
         "run": Column(words=True),

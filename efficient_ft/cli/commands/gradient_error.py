@@ -36,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="vit_micro", help="timm name of the network (vit_micro)")
     side = integer(1, LARGEST_SIDE)
     parser.add_argument("--sizes", type=side, nargs="+", default=[28, 32, 56], help="image sizes in pixels")
-    parser.add_argument("--orders", type=count, nargs="+", default=[4, 6], help="orders of LP_L1 that set the cost")
+    parser.add_argument(
+        "--orders", type=count, nargs="+", default=[4, 6], help="orders of LP_L1, which define the costs"
+    )
     parser.add_argument("--batch", type=count, default=64, help="batch size")
     parser.add_argument("--batches", type=count, default=4, help="number of disjoint batches to measure")
     parser.add_argument("--profile-batches", type=count, default=4, help="further batches for the profile of LHE")
@@ -58,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     study = Study(**settings)
     results: list[dict[str, Any]] = []
     if file is not None:
-        read_records(file)  # refuses a damaged file before the measurement
+        read_records(file)  # raises an error before the measurement if the file is damaged
     for size in sizes:
         results += run_study(study, size, lambda text: print(paragraph(text), file=sys.stderr, flush=True))
         if file is not None:

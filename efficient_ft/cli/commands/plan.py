@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = [word for word in options.settings if word.partition("=")[0] not in OF_A_PLAN]
     if "memory" not in own:
         raise UserError("Pass the budget as memory=SIZE, for example memory=4GB.")
-    parse_bytes("memory", own["memory"])  # refuses mistakes before libraries are loaded
+    parse_bytes("memory", own["memory"])  # reports mistakes before libraries are loaded
     if "time" in own:
         parse_seconds("time", own["time"])
     loss, split = own.get("loss", "1"), own.get("split", "false").lower()
@@ -150,13 +150,14 @@ def plan(
     Args:
         settings: settings of the run as on the command line (``"model=deit_small", "data=cifar100"``). With
             ``method=...``, every recipe uses these methods.
-        memory: memory budget with its unit, e.g. ``"4GB"``, for the process including interpreter and libraries. On a
+        memory: memory budget of the process including interpreter and libraries, with a unit, e.g. ``"4GB"``. On a
             GPU, the budget applies to the reserved memory.
-        time: budget of training time with its unit, e.g. ``"2h"``; None for no limit.
-        loss: acceptable loss of test accuracy relative to full fine-tuning, in points.
+        time: budget of training time with a unit, e.g. ``"2h"``, or None for no limit.
+        loss: acceptable loss of test accuracy relative to full fine-tuning, in percentage points.
         split: True to allow micro-batches, whose gradients are accumulated.
-        planning_time: planning time with its unit. The smallest recipes are always examined.
-        say: function that reports the current step.
+        planning_time: time after which no further recipe is examined, with a unit. The smallest recipes are always
+            examined.
+        say: function that is called with a description of the current step.
         ready: function that is called with each examined recipe.
 
     Returns:

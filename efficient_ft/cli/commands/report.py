@@ -1,4 +1,4 @@
-"""``efficient-ft report RUN|DIR...``: figures of the statistics of one run, or one page of several runs."""
+"""``efficient-ft report RUN|DIR...``: draw the recorded statistics of one run, or write one page for several runs."""
 
 from __future__ import annotations
 

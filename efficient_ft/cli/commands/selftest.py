@@ -1,4 +1,4 @@
-"""``efficient-ft selftest``: test the promises of docs/promises.md, with trials in tests/promises of a checkout."""
+"""``efficient-ft selftest``: test the promises of docs/promises.md with the trials in tests/promises of a checkout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ _ROOT = Path(__file__).resolve().parents[3]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the selected trials. Return 1 if a trial fails. Raise a `UserError` on Windows and outside of a checkout."""
     parser = argparse.ArgumentParser(prog="efficient-ft selftest", description=DESCRIPTION, formatter_class=Help)
-    parser.add_argument("promise", nargs="*", type=int, metavar="NUMBER", help="default: all of them")
+    parser.add_argument(
+        "promise", nargs="*", type=int, metavar="NUMBER", help="number of a promise (default: all promises)"
+    )
     parser.add_argument("--long", action="store_true", help="run all trials instead of a selection")
     parser.add_argument("--only", default="", metavar="TEXT", help="run only trials with TEXT in their names")
     parser.add_argument("--jobs", type=count, default=2, help="parallel trials, each with one thread (default 2)")

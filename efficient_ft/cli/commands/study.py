@@ -125,7 +125,7 @@ def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) ->
 
 
 def _refuse_other_images(records: Records, configs: Mapping[StudyRun, Config]) -> None:
-    """Refuse images that differ from the images of the records, before any run starts."""
+    """Raise a `UserError` before any run starts if its images differ from the images of the records."""
     if not any(record.get("images") for record in records.runs):
         return
     from efficient_ft.config import data_configs

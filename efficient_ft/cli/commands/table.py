@@ -1,4 +1,4 @@
-"""``efficient-ft table``: the published tables, with commands, costs, runs and results of their rows."""
+"""``efficient-ft table``: print published tables, and the commands, costs, runs and results of their rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from efficient_ft.cli.hydra.jobs import Job
     from efficient_ft.papers.published import Row, Table
 
-# Heavy modules are imported after the arguments are parsed, so that help responds immediately.
+# Heavy modules are imported after the arguments are parsed, so that ``--help`` responds immediately.
 
 DESCRIPTION = """\
 Print the published tables of the four papers, and reproduce them.
@@ -47,7 +47,10 @@ _NAMED = 8
 
 @dataclass(frozen=True)
 class CellRun:
-    """A run of a table: a row, an accuracy column (None: all columns), and a seed."""
+    """A run that reproduces an accuracy of a table.
+
+    It belongs to a row, an accuracy column (None if the run reproduces all columns of the row), and a seed.
+    """
 
     row: Row
     column: str | None
@@ -138,7 +141,7 @@ def _list(root: str, options: argparse.Namespace) -> None:
 
 
 def state_of(table: Table, root: str = "./data") -> str:
-    """Return the costs and runs of `table` that are possible on this machine, with data sets in `root`."""
+    """Return text on the costs and runs of `table` that are possible on this machine with the data sets in `root`."""
     cells = [cell for row in table.rows for cell in row.cells.values()]
     runs = [cell for cell in cells if cell.arguments]
     if not runs:
@@ -182,12 +185,12 @@ def present(data: str, root: str = "./data") -> bool:
 
 
 def _shown(table: Table, rows: Sequence[Row], options: argparse.Namespace) -> str:
-    """Return the published numbers. Text and Markdown also contain notes and the deviations of our runs."""
+    """Return the published numbers. The text and Markdown formats also contain notes and the deviations of our runs."""
     from efficient_ft.papers.published import COSTS, PAPERS
 
     figures = [key for key in COSTS if any(key in row.costs for row in rows)]
     columns = list(dict.fromkeys(key for row in rows for key in row.cells))
-    # A table without numbers (formulas, architectures) consists of its words.
+    # For a table without numbers (formulas, architectures), the text columns are shown.
     stated = [] if figures or columns else [key for key in rows[0].columns if key != "label"]
     header = ["row", "label", *stated, *(COSTS[key] for key in figures), *columns]
     lines: list[list[Cell]] = []
@@ -221,7 +224,7 @@ def _title(column: str) -> str:
 
 
 def _filled(part: str, form: str) -> str:
-    """Return a text with lines that fit the terminal if the format is text."""
+    """Return a part of the output. In text format, its lines are wrapped to the terminal."""
     if form != "text":
         return part
     return "\n".join(paragraph(line, "  " if line.startswith("- ") else "") for line in part.split("\n"))
@@ -350,7 +353,10 @@ def _report_notes(settings: Sequence[str], jobs: Sequence[Job]) -> list[str]:
 
 
 def spread(values: Sequence[float], seeds: int) -> str | None:
-    """Format fractions as percent, e.g. ``97.12 [97.01…97.30], 3 seeds``; None without values. `seeds` are expected."""
+    """Format fractions as percentages, e.g. ``97.12 [97.01…97.30], 3 seeds``, or return None if there are no values.
+
+    `seeds` is the expected number of values.
+    """
     if not values:
         return None
     from efficient_ft.report import studies

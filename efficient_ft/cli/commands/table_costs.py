@@ -1,4 +1,4 @@
-"""The cost columns of a published table: the published costs, and our counts by the paper's rule and as executed."""
+"""Print the costs in a published table, with our counts by the paper's rule and from executing the step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from efficient_ft.papers.published import COSTS, MODELS, Row, Table, baseline_of
 from efficient_ft.papers.rules import batch_and_unit, count_cost, count_settings
 from efficient_ft.training.kinds.registry import kind_of
 
-#: Relative difference from the published number above which a reason is printed.
+#: Relative difference from the published number above which a reason for the difference is printed.
 TOLERANCE = 0.02
 
 #: Columns that only the paper's rule can count.
@@ -36,7 +36,7 @@ IMAGES = {"flowers102": 1020, "cifar100": 50_000, "food101": 75_750}
 
 @dataclass(frozen=True)
 class CostCell:
-    """A published cost, and our counts by the paper's rule and by executing the step.
+    """A published cost, our count by the paper's rule, and our count from executing the step.
 
     `reason` explains why our count differs by more than `TOLERANCE` and half a printed digit, or why there is no count.
     """
@@ -50,7 +50,7 @@ class CostCell:
 
     @property
     def deviation(self) -> float | None:
-        """Relative difference of our count (by the rule, else executed) from the published number."""
+        """Relative difference of our count (by the rule, or else from execution) from the published number."""
         return None if self._ours is None else self._ours / self.printed - 1
 
     @property
@@ -72,7 +72,10 @@ Counts = tuple[float | None, float | None]
 
 
 def cost_cells(table: Table, row: Row, step: Step | None = None) -> list[CostCell]:
-    """Return the published costs of a row with our counts. `step` counts a step (default: count it in this process)."""
+    """Return the published costs of a row with our counts.
+
+    `step` is a function that counts a step. By default, the step is counted in this process.
+    """
     found = []
     for column, printed in row.costs.items():
         if column not in _COUNTED:
@@ -90,12 +93,15 @@ def cost_cells(table: Table, row: Row, step: Step | None = None) -> list[CostCel
 
 
 def print_costs(table: Table, rows: Sequence[Row], form: str, chosen: Sequence[str] = (), processes: int = 1) -> None:
-    """Print the cost columns of `rows` in a form of `core.sheet`. As text, each row is printed when it is counted."""
+    """Print the cost columns of `rows` in the format `form` of `core.sheet`.
+
+    In text format with the default columns, each row is printed as soon as it is counted.
+    """
     columns = [column for column in COSTS if column in _COUNTED and any(column in row.costs for row in rows)]
     if not columns:
         raise UserError(f"{table.name} contains no costs that can be counted. {table.reason or ''}".rstrip())
     data = form in DATA
-    numbers: dict[str, int] = {}  # the number of each reason, starting at 1
+    numbers: dict[str, int] = {}  # numbers of the reasons, starting at 1
     counted = count_rows(table, rows, processes, lambda done, of: status(f"counted {done} of {of} steps"))
     lines = (_line(row, columns, cost_cells(table, row), data, numbers) for row in counted)
     shown = _columns(columns)
@@ -132,7 +138,10 @@ def print_costs(table: Table, rows: Sequence[Row], form: str, chosen: Sequence[s
 
 
 def _columns(columns: Sequence[str]) -> dict[str, Column]:
-    """Return the columns of the table with their formats: the published number and our deviation come first."""
+    """Return the columns of the table with their formats.
+
+    The published number and our deviation have the highest priority.
+    """
     found = {"row": Column(words=True)}
     for column in columns:
         name, kept = COSTS[column], column in _BY_RULE
@@ -147,7 +156,10 @@ def _columns(columns: Sequence[str]) -> dict[str, Column]:
 def _line(
     row: Row, columns: Sequence[str], cells: Sequence[CostCell], data: bool, numbers: dict[str, int] | None
 ) -> list[Cell]:
-    """Return the cells of a row, and add its reasons to `numbers` (None: return a sample of maximum width)."""
+    """Return the cells of a row, and add its reasons to `numbers`.
+
+    If `numbers` is None, return a sample of maximum width.
+    """
     of = {cell.column: cell for cell in cells}
     line: list[Cell] = [row.name]
     for column in columns:
@@ -180,7 +192,8 @@ def _to_count(table: Table, row: Row) -> tuple[str, ...]:
     return row.arguments and (*row.arguments, *table.count_at)
 
 
-#: BSR, Table 1: MiB of fp32 activations for 196 patches and the class token, 384 channels, 6 heads, expansion 4.
+#: Sizes of fp32 activations in BSR's Table 1 in MiB, for 196 patches and a class token, 384 channels, 6 heads and an
+#: expansion ratio of 4.
 _ACTIVATIONS = {
     "self_attention": 4 * 3 * 197 * 384 / 2**20,
     "softmax": 4 * 6 * 197**2 / 2**20,
@@ -195,7 +208,7 @@ def _memory(table: Table, row: Row, step: Step) -> Counts:
     rule = None if found is None else count_cost(found).memory
     if not row.arguments:
         return rule, None
-    # saved activations, without parameters
+    # The executed count contains the saved activations, but not the parameters.
     batch, unit = batch_and_unit(table, row)
     return rule, step(_to_count(table, row)).saved_bytes * batch / unit
 
@@ -254,17 +267,22 @@ _COUNTED |= dict.fromkeys(
 )  # fmt: skip
 
 
-#: Configuration of a run by its arguments.
+#: Cached function that returns the configuration of a run.
 _configured = cache(configured)
 
-#: Counted steps by the arguments of their run.
+#: Counts of steps, by the arguments of the run.
 _known: dict[tuple[str, ...], Executed] = {}
 
 
 def count_rows(
     table: Table, rows: Sequence[Row], processes: int, counted: Callable[[int, int], None] = lambda done, of: None
 ) -> Iterator[Row]:
-    """Count the steps that the costs of `rows` require, in several processes. Yield each row when it is counted."""
+    """Count the steps that are needed for the costs of `rows`, in up to `processes` processes.
+
+    Yield each row as soon as it is counted.
+
+    `counted` is called with the number of counted steps and the total number of steps.
+    """
     needed = {row.name: _needed(table, row) for row in rows}
     todo = [step for step in dict.fromkeys(one for steps in needed.values() for one in steps) if step not in _known]
     parallel = min(processes, len(todo))
@@ -288,7 +306,7 @@ def count_rows(
 
 
 def _needed(table: Table, row: Row) -> list[tuple[str, ...]]:
-    """Return the arguments of the steps that the costs of a row require."""
+    """Return the arguments of the steps that are needed for the costs of a row."""
     found = []
     if any(_COUNTED.get(column) not in (None, _measured, _parameters) for column in row.costs):
         found.append(_to_count(table, row))

@@ -1,1 +1,1 @@
-"""Composition, sweeps and launchers with Hydra."""
+"""Composition of configurations, sweeps and launchers, based on Hydra."""

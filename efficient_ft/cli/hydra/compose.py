@@ -1,4 +1,4 @@
-"""Compose the checked configurations of a command line, for one run or a sweep. This module does not import torch."""
+"""Compose and check the configurations of a command line, for one run or a sweep. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -49,12 +49,14 @@ class ComposedJob:
 def composed_jobs(
     conf: Path, name: str, overrides: Sequence[str], *, sweep: bool, search: str | None = None
 ) -> list[ComposedJob]:
-    """Return the checked configuration of each job of a command line, which is one run or a sweep.
+    """Return the checked configuration of each job of a command line, which describes one run or a sweep.
 
     Args:
-        conf: folder of the configuration groups, with the primary configuration `name`.
-        overrides: command-line arguments. If `sweep` is True, comma-separated values are swept.
-        search: additional folder of configurations, which is searched first.
+        conf: folder that contains the configuration groups and the primary configuration.
+        name: name of the primary configuration.
+        overrides: command-line arguments.
+        sweep: True to sweep over comma-separated values in `overrides`.
+        search: additional configuration folder, which is searched first.
     """
     version.setbase("1.3")
     path = create_config_search_path(str(conf.resolve()))
@@ -77,7 +79,7 @@ def composed_jobs(
 def configurations(
     conf: Path, name: str, overrides: Sequence[str], *, sweep: bool, search: str | None = None
 ) -> list[Config]:
-    """Return the configurations of `composed_jobs`."""
+    """Return the configurations of the jobs from `composed_jobs`."""
     return [job.config for job in composed_jobs(conf, name, overrides, sweep=sweep, search=search)]
 
 
@@ -91,7 +93,7 @@ def configured(arguments: Sequence[str]) -> Config:
 
 
 def chosen_options(hydra: Any, arguments: Sequence[str]) -> dict[str, Any] | None:
-    """Return the settings of the options that a job chooses; None if they do not compose."""
+    """Return the settings that result from a job's options alone, or None if the options cannot be composed."""
     groups = {"method", *(str(group).partition("@")[0] for group in hydra.runtime.choices)}
     parsed = OverridesParser.create().parse_overrides(list(arguments))
     chosen = [one for one in parsed if one.key_or_group in groups and not isinstance(one.value(), dict)]
@@ -102,7 +104,7 @@ def chosen_options(hydra: Any, arguments: Sequence[str]) -> dict[str, Any] | Non
 
 
 def _jobs(loader: ConfigLoader, overrides: Sequence[str], sweep: bool) -> list[tuple[str, ...]]:
-    """Return the arguments of each job. A sweep is the product of its comma-separated values."""
+    """Return the arguments of each job. A sweep consists of all combinations of its comma-separated values."""
     check_form(overrides)
     refuse_doubled(overrides)
     parser = OverridesParser.create(config_loader=loader)
@@ -133,7 +135,7 @@ def _jobs(loader: ConfigLoader, overrides: Sequence[str], sweep: bool) -> list[t
 
 
 def _with_rows(loader: ConfigLoader, name: str, jobs: list[tuple[str, ...]], sweep: bool) -> list[tuple[str, ...]]:
-    """Multiply `jobs` by the rows of an experiment, like the sweeper."""
+    """Combine `jobs` with the rows of an experiment, like the sweeper."""
     naming = [one for one in jobs[0] if key_of(one) == "experiment"] if jobs else []
     if not naming or any(key_of(one) == "rows" for one in jobs[0]):  # rows=null marks a job of such a sweep
         return jobs
@@ -153,7 +155,10 @@ def _with_rows(loader: ConfigLoader, name: str, jobs: list[tuple[str, ...]], swe
 
 
 def check_form(overrides: Sequence[str]) -> None:
-    """Refuse arguments that are not KEY=VALUE or ~KEY, are not valid UTF-8, or have a form that was removed."""
+    """Raise a `UserError` for arguments that Hydra cannot parse or that a run cannot record.
+
+    An argument must have the form KEY=VALUE or ~KEY and be valid UTF-8. Forms that were removed are also rejected.
+    """
     for text in overrides:
         refuse_removed(text)
         shown = printable(text)
@@ -209,7 +214,7 @@ def _composed(loader: ConfigLoader, name: str, job: tuple[str, ...], sweep: bool
             raise UserError(f"{override.input_line}: ~GROUP accepts only the name of an option, or no value.")
     try:
         composed = compose(name, list(job), return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException, TypeError) as error:  # a key inside a list is a TypeError
+    except (HydraException, OmegaConfBaseException, TypeError) as error:  # TypeError: a key inside a list
         raise explained(loader, name, parsed, error) from None
     check_targets(composed.hydra)
     written = hydra_files(composed, sweep)

@@ -1,4 +1,4 @@
-"""The folder of the configuration groups: inside the installed package, or at the top level of a checkout."""
+"""The folder of the configuration groups, which is inside the installed package or at the top level of a checkout."""
 
 from pathlib import Path
 

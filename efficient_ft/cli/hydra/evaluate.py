@@ -1,8 +1,8 @@
-"""``evaluate=RUN``: the configuration of RUN with the changes on the command line.
+"""Compose the configuration of ``evaluate=RUN``: the settings of RUN with the changes on the command line.
 
-A run folder may come from another person, so Hydra never composes it. Its config.yaml is read as plain settings and
-checked by the schema: Hydra keys are refused, and interpolations and targets remain plain text. Hydra parses only the
-arguments and composes the groups in them (``data=folder``).
+Hydra never composes the configuration of a run folder, which may come from another person. config.yaml is read as plain
+settings and checked against the schema: Hydra keys are rejected, and interpolations and targets remain plain text.
+Hydra only parses the arguments and composes the groups that they select (``data=folder``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from efficient_ft.record.formats import PASS_A_RUN, USE_ITS_VERSION
 
 
 def evaluation(loader: ConfigLoader, name: str, parsed: Sequence[Override]) -> Config | None:
-    """Return the configuration of RUN with changes for a job with ``evaluate=RUN``; None for other jobs."""
+    """Return the configuration of a job with ``evaluate=RUN``, which includes the changes in `parsed`.
+
+    Return None for other jobs.
+    """
     runs = [override.value() for override in parsed if override.key_or_group == "evaluate"]
     if not runs or runs[-1] is None:
         return None
@@ -61,7 +64,7 @@ def evaluation(loader: ConfigLoader, name: str, parsed: Sequence[Override]) -> C
 
 
 def _apply(loader: ConfigLoader, settings: dict[str, Any], override: Override) -> None:
-    """Apply one ``KEY=VALUE``, ``+KEY=VALUE`` or ``~KEY`` to plain `settings`. Only the new value is interpolated."""
+    """Apply an argument (``KEY=VALUE``, ``+KEY=VALUE`` or ``~KEY``) to `settings`. Only new values are interpolated."""
     full = override.key_or_group
     if full.startswith(("hydra.", "hydra/")):
         raise UserError(f"{override.input_line}: an evaluation does not use Hydra or create a folder. Remove it.")

@@ -17,7 +17,7 @@ from efficient_ft.core.parsing import parse_yaml
 __all__ = ["CONF", "help_text", "register"]
 
 _SWEEPER = {"_target_": "hydra_plugins.efficient_ft_plugins.RowsSweeper", "max_batch_size": None, "params": None}
-#: Our launcher and sweeper, by group; Hydra imports the classes.
+#: Names and configurations of this package's launcher and sweeper, by Hydra group. Hydra imports the classes.
 _PLUGINS = {
     "hydra/launcher": ("processes", {"_target_": "hydra_plugins.efficient_ft_plugins.ProcessLauncher"}),
     "hydra/sweeper": ("rows", _SWEEPER),
@@ -25,7 +25,10 @@ _PLUGINS = {
 
 
 def register() -> None:
-    """Register resolvers, plugins and the methods of other packages with Hydra. Call this function before composing."""
+    """Register resolvers, plugins and the methods of other packages with Hydra.
+
+    Call this function before a configuration is composed.
+    """
     OmegaConf.register_new_resolver("run_folder", _run_folder, replace=True)
     for group, (name, node) in _PLUGINS.items():
         ConfigStore.instance().store(group=group, name=name, node=node, provider="efficient_ft")
@@ -34,7 +37,10 @@ def register() -> None:
 
 
 def help_text() -> str:
-    """Return the text of ``--help``, which lists all groups and options. Hydra takes three times as long for it."""
+    """Return the text of ``--help``, which lists all groups and options.
+
+    Hydra needs three times as long to generate the text.
+    """
     options: dict[str, set[str]] = {}
     for folder in (CONF, *(one for found in plugins.folders().values() for one in found)):
         for file in folder.rglob("*.yaml"):

@@ -34,8 +34,8 @@ _STEERING = ("hydra.mode", "hydra.sweep", "hydra.launcher", "hydra/launcher", "h
 class Job:
     """One job of a sweep.
 
-    `title` contains the arguments in which the job differs from others. `results` is None before the run and after a
-    failure; `failure` is the reason in one line. `diverged` is True if the loss was not finite.
+    `title` contains the arguments that are not shared by all jobs. `results` is None until the job has finished
+    successfully. If the job fails, `failure` is the reason in one line. `diverged` is True if the loss was not finite.
     """
 
     arguments: tuple[str, ...]
@@ -48,7 +48,7 @@ class Job:
 
     @property
     def trains(self) -> bool:
-        """Return False for an evaluation or a cost report, which have no separate run folder."""
+        """Return True if the job trains. Evaluations and cost reports do not train and have no run folder."""
         return not self.config.cost_only and self.config.evaluate is None
 
 
@@ -59,17 +59,17 @@ def titles(jobs: Sequence[Sequence[str]]) -> list[str]:
 
 
 def finished(folder: Path, config: Config) -> dict[str, Any] | None:
-    """Return the results in `folder` if a run with the settings of `config` has finished there, else None."""
+    """Return the results in `folder` if a run with the settings of `config` has finished there, or None otherwise."""
     try:
         results = read_results(folder)
         same = fingerprint(check(results["config"])) == fingerprint(config)
-    except UserError:  # missing, damaged, or of another version; the job reports the reason
+    except UserError:  # The file is missing, damaged, or of another version. The job reports this.
         return None
     return dict(results) if same else None
 
 
 def not_read(folder: Path) -> str | None:
-    """Return the reason why results.json in `folder` cannot be read; None if it can be read or does not exist."""
+    """Return the reason why results.json in `folder` cannot be read, or None if it can be read or is missing."""
     try:
         if (folder / NAME).is_file():
             read_results(folder, USE_ITS_VERSION)
@@ -102,11 +102,12 @@ def run_jobs(
     parallel: int = 1,
     ended: Callable[[Job], None] = lambda job: None,
 ) -> None:
-    """Run the `command` of each job, store its outcome in the job, and print a table at the end.
+    """Run the `command` of each job, store the outcome in the job, and print a table at the end.
 
-    Finished jobs are skipped. After a failure or a ``job_timeout``, the next job starts, and the exit status is 1. With
-    `parallel` > 1, each job gets a share of the threads and GPUs, and writes its output to a file next to its run
-    folder. `ended` is called with each job when its outcome is known.
+    Finished jobs are skipped. After a failure or a ``job_timeout``, the next job starts. If a job has failed, the
+    function raises SystemExit with status 1 at the end. If `parallel` is greater than 1, each job gets a share of the
+    threads and GPUs, and writes its output to a file next to its run folder. `ended` is called with each job as soon as
+    its outcome is known.
     """
     todo: list[tuple[str, Job]] = []
     for number, job in enumerate(jobs, start=1):
@@ -114,7 +115,7 @@ def run_jobs(
         if job.trains and job.config.resume == "auto":
             job.results = finished(job.folder, job.config)
             if job.results and image_folders(check(job.results["config"])) != image_folders(job.config):
-                job.results = None  # The job checks if the images are the same.
+                job.results = None  # The job itself checks whether the images are the same.
         if job.results is not None:
             show(f"{title}: finished before, in {shown_path(job.folder)}")
             ended(job)
@@ -176,7 +177,11 @@ def _fill_in(title: str, job: Job, process: processes.Ended) -> None:
 
 
 def write_sweep_table(outputs: Path, folders: Sequence[Path]) -> None:
-    """Write the table of the finished runs below `outputs` to OUTPUTS/sweeps. Its name is a hash of the folders."""
+    """Write a table of the finished runs in `folders` to the folder ``sweeps`` in `outputs`.
+
+    The file name is a hash of the folders. Folders outside of `outputs` are ignored. No table is written for fewer than
+    two runs.
+    """
     inside = sorted(folder for folder in folders if folder.is_relative_to(outputs))
     found = collect_runs(outputs, inside)
     if len(found.runs) < 2:
@@ -187,12 +192,12 @@ def write_sweep_table(outputs: Path, folders: Sequence[Path]) -> None:
 
 
 def summary(jobs: Sequence[Job]) -> str:
-    """Return one line per job with its best accuracy and executed backward FLOPs per image, and then the failures."""
+    """Return a table of the jobs with best accuracy and executed backward FLOPs per image, followed by the failures."""
     rows = [("job", "best accuracy", "backward FLOPs", "folder")]
     for job in jobs:
         results = job.results or {}
         best = results.get("accuracy", {}).get("best")
-        # A cost report has no results other than the cost.
+        # The results of a cost report are the cost itself.
         flops = results.get("cost", results).get("executed", {}).get("backward_flops")
         accuracy = "failed" if job.failure is not None else "–" if best is None else format_percent(best)
         counted = "–" if flops is None else format_number(flops)
@@ -207,11 +212,11 @@ def summary(jobs: Sequence[Job]) -> str:
 
 
 class Sweep:
-    """The jobs of a sweep. Each job runs in a separate process, with the command and in the folder of a single run.
+    """A sweep, which runs each job in a separate process, with the command and in the folder of a single run.
 
-    Hydra's own launcher runs all jobs in one process. There, a process killed for lack of memory ends the sweep, jobs
-    share memory and threads, and a repeated sweep starts from the beginning. Other launchers, such as submitit, can be
-    selected with ``hydra/launcher=...``.
+    Hydra's basic launcher runs all jobs in one process. With this launcher, the sweep ends if the process is killed for
+    lack of memory, all jobs share memory and threads, and a repeated sweep starts from the beginning. Other launchers,
+    such as submitit, can be selected with ``hydra/launcher=...``.
     """
 
     def __init__(self, context: HydraContext, config: DictConfig) -> None:
@@ -236,13 +241,13 @@ class Sweep:
 
     def _job(self, number: int, overrides: Sequence[str], title: str) -> Job:
         composed = self.context.config_loader.load_sweep_config(self.config, list(overrides))
-        with open_dict(composed):  # folder names may refer to the number
+        with open_dict(composed):  # Folder names may contain the number of the job.
             composed.hydra.job.num, composed.hydra.job.id = number, str(number)
         folder = Path(composed.hydra.sweep.dir) / composed.hydra.sweep.subdir
         return Job(tuple(overrides), title, folder, check(plain(composed)))
 
     def _command(self, job: Job) -> list[str]:
-        given: Any = OmegaConf.to_container(self.config.hydra.overrides.hydra)  # as typed, with references
+        given: Any = OmegaConf.to_container(self.config.hydra.overrides.hydra)  # as typed, with unresolved references
         kept = [o for o in given if not o.lstrip("+~").startswith(_STEERING)]
         if job.trains:
             folder = job.folder.as_posix().replace("\\", "\\\\").replace("'", "\\'")

@@ -1,4 +1,4 @@
-"""Messages for command-line mistakes that Hydra refuses, or would accept silently."""
+"""Explain command-line mistakes that Hydra rejects, or would accept silently."""
 
 from __future__ import annotations
 
@@ -20,12 +20,16 @@ from efficient_ft.config.explain import show
 from efficient_ft.config.plain import plain, sentence
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean
 
-# Options by loader and group. Listing a group takes 20 ms or more, since a loader copies all of its sources.
+# Cached options of each group of a loader. Listing a group takes 20 ms or more, since a loader copies all of its
+# sources.
 _OPTIONS: WeakKeyDictionary[ConfigLoader, dict[str, list[str]]] = WeakKeyDictionary()
 
 
 def check_option(loader: ConfigLoader, override: Override) -> None:
-    """Refuse an option that its group does not have. Hydra ignores a missing option of an optional group."""
+    """Raise a `UserError` for an option that its group does not have.
+
+    Hydra ignores a missing option of an optional group.
+    """
     group, value = override.key_or_group, override.value()
     refuse_keys(group, value)
     field = Config.model_fields.get(group)
@@ -50,7 +54,10 @@ def check_option(loader: ConfigLoader, override: Override) -> None:
 
 
 def refuse_keys(setting: str, value: Any) -> None:
-    """Refuse a mapping with keys that are not names, which Hydra accepts. Masks may have pixel values as keys."""
+    """Raise a `SettingError` for a mapping whose keys are not names. Hydra accepts such keys.
+
+    The setting ``masks.values`` may have pixel values as keys.
+    """
     if not isinstance(value, dict) or setting.endswith("masks.values"):
         return
     for key, inner in value.items():
@@ -61,7 +68,7 @@ def refuse_keys(setting: str, value: Any) -> None:
 
 
 def _of_timm(name: str) -> str:
-    """Return advice for a model that is not an option, but may be a timm model or have a similar name."""
+    """Return advice for a model name that is not an option, depending on whether timm has a model with this name."""
     import timm
 
     if timm.is_model(name.partition(".")[0]):
@@ -70,7 +77,10 @@ def _of_timm(name: str) -> str:
 
 
 def _new_argument(name: str, line: str, forms: str | None = None) -> UserError:
-    """Return the error for an argument of the network that the chosen option lacks; `forms` is the correct form."""
+    """Return the error for an argument of the network that the selected option does not contain.
+
+    `forms` is the correct form of the argument.
+    """
     from efficient_ft.models.timm_config import SET_ELSEWHERE
 
     if name in SET_ELSEWHERE:
@@ -79,7 +89,10 @@ def _new_argument(name: str, line: str, forms: str | None = None) -> UserError:
 
 
 def _given_whole(loader: ConfigLoader, known: DictConfig, override: Override) -> UserError | None:
-    """Return the error for a mapping with a key that the configuration `known` lacks; None if it has all keys."""
+    """Return the error for a mapping with a key that the configuration `known` does not contain.
+
+    Return None if `known` contains all keys.
+    """
     line = str(override.input_line)
     found = _first_wrong(override.key_or_group, override.value(), OmegaConf.select(known, override.key_or_group))
     if found is None:
@@ -102,7 +115,10 @@ def _given_whole(loader: ConfigLoader, known: DictConfig, override: Override) ->
 
 
 def _first_wrong(key: str, value: Any, node: Any) -> tuple[str, str | None, Any, Any] | None:
-    """Return key, name (None: wrong type), value and node for the first part of a mapping that does not fit `node`."""
+    """Return the first part of a mapping that does not match `node`, as (key, name, value, node).
+
+    The name is None if the type of the part is wrong. If all parts match, the function returns None.
+    """
     if not isinstance(value, dict):
         wrong = isinstance(value, list) and OmegaConf.is_dict(node)
         return (key, None, value, node) if wrong else None
@@ -130,14 +146,14 @@ def group_options(loader: ConfigLoader, group: str) -> list[str]:
 
 
 def check_packages(name: str, parsed: Sequence[Override], composed: DictConfig) -> None:
-    """Refuse two options of ``method`` with the same package, which Hydra would merge."""
+    """Raise a `UserError` for two options of ``method`` with the same package. Hydra would merge these options."""
     chosen: list[str] = []
     for override in parsed:
         value = override.value()
         if override.key_or_group == "method" and isinstance(value, list):
             chosen = [str(option) for option in value]
     methods = composed.get("method")
-    if not OmegaConf.is_dict(methods) or len(chosen) <= len(methods):  # `check` refuses other types.
+    if not OmegaConf.is_dict(methods) or len(chosen) <= len(methods):  # `check` rejects other types.
         return
     owner: dict[str, str] = {}
     for option in chosen:
@@ -149,7 +165,7 @@ def check_packages(name: str, parsed: Sequence[Override], composed: DictConfig) 
 
 
 def refuse_data(parsed: Sequence[Override], config: Config) -> None:
-    """Refuse settings of the single data set in a run on several tasks, which does not use it."""
+    """Raise a `UserError` for settings of ``data`` in a run on several tasks. Such a run does not use ``data``."""
     if not config.tasks:
         return
     for override in parsed:
@@ -163,7 +179,7 @@ def refuse_data(parsed: Sequence[Override], config: Config) -> None:
 
 
 def explained(loader: ConfigLoader, name: str, parsed: Sequence[Override], error: Exception) -> UserError:
-    """Return the message for an error of Hydra. Composing without settings reveals the key that does not exist."""
+    """Return the message for an error of Hydra. Composing only the options reveals which key does not exist."""
     choices = [
         o
         for o in parsed
@@ -200,7 +216,7 @@ def explained(loader: ConfigLoader, name: str, parsed: Sequence[Override], error
             return UserError(
                 f"{line}: method {missing} is not selected (selected: {', '.join(siblings)}). Select it with"
                 f" method={missing}, or both with 'method=[{','.join([*siblings, missing])}]'."
-                f" If only some runs of a sweep use {missing}, write an experiment with rows."
+                f" If only some runs of a sweep use {missing}, define the runs as rows of an experiment."
             )
         if present == "method":
             return SettingError("method", missing, methods, f"(in {line})")
@@ -229,14 +245,17 @@ def known_here(loader: ConfigLoader, error: UnknownSetting) -> UnknownSetting:
 
 
 def unknown(loader: ConfigLoader, setting: str, value: object, siblings: Iterable[str]) -> UnknownSetting:
-    """Return the error for a key that does not exist; `siblings` are the names at its level."""
+    """Return the error for a key that does not exist. `siblings` are the names that exist at the level of the key."""
     # At the top level, the key may be a misspelled group.
     groups = [] if "." in setting else [group for group in loader.list_groups("") if group != "hydra"]
     return UnknownSetting(setting, value, {*siblings, *groups}, setting_names())
 
 
 def walk(config: DictConfig, key: str) -> tuple[str, str | None]:
-    """Split a dotted key into its longest existing part and the first missing name after it, or None."""
+    """Split a dotted key into the longest part that exists and the next name, which does not exist.
+
+    The name is None if the whole key exists.
+    """
     node: Any = config
     present: list[str] = []
     for part in key.split("."):

@@ -1,4 +1,4 @@
-"""The folder that Hydra creates for a run or a sweep: its settings, and error messages if it cannot be created."""
+"""Check the output folder of a run or a sweep, and report errors if it cannot be created or written."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _RECORDS = 10_000
 
 
 def check_output_folder(name: str, parsed: Sequence[Override]) -> None:
-    """Refuse an empty folder name, and a folder name with a reference that cannot be resolved."""
+    """Raise a `SettingError` if an output folder has an empty name or a reference that cannot be resolved."""
     for override in parsed:
         if override.key_or_group not in _SETTINGS:
             continue
@@ -53,7 +53,7 @@ def check_output_folder(name: str, parsed: Sequence[Override]) -> None:
 
 
 def hydra_files(composed: DictConfig, sweep: bool) -> tuple[Path, ...]:
-    """Return the files and folders that record the command of a run or a sweep."""
+    """Return the files and folders in which the command of a run or a sweep is recorded."""
     hydra = composed.hydra
     try:
         if sweep:
@@ -63,34 +63,40 @@ def hydra_files(composed: DictConfig, sweep: bool) -> tuple[Path, ...]:
             hydra.runtime.output_dir = str(folder)
         handlers = (hydra.job_logging or {}).get("handlers") or {}
         files = [Path(handler.filename) for handler in handlers.values() if "filename" in (handler or ())]
-        inner = folder / (hydra.output_subdir or ".hydra")  # without a name, `CommandRecord` writes .hydra
+        inner = folder / (hydra.output_subdir or ".hydra")  # If the name is null, `CommandRecord` writes .hydra.
         return (*files, inner, *(inner / name for name in ("config.yaml", "hydra.yaml", "overrides.yaml")))
-    except (OmegaConfBaseException, TypeError, AttributeError):  # other checks name the setting
+    except (OmegaConfBaseException, TypeError, AttributeError):  # Other checks report the setting.
         return ()
 
 
-#: Entries that Hydra, or Hydra and the run, write to the run folder before the first step.
+#: Entries of the run folder that Hydra writes, and entries that Hydra and the run write before the first step.
 _OF_HYDRA = {".hydra", "train.log"}
 _BEFORE_TRAINING = {*_OF_HYDRA, ".lock", "config.yaml", "images", "contents.json", "run_id"}
 
 
 class _Held(MemoryHandler):
-    """Holds log records until `hand_over` is called. Hydra flushes all handlers at the end of a command."""
+    """Hold log records until `hand_over` is called.
+
+    `flush` has no effect, since Hydra flushes all handlers when a command ends.
+    """
 
     def flush(self) -> None:
         pass
 
     def hand_over(self) -> None:
-        """Pass the records to the target."""
+        """Pass the records to the target handler."""
         super().flush()
 
 
 class CommandRecord:
-    """The record of a command (``.hydra`` and the log file), which is written only after the run is accepted."""
+    """The record of a command: the folder ``.hydra`` and the log file.
+
+    It is written only after the run has been accepted.
+    """
 
     def __init__(self, folder: Path, hydra: HydraConf, composed: DictConfig) -> None:
         self._folder, self._hydra, self._composed = folder, hydra, composed
-        #: Handlers of the root logger, and the handlers that replace them until the run begins.
+        #: Maps each file handler of the root logger to the handler that replaces it until the run begins.
         self._held: dict[logging.FileHandler, _Held] = {}
         root = logging.getLogger()
         for handler in root.handlers:
@@ -104,7 +110,7 @@ class CommandRecord:
         root.handlers[:] = [self._held.get(one, one) for one in root.handlers]  # type: ignore[call-overload]
 
     def write(self) -> None:
-        """Write the record, and log to the file from now on."""
+        """Write the record. Afterwards, log records are written to the log file."""
         if self._hydra.output_subdir is None:
             parts: dict[str, Any] = {
                 "config": self._composed,
@@ -124,14 +130,14 @@ class CommandRecord:
 
 @contextmanager
 def leaving_nothing(folder: Path) -> Iterator[None]:
-    """Remove a new run folder if the run inside the block is rejected before training."""
+    """Remove a new run folder if the run inside the ``with`` block is rejected before training."""
     here = Path.cwd()
     new = folder not in (here, *here.parents) and set(os.listdir(folder)) <= _OF_HYDRA
     try:
         yield
     except UserError:
         if new and set(os.listdir(folder)) <= _BEFORE_TRAINING:
-            with suppress(OSError):  # The original error is more important.
+            with suppress(OSError):  # Ignored, since the original error is more important.
                 shutil.rmtree(folder)
                 for above in folder.parents:
                     if above == Path.cwd() or _DEFAULT not in above.parts:
@@ -142,7 +148,7 @@ def leaving_nothing(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def output_folder_faults(overrides: Sequence[str]) -> Iterator[None]:
-    """Turn a system error at the output folder into a message that names the setting."""
+    """Convert a system error in the output folder to a `UserError` that names the setting of the folder."""
     try:
         yield
     except UserError:

@@ -1,7 +1,8 @@
-"""Command-line options for methods of other packages, whose configuration folders join Hydra's search path.
+"""Find the command-line options of methods in other packages.
 
-`efficient_ft.core.packages` finds the folders. No package is imported here: `efficient_ft.methods.build` compares a
-YAML file with its constructor when a run chooses the method.
+`efficient_ft.core.packages` finds the configuration folders of these packages, and `hydra_plugins` appends them to
+Hydra's search path. This module does not import the packages. When a run selects a method, `efficient_ft.methods.build`
+compares the YAML file of the method with its constructor.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ from pathlib import Path
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.packages import configuration_folders
 
-#: Configuration folders in Hydra's search path by distribution; empty until `register` is called.
+#: Configuration folders of each distribution in Hydra's search path. Empty until `register` is called.
 _folders: dict[str, list[Path]] = {}
 
 
 def register(own: Path) -> None:
-    """Find the methods of other packages, and refuse options that already exist in `own` or in another package."""
+    """Find the methods of other packages.
+
+    Raises:
+        UserError: If an option of a package already exists in the folder `own` or in another package.
+    """
     found = configuration_folders()
     owner = {file.relative_to(own): "efficient-ft" for file in own.rglob("*.yaml")}
     for package, folders in found.items():
@@ -34,5 +39,5 @@ def register(own: Path) -> None:
 
 
 def folders() -> dict[str, Sequence[Path]]:
-    """Return the configuration folders that `register` has found, by distribution."""
+    """Return the configuration folders of each distribution that `register` has found."""
     return dict(_folders)

@@ -1,4 +1,4 @@
-"""Run jobs in processes with a share of the machine, stop them with the sweep, and read their outcome."""
+"""Run jobs in separate processes with a share of the machine, stop them with the sweep, and read their outcomes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from efficient_ft.core.files import open_file
 from efficient_ft.core.format import format_seconds
 from efficient_ft.core.parsing import parse_json
 
-#: Seconds between SIGTERM and SIGKILL, in which a process may write a checkpoint.
+#: Time in seconds between SIGTERM and SIGKILL, during which a process can write a checkpoint.
 GRACE = 60.0
 
 #: Variables that set the number of threads of numeric libraries. Values set by the user are kept.
@@ -32,8 +32,8 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 class Ended:
     """The outcome of a process: its results, or the reason for its failure in one line.
 
-    `printed` is the output if it was not shown. `diverged` is True if the process failed because its loss was not
-    finite.
+    `printed` is the output of the process if it was neither shown nor written to a file. `diverged` is True if the
+    process failed because its loss was not finite.
     """
 
     results: dict[str, Any] | None
@@ -60,7 +60,7 @@ def run(
         nullcontext() if environment is None else open_file(output or Path(folder) / "printed", "ab") as printed,
     ):
         file = Path(folder) / "outcome.json"
-        # Ctrl-C also reaches the process, which is in the same group. It may finish writing.
+        # Ctrl-C also reaches the process, which is in the same process group. The process may then finish writing.
         process = subprocess.Popen(
             command,
             env={**os.environ, **(environment or {}), OUTCOME_FILE: str(file)},
@@ -102,7 +102,11 @@ def run(
 
 
 def stop(process: subprocess.Popen[bytes]) -> bool:
-    """Send SIGTERM to a process and its descendants. Kill them after `GRACE` seconds, and return False in this case."""
+    """Send SIGTERM to a process, and wait until the process and its descendants have ended.
+
+    Processes that are still running after `GRACE` seconds are killed. Return False if `process` itself had to be
+    killed.
+    """
     deadline = time.monotonic() + GRACE
     started = _descendants(process.pid)
     process.terminate()
@@ -111,10 +115,10 @@ def stop(process: subprocess.Popen[bytes]) -> bool:
         asked = True
     except subprocess.TimeoutExpired:
         asked = False
-        started |= _descendants(process.pid)  # unavailable after the parent has ended
+        started |= _descendants(process.pid)  # They cannot be listed after the parent has ended.
         process.kill()
         process.wait()
-    # These are workers, and other DDP processes, which end after the first one.
+    # Wait for data-loading workers, and for the other DDP processes, which end after the first one.
     while left := [one for one in started if _lives(one)]:
         if time.monotonic() > deadline:
             for one in left:
@@ -126,7 +130,7 @@ def stop(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _lives(process: psutil.Process) -> bool:
-    """Return False if a process has ended, even if its parent has not read its status."""
+    """Return True if a process is running. A zombie, whose parent has not read its exit status, is not running."""
     with suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
@@ -139,7 +143,7 @@ def _descendants(process: int) -> set[psutil.Process]:
 
 
 def _outcome(file: Path) -> dict[str, Any]:
-    """Return the outcome that a job wrote; {} if it ended before or while writing it."""
+    """Return the outcome that a job wrote, or {} if the job ended before the outcome was completely written."""
     try:
         found = parse_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -152,7 +156,10 @@ _running: set[subprocess.Popen[bytes]] = set()
 
 
 class Slots:
-    """Shares of the machine for `count` parallel jobs: threads, and GPUs in turn."""
+    """Shares of the machine for `count` parallel jobs.
+
+    All shares contain the same number of threads. GPUs are assigned in turn.
+    """
 
     def __init__(self, count: int) -> None:
         threads = str(max(1, (os.cpu_count() or 1) // count))
@@ -167,7 +174,7 @@ class Slots:
 
     @contextmanager
     def taken(self) -> Iterator[dict[str, str]]:
-        """Reserve a share until the end of the block, and return its environment variables."""
+        """Reserve a share for the duration of the ``with`` block, and return its environment variables."""
         share = self._free.get()
         try:
             if self._stopped:
@@ -177,7 +184,10 @@ class Slots:
             self._free.put(share)
 
     def stop(self, end: bool) -> None:
-        """Start no further job. With `end`, also terminate running jobs (unless Ctrl-C has already reached them)."""
+        """Do not start further jobs. If `end` is True, also terminate the running jobs.
+
+        Pass ``end=False`` after Ctrl-C, which has already reached the jobs.
+        """
         self._stopped = True
         for process in list(_running) if end else ():
             process.terminate()
@@ -187,7 +197,7 @@ def _gpus() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.split(",") if name]
-    try:  # Importing torch would take seconds.
+    try:  # Counting the GPUs with torch would take seconds.
         listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return []

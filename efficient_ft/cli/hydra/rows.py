@@ -1,4 +1,4 @@
-"""Rows of a sweep, which contain the settings of an experiment's runs, and lists of arguments."""
+"""Combine and check lists of command-line arguments. An experiment can define the settings of its runs as rows."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _EXAMPLE = "Example: rows: ['method=full', 'method=lora method.lora.rank=4']"
 
 
 def jobs_of_rows(jobs: Iterable[Sequence[str]], rows: Sequence[str] | None) -> list[list[str]]:
-    """Return the arguments of each job: each of `jobs` with each row. The arguments in `jobs` take precedence."""
+    """Return the arguments of every combination of a job and a row. The arguments of the job take precedence."""
     if not rows:
         return [list(job) for job in jobs]
     settings = dict.fromkeys(_words(row) for row in rows)
-    # An experiment may also contain settings for all runs. rows=null removes its rows from a single run.
+    # Each job keeps the option of the experiment, which may contain settings for all runs. rows=null removes its rows.
     return [list(merged(*row, *job, "rows=null")) for row in settings for job in jobs]
 
 
 def _words(row: object) -> tuple[str, ...]:
     try:
         words = tuple(shlex.split(row)) if isinstance(row, str) else None
-    except ValueError as error:  # an unclosed quotation mark
+    except ValueError as error:  # A quotation mark is not closed.
         raise UserError(f"rows: {row} cannot be read: {error}. {_EXAMPLE}") from error
     if words is None or any("=" not in word for word in words):
         raise UserError(f"rows: every row must be a string of KEY=VALUE settings, got {row}. {_EXAMPLE}")
@@ -46,7 +46,7 @@ def merged(*arguments: str) -> tuple[str, ...]:
 
 
 def check_settings(words: Sequence[str]) -> None:
-    """Refuse settings that are not KEY=VALUE, or that are given more than once."""
+    """Raise a `UserError` for settings that do not have the form KEY=VALUE, or that are given more than once."""
     for word in words:
         if not word.partition("=")[1] or word.startswith("="):
             raise UserError(f"{word}: settings have the form KEY=VALUE. Options start with --; see --help.")
@@ -54,10 +54,10 @@ def check_settings(words: Sequence[str]) -> None:
 
 
 def refuse_doubled(arguments: Iterable[str]) -> None:
-    """Refuse a setting that is given more than once. Hydra would use the last value.
+    """Raise a `UserError` if a setting is given more than once. Hydra would use the last value.
 
-    The option of a group and its settings are different settings (``method=lora method.lora.rank=4``). A deleted
-    setting may be added again: ``~model.kwargs +model.kwargs={a: 1}``.
+    The option of a group and a setting inside the group are different settings (``method=lora method.lora.rank=4``). A
+    deleted setting may be added again: ``~model.kwargs +model.kwargs={a: 1}``.
     """
     parser = OverridesParser.create()
     given: dict[str, str] = {}
@@ -89,7 +89,7 @@ def _instead(setting: str, *arguments: str) -> str:
 
 
 def of_tasks(arguments: Iterable[str], tasks: Sequence[str]) -> list[str]:
-    """Return the arguments for a run on `tasks`: settings of ``data`` become settings of every task."""
+    """Convert arguments for a run on `tasks`: each setting of ``data`` becomes a setting of every task."""
     found: list[str] = []
     for argument in arguments:
         key, dot, rest = argument.partition(".")

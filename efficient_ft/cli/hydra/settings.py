@@ -1,4 +1,4 @@
-"""Hydra's flags and settings on the command line: ``hydra.KEY=VALUE`` and ``hydra/GROUP=OPTION``."""
+"""Check Hydra's flags and settings on the command line: ``hydra.KEY=VALUE`` and ``hydra/GROUP=OPTION``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _DOES = ("install", "uninstall", "query")
 
 
 def check_flags(arguments: Any) -> None:
-    """Refuse flags for which Hydra would print a traceback, and the flag that executes a file."""
+    """Raise a `UserError` for flags for which Hydra would print a traceback, and for the flag that executes a file."""
     if arguments.experimental_rerun is not None:
         raise UserError(
             "--experimental-rerun is not supported, since it executes code from a file. Repeat the command of the run,"
@@ -66,7 +66,7 @@ def check_flags(arguments: Any) -> None:
 
 
 def check_hydra(loader: ConfigLoader, name: str, parsed: Sequence[Override]) -> None:
-    """Refuse Hydra settings that Hydra would ignore, or refuse with a less helpful message."""
+    """Raise a `UserError` for Hydra settings that Hydra would ignore, or would reject with a less helpful message."""
     own = [one for one in parsed if one.key_or_group.partition(".")[0].partition("/")[0] == "hydra"]
     groups = [one for one in own if "/" in one.key_or_group]
     known_groups = [f"hydra/{one}" for one in loader.list_groups("hydra")] if groups else []
@@ -81,7 +81,7 @@ def check_hydra(loader: ConfigLoader, name: str, parsed: Sequence[Override]) -> 
             raise SettingError(group, show(one.value()), options)
     settings = [one for one in own if one not in groups]
     if all(one.key_or_group == "hydra.run.dir" and isinstance(one.value(), str) for one in settings):
-        return  # A sweep passes this setting to each job.
+        return  # A sweep passes this setting to each job. `check_output_folder` has checked it.
     known = compose(name, [str(one.input_line) for one in groups], return_hydra_config=True)
     for one in settings:
         if one.package is not None or one.is_delete():
@@ -91,7 +91,7 @@ def check_hydra(loader: ConfigLoader, name: str, parsed: Sequence[Override]) -> 
 
 @contextmanager
 def hydra_faults(overrides: Sequence[str], job: str) -> Iterator[None]:
-    """Turn an error of Hydra outside the function `job` into a message that names the Hydra settings."""
+    """Convert an error that Hydra raises outside of the function `job` to a message that names the Hydra settings."""
     own = [one for one in overrides if one.lstrip("+~").startswith("hydra") and not one.startswith(_FOLDERS)]
     try:
         yield
@@ -104,7 +104,7 @@ def hydra_faults(overrides: Sequence[str], job: str) -> Iterator[None]:
 
 
 def check_targets(hydra: DictConfig) -> None:
-    """Refuse a Hydra configuration that names code other than Hydra plugins and log handlers."""
+    """Raise a `UserError` if a Hydra configuration names code other than Hydra plugins and log handlers."""
     if hydra.get("callbacks"):
         raise UserError(f"hydra.callbacks: callbacks are not supported, because they run code. {_NO_CODE}")
     for key, value in _leaves(OmegaConf.to_container(hydra, resolve=False), "hydra"):
@@ -128,7 +128,10 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _check_setting(known: DictConfig, key: str, value: Any, new: bool) -> None:
-    """Refuse a setting that Hydra does not have, and a value of the wrong type. Mappings are checked recursively."""
+    """Raise a `UserError` for a setting that Hydra does not have, or for a value of the wrong type.
+
+    Mappings are checked recursively.
+    """
     present, missing = walk(known, key)
     node: Any = known
     for part in present.split("."):
@@ -162,7 +165,7 @@ def _check_setting(known: DictConfig, key: str, value: Any, new: bool) -> None:
 
 
 def _constraint(node: Any) -> str:
-    """Return the type of a Hydra setting in words that follow "must be"."""
+    """Return the type of a Hydra setting as a phrase that follows "must be"."""
     match node:
         case DictConfig():
             return "a mapping, {NAME: VALUE}"

@@ -1,4 +1,4 @@
-"""``trainer=slurm`` submits a run or a sweep to Slurm. Inside a Slurm job, the same command trains."""
+"""Submit a run or a sweep to Slurm (``trainer=slurm``). Inside a Slurm job, the same command trains."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ def submits(overrides: Sequence[str]) -> bool:
 
 
 def with_launcher(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of a submission with its launcher, so that settings of ``hydra.launcher`` exist."""
+    """Add the Slurm launcher to the arguments of a submission, so that the settings of ``hydra.launcher`` exist.
+
+    Other arguments are returned unchanged.
+    """
     if not submits(arguments):
         return list(arguments)
     if find_spec("hydra_plugins.hydra_submitit_launcher") is None:
@@ -31,7 +34,10 @@ def with_launcher(arguments: Sequence[str]) -> list[str]:
 
 
 def submission(arguments: Sequence[str], configs: Sequence[Config]) -> list[str]:
-    """Return the command line that submits the runs `configs`. The user's launcher settings take precedence."""
+    """Return the command line that submits runs with the given configurations.
+
+    Launcher settings of the user take precedence.
+    """
     shapes = {(c.trainer.num_nodes, c.trainer.devices, c.trainer.accelerator) for c in configs}
     if len(shapes) > 1:
         raise SettingError(
@@ -45,12 +51,12 @@ def submission(arguments: Sequence[str], configs: Sequence[Config]) -> list[str]
     asked = [f"hydra.launcher.nodes={nodes}", f"hydra.launcher.tasks_per_node={devices}"]
     if accelerator != "cpu":
         asked.append(f"hydra.launcher.gpus_per_node={devices}")
-    # Clusters may disable requeueing by default. Without it, a preempted job is lost.
+    # Enable requeueing, which clusters may disable by default. Without requeueing, a preempted job is lost.
     asked.append("+hydra.launcher.additional_parameters={requeue:true}")
-    # A failed task ends the other tasks, which would wait for it.
+    # If a task fails, end the other tasks. Otherwise, they would wait for the failed task.
     os.environ.setdefault("SLURM_KILL_BAD_EXIT", "1")
     show("Submitting to Slurm. The jobs write to outputs/.submitit, and continue if you stop this command.")
     flags = [] if {"-m", "--multirun"} & set(arguments) else ["--multirun"]
-    # argparse accepts settings only in one place. The user's settings come last and take precedence.
+    # argparse does not accept settings in several places. The user's settings come last and take precedence.
     first = next(i for i, one in enumerate(arguments) if "=" in one and not one.startswith("-"))
     return [*flags, *arguments[:first], *asked, *arguments[first:]]

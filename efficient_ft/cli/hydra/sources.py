@@ -1,4 +1,4 @@
-"""Check the user's configuration files before Hydra reads them, and name a file that cannot be read."""
+"""Check the user's configuration files before Hydra reads them, and report files that cannot be read."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _OURS = Path(__file__).parents[2]
 
 
 def register() -> None:
-    """Let Hydra refuse unreadable files with a message. Its own readers raise many types of errors."""
+    """Make Hydra raise a `UserError` for unreadable files. Hydra's own readers raise many types of errors."""
     ConfigRepository.load_config = _checked  # type: ignore[method-assign, assignment]
 
 
 def _checked(repository: ConfigRepository, config_path: str) -> ConfigResult | None:
-    """Load a file like Hydra, but refuse a file that cannot be read or is not YAML."""
+    """Load a file like Hydra, but raise a `UserError` if the file cannot be read or is not YAML."""
     source = repository._find_object_source(config_path=config_path, object_type=ObjectType.CONFIG)
     if source is None or source.scheme() != "file":
         return _load(repository, config_path)
@@ -52,7 +52,7 @@ def _checked(repository: ConfigRepository, config_path: str) -> ConfigResult | N
 
 @contextmanager
 def faults_of_files(folders: Sequence[str]) -> Iterator[None]:
-    """Turn an error that Hydra raises for the user's configuration `folders` into a message that names the folders."""
+    """Convert an error that Hydra raises for the user's configuration `folders` to a message that names the folders."""
     try:
         yield
     except UserError:

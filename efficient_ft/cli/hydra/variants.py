@@ -1,7 +1,7 @@
-"""Variants of methods: the option of the group ``method`` that a run uses, and its differences from the paper.
+"""Find the variant of each method in a run, and the differences of the variant from the paper.
 
-All options of a method share one package. If the settings of ``lbp_wht`` differ from the paper, the option
-``lbp_wht_published`` contains the settings of the paper.
+A variant is an option of the group ``method``. All options of a method share one package. If the settings of an option
+such as ``lbp_wht`` differ from the paper, the option ``lbp_wht_published`` contains the settings of the paper.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from efficient_ft.core.packages import configuration_folders, method_files, opti
 #: Suffix of options with the published settings.
 PUBLISHED = "_published"
 
-#: Suffix of run folders with other settings, if a published option exists.
+#: Suffix of run folders if a published option exists and the settings differ from it.
 OURS = "-ours"
 
 
@@ -33,7 +33,10 @@ def folder_of(config: Config) -> Path:
 
 
 def variant(method: str, settings: Mapping[str, Any]) -> str:
-    """Return the option with the fewest differences from `settings`. Ties prefer the option named like the method."""
+    """Return the option with the fewest differences from `settings`.
+
+    If several options have the same number of differences, the option with the name of the method is preferred.
+    """
     options = _options().get(method, {})
     if not options:
         return method
@@ -61,13 +64,13 @@ def _departures(method: str, chosen: str, settings: Mapping[str, Any]) -> list[t
     """Return the published settings that differ from both `settings` and the option `chosen`."""
     published = _options().get(method, {}).get(chosen + PUBLISHED, {})
     usual = _options().get(method, {}).get(chosen, {})
-    # Other settings, such as a rank or sparsity, do not define a variant.
+    # Settings that are equal in both options, such as a rank or a sparsity, do not define a variant.
     return [(key, value) for key, value in published.items() if value not in (usual.get(key), settings.get(key))]
 
 
 @cache
 def _options() -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the settings of each option by method, without references to other settings."""
+    """Return the settings of each option of each method. Settings that refer to other settings are omitted."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for _, method, file in method_files({"": [CONF], **configuration_folders()}):
         settings = option_settings(file).items()

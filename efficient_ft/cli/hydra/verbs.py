@@ -1,4 +1,4 @@
-"""The commands ``train``, ``evaluate`` and ``cost``, which accept the settings of a run, as arguments for Hydra."""
+"""Convert the commands ``train``, ``evaluate`` and ``cost``, which accept settings of a run, to arguments for Hydra."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ nor weights. It accepts the settings of a run (see efficient-ft --help). -m swee
     efficient-ft cost -m method=full,lora,bsr model=deit_small
 """,
 }
-#: Settings that correspond to the commands.
+#: The setting of a run that each command sets.
 _SETTINGS = {EVALUATE: "evaluate", COST: "cost_only"}
 
 
@@ -68,7 +68,7 @@ def as_settings(arguments: Sequence[str]) -> list[str]:
 
 
 def _with_setting(arguments: list[str], setting: str) -> list[str]:
-    """Insert a setting before the others. Hydra's parser accepts settings only in one place between its flags."""
+    """Insert a setting directly before the others. Hydra's parser does not accept settings in several places."""
     settings = get_args_parser().parse_known_args(arguments)[0].overrides
     place = arguments.index(settings[0]) if settings else 0
     return [*arguments[:place], setting, *arguments[place:]]
