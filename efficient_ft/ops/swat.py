@@ -1,13 +1,13 @@
 """Sparse weights and activations in training (SWAT: Raihan, Aamodt, NeurIPS 2020).
 
-A linear layer or convolution computes with its largest weights, w̃, and saves the largest values of its input, x̃, for
+A linear layer or convolution uses only its largest weights, w̃, and saves only the largest values of its input, x̃, for
 the backward pass::
 
     y = x ∗ w̃ + b,    g_x from g_y and w̃,    g_w from g_y and x̃ (dense, so that dropped weights train),    g_b exact
 
-Values below a threshold are dropped. Each weight has one threshold, and each input has one for all images of the batch. A
-threshold is used for several steps. Between two refreshes, the number of stored values varies with the data. Zeros are
-never stored.
+Values below a threshold are dropped. Each weight has a threshold. Each input has a threshold that all images of the
+batch share. A threshold is used for several steps. Between two refreshes, the number of stored values varies with the
+data. Zeros are never stored.
 """
 
 from __future__ import annotations

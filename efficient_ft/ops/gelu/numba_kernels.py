@@ -17,8 +17,8 @@ from numba import carray, float32, int32, njit
 
 from efficient_ft.ops.storage.kernels.numba_kernels import _address, _take, as_job
 
-# `contract` fuses a product and a sum if the processor supports it. Other fast-math options are off, so that vectorized
-# and remaining elements are computed in the same way.
+# `contract` fuses a product and a sum if the processor supports it. Other fast-math options are disabled, so that the
+# vectorized part of a loop and the remaining elements are computed in the same way.
 _jit: Any = njit(nogil=True, boundscheck=False, error_model="numpy", fastmath={"contract"})
 
 _SQRT_HALF = float32(0.5**0.5)

@@ -99,8 +99,8 @@ class _LowRankConv1x1(torch.autograd.Function):
         return g_x, None if g_w is None else g_w[:, :, None, None], g_b, None, None
 
 
-#: The last x̂ (`held`), which the next layer reuses if it reads the same tensor. The backward pass frees it. The single
-#: attribute is replaced atomically, because the backward pass runs in several threads with several devices.
+#: The attribute `held` stores the last x̂. The next layer reuses it if it reads the same tensor, and the backward pass
+#: frees it. A single attribute is replaced atomically. With several devices, the backward pass runs in several threads.
 _last = SimpleNamespace(held=None)
 
 

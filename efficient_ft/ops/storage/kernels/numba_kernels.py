@@ -201,8 +201,8 @@ def _exact_threshold(x, where, hop, largest, kept, sample, out):
     return threshold, at_least
 
 
-# A quantized tensor consists of rows of groups. One loop over a row processes all short groups, with a range for each
-# element. A separate loop processes each long group, with the range in registers.
+# A quantized tensor consists of rows of groups. If groups are short, one loop processes all groups of a row and reads a
+# range for each element. If groups are long, a separate loop processes each group with its range in registers.
 @_jit
 def _noise(i, base):
     h = uint32(base + uint32(i))
