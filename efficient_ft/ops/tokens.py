@@ -52,8 +52,9 @@ def class_attention(q_BHND: Tensor, k_BHND: Tensor, prefix: int, scale: float | 
 
 
 class _ClassRow(torch.autograd.Function):
-    """The attention weights of the class token, (B, N). k is packed in the same way as in attention and saved only
-    once.
+    """The attention weights of the class token, (B, N).
+
+    k is packed in the same way as in attention, so that it is saved only once.
     """
 
     @staticmethod
@@ -298,8 +299,9 @@ class Tokens:
         return cls(index.expand(len(x_BNC), -1))
 
     def columns_BN(self, prefix: int) -> Tensor:
-        """Return the column of each token in a matrix over prefix tokens, grid positions and fused tokens, in this
-        order.
+        """Return the column of each token in a matrix over all tokens.
+
+        The columns are ordered as follows: prefix tokens, grid positions, fused tokens.
         """
         assert self.grid_index_BL is not None
         before = torch.arange(prefix, device=self.grid_index_BL.device).expand(len(self.grid_index_BL), -1)
@@ -313,8 +315,9 @@ class Tokens:
         return grid.scatter_(1, index, x_BNC[:, prefix:])[:, :positions]
 
     def dropped(self, index_BK: Tensor, positions: int, fuse: bool) -> Tokens:
-        """Return the record after `drop` kept the tokens at `index_BK`. With `fuse`, it includes the appended fused
-        token.
+        """Return the record after `drop` kept the tokens at `index_BK`.
+
+        With `fuse`, the record includes the fused token that `drop` appended.
         """
         if self.grid_index_BL is None:
             return replace(self, cache={})

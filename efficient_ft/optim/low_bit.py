@@ -22,7 +22,7 @@ class LowBitAdamW(Optimizer):
     values, or if its size is not a multiple of 128.
 
     Steps have the same bound as in AdamW, regardless of the range of the gradients in a block. The state stores the
-    ratio m / √v, and √v in steps of nearly equal relative size. It consists of ``ratio`` and ``root`` (codes, uint8),
+    ratio m / √v, and √v in steps of nearly equal relative size. Its tensors are ``ratio`` and ``root`` (codes, uint8),
     ``ratio_scale`` (float32, one per block) and ``root_range`` (int16, three per block).
 
     Source of blocks: Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", ICLR 2022.

@@ -44,7 +44,7 @@ MODELS = {
     "efficientformer": SmallModel(
         "efficientformer_l1", 224, {"depths": (1, 1, 1, 2), "embed_dims": (16, 16, 32, 64), "num_vit": 1}
     ),
-    # Windows of 4×4, patch merging, and a qkv layer whose forward method is not called by default.
+    # Windows of 4×4 tokens, patch merging, and a qkv layer whose weight is used without calling the layer.
     "swinv2": SmallModel(
         "swinv2_tiny_window8_256",
         64,

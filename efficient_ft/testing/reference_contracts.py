@@ -274,8 +274,8 @@ class ReferenceContracts(ContractTests):
 
     @on_models(lambda row: row.models if row.off is not None else ())
     def test_off_is_plain_training_and_on_is_not(self, row: str, name: str) -> None:
-        """With the off value and without shortcuts, the method equals plain training. With the row's settings, it does
-        not.
+        """With the off value and without shortcuts, the method equals plain training. The row's settings differ from
+        it.
         """
         r = self.rows[row]
         plain = gradients(model_of(name), name)

@@ -38,8 +38,9 @@ _NO_COPY = 512
 
 
 class StepContracts(ContractTests):
-    """Contracts of a training step. It changes only gradients, its random choices depend only on (seed, step), and its
-    state can be saved.
+    """Contracts of a training step.
+
+    A step changes only gradients. Its random choices depend only on (seed, step), and its state can be saved.
     """
 
     @on_models(lambda row: row.models[:1])
@@ -106,7 +107,7 @@ class StepContracts(ContractTests):
 
     @on_models(lambda row: row.models[:1])
     def test_evaluation_changes_nothing(self, row: str, name: str) -> None:
-        """Evaluation returns equal logits in `no_grad` and `inference_mode`, and changes neither the model nor the
+        """Evaluation returns equal logits in `no_grad` and `inference_mode`. It does not change the model or the
         method.
         """
         model, method = self.applied(row, name)
@@ -159,7 +160,7 @@ class StepContracts(ContractTests):
                 seed_everything(2000 * run + step)
                 method.step_end()
         for step, (first, second) in enumerate(zip(*runs, strict=True)):
-            hint = "Seed random choices by (seed, step), or set Row.random if every forward pass is random, as with dropout."
+            hint = "Seed random choices by (seed, step), or set Row.random if every forward pass is random (dropout)."
             _assert_equal(first, second, f"two runs of the same seed differ in step {step}. {hint}")
 
     @on_models(lambda row: row.models[:1] if not row.random else ())
@@ -178,7 +179,7 @@ class StepContracts(ContractTests):
 
     @on_models(lambda row: row.models[:1])
     def test_the_state_of_the_process_stays(self, row: str, name: str) -> None:
-        """No call changes a global generator, the default dtype, a mode of torch, or global module hooks.
+        """No call of a method changes a global generator, the default dtype, a mode of torch, or global module hooks.
 
         Methods that add modules may draw initial values from torch's generator in `apply`.
         """
@@ -247,7 +248,7 @@ class StepContracts(ContractTests):
             _assert_equal(new, again, f"step {step} of the re-applied method differs from a new method")
 
     def test_nothing_hides_from_the_meter(self, row: str, name: str) -> None:
-        """The number of bytes counted by saved-tensors hooks equals the number of bytes in memory after the forward
+        """The number of bytes that saved-tensors hooks count equals the number of bytes in memory after the forward
         pass.
         """
         from efficient_ft.cost import kept_after_forward
@@ -288,7 +289,7 @@ class StepContracts(ContractTests):
         )
 
     def test_mixed_precision_trains(self, row: str, name: str) -> None:
-        """Under bf16 autocast, steps change the weights, the loss and the weights stay finite, and the gradients are in
+        """Under bf16 autocast, steps change the weights. The loss and the weights stay finite, and gradients are in
         fp32.
         """
         model, method = self.applied(row, name)

@@ -41,11 +41,10 @@ def gradients_of(model: nn.Module) -> Gradients:
 
 
 def largest_difference(a: Gradients, b: Gradients) -> float:
-    """Return the largest relative error (by norm) of a gradient, or infinity if a gradient is None only in `a` or only
-    in `b`.
+    """Return the largest relative error (by norm) of a gradient.
 
-    Gradients that are zero in theory (for example of a bias before a normalization) consist of rounding noise. Their
-    error is relative to the largest gradient.
+    If a gradient is None only in `a` or only in `b`, return infinity. Gradients that are zero in theory (for example of
+    a bias before a normalization) consist of rounding noise. Their error is relative to the largest gradient.
     """
     assert a.keys() == b.keys()
     worst = 0.0

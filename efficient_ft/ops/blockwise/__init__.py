@@ -81,7 +81,7 @@ class Moments(NamedTuple):
 def is_blockwise(size: int) -> bool:
     """Return True if the moments of a parameter with `size` values are quantized.
 
-    This requires that `size` is a multiple of `BLOCK` and at least `MIN_SIZE`.
+    This requires that `size` is at least `MIN_SIZE` and a multiple of `BLOCK`.
     """
     return size >= MIN_SIZE and size % BLOCK == 0
 

@@ -56,7 +56,7 @@ def _cdf(u):
 
 @_jit
 def _density(u):
-    """Compute φ(u). The exponential is 2^k e^r with an integer k and |r| ≤ ln 2 / 2.
+    """Compute the normal density φ(u). The exponential is 2^k e^r with an integer k and |r| ≤ ln 2 / 2.
 
     A polynomial of degree 6 approximates e^r.
     """

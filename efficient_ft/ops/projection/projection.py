@@ -137,8 +137,9 @@ class Projection:
         return Constants(tuple(matrices), gather, scatter, None if self.ones is None else tensor(self.ones))
 
     def matrices(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return dense analysis and synthesis matrices (R, N) over all tokens. If they are equal, they are the same
-        tensor.
+        """Return dense analysis and synthesis matrices (R, N) over all tokens.
+
+        If the two matrices are equal, they are the same tensor.
         """
         key = (device, dtype, "dense")
         if key not in self._cache:

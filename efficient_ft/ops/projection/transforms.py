@@ -69,8 +69,9 @@ def pad_before_after(size: int) -> tuple[int, int]:
 
 
 def padded_axis(size: int, reflect: bool) -> np.ndarray:
-    """Return a matrix (padded size × size) that pads an axis with mirrored rows if `reflect` is True, or else with
-    zeros.
+    """Return a matrix (padded size × size) that pads an axis.
+
+    The added rows are mirrored rows if `reflect` is True, or else zeros.
 
     Raises:
         ValueError: If the axis has fewer rows than the reflection requires.
@@ -157,7 +158,8 @@ def dct_tiles(grid: Grid, sizes: tuple[list[int], list[int]], count: int) -> lis
     cuts = [np.split(np.arange(n), np.cumsum(s)[:-1]) for n, s in zip(grid, sizes, strict=True)]
     areas = [len(rows) * len(columns) for rows in cuts[0] for columns in cuts[1]]
     assert len(areas) <= count <= sum(areas), (grid, sizes, count)
-    free, room = count - len(areas), max(1, sum(areas) - len(areas))  # every tile has at least one row, its mean
+    # Every tile has at least one row, which computes the mean of the tile.
+    free, room = count - len(areas), max(1, sum(areas) - len(areas))
     shares = [1 + free * (a - 1) / room for a in areas]
     counts = [int(s) for s in shares]
     by_remainder = sorted(range(len(areas)), key=lambda k: (counts[k] - shares[k], k))
@@ -211,11 +213,10 @@ def disjoint(tiles: list[Tile], positions: int) -> list[Tile]:
 
 
 def orthonormal_rows(matrix: np.ndarray, tolerance: float = 1e-9) -> np.ndarray:
-    """Return an orthonormal basis of the row span, in the order of the rows. Rows that depend on earlier rows are
-    omitted.
+    """Return an orthonormal basis of the row span, in the order of the rows.
 
-    The Gram–Schmidt process runs twice. It returns orthonormal rows unchanged, and a constant first row stays constant.
-    A singular value decomposition would mix the rows.
+    Rows that depend on earlier rows are omitted. The Gram–Schmidt process runs twice. It returns orthonormal rows
+    unchanged, and a constant first row stays constant. A singular value decomposition would mix the rows.
     """
     basis = np.zeros((0, matrix.shape[1]))
     for row in matrix:

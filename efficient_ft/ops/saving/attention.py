@@ -24,7 +24,7 @@ from efficient_ft.ops.storage import Packed
 
 aten = torch.ops.aten
 
-#: Lower bound of the sum of a softmax output, because the sum is 0 if packing dropped all its values.
+#: Lower bound of the sum of a packed softmax output. The sum is 0 if packing dropped all values.
 _TINY = 1e-30
 
 _MULTI_HEAD_ATTENTION = inspect.signature(F.multi_head_attention_forward)
@@ -100,8 +100,9 @@ class _FusedAttention(torch.autograd.Function):
 
 
 def _attention_again(parts: Sequence[tuple[Any, int]], scale: Any, has_bias: bool, *tensors: Tensor) -> Tensor:
-    """Recompute attention from the tensors of the packed q, k and v. The result has the autograd graph of this
-    computation.
+    """Recompute attention from the tensors of the packed q, k and v.
+
+    The result has the autograd graph of this computation.
     """
     remaining = iter(tensors)
     kept = [unpack(*islice(remaining, count)) for unpack, count in parts]

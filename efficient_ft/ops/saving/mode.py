@@ -2,11 +2,13 @@
 
 A `PackedOperations` mode is active in a part of a model's forward pass. It intercepts the operations that would save
 activations: linear layers, convolutions, normalizations, the products and softmax of attention, activation functions,
-and products with a learned scale. It computes the same results, but saves tensors in the storage formats that a
+and products with a learned scale. The results are the same, but the tensors are saved in the storage formats that a
 `Policy` selects. The backward pass applies the formulas of the operation to the unpacked tensors (Back Razor: Jiang et
 al., NeurIPS 2022, Equation 3). Gradients that do not depend on a packed tensor are therefore exact. No tensor is saved
-for parameters that do not require gradients. An operation that is not in the `table` runs unchanged, and the mode does
-not intercept the operations that it calls. For example, ``nn.MultiheadAttention`` calls a single function of torch.
+for parameters that do not require gradients.
+
+An operation that is not in the `table` runs unchanged, and the mode does not intercept the operations that it calls.
+For example, the mode sees ``nn.MultiheadAttention`` as a single function, which has its own entry in the table.
 
 A tensor that several operations save is packed only once. Examples are the input of separate q, k and v layers, and the
 output of softmax.
@@ -49,7 +51,7 @@ class Policy:
         activation: Packer for the inputs of GELU and other smooth activation functions. ReLU and its variants save one
             bit per element.
         normalized: If True, a LayerNorm saves its normalized input x̂ instead of its input. Pruning x̂ causes a smaller
-            error, because x̂ is centered. RMSNorm and GroupNorm save x̂, too.
+            error, because x̂ is centered. RMSNorm and GroupNorm also save x̂.
         derived: If True, tensors that can be computed from a saved tensor are not saved again. A layer after an
             activation function recomputes its input from the saved input of that function. A layer after a LayerNorm
             (with `normalized`) recomputes its input from x̂ with the exact γ and β.
@@ -62,7 +64,7 @@ class Policy:
         position_network: True if a trained network adds a bias to the attention scores. The gradient of that network
             consists of terms that nearly cancel. The rows of the softmax gradient are therefore computed so that they
             sum to 0, as they do without packing.
-        forward: If True, the forward pass also uses packed and unpacked tensors: the inputs of products and
+        forward: If True, the forward pass also uses tensors that were packed and unpacked: the inputs of products and
             normalizations, q, k, v, and the output of softmax. This is a negative control. The backward pass uses the
             same formulas.
     """
@@ -241,8 +243,9 @@ class PackedOperations(TorchFunctionMode):
             self._running.pop()
 
     def begin(self, operation: str) -> None:
-        """Start an operation, even if it saves no tensor. The names of the tensors that are saved next contain its
-        name.
+        """Start an operation, even if it saves no tensor.
+
+        The names of the tensors that are saved next contain the name of the operation.
         """
         module = self._running[-1]
         self._calls[module, operation] += 1
@@ -335,15 +338,17 @@ class PackedOperations(TorchFunctionMode):
         self._kept[*identity, "derived"] = (weakref.ref(y.untyped_storage()), from_kept)
 
     def share(self, packed: Packed) -> Packed:
-        """Return a copy of `packed` with a separate user count. Consecutive users of the copy share one unpacked
-        tensor.
+        """Return a copy of `packed` with a separate user count.
+
+        Consecutive users of the copy share one unpacked tensor.
         """
         shared = SharedUnpack(packed.unpack, self.state.last)
         return Packed(packed.tensors, shared, shared)
 
     def supports(self, *tensors: Tensor, trained: Sequence[Tensor | None] = ()) -> bool:
-        """Return True if all `tensors` are activations of the batch, and any of `tensors` or `trained` requires a
-        gradient.
+        """Return True if the mode supports an operation with these arguments.
+
+        All `tensors` must be activations of the batch, and any of `tensors` or `trained` must require a gradient.
         """
         return any(t is not None and t.requires_grad for t in (*tensors, *trained)) and all(
             t.dim() and t.numel() and t.shape[0] % self.samples == 0 for t in tensors

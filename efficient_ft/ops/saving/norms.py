@@ -190,8 +190,9 @@ def _affine(unpack: Callable[..., Tensor], has_weight: bool, has_bias: bool, *te
 
 
 def _exact_or_packed(mode: PackedOperations, input: Tensor, heads: int | None = None) -> Tensor:
-    """Convert the input of a normalization to single precision under autocast. With `Policy.forward`, pack and unpack
-    it.
+    """Convert the input of a normalization to single precision under autocast.
+
+    With `Policy.forward`, also pack and unpack it.
     """
     input = to_single_precision(input)
     return as_kept(mode, input, mode.policy.norm, not mode.policy.normalized, heads, cast=False)
@@ -213,8 +214,9 @@ def _layer_norm(
 
 
 class _BatchNorm(torch.autograd.Function):
-    """BatchNorm with running statistics, which is an affine map of each channel. It saves its input only if γ is
-    trained.
+    """BatchNorm with running statistics, which is an affine map of each channel.
+
+    It saves its input only if γ requires a gradient.
     """
 
     @staticmethod

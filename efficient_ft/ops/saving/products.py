@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 class _Linear(torch.autograd.Function):
-    """Linear layer. g_x = g w and g_b are exact, and g_w = gᵀ x uses the packed x."""
+    """Linear layer. g_x = g w and g_b are exact, and g_w = gᵀ x uses the unpacked x."""
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -13,15 +13,15 @@ from efficient_ft.ops.storage import Packed
 
 
 class LastUnpacked:
-    """The tensor that was unpacked last. It is stored until all its users have received it or another tensor is
-    unpacked.
+    """The tensor that was unpacked last.
 
-    In the backward pass, the users of a tensor often run consecutively. Examples are a normalization and the layer that
-    follows, and the softmax and the second product of attention.
+    It is stored until all its users have received it, or until another tensor is unpacked. In the backward pass, the
+    users of a tensor often run consecutively. Examples are a normalization and the layer that follows, and the softmax
+    and the second product of attention.
     """
 
     def __init__(self) -> None:
-        # A single attribute is replaced atomically. With several devices, the backward pass runs in several threads.
+        # A single attribute is replaced atomically, because a backward pass on several devices runs in several threads.
         self.held: tuple[SharedUnpack, Tensor] | None = None
         #: True if a tensor has been unpacked since the flag was reset.
         self.in_backward = False
@@ -90,9 +90,9 @@ def memory_order(x: Tensor) -> tuple[tuple[int, ...], Tensor, tuple[Any, ...]]:
 
 
 def in_order(packed: Packed, order: tuple[int, ...], dtype: torch.dtype) -> Packed:
-    """Return `packed`, which unpacks in memory order, with its dimensions in the original order and with a new dtype.
+    """Return a packed tensor with the original order of dimensions and a new dtype.
 
-    `order` contains the original dimensions in the order of the memory.
+    `packed` unpacks in memory order. `order` contains the original dimensions in the order of the memory.
     """
     return Packed(packed.tensors, partial(_in_order, packed.unpack, order, dtype), packed.shared)
 

@@ -52,11 +52,10 @@ class Ranges:
     _finite: Tensor | None = None
 
     def update(self, name: str, x_OGI: Tensor) -> tuple[Tensor, Tensor]:
-        """Move a range towards the range of x (outer, G, inner), and return the minimum and the maximum, each (G,)
-        float32.
+        """Move a range towards the range of x (outer, G, inner).
 
-        If x is not finite, the returned range is not finite either, so that x is unpacked to non-finite values. The
-        stored range does not change.
+        Return the new minimum and maximum, each (G,) float32. If x is not finite, the returned range is not finite
+        either, so that x is unpacked to non-finite values. The stored range does not change.
         """
         low, high = extremes(x_OGI)
         old, step = self.by_name.get(name), self.updated.get(name, self.step)

@@ -168,11 +168,11 @@ def run_in_threads(kernel: Any, job: list[int]) -> None:
 
 @functools.cache
 def _team() -> Callable[..., None] | None:
-    """Return ``GOMP_parallel`` of torch's OpenMP library, which runs a function in all threads, or None if it is not
-    found.
+    """Return ``GOMP_parallel`` of torch's OpenMP library, or None if the library is not found.
 
-    The threads of a separate pool would share the cores with torch's threads, which spin for a while after each
-    operation. Packing the activations of a step would then take 1.5 times as long.
+    ``GOMP_parallel`` runs a function in all threads. The threads of a separate pool would share the cores with torch's
+    threads, which spin for a while after each operation. Packing the activations of a step would then take 1.5 times as
+    long.
     """
     try:
         with open("/proc/self/maps", encoding="utf-8") as maps:

@@ -139,7 +139,7 @@ def quantize(x: Tensor, low: Tensor, high: Tensor, seed: Tensor) -> Tensor:
     x, q = x.contiguous(), torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     steps = 255 / (high - low).clamp_min(1e-30)
     grid = (-(-x.numel() // _BLOCK),)
-    # Fused multiply-add is disabled, since it rounds once and the reference implementation rounds twice.
+    # Fused multiply-add is disabled, because it rounds once and the reference implementation rounds twice.
     _kernels().quantize[grid](
         x, low, steps, seed.to(x.device), q, x.numel(), *x.shape[1:], BLOCK=_BLOCK, enable_fp_fusion=False
     )
@@ -183,7 +183,7 @@ def group_pack(x: Tensor, bits: int, length: int, seed: Tensor | None) -> tuple[
     codes = torch.empty(groups, length * bits // 8, dtype=torch.uint8, device=device)
     ranges = torch.empty(2, groups, dtype=torch.float16, device=device)
     grid, layout = _group_layout(groups, length, bits)
-    # Fused multiply-add is disabled, since it rounds once and the reference implementation rounds twice.
+    # Fused multiply-add is disabled, because it rounds once and the reference implementation rounds twice.
     _kernels().group_pack[grid](
         x, None if seed is None else seed.to(device), codes, ranges, groups, length, length // layout["PARTS"], n,
         *x.shape, x.stride(0), RANDOM=seed is not None, enable_fp_fusion=False, **layout,

@@ -67,8 +67,9 @@ def _from_half(bits):
 
 @_jit
 def _extremes(bits, start, count):
-    """Return the minimum and the maximum of values as the integers of `_ordered`. `bits` are the float32 bits of the
-    values.
+    """Return the minimum and the maximum of values as the integers of `_ordered`.
+
+    `bits` contains the float32 bits of the values.
     """
     low, high = int32(0x7FFFFFFF), int32(-0x80000000)
     for i in range(uint64(count)):

@@ -239,7 +239,10 @@ def _dequantize_long(q, low, step, x):
 
 @_jit
 def _ordered(bits):
-    """Map the bits of a float to an integer of the same order, and back. Comparisons of integers are vectorized."""
+    """Map the bits of a float to an integer of the same order, and back.
+
+    Integers are used, because comparisons of integers are vectorized.
+    """
     return bits ^ ((bits >> int32(31)) & int32(0x7FFFFFFF))
 
 

@@ -133,8 +133,9 @@ def count(
     x, state, threshold, number, found, offset, candidates, n, stride, step, length, room,
     GATHERED: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr, PIECES: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """For each tile, count the magnitudes above `threshold` (row,) and equal to it. Write both to `found` (row, tile,
-    2).
+    """Count the magnitudes of each tile that are above `threshold` (row,) or equal to it.
+
+    Both counts are written to `found` (row, tile, 2).
     """
     n, stride = n * UNIT, stride * UNIT
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -251,8 +252,9 @@ def _noise(at, seed):
 
 @triton.jit
 def quantize(x, low, step, seed, q, count, groups, inner, BLOCK: tl.constexpr):
-    """Quantize x to steps above the `low` value of its group. A hash of the position and the seed determines the
-    rounding.
+    """Quantize x to steps above the `low` value of its group.
+
+    A hash of the position and the seed determines the rounding.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
