@@ -1,4 +1,4 @@
-"""Autocast for custom autograd functions, whose inputs torch does not convert."""
+"""Autocast for custom autograd functions. torch does not convert the inputs of these functions."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from torch import Tensor
 
 
 def to_single_precision(x: Tensor) -> Tensor:
-    """Convert x to float32 under autocast on CUDA, like torch does for normalizations and softmax."""
+    """Convert x to float32 under autocast on CUDA, as torch does for normalizations and softmax."""
     if x.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
         return x.float()
     return x
 
 
 def to_autocast_dtype(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Convert the inputs of a linear layer to autocast's dtype if autocast is enabled. Gradients are converted back."""
+    """Convert the inputs of a linear layer or convolution to the autocast dtype if autocast is enabled.
+
+    Autograd converts the gradients back.
+    """
     device = x.device.type
     if not torch.is_autocast_enabled(device):
         return x, weight, bias
@@ -27,13 +30,16 @@ def to_autocast_dtype(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[T
 
 
 def autocast_disabled(like: Tensor) -> AbstractContextManager[Any]:
-    """Disable autocast on the tensor's device inside a ``with`` block. On devices without autocast, do nothing."""
+    """Disable autocast for the device type of `like` in a ``with`` block. On devices without autocast, do nothing."""
     kind = like.device.type
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 def current_autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Return a function that re-enters the current autocast state of a device type, at any time and in any thread."""
+    """Return a function that re-enters the current autocast state of a device type.
+
+    The function can be called at any time and in any thread, and returns a context manager.
+    """
     if not torch.is_autocast_enabled(device):
         return nullcontext
     dtype, cache = torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()

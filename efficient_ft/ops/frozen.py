@@ -1,7 +1,8 @@
-"""BatchNorm and convolution with frozen weights that do not save their input.
+"""BatchNorm and convolution with frozen weights. Unlike torch's operations, they do not save their input.
 
 In torch, BatchNorm in evaluation mode and convolutions save their input even if the weight does not require a gradient.
-Linear layers do not. If the scale of a BatchNorm is trained, torch's fused backward pass is faster and is used instead.
+Linear layers do not save their input in this case. If the scale of a BatchNorm is trained, torch's fused backward pass
+is faster and is used instead.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from efficient_ft.ops.autocast import autocast_disabled, to_autocast_dtype
 def frozen_batch_norm(
     x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """Compute `F.batch_norm` with running statistics, with gradients for x and `bias` but not for `weight`.
+    """Compute `F.batch_norm` with running statistics. x and `bias` receive gradients, and `weight` does not.
 
     Args:
         x: Input, (B, C, H, W).
         mean, variance: Running statistics, (C,).
         weight, bias: Affine parameters, (C,) or None. `weight` must not require a gradient.
-        eps: Constant added to the variance.
+        eps: Constant added to the variance for numerical stability.
     """
     return _FrozenBatchNorm.apply(x, mean, variance, weight, bias, eps)
 
 
 class _FrozenBatchNorm(Function):
-    """g_x = g · γ / √(σ² + ε) and g_b = Σ g."""
+    """BatchNorm with g_x = g · γ / √(σ² + ε) and g_b = Σ g."""
 
     @staticmethod
     def forward(
@@ -66,18 +67,19 @@ def frozen_conv2d(
     dilation: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """Compute `F.conv2d`, with gradients for x and `bias` but not for `weight`.
+    """Compute `F.conv2d`. x and `bias` receive gradients, and `weight` does not.
 
     Args:
         x: Input, (B, C_in, H, W).
         weight: Weight, (C_out, C_in / groups, kernel height, kernel width). It must not require a gradient.
-        bias, stride, padding, dilation, groups: Bias (C_out,) or None, and settings of the convolution.
+        bias: Bias, (C_out,) or None.
+        stride, padding, dilation, groups: Settings of the convolution, as in `F.conv2d`.
     """
     return _FrozenConv2d.apply(*to_autocast_dtype(x, weight, bias), (stride, padding, dilation, groups))
 
 
 class _FrozenConv2d(Function):
-    """g_x is the transposed convolution of g, and g_b = Σ g."""
+    """Convolution. g_x is the transposed convolution of g, and g_b = Σ g."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: tuple[Any, ...]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Import of modules that require an optional library."""
+"""Import of modules that depend on optional libraries."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Recomputation: a part of a model saves only its packed input, and runs again in the backward pass.
 
-Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016. `torch.utils.checkpoint`
-cannot pack its input. It stores the input in a closure, where saved-tensor hooks do not measure it.
+Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016. `torch.utils.checkpoint` is
+not used, because it cannot pack its input. It stores the input in a closure, where saved-tensor hooks do not measure
+it.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ def recompute(
     """Return `function(x, *others, **keywords)`, and recompute it in the backward pass from the packed x.
 
     The forward pass uses x itself, and the recomputation uses the unpacked x. The states of the random number
-    generators are restored, so that dropout is equal in both.
+    generators are restored, so that dropout is the same in both passes.
 
     Args:
         function: Forward method of a module. It returns a tensor, or a tuple, list or dictionary of tensors.
         x: Activations, (B, ...).
         others, keywords: Other arguments of `function`. Tensors in them are saved unchanged and receive gradients.
-        parameters: Parameters of the part that require a gradient.
-        packer: Packer of x.
+        parameters: Parameters that `function` uses and that require a gradient.
+        packer: Packer for x.
         context: Context in which x is packed.
     """
     leaves, form = tree_flatten((others, keywords))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    # Autograd receives the tensors. The other leaves stay in their positions.
+    # The tensors are passed to autograd separately. The other leaves stay in their positions.
     fixed = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
@@ -61,7 +62,7 @@ def recompute(
 
 
 class _Recompute(torch.autograd.Function):
-    """Run a function without recording it, and run it again with recording in the backward pass."""
+    """Run a function without recording a graph, and run it again in the backward pass with recording."""
 
     @staticmethod
     def forward(
@@ -73,7 +74,10 @@ class _Recompute(torch.autograd.Function):
         x: Tensor,
         *others: Tensor,
     ) -> tuple[Any, ...]:
-        """Return the tree structure and the leaves of the result. `others` are `count` arguments, then parameters."""
+        """Return the tree structure and the leaves of the result.
+
+        The first `count` tensors of `others` are arguments of the function. The remaining tensors are parameters.
+        """
         cuda = torch.cuda.get_rng_state(x.device) if x.device.type == "cuda" else None
         ctx.state = x.device, torch.get_rng_state(), cuda
         ctx.autocast = current_autocast(x.device.type)
@@ -87,7 +91,7 @@ class _Recompute(torch.autograd.Function):
     def backward(ctx: Any, _: None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *others = load(ctx)
         x = x.detach().to(ctx.type)
-        # Arguments are detached from their graph. Parameters are leaves that the function references directly.
+        # Arguments are detached from their graph. Parameters are leaves, and the function references them directly.
         arguments = [x, *(tensor.detach() for tensor in others[: ctx.count])]
         inputs = [*arguments, *others[ctx.count :]]
         needed = ctx.needs_input_grad[4:]

@@ -1,13 +1,13 @@
 """Sparse weights and activations in training (SWAT: Raihan, Aamodt, NeurIPS 2020).
 
-A linear layer or convolution computes with its largest weights, w̃, and saves the largest values of its input, x̃, for
+A linear layer or convolution uses only its largest weights, w̃, and saves only the largest values of its input, x̃, for
 the backward pass::
 
     y = x ∗ w̃ + b,    g_x from g_y and w̃,    g_w from g_y and x̃ (dense, so that dropped weights train),    g_b exact
 
-Values below a threshold are dropped. Each weight has a threshold, and each input has one for all images of the batch. A
-threshold is used for several steps. Between two refreshes, the number of stored values varies with the data. Zeros are
-never stored.
+Values below a threshold are dropped. Each weight has a threshold. Each input has a threshold that all images of the
+batch share. A threshold is used for several steps. Between two refreshes, the number of stored values varies with the
+data. Zeros are never stored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from efficient_ft.ops.saving.table import name_of
 from efficient_ft.ops.storage import Dense, PackContext, Packed, bitmap_bytes, magnitude_bits, pack_bits, unpack_bits
 
 _PRODUCTS = (F.linear, F.conv2d, torch.conv2d)
-#: Operations that run in packed versions. Except for products, they are not sparse and have the same results.
+#: Operations that are replaced by packed versions. Only `_PRODUCTS` are sparse. Other results are unchanged.
 _SUPPORTED = (
     *(*_PRODUCTS, F.relu, torch.relu, Tensor.relu, F.relu6, F.hardtanh),
     *(F.batch_norm, F.avg_pool2d, F.adaptive_avg_pool2d, F.max_pool2d, torch.max_pool2d),
@@ -40,12 +40,12 @@ class Thresholds(PackingState):
     """Magnitude thresholds that persist from step to step.
 
     Attributes:
-        sparsity: Share of the values that are dropped.
+        sparsity: Fraction of the values that are dropped.
         refresh: Number of steps between refreshes. Thresholds are recomputed in every step whose number is a multiple
             of `refresh`. If a layer is frozen in such a step, its threshold is recomputed at its next use.
         step: Number of completed optimizer steps.
-        by_name: Threshold by parameter name, or by the name of an input's `PackContext`.
-        computed: Step in which each threshold was computed, by name.
+        by_name: Thresholds by the name of the parameter or, for inputs, by the name of the `PackContext`.
+        computed: Step in which each threshold was computed, by the same names.
     """
 
     sparsity: float = 0.8
@@ -60,14 +60,14 @@ class Thresholds(PackingState):
             return 0.0
         last = self.computed.get(name)
         due = last is None or self.step % self.refresh == 0 or last // self.refresh != self.step // self.refresh
-        if due and not bool(x.isfinite().all()):  # keep the stored threshold
+        if due and not bool(x.isfinite().all()):  # keep the stored threshold if x is not finite
             return self.by_name[name] if name in self.by_name else self._compute(x)
         if due:
             self.by_name[name], self.computed[name] = self._compute(x), self.step
         return self.by_name[name]
 
     def in_evaluation(self, name: str, x: Tensor) -> float:
-        """Return the threshold of the last step. Before training, compute the threshold from x."""
+        """Return the threshold of the last step. Before training, compute a threshold from x."""
         if isinstance(x, FakeTensor):
             return 0.0
         return self.by_name[name] if name in self.by_name else self._compute(x)
@@ -100,14 +100,17 @@ def largest(threshold: float, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class LargestOfBatch:
-    """A packer that stores a bitmap and the values that reach a threshold, which all images of a batch share."""
+    """A packer that stores the values whose magnitude reaches a threshold, and a bitmap of their positions.
+
+    All images of a batch share the threshold.
+    """
 
     thresholds: Thresholds
 
     def pack(self, x: Tensor, context: PackContext) -> Packed:
         """Pack all samples of x with one threshold."""
         n = x.numel()
-        if isinstance(x, FakeTensor):  # in steps with a refresh, the stored size is exact
+        if isinstance(x, FakeTensor):  # this size is exact in steps with a refresh
             values = x.new_empty(n - self.thresholds.dropped(n))
             bits = x.new_empty(bitmap_bytes(n), dtype=torch.uint8)
         else:
@@ -123,13 +126,13 @@ def _spread(shape: torch.Size, values: Tensor, bits: Tensor) -> Tensor:
 
 
 class SparseProducts(PackedOperations):
-    """A mode with SWAT's linear layers and convolutions. ReLU saves one bit per element.
+    """A mode that runs the linear layers and convolutions of SWAT. ReLU saves one bit per element.
 
     Args:
         thresholds: Thresholds that persist from step to step.
         region, samples, modules: See `PackedOperations`.
-        weights: Names of the sparse weights, by the id of the parameter.
-        training: If True, activations are packed. If False, only the forward pass changes, which uses sparse weights.
+        weights: Names of the sparse weights. The keys are the ids of the parameters.
+        training: If True, activations are packed. If False, only the forward pass changes: it uses sparse weights.
     """
 
     def __init__(
@@ -164,7 +167,7 @@ class SparseProducts(PackedOperations):
         return func(input, self.weight(weight)[0], *args, **kwargs)
 
     def weight(self, weight: Tensor) -> tuple[Tensor, Tensor | Packed]:
-        """Return the sparse weight, and the dense weight to save."""
+        """Return the sparse weight for the forward pass, and the dense weight to save."""
         name = self.weights.get(id(weight))
         if name is None:  # a tensor computed from a parameter, or a weight of a module that is not sparse
             return weight, weight

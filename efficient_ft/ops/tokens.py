@@ -4,8 +4,9 @@ Tokens are (B, N, C). The first P tokens are prefix tokens (class token, distill
 dropped. The other tokens are called patch tokens, even after fusion or merging.
 
 The record contains the grid positions of the remaining tokens, and the patches that each token represents. It is passed
-from block to block as an attribute of the tensor of tokens (`attach_tokens`, `pop_tokens`). The record belongs to one
-forward pass, and recomputation reproduces it. Layers inside a block access the record by `current_tokens`.
+from block to block as an attribute of the tensor of tokens (`attach_tokens`, `pop_tokens`). Each forward pass creates
+its own record. Recomputation in the backward pass creates an equal record. Layers inside a block read the record with
+`current_tokens`.
 
 Sources: EViT (Liang et al., ICLR 2022); BSR (CVPR Workshops 2024); ToMe (Bolya et al., "Token Merging: Your ViT But
 Faster", ICLR 2023).
@@ -32,10 +33,11 @@ from efficient_ft.ops.storage import Packed
 
 
 def class_attention(q_BHND: Tensor, k_BHND: Tensor, prefix: int, scale: float | None = None) -> Tensor:
-    """Compute the class token's attention to each patch token: its row of softmax(q kᵀ · scale), averaged over heads.
+    """Compute the attention of the class token to each patch token.
 
-    This function complements fused attention, which does not return its attention map. It requires O(H · N · D)
-    operations in at least single precision. Source: EViT, Equation 3.
+    This is the row of the class token in softmax(q kᵀ · scale), averaged over heads. It is computed separately, because
+    fused attention does not return its attention weights. This requires O(H · N · D) operations in at least single
+    precision. Source: EViT, Equation 3.
 
     Args:
         q_BHND, k_BHND: Inputs of attention, after q and k normalization and rotary embeddings.
@@ -43,14 +45,17 @@ def class_attention(q_BHND: Tensor, k_BHND: Tensor, prefix: int, scale: float | 
         scale: Factor of the scores. Default: 1 / √D.
 
     Returns:
-        Attention weights, (B, N − P). Their sum is less than 1, since prefix tokens also receive attention.
+        Attention weights, (B, N − P). Their sum is less than 1, because prefix tokens also receive attention.
     """
     scale = q_BHND.shape[-1] ** -0.5 if scale is None else scale
     return _ClassRow.apply(q_BHND, k_BHND, scale)[:, prefix:]
 
 
 class _ClassRow(torch.autograd.Function):
-    """The class token's row (B, N). It saves k in the same way as attention, so that k is saved only once."""
+    """The attention weights of the class token, (B, N).
+
+    k is packed in the same way as in attention, so that it is saved only once.
+    """
 
     @staticmethod
     def forward(ctx: Any, q_BHND: Tensor, k_BHND: Tensor, scale: float) -> Tensor:
@@ -84,21 +89,21 @@ class _ClassRow(torch.autograd.Function):
 
 
 def num_kept(count: int, keep_rate: float) -> int:
-    """Return ⌈keep_rate · count⌉ for the decimal `keep_rate`. For example, 0.1 of 30 is 3, not 4."""
+    """Return ⌈keep_rate · count⌉. `keep_rate` is used as a decimal number, so that 0.1 of 30 is 3 and not 4."""
     share = Fraction(str(keep_rate))
     return -(-share.numerator * count // share.denominator)
 
 
 def drop(x_BNC: Tensor, scores_BL: Tensor, prefix: int, kept: int, fuse: bool) -> tuple[Tensor, Tensor]:
-    """Keep the prefix tokens and the `kept` highest-scored patch tokens, in descending order of score.
+    """Keep the prefix tokens and the `kept` patch tokens with the highest scores, in descending order of score.
 
     Args:
         x_BNC: Tokens, with prefix tokens first.
         scores_BL: Scores of the L = N − P patch tokens.
         prefix: Number of prefix tokens, P.
-        kept: Number of kept patch tokens, K, from 0 to L.
-        fuse: Append the token Σ aᵢ xᵢ over the dropped tokens, where a are their scores (EViT, Equation 4; BSR).
-            Gradients flow through both factors.
+        kept: Number of patch tokens to keep, K, from 0 to L.
+        fuse: If True, append the token Σ aᵢ xᵢ over the dropped tokens, where aᵢ are their scores (EViT, Equation 4;
+            BSR). Gradients flow through both aᵢ and xᵢ.
 
     Returns:
         Tokens (B, P + K (+ 1), C), and the indices (B, K) of the kept patch tokens, from 0 to L − 1.
@@ -115,12 +120,12 @@ def drop(x_BNC: Tensor, scores_BL: Tensor, prefix: int, kept: int, fuse: bool) -
 
 
 def take(x_BNC: Tensor, index_BK: Tensor) -> Tensor:
-    """Gather the tokens (B, K, C) at `index_BK`, which contains each token of an image at most once."""
+    """Gather the tokens at the indices `index_BK`, (B, K, C). The indices of an image must be unique."""
     return _Take.apply(x_BNC, index_BK)
 
 
 class _Take(torch.autograd.Function):
-    """Gather tokens. torch.gather saves its input, although its gradient requires only the shape."""
+    """Gather tokens. torch.gather saves its input, although its gradient requires only the shape of the input."""
 
     @staticmethod
     def forward(ctx: Any, x_BNC: Tensor, index_BK: Tensor) -> Tensor:
@@ -152,8 +157,8 @@ def largest_first(scores_BN: Tensor) -> Tensor:
 def match(metric_BNC: Tensor, r: int, prefix: int) -> Tensor:
     """Compute bipartite soft matching (ToMe, Section 3).
 
-    Tokens alternate between two sets, A (even positions) and B (odd positions). Every token of A has an edge to the
-    most similar token of B, and the r edges of highest similarity are merged.
+    Tokens alternate between two sets, A (even positions) and B (odd positions). Each token of A is matched with the
+    most similar token of B. The r pairs with the highest similarity are merged.
 
     Args:
         metric_BNC: Features whose cosine similarity is compared in at least single precision. ToMe uses the keys,
@@ -163,10 +168,8 @@ def match(metric_BNC: Tensor, r: int, prefix: int) -> Tensor:
 
     Returns:
         New index of each token, (B, N), from 0 to N − r − 1. Both tokens of a pair have the same index. The order is
-        prefix
-        tokens, unmerged tokens of A, then B, each in the order of the input. The paper concatenates the two sets
-        instead.
-        The order only determines the two sets of the next matching.
+        prefix tokens, unmerged tokens of A, then B, each in the order of the input. The paper concatenates the two sets
+        instead. The order only determines the two sets of the next matching.
     """
     metric = metric_BNC.to(torch.promote_types(metric_BNC.dtype, torch.float32))
     metric = metric / metric.norm(dim=-1, keepdim=True).clamp_min(1e-12)
@@ -189,7 +192,7 @@ def match(metric_BNC: Tensor, r: int, prefix: int) -> Tensor:
 
 
 def merge(x_BNC: Tensor, size_BN: Tensor, index_BN: Tensor, left: int) -> tuple[Tensor, Tensor]:
-    """Merge the tokens with equal indices into the mean of all patches that they represent.
+    """Merge tokens with equal indices. A merged token is the mean of all patches that these tokens represent.
 
     Args:
         x_BNC: Tokens.
@@ -213,14 +216,13 @@ def unmerge(x_BUC: Tensor, index_BN: Tensor) -> Tensor:
 
     Returns:
         Tokens (B, N, C) in their order before any merge. Their mean is the mean of x weighted by sizes. Attention over
-        these
-        tokens equals attention over x with the log of the sizes added to its scores.
+        these tokens equals attention over x if the logarithms of the sizes are added to the scores.
     """
     return _Unmerge.apply(x_BUC, index_BN)
 
 
 class _Merge(torch.autograd.Function):
-    """Σ share · x over the tokens of each index. It saves shares and indices, but no activations."""
+    """The sum of share · x over the tokens with the same index. It saves shares and indices, but no activations."""
 
     @staticmethod
     def forward(ctx: Any, x_BNC: Tensor, share_BN: Tensor, index_BN: Tensor, left: int) -> Tensor:
@@ -254,8 +256,8 @@ class _Unmerge(torch.autograd.Function):
 
 
 def _sums(x_BNC: Tensor, index_BN: Tensor, left: int) -> Tensor:
-    """Sum the tokens of each index to (B, left, C)."""
-    # On CPUs, sums over rows of the flattened batch are many times faster.
+    """Sum the tokens with equal indices. The result has the shape (B, left, C)."""
+    # On CPUs, summing over the rows of the flattened batch is many times faster than summing along dimension 1.
     first = torch.arange(len(index_BN), device=index_BN.device).unsqueeze(1) * left
     rows = (index_BN + first).flatten().unsqueeze(-1).expand(-1, x_BNC.shape[-1])
     sums = x_BNC.new_zeros(len(x_BNC) * left, x_BNC.shape[-1]).scatter_add_(0, rows, x_BNC.flatten(0, 1))
@@ -268,13 +270,14 @@ class Tokens:
 
     Attributes:
         grid_index_BL: Index on the grid, row by row, of each token except prefix tokens. The j-th fused token of a
-            forward pass has the index H·W + j. None if unknown (merged tokens, or a different image size).
+            forward pass has the index H·W + j. None if the indices are unknown (merged tokens, or a different image
+            size).
         fused: Number of fused tokens so far.
-        sizes_BN: Number of patches that each token represents, including prefix tokens. None if each token represents
-            one.
-        merged_into_BN: For each token before any merge, the index of the token that represents it. None if not
-            recorded.
-        cache: Results that layers on these tokens share.
+        sizes_BN: Number of patches that each token represents, including prefix tokens, or None if each token
+            represents one patch.
+        merged_into_BN: For each token before any merge, the index of the token that represents it, or None if the
+            indices are not recorded.
+        cache: Results that are shared by the layers that receive these tokens.
     """
 
     grid_index_BL: Tensor | None = None
@@ -285,9 +288,10 @@ class Tokens:
 
     @classmethod
     def full(cls, x_BNC: Tensor, prefix: int, positions: int) -> Tokens:
-        """Create the record of tokens before any drop, from the numbers of prefix tokens and of grid positions.
+        """Create the record of all tokens before any token is dropped.
 
-        Indices are set only if the numbers of patch tokens and of grid positions are equal.
+        `prefix` is the number of prefix tokens, and `positions` is the number of grid positions. Indices are set only
+        if the number of patch tokens equals the number of grid positions.
         """
         if x_BNC.shape[1] - prefix != positions:  # images of a different size, or randomly dropped patches
             return cls()
@@ -295,7 +299,10 @@ class Tokens:
         return cls(index.expand(len(x_BNC), -1))
 
     def columns_BN(self, prefix: int) -> Tensor:
-        """Return the column of each token in a matrix over prefix, grid and fused tokens, in this order."""
+        """Return the column of each token in a matrix over all tokens.
+
+        The columns are ordered as follows: prefix tokens, grid positions, fused tokens.
+        """
         assert self.grid_index_BL is not None
         before = torch.arange(prefix, device=self.grid_index_BL.device).expand(len(self.grid_index_BL), -1)
         return torch.cat([before, self.grid_index_BL + prefix], 1)
@@ -308,7 +315,10 @@ class Tokens:
         return grid.scatter_(1, index, x_BNC[:, prefix:])[:, :positions]
 
     def dropped(self, index_BK: Tensor, positions: int, fuse: bool) -> Tokens:
-        """Return the record after `drop` kept the tokens at `index_BK`, and with `fuse` appended one fused token."""
+        """Return the record after `drop` kept the tokens at `index_BK`.
+
+        With `fuse`, the record includes the fused token that `drop` appended.
+        """
         if self.grid_index_BL is None:
             return replace(self, cache={})
         index = self.grid_index_BL.gather(1, index_BK)
@@ -323,7 +333,7 @@ def _rebuild(leaves: Iterable[Any], fused: Any) -> Tokens:
     return Tokens(grid_index_BL, fused, sizes_BN, merged_into_BN)
 
 
-# Recomputation saves the tensors of a record.
+# The record is registered as a pytree, so that recomputation saves its tensors.
 register_pytree_node(Tokens, lambda t: ([t.grid_index_BL, t.sizes_BN, t.merged_into_BN], t.fused), _rebuild)
 
 #: Name of the attribute of a tensor of tokens that stores their record.
@@ -331,7 +341,7 @@ _ATTRIBUTE = "efficient_ft_tokens"
 
 
 def attach_tokens(x_BNC: Tensor, tokens: Tokens | None) -> Tensor:
-    """Attach a record, which is None if no token was removed, to x for the next block, and return x."""
+    """Attach a record to x for the next block, and return x. `tokens` is None if no token was removed."""
     if tokens is not None:
         setattr(x_BNC, _ATTRIBUTE, tokens)
     return x_BNC
@@ -340,8 +350,8 @@ def attach_tokens(x_BNC: Tensor, tokens: Tokens | None) -> Tensor:
 def pop_tokens(x_BNC: Tensor) -> tuple[Tensor, Tokens | None]:
     """Return x without its record, and the record, which is None if no token was removed.
 
-    The returned tensor has no record. Otherwise, a tensor saved for the backward pass would also save its record, which
-    is not measured.
+    If x still had its record, saving x for the backward pass would also keep the record in memory, where it is not
+    measured.
     """
     tokens: Tokens | None = getattr(x_BNC, _ATTRIBUTE, None)
     return (x_BNC if tokens is None else _Identity.apply(x_BNC)), tokens
@@ -371,7 +381,7 @@ def current_tokens() -> Tokens | None:
 
 
 def token_reduction_suspended() -> AbstractContextManager[None]:
-    """Make blocks keep all tokens inside a ``with`` block, for example to probe a model."""
+    """Suspend token reduction inside a ``with`` block, for example to probe a model. Blocks then keep all tokens."""
     return set_context("token_reduction_suspended", True)
 
 

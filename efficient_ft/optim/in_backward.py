@@ -1,4 +1,4 @@
-"""Optimizer steps inside the backward pass, so that all gradients never exist at the same time.
+"""Optimizer steps inside the backward pass, so that not all gradients exist at the same time.
 
 Source: Lv, Yang, Liu, Gao, Guo, Qiu, "Full Parameter Fine-tuning for Large Language Models with Limited Resources"
 (LOMO), ACL 2024, for SGD. This module supports every optimizer that updates each parameter independently.
@@ -23,11 +23,11 @@ def step_in_backward(optimizer: Optimizer) -> SteppedInBackward:
 
     >>> optimizer = step_in_backward(torch.optim.AdamW(model.parameters(), lr=1e-4))
     >>> loss.backward()  # updates the parameters
-    >>> optimizer.step()  # ends the step, like in any training loop
+    >>> optimizer.step()  # ends the step, as in any training loop
 
-    Weights after a step equal the weights after an ordinary step bit for bit. Operations that require all gradients at
+    The weights after a step are bit-identical to those after an ordinary step. Operations that require all gradients at
     once are not supported: clipping by the global norm, gradient accumulation, the loss scaling of fp16, and averaging
-    over processes. Do not call ``clip_grad_norm_``, which finds no gradients and has no effect.
+    over processes. Do not call ``clip_grad_norm_``. It finds no gradients and has no effect.
 
     Args:
         optimizer: Optimizer over the trainable parameters. It must update each parameter only from its own gradient and
@@ -37,8 +37,8 @@ def step_in_backward(optimizer: Optimizer) -> SteppedInBackward:
         An optimizer with the same groups and state. Use it instead of `optimizer`.
 
     Raises:
-        SettingError: If several processes train.
-        UserError: In the second backward pass of a step, and in ``GradScaler.step``.
+        SettingError: If training uses more than one process.
+        UserError: If a step has a second backward pass, or if ``GradScaler.step`` is called.
     """
     return SteppedInBackward(optimizer)
 
@@ -69,7 +69,7 @@ class SteppedInBackward(Optimizer):
             self._handles.append(p.register_post_accumulate_grad_hook(lambda p: self._update(p, index)))
 
     def _update(self, p: Tensor, index: int) -> None:
-        """Update one parameter of the group `index`, and free its gradient."""
+        """Update one parameter of the group at `index`, and free its gradient."""
         if id(p) in self._updated:
             raise UserError(
                 "A parameter received a second gradient in one step. An optimizer that steps inside the backward pass"
@@ -88,8 +88,8 @@ class SteppedInBackward(Optimizer):
         """End a step, and apply gradients that were set manually.
 
         Args:
-            closure: Function that runs the forward pass and the backward pass, which updates the parameters. Its result
-                is returned.
+            closure: Function that runs the forward pass and the backward pass. The backward pass updates the
+                parameters. The result of the function is returned.
         """
         loss = None
         if closure is not None:
@@ -101,7 +101,7 @@ class SteppedInBackward(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Raise a UserError in ``torch.amp.GradScaler.step``, the only reader of this attribute."""
+        """Raise a UserError in ``torch.amp.GradScaler.step``, which is the only code that reads this attribute."""
         raise UserError(
             "An optimizer that steps inside the backward pass cannot be used with a GradScaler: it has already updated"
             " the parameters from the scaled gradients. Reload the weights. Then train in bf16 or fp32 without a"
@@ -114,7 +114,7 @@ class SteppedInBackward(Optimizer):
         self._updated.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the inner optimizer, which equals the state of ordinary training."""
+        """Return the state of the inner optimizer. It equals the state after ordinary training."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -123,13 +123,16 @@ class SteppedInBackward(Optimizer):
         self._share()
 
     def remove(self) -> None:
-        """Remove the hooks, which reference the parameters and the state. Backward passes then keep gradients."""
+        """Remove the hooks, which reference the parameters and the state.
+
+        Afterwards, backward passes keep the gradients and do not update the parameters.
+        """
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
 
 def steps_in_backward(optimizers: Iterable[Any]) -> bool:
-    """Return True if one of the optimizers, or the optimizer that it wraps (accelerate), steps in the backward pass."""
+    """Return True if one of the optimizers steps inside the backward pass, even if accelerate wraps the optimizer."""
     return any(isinstance(o, SteppedInBackward) or isinstance(getattr(o, "optimizer", None), SteppedInBackward)
                for o in optimizers)  # fmt: skip

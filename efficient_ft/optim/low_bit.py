@@ -18,20 +18,20 @@ class LowBitAdamW(Optimizer):
     """`torch.optim.AdamW` with block-wise quantized moments of 8 or 4 bits per value.
 
     A step computes in float32 and then rounds the moments stochastically to codes. The rounding is the same in every
-    run. A block contains 128 values. Parameters with fewer than 4096 values, or whose size is not a multiple of 128,
-    have float32 moments.
+    run. A block contains 128 values. The moments of a parameter stay in float32 if the parameter has fewer than 4096
+    values, or if its size is not a multiple of 128.
 
-    The bound on the steps of AdamW also holds, regardless of the range of the gradients in a block. The state stores
-    the ratio m / √v, and √v in steps of nearly equal relative size. It consists of ``ratio`` and ``root`` (codes,
-    uint8), ``ratio_scale`` (float32, one per block) and ``root_range`` (int16, three per block).
+    Steps have the same bound as in AdamW, regardless of the range of the gradients in a block. The state stores the
+    ratio m / √v, and √v in steps of nearly equal relative size. Its tensors are ``ratio`` and ``root`` (codes, uint8),
+    ``ratio_scale`` (float32, one per block) and ``root_range`` (int16, three per block).
 
     Source of blocks: Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", ICLR 2022.
 
     Args:
         params: Parameters or parameter groups.
         lr: Learning rate.
-        betas: Decay rates of the first and second moment.
-        eps: Constant added to the root of the second moment.
+        betas: Decay rates of the first and the second moment.
+        eps: Constant added to the square root of the second moment for numerical stability.
         weight_decay: Coefficient of the decoupled weight decay (AdamW).
         bits: Number of bits per value, 8 or 4.
 
@@ -113,7 +113,7 @@ class LowBitAdamW(Optimizer):
         return {"step": step, **zeros}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state exactly, on the devices of the parameters.
+        """Restore a state without converting its values, on the devices of the parameters.
 
         Raises:
             UserError: If the state belongs to a different optimizer or to a different number of bits.
@@ -140,7 +140,7 @@ class LowBitAdamW(Optimizer):
 
 
 class LowBitAdam(LowBitAdamW):
-    """`torch.optim.Adam` with quantized moments. Weight decay is added to the gradient, and its default is 0.
+    """`torch.optim.Adam` with quantized moments. Weight decay is added to the gradient. Its default is 0.
 
     `LowBitAdamW` describes the arguments and errors.
     """
@@ -161,7 +161,7 @@ class LowBitAdam(LowBitAdamW):
 
 
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:
-    """Return the tensors of an optimizer's state. A tensor subclass is replaced by its inner tensors."""
+    """Return the tensors of an optimizer's state. For a tensor subclass, return its inner tensors."""
     tensors: list[Tensor] = []
     for state in optimizer.state.values():
         for value in state.values():

@@ -1,6 +1,6 @@
 """A test kit for methods: contracts, the small models that they run on, and training steps.
 
-Running the contracts requires pytest (`pip install efficient-ft[dev]`). Importing this package does not.
+Running the contracts requires pytest (`pip install efficient-ft[dev]`). Importing this package does not require pytest.
 """
 
 from efficient_ft.testing.contracts import MethodContracts, counted_probes, worked_on_or_refused

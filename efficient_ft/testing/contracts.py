@@ -1,6 +1,6 @@
 """The contracts of methods, as a test class that runs on a table of settings.
 
-For example, in a test file::
+Define a subclass in a test file, for example::
 
     from efficient_ft.testing import MethodContracts, Row
 
@@ -43,13 +43,13 @@ from efficient_ft.testing.steps import evaluate, gradients, largest_difference, 
 
 
 class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
-    """Base class of a test class that runs the contracts of methods on rows of settings.
+    """Base class of test classes that run the contracts of methods on rows of settings.
 
     Define a subclass in a test file and set `rows`. pytest runs every contract (``test_…``) on all rows and models.
 
     Attributes:
         rows: Table of settings, by row name.
-        conf: Folder of the methods' YAML files. If None, YAML files are not tested.
+        conf: Folder with the YAML files of the methods. If None, YAML files are not tested.
     """
 
     def test_the_class_keeps_the_contract(self, row: str) -> None:
@@ -138,14 +138,14 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
         assert _state(model) == before
 
     def test_copies_and_pickles_train_alike(self, row: str, name: str) -> None:
-        """Deep copies and unpickled copies of model and method have equal gradients."""
+        """Deep copies and unpickled copies of a model and its method have equal gradients."""
         model, method = self.applied(row, name)
         stir(model)
         warm_up(model, method, name)
         copied, copied_method = copy.deepcopy((model, method))
         pickled, pickled_method = pickle.loads(pickle.dumps((model, method)))
         assert copied_method.applied == pickled_method.applied == method.applied
-        # Only first passes are compared, since the next pass of a step rounds with different noise.
+        # Only first passes are compared, because the next pass of a step rounds with different noise.
         expected = gradients(copied, name)
         assert largest_difference(expected, gradients(pickled, name)) == 0
         # Changes of a copy do not affect the original.
@@ -168,14 +168,15 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
         changed = differing(structure(plain), structure(model))
         assert not changed, f"remove does not restore {'; '.join(changed[:5])}"
         plain.load_state_dict(model.state_dict())
-        again = copy.deepcopy(model)  # before running statistics of BatchNorm change
+        again = copy.deepcopy(model)  # copied before the running statistics of BatchNorm change
         assert largest_difference(gradients(plain, name), gradients(model, name)) == 0
         # The method can be applied again, to this model or to a different one.
         if name == self.rows[row].models[0]:
             assert method.apply(again).touched
 
     def test_what_is_exported_is_the_pretrained_models_own(self, row: str, name: str) -> None:
-        """The exported weights load into the plain timm model, which then returns the logits of the method's model.
+        """The exported weights can be loaded into the plain timm model, which then returns the logits of the trained
+        model.
 
         If a method does not merge its modules, they are added to the plain model first.
         """
@@ -199,7 +200,7 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
         assert (after - before).abs().max() > 1e-5
 
     def test_a_yaml_holds_the_constructors_arguments(self, file: Path) -> None:
-        """The settings of each YAML file, including inherited settings, are the arguments of the constructor."""
+        """The settings in each YAML file, including inherited settings, are the arguments of the constructor."""
         package = re.match(r"# @package method\.(\w+)\n", file.read_text(encoding="utf-8"))
         assert package, f"{file.name} must begin with its package, e.g. # @package method.{file.stem}"
         (method,) = {r.method for r in self.rows.values() if r.method.name == package[1]}
@@ -236,7 +237,9 @@ def counted_probes() -> Iterator[list[str]]:
 
 
 def worked_on_or_refused(plain: nn.Module, images: torch.Tensor, rows: Mapping[str, Row]) -> list[str]:
-    """Check that every method trains on a model, or raises a UserError with its name and does not change the model.
+    """Check that every method either trains on a model or rejects it.
+
+    A method must reject a model with a UserError that contains the name of the method, without changing the model.
 
     Args:
         plain: Classifier with at least two classes.
@@ -244,7 +247,7 @@ def worked_on_or_refused(plain: nn.Module, images: torch.Tensor, rows: Mapping[s
         rows: Table of settings, by row name.
 
     Returns:
-        Names of the rows that train.
+        Names of the rows whose methods train on the model.
     """
     names = list(plain.state_dict())
     worked = []

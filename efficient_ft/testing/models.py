@@ -44,7 +44,7 @@ MODELS = {
     "efficientformer": SmallModel(
         "efficientformer_l1", 224, {"depths": (1, 1, 1, 2), "embed_dims": (16, 16, 32, 64), "num_vit": 1}
     ),
-    # Windows of 4×4, patch merging, and a qkv layer whose forward method is not called by default.
+    # Windows of 4×4 tokens, patch merging, and a qkv layer whose weight is used without calling the layer.
     "swinv2": SmallModel(
         "swinv2_tiny_window8_256",
         64,
@@ -79,7 +79,7 @@ def model_of(name: str) -> nn.Module:
 
 
 def lively(model: nn.Module) -> nn.Module:
-    """Randomize biases, scales and near-zero weights, since initial values such as 0 or 1e-5 could hide mistakes.
+    """Randomize biases, scales and near-zero weights, because initial values such as 0 or 1e-5 could hide mistakes.
 
     The model is modified in place and returned in training mode.
     """
@@ -95,7 +95,7 @@ def lively(model: nn.Module) -> nn.Module:
 def batch_of(name: str, dtype: torch.dtype = torch.float64, seed: int = 0, count: int = 2) -> tuple[Tensor, Tensor]:
     """Return smooth images (count, 3, H, W) and their labels.
 
-    A low-pass method would remove almost all of a noise image.
+    The images are smooth, because a low-pass method would remove almost all of the content of noise.
     """
     generator = torch.Generator().manual_seed(seed)
     size = MODELS[name].size

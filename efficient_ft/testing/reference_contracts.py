@@ -1,4 +1,4 @@
-"""Contracts of a method's gradients: comparison with the row's reference, and with plain training for the off value."""
+"""Contracts of a method's gradients: they equal the row's reference and, with the off value, plain training."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ from efficient_ft.testing.rows import SETS_REQUIRES_GRAD, ContractTests, Instead
 from efficient_ft.testing.snapshots import Lines, traced_lines
 from efficient_ft.testing.steps import Gradients, evaluate, gradients, largest_difference, stir, train_a_little, warm_up
 
-#: A row with a larger `rtol` has a method that rounds values.
+#: If the `rtol` of a row is larger than this value, the method rounds values.
 _ROUNDS = 1e-6
-#: Number of passes whose mean gradient is compared if a method rounds values.
+#: Number of passes whose mean gradient is compared if a method rounds values at random.
 _SEEDS = 24
-#: Gradients smaller than this share of the largest gradient are compared relative to that share. Such gradients may be
-#: zero in theory (a bias before a normalization) and consist of rounding noise.
+#: If a gradient is smaller than this share of the largest gradient, its error is relative to that share. Such gradients
+#: may be zero in theory (for example of a bias before a normalization) and consist of rounding noise.
 _SMALL = {"fp64": 1e-4, "fp32": 1e-2, "bf16": 1e-2}
-#: Allowed relative errors of a gradient, and of its length along the reference. The row's `rtol` and 3 × the error of
-#: the reference in the same precision are added. Under bf16, a method may select other values than the reference.
+#: Allowed relative error of a gradient, and of its component along the reference, for each precision. The row's `rtol`
+#: (half of it for the component) and 3 × the error of the reference in the same precision are added. The limits under
+#: bf16 are larger, because a method may select different values than the reference.
 _LOWER = {"fp64": (0.0, 0.0), "fp32": (1e-3, 1e-3), "bf16": (0.25, 0.05)}
 #: Folder of this package.
 _PACKAGE = Path(__file__).resolve().parents[1]
-#: Number of the later step in which gradients are compared. State that is refreshed every ten steps is new in it.
+#: Number of a later step in which gradients are compared. State that is refreshed every ten steps is new in this step.
 _LATER = 10
-#: Name of this package in Python.
+#: Import name of this package.
 OURS = "efficient_ft"
 
 
@@ -47,10 +48,10 @@ class Case:
 
     Attributes:
         precision: ``fp64``, ``fp32``, or ``bf16`` (autocast with fp32 weights).
-        training: True for training mode. False for evaluation mode with gradients.
+        training: True for training mode, or False for evaluation mode with gradients.
         count: Number of images.
-        seeds: Seed of the images of each micro-batch. The gradients of micro-batches are added.
-        channels_last: True if model and images are in channels-last memory format.
+        seeds: Seeds of the images, one for each micro-batch. The gradients of the micro-batches are added.
+        channels_last: True if the model and the images are in channels-last memory format.
         frozen: True if every second parameter is frozen.
     """
 
@@ -78,11 +79,11 @@ def check_case(row: Row, model: nn.Module, method: Method, name: str, case: Case
 
     Args:
         row: Row of the method's settings.
-        model: The small model `name` with the method applied. By default, a copy of the model is run.
-        method: Method whose step has begun.
+        model: The small model `name` to which the method is applied. By default, a copy of the model is run.
+        method: Method whose `step_begin` has been called.
         name: Name of the small model.
         case: Configuration of the pass.
-        in_place: Run the model itself, since a copy has no hooks on parameters.
+        in_place: If True, run the model itself instead of a copy, because a copy loses the hooks on parameters.
 
     Raises:
         AssertionError: If a value differs by more than the row allows. The message names the parameter.
@@ -125,7 +126,7 @@ class _Expected:
 
 
 def _run(model: nn.Module, method: Method, name: str, case: Case, seed: int) -> Tensor:
-    """Run a pass that accumulates gradients in the model, and return the logits."""
+    """Run a forward and a backward pass that accumulates gradients in the model, and return the logits."""
     model.train(case.training)
     images, labels = _batch(name, case, seed)
     with torch.enable_grad():
@@ -147,7 +148,7 @@ def _batch(name: str, case: Case, seed: int) -> tuple[Tensor, Tensor]:
 def _expected(
     row: Row, model: nn.Module, method: Method, name: str, case: Case, seed: int, in_double: bool
 ) -> _Expected:
-    """Compute the reference in float64, or in the precision of the case."""
+    """Compute the reference in float64 if `in_double` is True, or else in the precision of the case."""
     dtype = torch.float64 if in_double else case.dtype
     plain = model_of(name)
     if case.channels_last:
@@ -239,11 +240,11 @@ def _referenced(row: Row) -> tuple[str, ...]:
 
 
 class ReferenceContracts(ContractTests):
-    """A method computes the same as the row's reference. With the off value, it equals plain training."""
+    """Contracts of a method's results. They equal the row's reference and, with the off value, plain training."""
 
     @on_models(_referenced)
     def test_gradients_are_those_of_the_reference(self, row: str, name: str) -> None:
-        """In training, logits, gradients and buffers equal the reference in float64, even in a later step."""
+        """In training, logits, gradients and buffers equal those of the reference in float64, even in a later step."""
         cases = [Case(), Case(count=1), Case(seeds=(0, 1), count=3), Case(channels_last=True)]
         if self.rows[row].method.axis not in SETS_REQUIRES_GRAD:
             cases.append(Case(frozen=True))
@@ -254,7 +255,7 @@ class ReferenceContracts(ContractTests):
 
     @on_models(_referenced)
     def test_gradients_in_evaluation_are_those_of_the_reference(self, row: str, name: str) -> None:
-        """In evaluation mode with gradients, logits and gradients equal the reference in float64."""
+        """In evaluation mode with gradients, logits and gradients equal those of the reference in float64."""
         self._check(row, name, Case(training=False))
 
     @on_models(_referenced)
@@ -273,7 +274,9 @@ class ReferenceContracts(ContractTests):
 
     @on_models(lambda row: row.models if row.off is not None else ())
     def test_off_is_plain_training_and_on_is_not(self, row: str, name: str) -> None:
-        """The off value equals plain training with shortcuts disabled. The row's settings differ from it."""
+        """With the off value and without shortcuts, the method equals plain training. The row's settings differ from
+        it.
+        """
         r = self.rows[row]
         plain = gradients(model_of(name), name)
         with _replaced(r.shortcuts):
@@ -299,7 +302,7 @@ class ReferenceContracts(ContractTests):
 
     @on_models(lambda row: row.models if row.instead == Instead.SAME_OUTPUT else ())
     def test_output_is_unchanged_at_first_and_changed_after_training(self, row: str, name: str) -> None:
-        """With an adapter, the output is unchanged at initialization, and changed after training."""
+        """An adapter does not change the output at initialization, and changes it after training."""
         plain = self.rows[row].initial_model(model_of(name))
         model, method = self.applied(row, name)
         torch.testing.assert_close(evaluate(model, name), evaluate(plain, name), rtol=1e-10, atol=1e-12)
@@ -323,7 +326,8 @@ class ReferenceContracts(ContractTests):
         """The off value executes at least half of the lines that a step with the row's settings executes.
 
         Only lines of the method's package are counted. If the step runs backward passes of autograd functions, the off
-        value must run at least one. Otherwise the off value would not be evidence for the method's code.
+        value must run at least one of them. Otherwise, the comparison with plain training would not test the method's
+        code.
         """
         r = self.rows[row]
         ran: list[Lines] = []
@@ -345,8 +349,8 @@ class ReferenceContracts(ContractTests):
         elif len(on.lines - off.lines) > len(on.lines) / 2:
             why = f"skips {len(on.lines - off.lines)} of the {len(on.lines)} lines that the row's settings execute"
         assert not why, (
-            f"off={r.off} {why}, and is therefore not evidence for them. Choose a value with which the method's own"
-            " computation runs, disable the shortcut in Row.shortcuts, or set Row.why_no_off instead."
+            f"off={r.off} {why}. The off value therefore does not test this code. Choose a value with which the"
+            " method's own computation runs, disable the shortcut in Row.shortcuts, or set Row.why_no_off instead."
         )
 
 

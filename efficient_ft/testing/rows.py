@@ -23,7 +23,7 @@ SETS_REQUIRES_GRAD = (Axis.SELECTION, Axis.ADAPTERS)
 
 
 class Instead(Enum):
-    """The property that is tested instead of "off equals plain training", for a method without an off value."""
+    """The property that is tested instead of "off equals plain training" if a method has no off value."""
 
     SAME_GRADIENTS = "gradients of the trainable parameters equal those of plain training (selections)"
     SAME_OUTPUT = "the output is unchanged at initialization, and changed after training (adapters)"
@@ -31,22 +31,22 @@ class Instead(Enum):
 
 
 def _itself(model: nn.Module) -> nn.Module:
-    """Return `model`: the method leaves the output of the plain model unchanged at initialization."""
+    """Return `model`, because the method does not change the output of the plain model at initialization."""
     return model
 
 
-#: A dense computation of the logits that the method's model should return, in plain torch operations. Autograd through
-#: this function must give the gradients that the method should compute. The function is called as
+#: A function that computes the logits that the method's model should return, in dense torch operations. Autograd
+#: through this function must return the gradients that the method should compute. The function is called as
 #: ``reference(method, model, parameters, images)``:
 #:
 #: * method: The applied method, with its settings and the state of the step. It must not be changed.
-#: * model: The plain small model, in the mode (training or evaluation) of the pass, with the buffers of the method's
-#:   model. It may be changed in any way.
+#: * model: The plain small model in the mode of the pass (training or evaluation). It has the buffers of the method's
+#:   model, and may be changed in any way.
 #: * parameters: Copies of the parameters of the method's model by name, as leaves of the graph. Pass them to
 #:   `torch.func.functional_call`.
 #: * images: Images, (B, 3, H, W).
 #:
-#: The function returns the logits (B, classes), or a pair: the logits, and the scalar that the method adds to the loss.
+#: The function returns the logits (B, classes), or the logits and the scalar that the method adds to the loss.
 Reference = Callable[[Method, nn.Module, dict[str, Tensor], Tensor], "Tensor | tuple[Tensor, Tensor]"]
 
 
@@ -57,26 +57,28 @@ class Row:
     Attributes:
         method: Class of the method.
         settings: Settings that make the method differ from plain training.
-        off: Changes of `settings` that make the method equal plain training. None requires `why_no_off` and `instead`.
-        why_no_off: Reason why no such value exists.
-        instead: Property that is tested instead.
+        off: Changes to `settings` that make the method equal plain training. If None, `why_no_off` is required, and
+            `instead` may be set.
+        why_no_off: Reason why no off value exists.
+        instead: Property that is tested instead of the off value.
         shortcuts: Tuples (class, attribute, replacement). The test of the off value replaces these attributes to
             disable shortcuts, so that the method's own computation runs.
         models: Small models (keys of `MODELS`) that the method is tested on.
-        refused: Small models that the method must refuse, each with a part of the error message.
-        own_evaluation: Reason why the output in evaluation differs from the pretrained model's output. Empty if the
-            outputs are equal.
-        initial_model: Function that maps a plain model to the model whose output the method's model has at
+        refused: Small models that the method must reject, each with a part of the error message.
+        own_evaluation: Reason why the output in evaluation differs from the output of the pretrained model. Empty if
+            the outputs are equal.
+        initial_model: Function that maps a plain model to a model with the output of the method's model at
             initialization. The default returns the plain model.
-        on_reference: Reference that the method is compared with. ``"exact"`` is the plain network. A `Reference` is a
-            dense function that computes the logits, and through autograd the gradients. Every row requires a reference.
+        on_reference: Reference that the method is compared with. ``"exact"`` denotes the plain network. A `Reference`
+            is a dense function that computes the logits, and through autograd the gradients. Every row requires a
+            reference.
         unreferenced: Small models that are excluded from the comparison with `on_reference`, either completely
             (``"mobilenet"``) or in one precision (``"swinv2, bf16"``), each with the reason.
         rtol: Largest relative error of a parameter's gradient (by norm) in float64. Only methods that round values
-            exceed the default. Their mean gradient over several passes is compared, and the error along the reference
-            is bounded as well.
-        random: Reason why a forward pass in training draws random numbers, like dropout. Empty if the pass draws none
-            and two passes of a step are equal.
+            exceed the default. If such a method sets `random`, the mean gradient over several passes is compared. The
+            error along the direction of the reference must not exceed half of `rtol`.
+        random: Reason why a forward pass in training draws random numbers, as dropout does. Empty if the pass draws no
+            random numbers, so that two passes of a step are equal.
     """
 
     method: type[Method]
@@ -100,7 +102,7 @@ class Row:
 
 
 def on_models(models_of: Callable[[Row], Iterable[str]]) -> Callable[[_Test], _Test]:
-    """Run a contract on the models that `models_of` returns for each row."""
+    """Decorate a contract that runs on the models that `models_of` returns for each row."""
 
     def mark(test: _Test) -> _Test:
         test.models_of = models_of  # type: ignore[attr-defined]
@@ -115,7 +117,7 @@ class ContractTests:
     rows: ClassVar[Mapping[str, Row]] = {}
     conf: ClassVar[Path | None] = None
 
-    #: Model and applied method by row and model name. Each contract uses a copy.
+    #: Models with applied methods, and the methods, by row and model name. Each contract uses copies.
     _prototypes: ClassVar[dict[Any, tuple[nn.Module, Method]]] = {}
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
@@ -132,7 +134,7 @@ class ContractTests:
             metafunc.parametrize("file", files, ids=[file.stem for file in files])
 
     def applied(self, row: str, name: str) -> tuple[nn.Module, Method]:
-        """Return a copy of the small model `name` with the row's method applied, and the method."""
+        """Return a copy of the small model `name` with the applied method of the row, and a copy of the method."""
         key = self._key(row, name)
         if key not in self._prototypes:
             self._prototypes[key] = apply_seeded(model_of(name), self.rows[row].create())
@@ -147,7 +149,7 @@ class ContractTests:
 
 
 def apply_seeded(model: nn.Module, method: Method) -> tuple[nn.Module, Method]:
-    """Apply a method with torch's generator seeded by 1, and return the model and the method."""
+    """Apply a method after seeding torch's generator with 1, and return the model and the method."""
     torch.manual_seed(1)
     method.apply(model)
     return model, method

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 
 def structure(model: nn.Module) -> dict[str, Any]:
-    """Return everything that a method can change in a model except values, by description.
+    """Return all properties of a model that a method can change, except values. The keys describe the properties.
 
     The snapshot contains the classes, training flags, hooks and attributes of modules. For parameters and buffers, it
-    contains names, dtypes and shapes, and for parameters also `requires_grad` flags and hooks.
+    contains names, dtypes and shapes. For parameters, it also contains `requires_grad` flags and hooks.
     """
     found: dict[str, Any] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -59,7 +59,7 @@ def moved(before: dict[str, Tensor], model: nn.Module) -> list[str]:
 
 
 def differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return the entries that differ between two snapshots, with both values."""
+    """Describe each entry that differs between two snapshots, with both values."""
     pairs = {key: (before.get(key, "absent"), after.get(key, "absent")) for key in (*before, *after)}
     return [f"{key}: {old} before, {new} after" for key, (old, new) in pairs.items() if old != new]
 
@@ -105,7 +105,7 @@ class Lines:
     """The code that was executed.
 
     Attributes:
-        lines: File and number of each line.
+        lines: File name and line number of each executed line.
         backwards: Qualified names of the executed backward methods of autograd functions.
     """
 
@@ -115,7 +115,7 @@ class Lines:
 
 @contextmanager
 def traced_lines(folders: list[str]) -> Iterator[Lines]:
-    """Record the lines executed inside a ``with`` block in files under `folders`, including backward passes."""
+    """Record the executed lines of files in `folders` inside a ``with`` block, including lines of backward passes."""
     found = Lines()
     inside: dict[str, bool] = {}
 

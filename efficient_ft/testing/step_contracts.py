@@ -38,7 +38,10 @@ _NO_COPY = 512
 
 
 class StepContracts(ContractTests):
-    """A step changes only gradients, its random choices depend only on (seed, step), and its state is saved."""
+    """Contracts of a training step.
+
+    A step changes only gradients. Its random choices depend only on (seed, step), and its state can be saved.
+    """
 
     @on_models(lambda row: row.models[:1])
     def test_steps_move_no_weights(self, row: str, name: str) -> None:
@@ -104,7 +107,9 @@ class StepContracts(ContractTests):
 
     @on_models(lambda row: row.models[:1])
     def test_evaluation_changes_nothing(self, row: str, name: str) -> None:
-        """Evaluation returns equal logits in `no_grad` and `inference_mode`, and does not change model or method."""
+        """Evaluation returns equal logits in `no_grad` and `inference_mode`. It does not change the model or the
+        method.
+        """
         model, method = self.applied(row, name)
         stir(model)
         warm_up(model, method, name)
@@ -135,7 +140,7 @@ class StepContracts(ContractTests):
     def test_random_choices_follow_from_seed_and_step(self, row: str, name: str) -> None:
         """Two runs with different states of the global generators have equal gradients.
 
-        Only rows with `random` may draw from a global generator in a forward pass.
+        Only methods of rows with `random` may draw from a global generator in a forward pass.
         """
         draws = self.rows[row].random
         runs: list[list[Gradients]] = []
@@ -155,12 +160,12 @@ class StepContracts(ContractTests):
                 seed_everything(2000 * run + step)
                 method.step_end()
         for step, (first, second) in enumerate(zip(*runs, strict=True)):
-            hint = "Seed random choices by (seed, step), or set Row.random if every forward pass draws, like dropout."
+            hint = "Seed random choices by (seed, step), or set Row.random if every forward pass is random (dropout)."
             _assert_equal(first, second, f"two runs of the same seed differ in step {step}. {hint}")
 
     @on_models(lambda row: row.models[:1] if not row.random else ())
     def test_two_passes_of_a_step_are_equal(self, row: str, name: str) -> None:
-        """Copies of model and method have equal gradients, although no seed is set before each pass."""
+        """Passes of two copies of a model and its method have equal gradients, although no seed is set before them."""
         model, method = self.applied(row, name)
         stir(model)
         warm_up(model, method, name)
@@ -174,7 +179,7 @@ class StepContracts(ContractTests):
 
     @on_models(lambda row: row.models[:1])
     def test_the_state_of_the_process_stays(self, row: str, name: str) -> None:
-        """No call changes a global generator, the default dtype, a mode of torch, or global module hooks.
+        """No call of a method changes a global generator, the default dtype, a mode of torch, or global module hooks.
 
         Methods that add modules may draw initial values from torch's generator in `apply`.
         """
@@ -228,7 +233,7 @@ class StepContracts(ContractTests):
 
     @on_models(lambda row: row.models[:1])
     def test_a_removed_method_begins_again(self, row: str, name: str) -> None:
-        """A method that was removed and is applied to another model trains like a new method."""
+        """A method that was removed and then applied to another model trains like a new method."""
         model, used = self.applied(row, name)
         train_a_little(model, used, name, steps=3)
         used.load_state_dict(copy.deepcopy(used.state_dict()))
@@ -243,7 +248,9 @@ class StepContracts(ContractTests):
             _assert_equal(new, again, f"step {step} of the re-applied method differs from a new method")
 
     def test_nothing_hides_from_the_meter(self, row: str, name: str) -> None:
-        """The bytes counted by saved-tensors hooks equal the bytes in memory after the forward pass."""
+        """The number of bytes that saved-tensors hooks count equals the number of bytes in memory after the forward
+        pass.
+        """
         from efficient_ft.cost import kept_after_forward
 
         model, method = self.applied(row, name)
@@ -282,14 +289,16 @@ class StepContracts(ContractTests):
         )
 
     def test_mixed_precision_trains(self, row: str, name: str) -> None:
-        """Under bf16 autocast, steps change weights, loss and weights stay finite, and gradients are fp32."""
+        """Under bf16 autocast, steps change the weights. The loss and the weights stay finite, and gradients are in
+        fp32.
+        """
         model, method = self.applied(row, name)
         warm_up(model, method, name)
         model.float()
         images, labels = batch_of(name, torch.float32)
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        for _ in range(2):  # the gradient of an adapter's A is zero until its B is not zero
+        for _ in range(2):  # two steps, because the gradient of an adapter's A is zero while B is zero
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.bfloat16):
                 loss = F.cross_entropy(model(images), labels)
@@ -319,7 +328,7 @@ def _assert_equal(expected: Gradients, found: Gradients, message: str) -> None:
 
 
 def _training(model: nn.Module, method: Method, name: str, steps: range) -> Iterator[tuple[int, Gradients]]:
-    """Train, and yield the number and the gradients of each step after its end."""
+    """Train, and yield the number and the gradients of each step after the step has ended."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
     for step in steps:
         method.step_begin(step)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from efficient_ft.methods.base import Method
 from efficient_ft.testing.models import batch_of
 
-#: The gradient of every parameter by name. None: the parameter has no gradient.
+#: The gradient of each parameter by name, or None if the parameter has no gradient.
 Gradients = dict[str, Tensor | None]
 
 
@@ -24,7 +24,10 @@ def gradients(model: nn.Module, name: str, seed: int = 0) -> Gradients:
 
 
 def run_pass(model: nn.Module, name: str, seed: int, method: Method | None = None) -> None:
-    """Run the forward and backward pass of one training step, with the method's loss. No generator is seeded."""
+    """Run the forward and backward pass of one training step. No generator is seeded.
+
+    The loss includes the loss that `method` adds.
+    """
     model.train()
     model.zero_grad()
     images, labels = batch_of(name, next(model.parameters()).dtype, seed)
@@ -38,10 +41,10 @@ def gradients_of(model: nn.Module) -> Gradients:
 
 
 def largest_difference(a: Gradients, b: Gradients) -> float:
-    """Return the largest relative error (by norm) of a gradient, or infinity if only one of two gradients exists.
+    """Return the largest relative error (by norm) of a gradient.
 
-    Gradients that are zero in theory (a bias before a normalization) are rounding noise. Their error is relative to the
-    largest gradient.
+    If a gradient is None only in `a` or only in `b`, return infinity. Gradients that are zero in theory (for example of
+    a bias before a normalization) consist of rounding noise. Their error is relative to the largest gradient.
     """
     assert a.keys() == b.keys()
     worst = 0.0
@@ -77,7 +80,7 @@ def train_a_little(model: nn.Module, method: Method, name: str, steps: int = 2, 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, name: str) -> Tensor:
-    """Return the logits in evaluation mode, and set `model` to training mode."""
+    """Return the logits in evaluation mode, and set `model` to training mode afterwards."""
     model.eval()
     logits = model(batch_of(name, next(model.parameters()).dtype, seed=99)[0])
     model.train()
@@ -85,7 +88,7 @@ def evaluate(model: nn.Module, name: str) -> Tensor:
 
 
 def stir(model: nn.Module) -> None:
-    """Set trainable parameters that are zero, for example in new adapters and gates, to random values."""
+    """Set trainable parameters that are zero to random values, for example in new adapters and gates."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():

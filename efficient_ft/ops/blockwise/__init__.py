@@ -1,21 +1,25 @@
 """Block-wise storage of Adam's moments m and v, and the Adam step with these moments.
 
-A block stores codes of the ratio m / √v and of the root √v. The codes of the root divide the range between the smallest
-and the largest positive root of a block. The steps are equal in the order of float32 numbers, which is nearly
-logarithmic. A positive root therefore never becomes 0, regardless of the range. The root 0 has a separate code. The
-ratio does not depend on this range, and is a signed square of its code times a scale. Storing the ratio instead of m
-preserves Adam's bound on a step, because an error of the root changes m and √v by the same factor.
+A block stores two codes for each value: a code of the ratio m / √v, and a code of the root √v. Storing the ratio
+instead of m preserves Adam's bound on the size of a step, because an error of the root changes m and √v by the same
+factor.
 
-With beta2 = 0.999, v changes by a thousandth per step, which rounding to nearest would lose. Codes are therefore
-rounded stochastically by a hash of the position and the step, which is the same in every run. The ratio is unbiased.
-The root is rounded up slightly more often, so that coarse codes make steps smaller rather than larger. Over thousands
-of steps, this bias would accumulate until steps vanish. Each block therefore stores the mean rounding error of its
-roots, the shift, and decoding adds the shift to each root. With 4 bits, the remaining errors grow to a fifth of a root
-within about 60 steps. They increase the mean of 1 / √v by their square, 5 %, and the step is divided by this factor.
+The codes of the root divide the range from the smallest to the largest positive root of the block into equal steps. The
+steps are equal in the bits of the float32 numbers, read as integers. The codes are therefore nearly logarithmic, and a
+positive root never becomes 0, regardless of the range. A separate code represents the root 0. The ratio is the signed
+square of its code, multiplied by a scale. It does not depend on the range of the roots.
 
-The step uses the moments before they are quantized again. The kernels are in numba on a CPU and in Triton on a GPU. For
-equal gradients, their codes equal those of the reference implementation, except where the last bit of a square root or
-a quotient decides. Both libraries are optional. Without them, the reference implementation runs.
+With beta2 = 0.999, v changes by about a thousandth per step. Rounding to nearest would lose this change. Codes are
+therefore rounded stochastically. The random numbers are hashes of the position and the step, and are the same in every
+run. The rounding of the ratio is unbiased. The root is rounded up slightly more often than down, so that coarse codes
+make steps smaller rather than larger. Over thousands of steps, this bias would accumulate until the steps vanish. Each
+block therefore stores the mean rounding error of its roots, which is called the shift. Decoding adds the shift to each
+root. With 4 bits, the remaining errors grow to a fifth of a root within about 60 steps. They increase the mean of 1 /
+√v by their square, about 5 %. The divisor of the step increases by the same factor.
+
+The step uses the moments before they are quantized again. The kernels use numba on a CPU and Triton on a GPU. For equal
+gradients, their codes equal the codes of the reference implementation, unless the last bit of a square root or a
+quotient changes the rounding. Both libraries are optional. Without them, the reference implementation is used.
 
 Sources: Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", ICLR 2022, for blocks;
 Kingma, Ba, "Adam", ICLR 2015, Algorithm 1; Loshchilov, Hutter, "Decoupled Weight Decay Regularization", ICLR 2019,
@@ -38,32 +42,34 @@ from efficient_ft.ops.storage.kernels.cpu import run_in_threads
 BLOCK = 128
 #: Tensors with fewer values are not quantized.
 MIN_SIZE = 4096
-#: Number of consecutive float32 numbers in one unit of the distance between codes, by number of bits.
+#: Unit of the distance between two codes, in consecutive float32 numbers, for each number of bits.
 UNIT = {8: 256, 4: 4096}
 #: Resolution of the shift of a block, as a fraction of the distance between codes.
 SHIFT = 2.0**-14
-#: Relative growth of a step's divisor as rounding errors accumulate, by number of bits.
+#: Relative growth of a step's divisor that compensates for accumulated rounding errors, for each number of bits.
 GROWTH = {8: 0.0, 4: 0.05}
-#: Fraction of this growth that remains after each step.
+#: After n steps, the growth is GROWTH · (1 − GROWTH_LEFT^n).
 GROWTH_LEFT = 0.97
-#: The largest root, √(2^128), as an integer. Larger roots and NaN are stored as this value.
+#: Bits of the largest root, just below √(2^128), as an integer. Larger roots and NaN are stored as this value.
 LARGEST = 0x5F7FFFFF
-#: Lower bound of the largest ratio of a block.
+#: Lower bound of the largest ratio of a block. It ensures that the scale is not 0.
 SMALLEST = 1e-30
 
 _AT_A_TIME = 1 << 14  # number of values that a CPU thread updates at a time
-_ROWS = 8  # number of blocks that a GPU program updates
+_ROWS = 8  # number of blocks that one GPU program updates
 
 
 class Moments(NamedTuple):
     """Moments in the block-wise storage format.
 
     Attributes:
-        ratio: Codes of m / √v, (n · bits / 8,) uint8. With 4 bits, a byte stores two codes, the first in its high half.
-        ratio_scale: Ratio at code 1, (blocks,) float32.
-        root: Codes of √v, (n · bits / 8,) uint8. Code 0 is exactly 0.
-        root_range: Range of each block, (blocks, 3) int16: the upper half of the smallest positive root's bits, the
-            distance between codes in units, and the shift.
+        ratio: Codes of m / √v, (n · bits / 8,) uint8. With 4 bits, each byte stores two codes. The first code is in the
+            high half of the byte.
+        ratio_scale: Ratio that the signed code 1 represents in each block, (blocks,) float32.
+        root: Codes of √v, (n · bits / 8,) uint8. Code 0 represents exactly 0.
+        root_range: Range of each block, (blocks, 3) int16. The columns contain the upper half of the bits of the
+            smallest positive root, the distance between codes in multiples of `UNIT`, and the shift in multiples of
+            `SHIFT`.
     """
 
     ratio: Tensor
@@ -73,12 +79,15 @@ class Moments(NamedTuple):
 
 
 def is_blockwise(size: int) -> bool:
-    """Return True if the moments of a parameter are quantized: its size is a multiple of BLOCK and >= MIN_SIZE."""
+    """Return True if the moments of a parameter with `size` values are quantized.
+
+    This requires that `size` is at least `MIN_SIZE` and a multiple of `BLOCK`.
+    """
     return size >= MIN_SIZE and size % BLOCK == 0
 
 
 def empty_moments(size: int, bits: int, device: torch.device | None = None) -> Moments:
-    """Return zero moments for a parameter of `size` values."""
+    """Return moments that are zero for a parameter with `size` values."""
     blocks, codes = size // BLOCK, size * bits // 8
     return Moments(
         torch.zeros(codes, dtype=torch.uint8, device=device),
@@ -94,7 +103,7 @@ def levels(bits: int) -> tuple[int, int]:
 
 
 def seed_of(step: int) -> int:
-    """Return the seed of stochastic rounding in a step."""
+    """Return the seed for stochastic rounding in an optimizer step."""
     return step * 0x9E3779B9 % 2**32
 
 
@@ -103,9 +112,9 @@ def quantize(m: Tensor, root: Tensor, bits: int, step: int) -> Moments:
 
     Args:
         m: First moment, (n,) float32, where n is a multiple of `BLOCK`.
-        root: Root of v, (n,) float32.
+        root: Square root of the second moment v, (n,) float32.
         bits: Number of bits per code, 8 or 4.
-        step: Number of the optimizer step, which determines the rounding.
+        step: Number of the optimizer step. The stochastic rounding depends on this number.
     """
     noise = uniform(m.numel(), torch.tensor(seed_of(step)), m.device).view(-1, BLOCK)
     ratio, scale = _ratio_codes((m / root).view(-1, BLOCK), bits, noise * 4096 % 1)
@@ -114,7 +123,7 @@ def quantize(m: Tensor, root: Tensor, bits: int, step: int) -> Moments:
 
 
 def dequantize(moments: Moments, bits: int) -> tuple[Tensor, Tensor]:
-    """Return m and v, (n,) float32 each."""
+    """Restore m and v, each (n,) float32."""
     ratio, roots = (_from_bytes(codes, bits) for codes in (moments.ratio, moments.root))
     low, distance, shift = moments.root_range.int().unbind(1)
     one = distance * UNIT[bits]
@@ -127,20 +136,20 @@ def dequantize(moments: Moments, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def _ratio_codes(ratio: Tensor, bits: int, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes (blocks, BLOCK) int32, and the scales (blocks,). A non-finite ratio becomes 0."""
+    """Return the codes of the ratios, (blocks, BLOCK) int32, and the scales, (blocks,). Non-finite ratios become 0."""
     top, _ = levels(bits)
     ratio = torch.where(ratio.isfinite(), ratio, 0.0)
     size = ratio.abs()
     scale = size.amax(1).clamp_min_(SMALLEST) * (1 / top**2)
     size = size * (1 / scale)[:, None]
     code = size.sqrt().floor_()
-    up = noise * (2 * code + 1) < size - code * code  # the mean square of the rounded code equals the size
+    up = noise * (2 * code + 1) < size - code * code  # the square of the rounded code has the mean `size`
     code = (code + up).clamp_max_(top).int()
     return torch.where(ratio < 0, -code, code) + 2 ** (bits - 1), scale
 
 
 def _root_codes(root: Tensor, bits: int, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes (blocks, BLOCK) int32, and the ranges (blocks, 3) int16."""
+    """Return the codes of the roots, (blocks, BLOCK) int32, and the ranges, (blocks, 3) int16."""
     _, top = levels(bits)
     integers = (root.view(torch.int32) & 0x7FFFFFFF).clamp_max_(LARGEST)
     positive = integers > 0
@@ -151,7 +160,7 @@ def _root_codes(root: Tensor, bits: int, noise: Tensor) -> tuple[Tensor, Tensor]
     place = (integers - (low << 16)[:, None]).float() * (1 / one)
     code = place.floor()
     rest = place - code
-    # The bias towards rounding up increases with the number of octaves (2^23 numbers) between two codes.
+    # The bias towards rounding up increases with the distance between two codes, up to half an octave (2^22 numbers).
     up = noise < rest + (one * 2.0**-22).clamp_max_(1) * (rest - rest * rest)
     code = (code + up).clamp_(0, top).int() + 1
     down = torch.where(positive, (rest * (1 / SHIFT)).int() - up * round(1 / SHIFT), 0)
@@ -165,14 +174,14 @@ def _to_bytes(codes: Tensor, bits: int) -> Tensor:
 
 
 def _from_bytes(codes: Tensor, bits: int) -> Tensor:
-    """Return codes (blocks, BLOCK) int32."""
+    """Unpack codes to (blocks, BLOCK) int32."""
     if bits == 4:
         codes = torch.stack((codes >> 4, codes & 15), 1)
     return codes.view(-1, BLOCK).int()
 
 
 class AdamStep(NamedTuple):
-    """The settings of one step of AdamW if `decoupled`, or else of Adam. The first step has the number 1."""
+    """The settings of one step of AdamW (if `decoupled` is True) or of Adam. Steps are numbered from 1."""
 
     lr: float
     beta1: float
@@ -185,7 +194,7 @@ class AdamStep(NamedTuple):
     def factors(self, growth: float = 0.0) -> tuple[float, ...]:
         """Return the factors of the update formulas, in the order that `dense_step` and the kernels expect.
 
-        `growth` is the relative growth of the divisor as rounding errors accumulate (`GROWTH`).
+        `growth` is the relative growth of the divisor that compensates for rounding errors (`GROWTH`).
         """
         return (
             0.0 if self.decoupled else self.weight_decay,
@@ -201,9 +210,9 @@ class AdamStep(NamedTuple):
 
 
 def adam_step(p: Tensor, grad: Tensor, moments: Moments, bits: int, step: AdamStep) -> None:
-    """Update a parameter and its block-wise moments in place, with 8 or 4 bits per code.
+    """Update a parameter and its block-wise moments in place. Each code has 8 or 4 bits.
 
-    `p` and `grad` are (n,) float32 and contiguous. `grad` is not changed.
+    `p` and `grad` are contiguous, (n,) float32. `grad` is not changed.
     """
     if not supports(p):
         adam_step_reference(p, grad, moments, bits, step)
@@ -254,7 +263,8 @@ def dense_step(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: AdamStep, gr
     """Update a parameter and its moments m and v in place, and return the root of v.
 
     All tensors are float32 and have the same shape. `AdamStep.factors` describes `growth`. Every product is rounded
-    before it is added, like in the kernel, whereas ``add_(x, alpha=a)`` and ``lerp_`` round once.
+    before it is added, as in the kernels. ``add_(x, alpha=a)`` and ``lerp_`` are not used, because they round only
+    once.
     """
     l2, decay, beta1, rest1, beta2, rest2, correction, eps, rate = step.factors(growth)
     if l2:

@@ -1,6 +1,6 @@
 """The numba kernel of the block-wise Adam step. Importing this module requires numba.
 
-The job is a C function of one pointer, like the jobs in `ops.storage.kernels.numba_kernels`.
+The job is a C function with one pointer argument, like the jobs in `ops.storage.kernels.numba_kernels`.
 """
 # mypy: ignore-errors
 # mypy cannot check code that numba compiles.
@@ -16,7 +16,7 @@ from numba import carray, float32, int16, int32, njit, uint8, uint32
 from efficient_ft.ops.blockwise import BLOCK, LARGEST, SHIFT, UNIT, levels
 from efficient_ft.ops.storage.kernels.numba_kernels import _address, _noise, _take, as_job
 
-# With this error model, division by 0 returns infinity instead of raising an error, and loops are vectorized.
+# With this error model, division by 0 returns infinity instead of raising an error, so that loops are vectorized.
 _jit: Any = njit(nogil=True, boundscheck=False, error_model="numpy")
 _LARGEST, _FINITE = np.int32(LARGEST), np.finfo(np.float32).max
 _SHIFT, _SHIFTS = np.float32(SHIFT), np.int32(1 / SHIFT)
@@ -24,7 +24,7 @@ _SHIFT, _SHIFTS = np.float32(SHIFT), np.int32(1 / SHIFT)
 
 @_jit
 def _decode(ratio, root, scale, low, one, zero, m, v_bits):
-    """Write m / √v to m, and the bits of √v to v_bits."""
+    """Write the ratio m / √v to `m`, and the bits of the root √v to `v_bits`."""
     for i in range(len(m)):
         signed = int32(ratio[i]) - zero
         m[i] = float32(int32(signed * abs(signed))) * scale
@@ -34,7 +34,7 @@ def _decode(ratio, root, scale, low, one, zero, m, v_bits):
 
 @_jit
 def _step(p, grad, m, v, factors):
-    """Update p, and replace m by its ratio to √v and v by √v."""
+    """Update p, m and v. Before and after the update, `m` contains the ratio m / √v, and `v` contains the root √v."""
     l2, decay, beta1, rest1 = factors[0], factors[1], factors[2], factors[3]
     beta2, rest2, correction, eps, rate = factors[4], factors[5], factors[6], factors[7], factors[8]
     for i in range(len(p)):
@@ -49,7 +49,10 @@ def _step(p, grad, m, v, factors):
 
 @_jit
 def _bounds(m_bits, v_bits, largest, low, high):
-    """Return the bits of the largest ratio, the smallest positive root and the largest root."""
+    """Limit the roots to `LARGEST`, and return the bits of three values.
+
+    The values are the largest ratio, the smallest positive root and the largest root.
+    """
     for i in range(len(m_bits)):
         largest = max(largest, m_bits[i] & int32(0x7FFFFFFF))
         bits = min(v_bits[i] & int32(0x7FFFFFFF), _LARGEST)
@@ -63,7 +66,7 @@ def _bounds(m_bits, v_bits, largest, low, high):
 def _encode(m, v_bits, inverse, low, one, tops, base, ratio, root):
     """Write the codes to `ratio` and `root`, and return the shift.
 
-    A compiled function receives every array and number as a separate argument.
+    The function has many parameters, because a compiled function receives every array and number separately.
     """
     ratio_top, root_top, zero = tops
     down, positive = int32(0), int32(0)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def _noise(at, seed):
-    """Return the values of `ops.storage.eight_bits.uniform` at these positions."""
+    """Return the values of `ops.storage.eight_bits.uniform` at the positions `at`."""
     h = (at + seed).to(tl.uint32, bitcast=True)
     h = (h ^ (h >> 16)) * 0x7FEB352D
     h = (h ^ (h >> 15)) * 0x846CA68B
@@ -43,7 +43,7 @@ def adam_step(
 ):  # fmt: skip
     """Compute `blockwise.adam_step` for ROWS blocks of SIZE values.
 
-    A kernel receives every pointer, size and constant as a separate argument.
+    The kernel has many parameters, because a kernel receives every pointer, size and constant separately.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = row.to(tl.int64)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
@@ -86,7 +86,7 @@ def adam_step(
     code = tl.minimum(tl.floor(place).to(tl.int32) + up, ROOT_TOP) + 1
     down = tl.sum(tl.where(bits > 0, (rest * SHIFTS).to(tl.int32) - up * SHIFTS, 0), 1)
     positive = tl.maximum(tl.sum((bits > 0).to(tl.int32), 1), 1)
-    # The quotient is rounded down, even if it is negative.
+    # Triton's // rounds towards zero, but the shift is rounded down even if it is negative.
     shift = tl.where(down < 0, -((positive - 1 - down) // positive), down // positive)
     tl.store(range_ + 3 * row + 2, shift.to(tl.int16), mask=inside)
     _store_codes(root, at, tl.where(bits > 0, code, 0), row, blocks, BITS, ROWS, SIZE)

@@ -1,8 +1,9 @@
-"""GELU, alone or after a BatchNorm with frozen statistics, in one pass over the tensor in each direction.
+"""GELU, alone or after a BatchNorm with frozen statistics.
 
-Only the input is saved for the backward pass: one tensor instead of two for BatchNorm and GELU. Results equal those of
-torch's operations up to rounding. On a CPU in float32, kernels compiled by numba compute the results. numba is
-optional. Without it, torch's operations run.
+The forward pass and the backward pass each process the tensor in one pass. Only the input is saved for the backward
+pass. For BatchNorm and GELU, this is one tensor instead of two. Results equal the results of torch's operations up to
+rounding. On a CPU in float32, kernels compiled by numba compute the results. numba is optional. Without numba, torch's
+operations are used.
 """
 
 from __future__ import annotations
@@ -22,29 +23,30 @@ from efficient_ft.ops.storage.kernels.cpu import run_in_threads
 __all__ = ["batch_norm_gelu", "gelu"]
 
 _AT_A_TIME = 1 << 14  # number of values that a thread processes at a time
-_PIECES = 64  # number of pieces of a map with separate sums; it does not depend on the number of threads
+_PIECES = 64  # number of pieces with separate sums; constant, so that sums do not depend on the number of threads
 
-#: The compiled kernels, or None without numba.
+#: Function that returns the compiled kernels, or None if numba is not installed.
 _kernels = partial(optional_module, "efficient_ft.ops.gelu.numba_kernels")
 
 
 def gelu(x: Tensor) -> Tensor:
-    """Compute the exact `F.gelu` (by erf) of a dense tensor of any shape, with a gradient for x."""
+    """Compute the exact GELU (with erf), like `F.gelu`, of a dense tensor of any shape."""
     return _Gelu.apply(x)
 
 
 def batch_norm_gelu(
     x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """Compute `F.gelu` of `F.batch_norm` with running statistics, with gradients for x, `weight` and `bias`.
+    """Compute `F.gelu` of `F.batch_norm` with running statistics. x, `weight` and `bias` receive gradients.
 
-    x is (B, C, H, W), contiguous in channels-last memory. `frozen.frozen_batch_norm` describes the other arguments.
+    x has the shape (B, C, H, W) and is contiguous in channels-last memory format. `frozen.frozen_batch_norm` describes
+    the other arguments.
     """
     return _BatchNormGelu.apply(x, mean, variance, weight, bias, eps)
 
 
 class _Gelu(Function):
-    """y = x · Φ(x)."""
+    """GELU, y = x · Φ(x)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -59,7 +61,7 @@ class _Gelu(Function):
 
 
 class _BatchNormGelu(Function):
-    """y = u · Φ(u) with u = x · scale + shift, scale = γ / √(σ² + ε) and shift = β - μ · scale."""
+    """BatchNorm and GELU, y = u · Φ(u) with u = x · scale + shift, scale = γ / √(σ² + ε) and shift = β - μ · scale."""
 
     @staticmethod
     def forward(
@@ -101,7 +103,10 @@ def _supports(x: Tensor) -> bool:
 
 
 def _forward(x: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
-    """Return GELU(x · scale + shift) in the layout of x. With `scale` and `shift` (C,), the layout is channels-last."""
+    """Return GELU(x · scale + shift) in the memory format of x.
+
+    If `scale` and `shift` (C,) are given, x must have the channels-last format.
+    """
     y = torch.empty_like(x)
     if scale is None or shift is None:
         _run(_kernels().forward(False), x, _AT_A_TIME, [x, y])
@@ -113,9 +118,9 @@ def _forward(x: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
 def _backward(
     g: Tensor, x: Tensor, scale: Tensor | None, shift: Tensor | None, mean: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradient of x, and with a mean (C,) the sums Σ h and Σ h · (x - mean), (C,) each.
+    """Return the gradient of x. If `mean` (C,) is given, also return the sums Σ h and Σ h · (x - mean), each (C,).
 
-    h is the gradient of x · scale + shift. With `scale` and `shift` (C,), the layout of x is channels-last.
+    h is the gradient of x · scale + shift. If `scale` and `shift` (C,) are given, x must have the channels-last format.
     """
     g_x = torch.empty_like(x)
     g = g if g.stride() == x.stride() else torch.empty_like(x).copy_(g)

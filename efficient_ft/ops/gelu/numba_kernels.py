@@ -1,7 +1,8 @@
 """The numba kernels of GELU. Importing this module requires numba.
 
-A job is a C function of one pointer, like the jobs in `ops.storage.kernels.numba_kernels`. In channels-last memory, a
-row contains one value per channel. In other tensors, a row contains one value, and scale and shift are not used.
+A job is a C function with one pointer argument, like the jobs in `ops.storage.kernels.numba_kernels`. For a tensor in
+channels-last memory format, a row contains one value for each channel. For other tensors, a row contains a single
+value, and scale and shift are not used.
 """
 # mypy: ignore-errors
 # mypy cannot check code that numba compiles.
@@ -16,19 +17,19 @@ from numba import carray, float32, int32, njit
 
 from efficient_ft.ops.storage.kernels.numba_kernels import _address, _take, as_job
 
-# `contract` fuses a product and a sum if the processor supports it. Other fast-math options are off, so that vectorized
-# and remaining elements are computed in the same way.
+# `contract` fuses a product and a sum if the processor supports it. Other fast-math options are disabled, so that the
+# vectorized part of a loop and the remaining elements are computed in the same way.
 _jit: Any = njit(nogil=True, boundscheck=False, error_model="numpy", fastmath={"contract"})
 
 _SQRT_HALF = float32(0.5**0.5)
 _DENSITY = float32((2 * np.pi) ** -0.5)
-#: In float32, erf is 1 for all values of at least this size.
+#: In float32, erf(t) is 1 for all t that are at least this large.
 _ONE = float32(3.92)
 
 
 @_jit
 def _erf(t):
-    """Compute erf(t) in float32 by the rational approximation of the Eigen library."""
+    """Compute erf(t) in float32 with the rational approximation of the Eigen library."""
     t = min(max(t, -_ONE), _ONE)
     s = t * t
     p = s * float32(-2.72614225801306e-10) + float32(2.77068142495902e-08)
@@ -55,7 +56,10 @@ def _cdf(u):
 
 @_jit
 def _density(u):
-    """Compute φ(u) as 2^k e^r with an integer k and |r| at most ln 2 / 2, by a polynomial of degree 6."""
+    """Compute the normal density φ(u). The exponential is 2^k e^r with an integer k and |r| ≤ ln 2 / 2.
+
+    A polynomial of degree 6 approximates e^r.
+    """
     x = max(float32(-0.5) * u * u, float32(-87))
     k = np.floor(x * float32(1.44269504088896341) + float32(0.5))
     r = x - k * float32(0.693359375)
@@ -107,7 +111,7 @@ def _affine_row_gradients(g, x, scale, shift, mean, g_x, of_shift, of_scale):
 
 @functools.cache
 def forward(affine: bool) -> Any:
-    """Compile the job that computes GELU of x, or of x · scale + shift with `affine`, several rows at a time."""
+    """Compile the job that computes GELU of x. With `affine`, it computes GELU of x · scale + shift."""
 
     def gelu_job(pointer):
         job = carray(pointer, 9)
@@ -133,7 +137,10 @@ def forward(affine: bool) -> Any:
 
 @functools.cache
 def backward(affine: bool, sums: bool) -> Any:
-    """Compile the job that computes the gradient of x and, with `sums`, the sums for scale and shift per piece."""
+    """Compile the job that computes the gradient of x. With `sums`, it also computes the sums for scale and shift.
+
+    Each piece of x has separate sums.
+    """
 
     def gelu_backward_job(pointer):
         job = carray(pointer, 13)

@@ -1,7 +1,7 @@
-"""Low-rank backward pass: constant matrices, projections built from them, and the layers that use them.
+"""Low-rank backward pass: constant matrices, projections with these matrices, and layers that use the projections.
 
-`transforms` builds the matrices, `projection` applies the matrices to tensors and selects them for a grid, and
-`low_rank` defines the backward pass (LBP-WHT: Yang et al., NeurIPS 2023).
+`transforms` builds the matrices. `projection` applies the matrices to tensors and selects them for a grid. `low_rank`
+defines the backward pass (LBP-WHT: Yang et al., NeurIPS 2023).
 """
 
 from efficient_ft.ops.projection.low_rank import low_rank_conv1x1, low_rank_linear

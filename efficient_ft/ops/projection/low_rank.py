@@ -29,7 +29,7 @@ from efficient_ft.ops.saving import current_packing, load, save
 from efficient_ft.ops.storage import Packed
 
 
-@torch.compiler.disable  # a shared x̂ is identified at run time, by the identity of its source
+@torch.compiler.disable  # layers share x̂ if their inputs are the same object, which is known only at run time
 def low_rank_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection | SubsetProjection
 ) -> Tensor:
@@ -38,13 +38,13 @@ def low_rank_linear(
     Args:
         x: Tokens (B, N, C_in), or a map (B, H, W, C_in).
         weight, bias: Weight (C_out, C_in), and bias (C_out,) or None.
-        projection: Projection over the N tokens (prefix tokens and grid), over the H·W positions, or over the remaining
-            tokens of each image.
+        projection: Projection over the N tokens (prefix tokens and grid), over the H·W positions of a map, or over the
+            remaining tokens of each image.
     """
     return _LowRankLinear.apply(*to_autocast_dtype(x, weight, bias), projection, weakref.ref(x))
 
 
-@torch.compiler.disable  # a shared x̂ is identified at run time, by the identity of its source
+@torch.compiler.disable  # layers share x̂ if their inputs are the same object, which is known only at run time
 def low_rank_conv1x1(x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection) -> Tensor:
     """Compute an ungrouped 1×1 `F.conv2d` of stride 1 with a low-rank backward pass.
 
@@ -99,8 +99,8 @@ class _LowRankConv1x1(torch.autograd.Function):
         return g_x, None if g_w is None else g_w[:, :, None, None], g_b, None, None
 
 
-#: The last x̂ (`held`), which the next layer reuses if it reads the same tensor. The backward pass frees it. The single
-#: attribute is replaced atomically, because the backward pass runs in several threads with several devices.
+#: The attribute `held` stores the last x̂. The next layer reuses it if it reads the same tensor, and the backward pass
+#: frees it. A single attribute is replaced atomically. With several devices, the backward pass runs in several threads.
 _last = SimpleNamespace(held=None)
 
 
@@ -109,7 +109,7 @@ def _save(
 ) -> None:
     """Save x̂ if the weight requires a gradient, the weight if x requires a gradient, and the constants.
 
-    In a packed part of a model, x̂ is packed. `read` references the tensor with which the layer was called.
+    If packing is active, x̂ is packed. `read` is a weak reference to the tensor with which the layer was called.
     """
     ctx.projection = projection
     constants = projection.constants(x_BNC.device, x_BNC.dtype)
@@ -120,8 +120,8 @@ def _save(
 def _x_hat(
     x_BNC: Tensor, projection: Projection | SubsetProjection, constants: Constants, read: weakref.ref[Tensor]
 ) -> Tensor | Packed:
-    """Return x̂, or a packed tensor that unpacks to x̂. Reuse x̂ if the previous layer read the same tensor."""
-    packing = current_packing()  # a mode does not see the tensors that an autograd function saves
+    """Return x̂, or a packed tensor that unpacks to x̂. If the previous layer read the same tensor, reuse its x̂."""
+    packing = current_packing()  # a mode does not intercept the tensors that an autograd function saves
     if packing is not None:
         packing.begin("low_rank")
     kept = None if packing is None else packing.find_source(x_BNC)
@@ -140,13 +140,16 @@ def _x_hat(
 
 
 def _projected(unpack: Callable[..., Tensor], projection: Projection | SubsetProjection, *tensors: Tensor) -> Tensor:
-    """Unpack x, and compute x̂."""
+    """Unpack x, and compute x̂ from it."""
     x_BNC = unpack(*tensors)
     return projection.project(x_BNC, projection.constants(x_BNC.device, x_BNC.dtype))
 
 
 def _backward(ctx: Any, g_BNC: Tensor) -> tuple[Constants, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the constants, g_w (C_out, C_in), g_b (C_out,) and ĝw (B, R, C_in). Unneeded gradients are None."""
+    """Return the constants, g_w (C_out, C_in), g_b (C_out,) and ĝw (B, R, C_in).
+
+    Gradients that are not required are None.
+    """
     _last.held = None
     x_hat, weight, *_ = load(ctx)
     constants = ctx.projection.constants(g_BNC.device, g_BNC.dtype)
@@ -155,23 +158,23 @@ def _backward(ctx: Any, g_BNC: Tensor) -> tuple[Constants, Tensor | None, Tensor
     g_b = None
     if ctx.needs_input_grad[2]:
         if constants.ones is not None and g_BNC.dtype in (torch.float32, torch.float64):
-            # The sum over positions is a combination of the coefficients. This avoids a second pass over g.
+            # The sum over positions is computed from the coefficients. This avoids a second pass over g.
             g_b = torch.matmul(constants.ones, g_hat.sum(0))
         else:
             g_b = g_BNC.sum((0, 1))
     gx_hat = None
     if ctx.needs_input_grad[0]:
-        # CPU libraries compute (ĝw)ᵀ as wᵀĝᵀ up to a quarter faster.
+        # On CPUs, computing (ĝw)ᵀ as wᵀĝᵀ takes up to a quarter less time.
         gx_hat = torch.mm(weight.flatten(1).T, g_hat.flatten(0, 1).T).unflatten(1, g_hat.shape[:2]).permute(1, 2, 0)
     return constants, g_w, g_b, gx_hat
 
 
 def _weight_gradient(g_hat: Tensor, x_hat: Tensor) -> Tensor:
-    """Compute ĝᵀx̂ (C_out, C_in) from (B·R, C_out) and (B·R, C_in)."""
+    """Compute ĝᵀx̂ (C_out, C_in) from ĝ (B·R, C_out) and x̂ (B·R, C_in)."""
     c_out, c_in = g_hat.shape[1], x_hat.shape[1]
     if g_hat.device.type != "cpu" or c_in < 2 * c_out:
         return torch.mm(g_hat.T, x_hat)
-    # CPU libraries parallelize the product of a wide, flat matrix poorly. Square pieces take a fifth less time.
+    # CPU libraries parallelize products with a wide result poorly. Computing square pieces takes a fifth less time.
     g_w = g_hat.new_empty(c_out, c_in)
     pieces = c_in // c_out
     for columns, out in zip(x_hat.chunk(pieces, 1), g_w.chunk(pieces, 1), strict=True):

@@ -1,9 +1,10 @@
-"""Tensor projections, grouped by tiles that share a small matrix, and projectors, which select them for a grid.
+"""Projections of tensors, and projectors, which select a projection for a grid.
 
-Maps are logical (B, N, C) tensors of any strides. Channels-first maps are transposed views. The matrices are constants.
-A projection caches the matrices by device and dtype, and they are never part of a ``state_dict``.
+A projection consists of tiles. Tiles that share a small matrix form a group. Maps are logical (B, N, C) tensors with
+any strides. Maps in channels-first memory format are transposed views. The matrices are constants. A projection caches
+its matrices for each device and dtype. They are never part of a ``state_dict``.
 
-A projector is a small hashable object. Projections are built once per (projector, grid, prefix) and shared by all
+A projector is a small hashable object. Each projection is built once for a (projector, grid, prefix) and shared by all
 layers. Copies and pickles of a model therefore do not contain projections.
 """
 
@@ -21,7 +22,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from efficient_ft.ops.projection.transforms import Grid, Pairs, Tile, dct_tiles, dense, disjoint, low_pass_l1, wht_tiles
 
-#: Maximum number of positions for which one dense matrix is faster than gathering tiles.
+#: Maximum number of positions for which a product with one dense matrix is faster than gathering tiles.
 DENSE_LIMIT = 256
 
 
@@ -49,11 +50,11 @@ class Constants:
     """The tensors of a projection on one device and in one dtype, in the order of its groups.
 
     Attributes:
-        matrices: Matrices in the order analysis, synthesis, analysis, synthesis, … If the two matrices of a group are
-            equal, the tensor is listed twice.
+        matrices: Matrices of the groups in the order analysis, synthesis, analysis, synthesis, … If the two matrices of
+            a group are equal, the same tensor is listed twice.
         gather: Positions in the order of the groups, (N,). If None, one group covers the full map.
-        scatter: Inverse of `gather`, (N,).
-        ones: Coefficients of the sum over tokens, (R,), or None.
+        scatter: Inverse permutation of `gather`, (N,), or None.
+        ones: Coefficients of the sum over tokens, (R,), or None. See `Projection`.
     """
 
     matrices: tuple[Tensor, ...]
@@ -73,8 +74,8 @@ class Projection:
         tokens: Number of tokens, N = prefix + H·W.
         rank: Number of coefficients per channel, R, including prefix tokens.
         groups: Tiles and their matrices.
-        ones: Vector c (R,) with cᵀ·analysis = 1ᵀ. It expresses the exact sum over tokens, a bias gradient, as a
-            combination of the coefficients. None if no such vector exists.
+        ones: Vector c (R,) with cᵀ·analysis = 1ᵀ, or None if no such vector exists. With c, the exact sum over tokens
+            (a bias gradient) is computed from the coefficients.
     """
 
     tokens: int
@@ -85,14 +86,14 @@ class Projection:
 
     @property
     def flops(self) -> int:
-        """Executed FLOPs of one projection, or one reverse projection, of one channel (2 per multiply-add)."""
+        """Executed FLOPs of a projection or a reverse projection of one channel. A multiply-add counts as 2 FLOPs."""
         return 2 * sum(g.tiles * g.analysis.size for g in self.groups)
 
     @classmethod
     def from_tiles(cls, tiles: list[Tile], grid: tuple[int, int], prefix: int = 0) -> Projection:
         """Create a projection from tiles over the positions of a grid (H, W) that follows `prefix` prefix tokens.
 
-        A small map becomes one dense matrix. A large map becomes groups of equal tiles.
+        For a small map, all tiles are combined into one dense matrix. For a large map, equal tiles form groups.
         """
         positions = grid[0] * grid[1]
         one = np.eye(1)
@@ -112,7 +113,7 @@ class Projection:
         )
 
     def constants(self, device: torch.device, dtype: torch.dtype) -> Constants:
-        """Return the tensors on `device` and in `dtype`. The tensors are built once."""
+        """Return the tensors on `device` and in `dtype`. They are built once and cached."""
         key = (device, dtype)
         if key not in self._cache:
             # A fake tensor created while costs are traced must not be cached for real steps.
@@ -136,7 +137,10 @@ class Projection:
         return Constants(tuple(matrices), gather, scatter, None if self.ones is None else tensor(self.ones))
 
     def matrices(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return dense analysis and synthesis matrices (R, N) over all tokens. Equal matrices are the same tensor."""
+        """Return dense analysis and synthesis matrices (R, N) over all tokens.
+
+        If the two matrices are equal, they are the same tensor.
+        """
         key = (device, dtype, "dense")
         if key not in self._cache:
             tiles = [
@@ -151,13 +155,13 @@ class Projection:
         return analysis, synthesis
 
     def project(self, x_BNC: Tensor, constants: Constants) -> Tensor:
-        """Compute the coefficients (B, R, C), contiguous, of tokens (B, N, C)."""
+        """Compute the coefficients (B, R, C) of tokens (B, N, C). The result is contiguous."""
         if constants.gather is None:
             return torch.matmul(constants.matrices[0], x_BNC)
         return self._multiply(constants.matrices[::2], x_BNC.index_select(1, constants.gather))
 
     def back(self, x_BRC: Tensor, constants: Constants, channels_first: bool = False) -> Tensor:
-        """Compute tokens (B, N, C), or contiguous (B, C, N) with `channels_first`, from coefficients (B, R, C)."""
+        """Compute tokens (B, N, C) from coefficients (B, R, C). With `channels_first`, return contiguous (B, C, N)."""
         if constants.scatter is None:
             if channels_first:
                 return torch.matmul(x_BRC.transpose(1, 2), constants.matrices[1])
@@ -167,7 +171,7 @@ class Projection:
         return x_BNC.transpose(1, 2).contiguous() if channels_first else x_BNC
 
     def _multiply(self, matrices: Sequence[Tensor], x: Tensor) -> Tensor:
-        """Multiply each tile of x, in the order of the groups, by the matrix of its group."""
+        """Multiply each tile of x by the matrix of its group. The tiles of x are in the order of the groups."""
         parts, start = [], 0
         for g, matrix in zip(self.groups, matrices, strict=True):
             rows, size = matrix.shape
@@ -179,15 +183,16 @@ class Projection:
 
 @dataclass(frozen=True, eq=False)
 class SubsetProjection:
-    """A projection of the tokens that remain after a drop, built from columns of the full matrices for each image.
+    """A projection of the tokens that remain after other tokens were dropped.
 
-    It is exact if the full projection is exact. Fused tokens are not on the grid. Like a prefix token, each fused token
-    is a separate tile with the matrix 1.
+    The matrices of each image consist of columns of the full matrices. The projection is exact if the full projection
+    is exact. Fused tokens are not on the grid. Like a prefix token, each fused token is a separate tile with the matrix
+    1.
 
     Attributes:
         tokens: Number of remaining tokens, N.
-        rank: R of the full projection, plus one per fused token.
-        analysis_BNR, synthesis_BNR: Transposed matrices. Equal matrices are the same tensor.
+        rank: Rank R of the full projection, plus the number of fused tokens.
+        analysis_BNR, synthesis_BNR: Transposed matrices of each image. If they are equal, they are the same tensor.
     """
 
     tokens: int
@@ -197,7 +202,7 @@ class SubsetProjection:
 
     @classmethod
     def from_columns(cls, whole: Projection, columns_BN: Tensor, fused: int, dtype: torch.dtype) -> SubsetProjection:
-        """Select columns of a projection.
+        """Select columns of the matrices of a projection for each image.
 
         Args:
             whole: Projection of all tokens.
@@ -213,11 +218,11 @@ class SubsetProjection:
 
     @property
     def flops(self) -> int:
-        """Executed FLOPs of one projection, or one reverse projection, of one channel (2 per multiply-add)."""
+        """Executed FLOPs of a projection or a reverse projection of one channel. A multiply-add counts as 2 FLOPs."""
         return 2 * self.rank * self.tokens
 
     def constants(self, device: torch.device, dtype: torch.dtype) -> Constants:
-        """Return the tensors, which already have the requested device and dtype."""
+        """Return the matrices. They already have the requested device and dtype."""
         return Constants((self.analysis_BNR, self.synthesis_BNR), None, None, None)
 
     def project(self, x_BNC: Tensor, constants: Constants) -> Tensor:
@@ -233,14 +238,14 @@ class SubsetProjection:
 def _group(tiles: list[Tile]) -> list[Group]:
     equal: dict[tuple, list[Tile]] = {}
     for t in tiles:
-        # The matrices are rounded, since the matrices of equal tiles may differ in the last bit.
+        # The key contains rounded matrices, because the matrices of equal tiles may differ in the last bit.
         key = t.analysis.shape, t.analysis.round(9).tobytes(), t.synthesis.round(9).tobytes()
         equal.setdefault(key, []).append(t)
     return [Group(np.stack([t.positions for t in ts]), ts[0].analysis, ts[0].synthesis) for ts in equal.values()]
 
 
 def _combination(group: Group) -> np.ndarray | None:
-    """Return c (tiles·r,) with cᵀ·analysis = 1ᵀ on every tile, or None if the row span excludes the constant map."""
+    """Return c (tiles·r,) with cᵀ·analysis = 1ᵀ on every tile, or None if no such vector exists."""
     c, *_ = np.linalg.lstsq(group.analysis.T, np.ones(group.analysis.shape[1]), rcond=None)
     exact = np.abs(group.analysis.T @ c - 1).max() < 1e-10
     return np.tile(c, group.tiles) if exact else None
@@ -250,10 +255,12 @@ Padding = Literal["ortho", "zero", "reflect"]
 
 
 class Projector(Protocol):
-    """Protocol of the rules that select the projection for a grid and a layer's channels."""
+    """Protocol of projectors. A projector selects the projection for a grid and the channels of a layer."""
 
     def projection(self, grid: Grid, prefix: int, channels: tuple[int, int]) -> Projection:
-        """Return the projection for maps of `grid` after `prefix` tokens, in a layer with (C_in, C_out) channels.
+        """Return the projection for a layer with (C_in, C_out) channels.
+
+        The input of the layer consists of `prefix` prefix tokens and a map of `grid`.
 
         Raises:
             ValueError: If maps of this grid cannot be projected.
@@ -262,7 +269,10 @@ class Projector(Protocol):
 
 
 def backward_flops(projection: Projection | SubsetProjection, channels: tuple[int, int]) -> tuple[int, int]:
-    """Return the executed FLOPs per image of g_w and g_x of a linear layer: exact, and low-rank with projections."""
+    """Return the executed FLOPs per image of the gradients g_w and g_x of a linear layer.
+
+    The first number is for exact gradients. The second number is for low-rank gradients, including the projections.
+    """
     c_in, c_out = channels
     exact = 4 * c_in * c_out * projection.tokens
     return exact, 4 * c_in * c_out * projection.rank + projection.flops * (2 * c_in + c_out)
@@ -270,10 +280,10 @@ def backward_flops(projection: Projection | SubsetProjection, channels: tuple[in
 
 @dataclass(frozen=True)
 class WalshProjector:
-    """Block-wise Walsh–Hadamard bases (LBP-WHT, Equations 6 to 9).
+    """Projector with block-wise Walsh–Hadamard bases (LBP-WHT, Equations 6 to 9).
 
     Attributes:
-        pairs: Sequencies (i, j) that are used in every 8×8 block.
+        pairs: Sequencies (i, j) of the bases that are used in every 8×8 block.
         padding: Padding of the grid, ``ortho``, ``zero`` or ``reflect``. See `transforms.wht_tiles`.
     """
 
@@ -281,20 +291,22 @@ class WalshProjector:
     padding: Padding = "ortho"
 
     def projection(self, grid: Grid, prefix: int, channels: tuple[int, int]) -> Projection:
-        """Return the projection for maps of `grid`, which does not depend on `channels`.
+        """Return the projection for maps of `grid`. It does not depend on `channels`.
 
         Raises:
-            ValueError: If an axis is too short for reflection.
+            ValueError: If an axis of the grid is too short for reflection.
         """
         return _walsh_projection(self, grid, prefix)
 
 
 @dataclass(frozen=True)
 class CosineProjector:
-    """Low-pass DCT-II rows. The orthonormalized WHT of an LP_L1 order on the same grid determines the number of rows.
+    """Projector with the lowest rows of the DCT-II.
 
-    Grids of up to 256 positions use a single transform. Larger grids use tiles of 16² or 14² if their executed FLOPs,
-    including projections, do not exceed the FLOPs of the zero-padded WHT. Otherwise, they use tiles of about 8².
+    The number of rows equals the number of rows of the orthonormalized WHT on the same grid with the same LP_L1 order.
+    Grids of up to 256 positions use a single transform. Larger grids use tiles of 16×16 or 14×14 positions if the
+    executed FLOPs, including projections, do not exceed the FLOPs of the zero-padded WHT. Otherwise, larger grids use
+    tiles of about 8×8 positions.
 
     Attributes:
         order: Order of the LP_L1 selection, from 1 to 15.
@@ -330,6 +342,6 @@ def _cosine_projection(projector: CosineProjector, grid: Grid, prefix: int, side
 
 
 def _cut(n: int, side: int) -> list[int]:
-    """Divide n into near-equal pieces of at most `side`."""
+    """Divide n into pieces of nearly equal size. The size of a piece is at most `side`."""
     pieces = -(-n // side)
     return [n // pieces + (k < n % pieces) for k in range(pieces)]

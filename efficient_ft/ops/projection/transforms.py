@@ -1,11 +1,12 @@
-"""The matrices of the projections: small constants, built once per grid in float64 with NumPy.
+"""The matrices of the projections. They are small constants, which NumPy computes once per grid in float64.
 
 A projection is a pair of matrices over the L = H·W positions of a token grid. `analysis` (R × L) maps positions to R
-coefficients, and the transpose of `synthesis` (R × L) maps coefficients back. The two matrices are equal and have
-orthonormal rows, except for the published padding, which analyzes a reflected map and crops the synthesized map.
+coefficients. The transpose of `synthesis` (R × L) maps the coefficients back to positions. The two matrices are equal,
+except with the padding ``reflect``, which analyzes a reflected map and crops the synthesized map. With the padding
+``ortho`` and for the DCT, the rows are orthonormal.
 
-Source: LBP-WHT (Yang et al., NeurIPS 2023), Equations 3 to 9. Padding and projection are linear, so that one matrix
-represents both.
+Source: LBP-WHT (Yang et al., NeurIPS 2023), Equations 3 to 9. Padding and projection are linear, so that a single
+matrix represents both.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ BLOCK = 8  # order of the paper's WHT; maps are divided into blocks of 8×8 posi
 
 
 def walsh(n: int = BLOCK) -> np.ndarray:
-    """Return the sequency-ordered Walsh–Hadamard matrix of ±1 for a power of two n. Row k changes sign k times."""
+    """Return the Walsh–Hadamard matrix (n × n) of ±1 in sequency order. Row k changes sign k times.
+
+    n must be a power of two.
+    """
     h = np.ones((1, 1))
     while h.shape[0] < n:
         h = np.block([[h, h], [h, -h]])
@@ -35,12 +39,18 @@ def walsh(n: int = BLOCK) -> np.ndarray:
 
 
 def low_pass_l1(order: int) -> Pairs:
-    """Return LP_L1-r for r from 1 to 15: the sequencies (i, j) with i + j ≤ r − 1, lowest first (Equation 8)."""
+    """Return the selection LP_L1-r of `order` r, from 1 to 15.
+
+    It contains the sequencies (i, j) with i + j ≤ r − 1, lowest first (Equation 8).
+    """
     return lowest_first(p for p in np.ndindex(BLOCK, BLOCK) if sum(p) <= order - 1)
 
 
 def low_pass_linf(order: int) -> Pairs:
-    """Return LP_L∞-r for r from 1 to 8: the sequencies (i, j) with max(i, j) ≤ r − 1, lowest first (Equation 9)."""
+    """Return the selection LP_L∞-r of `order` r, from 1 to 8.
+
+    It contains the sequencies (i, j) with max(i, j) ≤ r − 1, lowest first (Equation 9).
+    """
     return lowest_first(p for p in np.ndindex(BLOCK, BLOCK) if max(p) <= order - 1)
 
 
@@ -50,13 +60,18 @@ def lowest_first(pairs: Iterable[tuple[int, int]]) -> Pairs:
 
 
 def pad_before_after(size: int) -> tuple[int, int]:
-    """Return the numbers of rows that pad an axis to a multiple of 8, before and after it (1 and 0 for 7 positions)."""
+    """Return the numbers of rows that are added before and after an axis to pad it to a multiple of 8.
+
+    For example, an axis of 7 positions is padded with 1 row before it and 0 rows after it.
+    """
     pad = -size % BLOCK
     return (pad + 1) // 2, pad // 2
 
 
 def padded_axis(size: int, reflect: bool) -> np.ndarray:
-    """Return the padding of an axis as a matrix (padded size × size), with mirrored rows if `reflect`, or else zeros.
+    """Return a matrix (padded size × size) that pads an axis.
+
+    The added rows are mirrored rows if `reflect` is True, or else zeros.
 
     Raises:
         ValueError: If the axis has fewer rows than the reflection requires.
@@ -92,18 +107,18 @@ class Tile:
 
 
 def wht_tiles(grid: Grid, pairs: Pairs, padding: str) -> list[Tile]:
-    """Build the block-wise WHT of a map, with one tile for each 8×8 block, row by row.
+    """Build the block-wise WHT of a map. Each 8×8 block is one tile, and tiles are ordered row by row.
 
-    The grid is padded to multiples of 8 and divided into blocks, which share their bases. With the ±1 matrix H, the
-    rows are H/8, so that ĝᵀx̂ and H_Iᵀ(ĝw)/64 of the paper need no further factor.
+    The grid is padded to multiples of 8 and divided into blocks that share their bases. The rows are H/8, where H is
+    the matrix of ±1. The products ĝᵀx̂ and H_Iᵀ(ĝw)/64 of the paper therefore require no further factor.
 
     Args:
         grid: Size of the map, (H, W).
         pairs: Selected sequencies (i, j).
-        padding: ``zero``, ``reflect`` or ``ortho``. ``reflect`` is the published padding: the synthesized map is
-            cropped, so that rows are not orthonormal, and a tile may overlap its neighbor. ``ortho`` uses an
-            orthonormal basis of the span of each block's cropped rows, which is an orthogonal projector on every grid,
-            without vanishing directions.
+        padding: ``zero``, ``reflect`` or ``ortho``. ``reflect`` is the padding that the paper describes. It crops the
+            synthesized map, so that the rows are not orthonormal, and a tile may overlap its neighbor. ``ortho`` uses
+            an orthonormal basis of the span of the cropped rows of each block. The resulting projector is orthogonal on
+            every grid, and no direction vanishes.
 
     Raises:
         ValueError: If an axis of the grid has fewer rows than the reflection requires.
@@ -133,17 +148,18 @@ def wht_tiles(grid: Grid, pairs: Pairs, padding: str) -> list[Tile]:
 def dct_tiles(grid: Grid, sizes: tuple[list[int], list[int]], count: int) -> list[Tile]:
     """Build a low-pass DCT of a map that is divided into rectangles.
 
-    The rows are distributed over the rectangles by area, with at least one row each.
+    The rows are distributed over the rectangles in proportion to their areas. Each rectangle has at least one row.
 
     Args:
         grid: Size of the map, (H, W).
-        sizes: Heights and widths of the rectangles, which sum to H and W.
-        count: Number of rows over all tiles, from the number of tiles to H·W.
+        sizes: Heights and widths of the rectangles. Their sums are H and W.
+        count: Number of rows of all tiles. Must be at least the number of tiles and at most H·W.
     """
     cuts = [np.split(np.arange(n), np.cumsum(s)[:-1]) for n, s in zip(grid, sizes, strict=True)]
     areas = [len(rows) * len(columns) for rows in cuts[0] for columns in cuts[1]]
     assert len(areas) <= count <= sum(areas), (grid, sizes, count)
-    free, room = count - len(areas), max(1, sum(areas) - len(areas))  # every tile has at least one row, its mean
+    # Every tile has at least one row, which computes the mean of the tile.
+    free, room = count - len(areas), max(1, sum(areas) - len(areas))
     shares = [1 + free * (a - 1) / room for a in areas]
     counts = [int(s) for s in shares]
     by_remainder = sorted(range(len(areas)), key=lambda k: (counts[k] - shares[k], k))
@@ -157,7 +173,7 @@ def dct_tiles(grid: Grid, sizes: tuple[list[int], list[int]], count: int) -> lis
 
 
 def dense(tiles: list[Tile], positions: int) -> Tile:
-    """Combine tiles into one tile over all `positions`, with rows in the order of the tiles."""
+    """Combine tiles into one tile over a map of `positions` positions. The rows are in the order of the tiles."""
 
     def spread(matrices: list[np.ndarray]) -> np.ndarray:
         full = np.zeros((sum(map(len, matrices)), positions))
@@ -173,7 +189,7 @@ def dense(tiles: list[Tile], positions: int) -> Tile:
 
 
 def disjoint(tiles: list[Tile], positions: int) -> list[Tile]:
-    """Merge tiles that share positions, so that every position belongs to one tile."""
+    """Merge tiles that share positions, so that every position belongs to exactly one tile."""
     owner = np.full(positions, -1)
     groups: dict[int, list[int]] = {}
     for k, tile in enumerate(tiles):
@@ -197,10 +213,10 @@ def disjoint(tiles: list[Tile], positions: int) -> list[Tile]:
 
 
 def orthonormal_rows(matrix: np.ndarray, tolerance: float = 1e-9) -> np.ndarray:
-    """Return an orthonormal basis of the row span in the order of the rows, without rows that depend on earlier rows.
+    """Return an orthonormal basis of the row span, in the order of the rows.
 
-    The Gram–Schmidt process runs twice. It returns orthonormal rows unchanged, and the first row stays constant. A
-    singular value decomposition would mix the rows.
+    Rows that depend on earlier rows are omitted. The Gram–Schmidt process runs twice. It returns orthonormal rows
+    unchanged, and a constant first row stays constant. A singular value decomposition would mix the rows.
     """
     basis = np.zeros((0, matrix.shape[1]))
     for row in matrix:
@@ -213,12 +229,15 @@ def orthonormal_rows(matrix: np.ndarray, tolerance: float = 1e-9) -> np.ndarray:
 
 
 def dct_rows(grid: Grid, count: int) -> np.ndarray:
-    """Return the `count` lowest orthonormal DCT-II rows of a map (count × L), by (i/H)² + (j/W)² and then by (i, j)."""
+    """Return the `count` lowest orthonormal DCT-II rows of a map (count × L).
+
+    The rows are sorted by (i/H)² + (j/W)², and then by (i, j).
+    """
     height, width = grid
     cy, cx = _dct(height), _dct(width)
     order = sorted(
         ((i, j) for i in range(height) for j in range(width)),
-        # The keys are integers, since ties of floating-point keys would depend on rounding.
+        # The keys are integers, because rounding would decide ties of floating-point keys.
         key=lambda p: ((p[0] * width) ** 2 + (p[1] * height) ** 2, p),
     )
     return np.stack([np.outer(cy[i], cx[j]).reshape(-1) for i, j in order[:count]])
@@ -234,8 +253,8 @@ def _dct(n: int) -> np.ndarray:
 def block_energy(x_BHWC: Tensor) -> Tensor:
     """Compute the energy of a map in each Walsh–Hadamard basis, (8, 8) float32 by sequency (i, j).
 
-    The energy is the sum of the squared coefficients over images, blocks and channels. The map is zero-padded, so that
-    the energies of all 64 bases sum to the energy of the map (Parseval).
+    The energy of a basis is the sum of its squared coefficients over images, blocks and channels. The map is
+    zero-padded, so that the energies of all 64 bases sum to the energy of the map (Parseval).
     """
     (top, bottom), (left, right) = pad_before_after(x_BHWC.shape[1]), pad_before_after(x_BHWC.shape[2])
     x = F.pad(x_BHWC.float(), (0, 0, left, right, top, bottom))

@@ -1,9 +1,10 @@
 """Operations that save packed tensors for their backward pass, and the mode that installs them.
 
-`mode` defines the mode and its policy, and `table` lists the operations. Each family of operations is a module.
+`mode` defines the mode and its policy, and `table` lists the operations. Each other module contains one family of
+operations.
 """
 
-# The import of a module registers its operations.
+# Importing a module registers its operations.
 from efficient_ft.ops.saving import attention, norms, pointwise, products  # noqa: F401
 from efficient_ft.ops.saving.mode import PackedOperations, PackingState, Policy, current_packing, packing_suspended
 from efficient_ft.ops.saving.saving import load, save

@@ -24,14 +24,14 @@ from efficient_ft.ops.storage import Packed
 
 aten = torch.ops.aten
 
-#: Lower bound of the sum of a softmax output. The sum is 0 if all values were dropped.
+#: Lower bound of the sum of a packed softmax output. The sum is 0 if packing dropped all values.
 _TINY = 1e-30
 
 _MULTI_HEAD_ATTENTION = inspect.signature(F.multi_head_attention_forward)
 
 
 class _Softmax(torch.autograd.Function):
-    """Softmax that saves its output. The output is 0 where `masked_out` is true."""
+    """Softmax that saves its output. The output is 0 where `masked_out` is True."""
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, x: Tensor, dim: int, masked_out: Tensor | None = None) -> Tensor:
@@ -100,7 +100,10 @@ class _FusedAttention(torch.autograd.Function):
 
 
 def _attention_again(parts: Sequence[tuple[Any, int]], scale: Any, has_bias: bool, *tensors: Tensor) -> Tensor:
-    """Recompute attention from the tensors of the packed q, k and v. The result has the graph of this computation."""
+    """Recompute attention from the tensors of the packed q, k and v.
+
+    The result has the autograd graph of this computation.
+    """
     remaining = iter(tensors)
     kept = [unpack(*islice(remaining, count)) for unpack, count in parts]
     bias = next(remaining) if has_bias else None
@@ -117,9 +120,9 @@ def _merge_heads(y: Tensor) -> Tensor:
 
 
 class _Attention(torch.autograd.Function):
-    """Unfused softmax(q kᵀ · scale + bias) v of q, k and v (..., N, D), with a constant bias.
+    """Unfused softmax(q kᵀ · scale + bias) v for q, k and v (..., N, D), with a constant bias.
 
-    The output of softmax is saved only once, for softmax and for the second product.
+    The output of softmax is saved only once, for both softmax and the second product.
     """
 
     @staticmethod
@@ -164,14 +167,14 @@ class _Attention(torch.autograd.Function):
 
 
 def _masked_out(mask: Tensor) -> Tensor:
-    """Return True for the queries whose mask (..., N, M) excludes every key, as (..., N, 1) bool."""
+    """Return a boolean mask (..., N, 1) of the queries for which `mask` (..., N, M) excludes every key."""
     if mask.dtype == torch.bool:
         return mask.any(-1, keepdim=True).logical_not()
     return mask.detach().amax(-1, keepdim=True) == -torch.inf
 
 
 def _scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Compute scale · a b for (..., n, k) and (..., k, m) in one kernel."""
+    """Compute scale · a b for a (..., n, k) and b (..., k, m) in one kernel."""
     batch = a.shape[:-2]
     y = torch.baddbmm(a.new_empty(1, 1, 1), a.flatten(0, -3), b.flatten(0, -3), beta=0, alpha=scale)
     return y.view(*batch, *y.shape[1:])
@@ -193,7 +196,8 @@ def _attention(
     if mode.policy.plain_attention or is_causal or enable_gqa or not mode.supports(query, key, value):
         return NotImplemented
     batch = query.shape[:-2]
-    broadcast = query.dim() < 3 or key.shape[:-2] != batch or value.shape[:-2] != batch  # queries share heads
+    # Queries may share the heads of k and v.
+    broadcast = query.dim() < 3 or key.shape[:-2] != batch or value.shape[:-2] != batch
     if attn_mask is not None:
         scores_shape = (*query.shape[:-1], key.shape[-2])
         broadcast |= torch.broadcast_shapes(attn_mask.shape, scores_shape) != scores_shape
@@ -226,7 +230,7 @@ def _attention(
 
 @packs(F.multi_head_attention_forward)
 def _multi_head_attention(mode: PackedOperations, *args: Any, **kwargs: Any) -> Any:
-    """Compute `nn.MultiheadAttention` of (N, B, C) without masks and without returning attention weights."""
+    """Compute multi-head attention of inputs (N, B, C), without masks and without returning attention weights."""
     bound = _MULTI_HEAD_ATTENTION.bind(*args, **kwargs)
     bound.apply_defaults()
     a = SimpleNamespace(**bound.arguments)
@@ -250,7 +254,7 @@ def _multi_head_attention(mode: PackedOperations, *args: Any, **kwargs: Any) -> 
 
 
 def _packed_or_plain(mode: PackedOperations, function: Any, *args: Any) -> Tensor:
-    """Call an operation that is part of another operation."""
+    """Run an operation that is part of another operation. Use its packed version if it supports the arguments."""
     operation = packed_operation(function)
     assert operation is not None
     mode.begin(name_of(function))
@@ -259,7 +263,7 @@ def _packed_or_plain(mode: PackedOperations, function: Any, *args: Any) -> Tenso
 
 
 class _Normalize(torch.autograd.Function):
-    """x / max(‖x‖, ε) along `dim`. It saves its output, which the next product also saves."""
+    """x / max(‖x‖, ε) along `dim`. It saves its output. The next product saves the same tensor."""
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, x: Tensor, dim: int, eps: float) -> Tensor:

@@ -1,14 +1,17 @@
 """The packing mode replaces torch operations by operations that save packed tensors.
 
-A `PackedOperations` mode surrounds a part of a model's forward pass. It intercepts the operations that would save
+A `PackedOperations` mode is active in a part of a model's forward pass. It intercepts the operations that would save
 activations: linear layers, convolutions, normalizations, the products and softmax of attention, activation functions,
-and products with a learned scale. It computes the same result, but saves tensors in the storage formats that a `Policy`
-selects. The backward pass applies the formulas of the operation to the unpacked tensors (Back Razor: Jiang et al.,
-NeurIPS 2022, Equation 3). Gradients that do not depend on a packed tensor are therefore exact. No tensor is saved for
-parameters that do not require gradients. An operation that is not in the `table` runs unchanged, including the
-operations that it calls: ``nn.MultiheadAttention`` is a single function to a mode.
+and products with a learned scale. The results are the same, but the tensors are saved in the storage formats that a
+`Policy` selects. The backward pass applies the formulas of the operation to the unpacked tensors (Back Razor: Jiang et
+al., NeurIPS 2022, Equation 3). Gradients that do not depend on a packed tensor are therefore exact. No tensor is saved
+for parameters that do not require gradients.
 
-A tensor that several operations save (the input of separate q, k and v layers, the output of softmax) is packed once.
+An operation that is not in the `table` runs unchanged, and the mode does not intercept the operations that it calls.
+For example, the mode sees ``nn.MultiheadAttention`` as a single function, which has its own entry in the table.
+
+A tensor that several operations save is packed only once. Examples are the input of separate q, k and v layers, and the
+output of softmax.
 
 Packers with state identify a tensor by its name. The name consists of the part of the model, the module in that part,
 the operation, and the role of the tensor in the operation. Repeated calls of an operation or a module are numbered,
@@ -47,22 +50,23 @@ class Policy:
         attention: Packer for q, k, v and the output of softmax.
         activation: Packer for the inputs of GELU and other smooth activation functions. ReLU and its variants save one
             bit per element.
-        normalized: If True, LayerNorm saves its normalized input x̂ instead of its input. Pruning x̂ loses less, since
-            x̂ is centered.
-        derived: If True, tensors that can be computed from a saved tensor are not saved again. A product after an
-            activation function recomputes its input from the saved input of that function. A product after a LayerNorm
+        normalized: If True, a LayerNorm saves its normalized input x̂ instead of its input. Pruning x̂ causes a smaller
+            error, because x̂ is centered. RMSNorm and GroupNorm also save x̂.
+        derived: If True, tensors that can be computed from a saved tensor are not saved again. A layer after an
+            activation function recomputes its input from the saved input of that function. A layer after a LayerNorm
             (with `normalized`) recomputes its input from x̂ with the exact γ and β.
         derived_all: If True, more tensors are recomputed instead of saved: the output of a BatchNorm that saves its
-            input, the output of the ReLU that follows, and the result of fused attention for the next layer.
-        fused: Packer for q, k and v of fused attention. The backward pass recomputes attention from them, so that all
-            its terms are consistent. If None, attention is unfused.
-        plain_attention: If True, torch's fused attention stays unchanged, including the tensors that it saves.
+            input, the output of a ReLU after this BatchNorm, and the output of fused attention, which the next layer
+            would save.
+        fused: Packer for q, k and v of fused attention. The backward pass recomputes attention from the unpacked
+            tensors, so that all terms of the gradient are consistent. If None, attention is unfused.
+        plain_attention: If True, torch's fused attention runs unchanged and saves its tensors without packing.
         position_network: True if a trained network adds a bias to the attention scores. The gradient of that network
-            consists of terms that nearly cancel. The rows of the softmax gradient therefore sum to 0, like without
-            packing.
-        forward: If True, the forward pass also computes with the packed inputs of products and normalizations, and with
-            the packed q, k, v and output of softmax. This is a negative control. The backward pass uses the same
-            formulas.
+            consists of terms that nearly cancel. The rows of the softmax gradient are therefore computed so that they
+            sum to 0, as they do without packing.
+        forward: If True, the forward pass also uses tensors that were packed and unpacked: the inputs of products and
+            normalizations, q, k, v, and the output of softmax. This is a negative control. The backward pass uses the
+            same formulas.
     """
 
     product: Packer
@@ -85,7 +89,7 @@ class Policy:
 
     @property
     def exact(self) -> bool:
-        """True if the inputs of normalizations, and tensors computed from them, are restored exactly."""
+        """True if the inputs of normalizations, and tensors computed from these inputs, are restored exactly."""
         return isinstance(self.norm, Dense)
 
 
@@ -95,11 +99,12 @@ class PackingState:
 
     Attributes:
         ranges: Running ranges of 8-bit tensors.
-        noise: Seeds of stochastic rounding.
+        noise: Seeds for stochastic rounding.
         overflow: Record of values that are too large for fp16.
-        last: Tensor that was unpacked last.
-        calls: Number of times that each part of the model has run in the current forward pass.
-        dense: Record of the tensors that stay dense, for a method's report. If None, they are not recorded.
+        last: The tensor that was unpacked last.
+        calls: Number of calls of each part of the model in the current forward pass.
+        dense: Record of the tensors that are saved without packing, for the report of a method. If None, these tensors
+            are not recorded.
     """
 
     ranges: Ranges = field(default_factory=Ranges)
@@ -110,7 +115,7 @@ class PackingState:
     dense: DenseKept | None = None
 
     def begin_call(self, name: str) -> str:
-        """Return the name of a part. From the second call in this forward pass on, the name includes the call number.
+        """Return the name of a part for its next call. From the second call in a forward pass on, the name is numbered.
 
         A forward pass ends when a backward pass or an optimizer step begins.
         """
@@ -128,7 +133,7 @@ class PackingState:
         self.noise.end_step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the running ranges and the noise in plain containers. The result is empty if neither was used."""
+        """Return the running ranges and the seeds in plain containers. The result is empty if neither was used."""
         if not self.ranges.by_name and not self.noise.used:
             return {}
         return {"ranges": self.ranges.state_dict(), "noise": self.noise.state_dict() if self.noise.used else None}
@@ -149,7 +154,8 @@ def numbered(name: str, number: int) -> str:
 def current_packing() -> PackedOperations | None:
     """Return the innermost active packing mode, or None.
 
-    A mode does not intercept operations inside our autograd functions. They call this function to pack what they save.
+    A mode does not intercept operations inside autograd functions. The autograd functions of this package therefore
+    call this function to pack the tensors that they save.
     """
     mode: PackedOperations | None = context.packing
     return mode
@@ -157,7 +163,7 @@ def current_packing() -> PackedOperations | None:
 
 @contextmanager
 def packing_suspended() -> Iterator[None]:
-    """Suspend packing inside a ``with`` block, for tensors that are not activations of the images."""
+    """Suspend packing inside a ``with`` block, for operations on tensors that are not activations of the batch."""
     mode = current_packing()
     if mode is None:
         yield
@@ -175,15 +181,16 @@ class PackedOperations(TorchFunctionMode):
     Args:
         policy: Storage format of each kind of tensor.
         state: State that persists from step to step.
-        region: Name of this part of the model, the same in every step.
+        region: Name of this part of the model. It must be the same in every step.
         samples: Number of images in the batch, B. The first dimension of every activation is a multiple of B.
-        heads: Number of attention heads in this part, for one range per head. If None, each tensor has one range.
-        modules: Names of the modules in this part, which become part of the names of tensors. If None, names contain
-            only operations.
+        heads: Number of attention heads in this part, if each head has a separate range. If None, each tensor has one
+            range.
+        modules: Names of the modules in this part, which become part of the names of tensors. If None, the names of
+            tensors do not contain module names.
 
     Attributes:
-        records: True if the pass saves tensors and therefore counts as a call of the part.
-        is_suspended: True if operations run unchanged (`packing_suspended`).
+        records: True if the forward pass saves tensors and therefore counts as a call of the part.
+        is_suspended: True if operations run unchanged (see `packing_suspended`).
     """
 
     records = True
@@ -212,7 +219,7 @@ class PackedOperations(TorchFunctionMode):
         if self.records:
             self.region = self.state.begin_call(self.region)
         if self._modules is not None:
-            # Global hooks are active while this part runs, so that the model itself is not modified.
+            # Global hooks are used while this part runs, because hooks on the modules would modify the model.
             self._hooks = [
                 register_module_forward_pre_hook(self._enter_module),
                 register_module_forward_hook(self._leave_module, always_call=True),
@@ -236,7 +243,10 @@ class PackedOperations(TorchFunctionMode):
             self._running.pop()
 
     def begin(self, operation: str) -> None:
-        """Start an operation, which names the tensors saved from now on, even if it saves no tensor."""
+        """Start an operation, even if it saves no tensor.
+
+        The names of the tensors that are saved next contain the name of the operation.
+        """
         module = self._running[-1]
         self._calls[module, operation] += 1
         operation = numbered(operation, self._calls[module, operation])
@@ -272,10 +282,10 @@ class PackedOperations(TorchFunctionMode):
 
         Args:
             x: Tensor to save.
-            packer: Packer of x, used unless x is already packed.
-            dtype: Dtype of x in the operation (autocast) and after unpacking. Default: the dtype of x.
+            packer: Packer for x. It is not used if x is already packed, or if x can be computed from a packed tensor.
+            dtype: Dtype of x in the operation (under autocast) and after unpacking. Default: the dtype of x.
             heads: Dimension of x that is divided into heads.
-            result: True if x is the operation's own output. Saving a view of it would create a reference cycle.
+            result: True if x is the output of the operation itself. Saving a view of it would create a reference cycle.
             role: Role of x in the operation.
         """
         order, memory, identity = memory_order(x)
@@ -320,7 +330,7 @@ class PackedOperations(TorchFunctionMode):
             self.set_source(y, Packed(source.tensors, partial(apply_to, function, source.unpack), source.shared))
 
     def set_source(self, y: Tensor, packed: Packed) -> None:
-        """Register `packed`, which unpacks to the values of y, as the source of y for operations that save y."""
+        """Register `packed`, which unpacks to y, as the source of y. Operations that save y then reuse `packed`."""
         order, _, identity = memory_order(y)
         from_kept = Packed(
             packed.tensors, partial(apply_to, partial(torch.permute, dims=order), packed.unpack), packed.shared
@@ -328,17 +338,23 @@ class PackedOperations(TorchFunctionMode):
         self._kept[*identity, "derived"] = (weakref.ref(y.untyped_storage()), from_kept)
 
     def share(self, packed: Packed) -> Packed:
-        """Return `packed` with a separate user count, so that consecutive users share one unpacked tensor."""
+        """Return a copy of `packed` with a separate user count.
+
+        Consecutive users of the copy share one unpacked tensor.
+        """
         shared = SharedUnpack(packed.unpack, self.state.last)
         return Packed(packed.tensors, shared, shared)
 
     def supports(self, *tensors: Tensor, trained: Sequence[Tensor | None] = ()) -> bool:
-        """Return True if all `tensors` are batch activations, and any of `tensors` or `trained` requires grad."""
+        """Return True if the mode supports an operation with these arguments.
+
+        All `tensors` must be activations of the batch, and any of `tensors` or `trained` must require a gradient.
+        """
         return any(t is not None and t.requires_grad for t in (*tensors, *trained)) and all(
             t.dim() and t.numel() and t.shape[0] % self.samples == 0 for t in tensors
         )
 
     def _find(self, key: tuple[Any, ...], storage: torch.UntypedStorage) -> Packed | None:
-        """Return the tensor packed under `key`, unless a new tensor has reused the memory of a freed tensor."""
+        """Return the tensor packed under `key`, or None if there is none or if a new tensor has reused its memory."""
         found = self._kept.get(key)
         return found[1] if found is not None and found[0]() is storage else None

@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 class _LayerNorm(torch.autograd.Function):
-    """LayerNorm. It saves its input or x̂ (`Policy.normalized`), and exact statistics."""
+    """LayerNorm. It saves exact statistics, and either its input or x̂ (`Policy.normalized`)."""
 
     @staticmethod
     def forward(
@@ -117,7 +117,7 @@ def _rms_norm(
 
 
 class _GroupNorm(torch.autograd.Function):
-    """GroupNorm. It saves its input or x̂, like `_LayerNorm`, and exact statistics."""
+    """GroupNorm. It saves exact statistics, and either its input or x̂, like `_LayerNorm`."""
 
     @staticmethod
     def forward(
@@ -143,7 +143,7 @@ class _GroupNorm(torch.autograd.Function):
         x, weight, rstd, *mean = load(ctx)
         wanted = [ctx.needs_input_grad[i] for i in (1, 3, 4)]
         statistics = (torch.zeros_like(rstd), torch.ones_like(rstd)) if ctx.normalized else (mean[0], rstd)
-        # The kernel reads both tensors in the memory format of the first tensor.
+        # Both tensors are made contiguous, because the kernel reads them in the memory format of the first tensor.
         g, x = g.contiguous(), x.contiguous()
         found = aten.native_group_norm_backward(g, x, *statistics, weight, *ctx.sizes, wanted)
         g_x = found[0] if wanted[0] else None
@@ -190,7 +190,10 @@ def _affine(unpack: Callable[..., Tensor], has_weight: bool, has_bias: bool, *te
 
 
 def _exact_or_packed(mode: PackedOperations, input: Tensor, heads: int | None = None) -> Tensor:
-    """Return the input of a normalization in at least single precision. With `Policy.forward`, pack and unpack it."""
+    """Convert the input of a normalization to single precision under autocast.
+
+    With `Policy.forward`, also pack and unpack it.
+    """
     input = to_single_precision(input)
     return as_kept(mode, input, mode.policy.norm, not mode.policy.normalized, heads, cast=False)
 
@@ -211,7 +214,10 @@ def _layer_norm(
 
 
 class _BatchNorm(torch.autograd.Function):
-    """BatchNorm with running statistics, an affine map per channel. It saves its input only for the gradient of γ."""
+    """BatchNorm with running statistics, which is an affine map of each channel.
+
+    It saves its input only if γ requires a gradient.
+    """
 
     @staticmethod
     def forward(
@@ -250,7 +256,7 @@ class _BatchNorm(torch.autograd.Function):
         if ctx.needs_input_grad[5]:
             g_b = g.sum(others, dtype=mean.dtype)
         if x is not None:
-            # The input is centered before the sum, since the mean may be far larger than the deviation.
+            # The kernel centers the input before it sums, because the mean may be far larger than the deviation.
             center = torch.zeros_like(mean) if ctx.centered else mean
             wanted = [False, True, False]
             g_w = aten.native_batch_norm_backward(g, x, weight, center, var, None, None, False, ctx.eps, wanted)[1]
@@ -304,12 +310,12 @@ def _set_map_source(
     scale = rstd if weight is None else weight * rstd
     shift = -mean * scale if bias is None else bias - mean * scale
     source = Packed((*x.tensors, scale, shift), partial(_mapped, x.unpack), x.shared)
-    # A packed x is shared with BatchNorm's backward pass. For a dense x, the users share the result of the map.
+    # Users of a packed x share the unpacked x with BatchNorm's backward pass. Users of a dense x share y.
     mode.set_source(y, mode.share(source) if mode.policy.exact else source)
 
 
 def _mapped(unpack: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Compute x · scale + shift per channel in one pass."""
+    """Compute x · scale + shift for each channel in one pass."""
     *packed, scale, shift = tensors
     mean, var = torch.zeros_like(scale), torch.ones_like(scale)
     y: Tensor = torch.native_batch_norm(unpack(*packed), scale, shift, mean, var, False, 0.0, 0.0)[0]

@@ -21,7 +21,10 @@ aten = torch.ops.aten
 
 
 class _Scale(torch.autograd.Function):
-    """x · s, where s has fewer values than x and stays dense (LayerScale, a logit scale, or a gate per channel)."""
+    """The product x · s, where s has fewer values than x and is saved without packing.
+
+    Examples of s are LayerScale, a logit scale, and a gate for each channel.
+    """
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, x: Tensor, s: Tensor) -> Tensor:
@@ -47,7 +50,7 @@ def _scaled(unpack: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """The elementwise product of two activations (SwiGLU). `b` may be broadcast."""
+    """The elementwise product of two activations, for example in SwiGLU. `b` may be broadcast."""
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, a: Tensor, b: Tensor) -> Tensor:
@@ -117,7 +120,7 @@ class _Smooth(torch.autograd.Function):
         return None, ctx.gradient(g, x), None, None
 
 
-# The activation functions below ignore `inplace`, since the packed input is saved.
+# The activation functions below ignore `inplace`, because they save their input.
 @packs(F.silu)
 def _silu(mode: PackedOperations, input: Tensor, inplace: bool = False) -> Any:
     return _Smooth.apply(mode, input, F.silu, aten.silu_backward) if mode.supports(input) else NotImplemented

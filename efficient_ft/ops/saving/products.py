@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 class _Linear(torch.autograd.Function):
-    """Linear layer. g_x = g w and g_b are exact, and g_w = gᵀ x uses the packed x."""
+    """Linear layer. g_x = g w and g_b are exact, and g_w = gᵀ x uses the unpacked x."""
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -119,7 +119,7 @@ class _Matmul(torch.autograd.Function):
         packer = mode.policy.attention
         kept_a = mode.keep(a, packer, y.dtype, 1, role="a") if ctx.needs_input_grad[2] else None
         kept_b = mode.keep(b, packer, y.dtype, 1, role="b") if ctx.needs_input_grad[1] else None
-        save(ctx, kept_b, kept_a)  # a is unpacked last, since the softmax that returned it needs it next
+        save(ctx, kept_b, kept_a)  # a is unpacked last, because the softmax that returned a uses it next
         ctx.types = a.dtype, b.dtype
         return y
 
@@ -147,13 +147,13 @@ def matmul(mode: PackedOperations, input: Tensor, other: Tensor) -> Any:
 
 
 def product(mode: PackedOperations, a: Tensor, b: Tensor) -> Tensor:
-    """Multiply two activations (..., n, k) and (..., k, m), both saved with `Policy.attention`."""
+    """Multiply two activations (..., n, k) and (..., k, m). Both are packed with `Policy.attention`."""
     packer, of_a, of_b = mode.policy.attention, b.requires_grad, a.requires_grad
     return _Matmul.apply(mode, as_kept(mode, a, packer, of_a, 1), as_kept(mode, b, packer, of_b, 1))
 
 
 class _AveragePool(torch.autograd.Function):
-    """Average pooling. Its gradient requires only the shape of the input, whereas torch saves the input."""
+    """Average pooling. Its gradient requires only the shape of the input, although torch saves the input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, function: Any, gradient: Any) -> Tensor:
@@ -196,7 +196,10 @@ def _adaptive_avg_pool2d(mode: PackedOperations, input: Tensor, output_size: Any
 
 
 class _MaxPool2d(torch.autograd.Function):
-    """Maximum pooling. It saves a one-byte position per output value, whereas torch saves the input and 8 bytes."""
+    """Maximum pooling. It saves one byte per output value: the position of the maximum in its window.
+
+    torch saves the input, and an index of 8 bytes per output value.
+    """
 
     @staticmethod
     def forward(

@@ -14,7 +14,7 @@ from efficient_ft.ops.storage import Packed, Packer
 
 
 def save(ctx: Any, *parts: Tensor | Packed | None) -> None:
-    """Save packed and dense tensors for the backward pass, all through ``save_for_backward``."""
+    """Save packed and dense tensors for the backward pass. All tensors are saved with ``save_for_backward``."""
     flat: list[Tensor | None] = []
     ctx.parts = []
     for part in parts:
@@ -27,7 +27,8 @@ def save(ctx: Any, *parts: Tensor | Packed | None) -> None:
 def load(ctx: Any, one_by_one: bool = False) -> list[Any]:
     """Return the arguments of `save` in the same order, unpacked.
 
-    With `one_by_one`, return packed arguments as functions that unpack them, so that not all are in memory at once.
+    With `one_by_one`, packed arguments are returned as functions that unpack them. The caller can then unpack one
+    tensor at a time, so that not all tensors are in memory at once.
     """
     saved, at, parts = ctx.saved_tensors, 0, []
     for count, unpack in ctx.parts:
@@ -63,9 +64,9 @@ class _StraightThrough(torch.autograd.Function):
 def as_kept(
     mode: PackedOperations, x: Tensor, packer: Packer, needed: bool = True, heads: int | None = None, cast: bool = True
 ) -> Tensor:
-    """Return x, or with `Policy.forward` the packed and unpacked x (Back Razor, Figure 3: a negative control).
+    """Return x. With `Policy.forward`, pack and unpack x first (Back Razor, Figure 3: a negative control).
 
-    `needed` is True if the operation saves x, and `cast` is True if it converts x to autocast's dtype.
+    `needed` is True if the operation saves x. `cast` is True if the operation converts x to the autocast dtype.
     """
     if not mode.policy.forward or not needed:
         return x

@@ -13,16 +13,17 @@ from efficient_ft.ops.storage import Packed
 
 
 class LastUnpacked:
-    """The last unpacked tensor, which is stored until all its users have received it or another tensor is unpacked.
+    """The tensor that was unpacked last.
 
-    In the backward pass, the users of a tensor often run consecutively. Examples are a normalization and the layer that
-    follows, and the softmax and the second product of attention.
+    It is stored until all its users have received it, or until another tensor is unpacked. In the backward pass, the
+    users of a tensor often run consecutively. Examples are a normalization and the layer that follows, and the softmax
+    and the second product of attention.
     """
 
     def __init__(self) -> None:
-        # A single attribute is replaced atomically. With several devices, the backward pass runs in several threads.
+        # A single attribute is replaced atomically, because a backward pass on several devices runs in several threads.
         self.held: tuple[SharedUnpack, Tensor] | None = None
-        #: True after a tensor was unpacked, until the flag is reset.
+        #: True if a tensor has been unpacked since the flag was reset.
         self.in_backward = False
 
 
@@ -31,7 +32,7 @@ class SharedUnpack:
 
     Attributes:
         users: Number of operations that save the packed tensor.
-        calls: Number of users that have unpacked it.
+        calls: Number of times that the users have requested the unpacked tensor.
     """
 
     def __init__(self, unpack: Callable[..., Tensor], last: LastUnpacked) -> None:
@@ -51,11 +52,11 @@ class SharedUnpack:
         return dense
 
     def add_user(self) -> None:
-        """Register one more operation that saves the packed tensor."""
+        """Register another operation that saves the packed tensor."""
         self.users += 1
 
     def in_forward(self, unpack: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        """Call `unpack` in the forward pass. `unpack` calls this object, which does not count this call as a user."""
+        """Call `unpack`, which calls this object, in the forward pass. This call does not count as a request."""
         dense = unpack(*tensors)
         self.calls -= 1
         self.last.held, self.last.in_backward = None, False
@@ -69,17 +70,17 @@ class BothShared:
         self.shared = shared
 
     def add_user(self) -> None:
-        """Register one more operation that saves the product."""
+        """Register another operation that saves the product."""
         for shared in self.shared:
             shared.add_user()
 
 
 def memory_order(x: Tensor) -> tuple[tuple[int, ...], Tensor, tuple[Any, ...]]:
-    """Return an identity of x that its transpose shares, so that both are packed once.
+    """Return a key that is equal for x and its transpose, so that both are packed only once.
 
     Returns:
         order: Dimensions of x in the order of its memory. The first dimension stays first.
-        memory: x, permuted to that order.
+        memory: View of x with its dimensions in that order.
         identity: Key that is equal for tensors with the same memory and version.
     """
     order = (0, *sorted(range(1, x.dim()), key=x.stride().__getitem__, reverse=True))
@@ -89,12 +90,15 @@ def memory_order(x: Tensor) -> tuple[tuple[int, ...], Tensor, tuple[Any, ...]]:
 
 
 def in_order(packed: Packed, order: tuple[int, ...], dtype: torch.dtype) -> Packed:
-    """Convert `packed`, which unpacks in memory order, to an order of dimensions and a dtype."""
+    """Return a packed tensor with the original order of dimensions and a new dtype.
+
+    `packed` unpacks in memory order. `order` contains the original dimensions in the order of the memory.
+    """
     return Packed(packed.tensors, partial(_in_order, packed.unpack, order, dtype), packed.shared)
 
 
 def apply_to(function: Callable[[Tensor], Tensor], unpack: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Compute a function of the unpacked tensor."""
+    """Unpack a tensor, and apply `function` to it."""
     return function(unpack(*tensors))
 
 

@@ -1,7 +1,7 @@
 """The table of packed operations, and a record of the dense tensors that other operations save.
 
-The table maps a function of torch to the function that replaces it. The modules of this package register their
-operations on import. Decorate a new operation with `packs`.
+The table maps a torch function to the function that replaces it. The modules of this package register their operations
+when they are imported. Use the decorator `packs` to register a new operation.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-#: A function that is called with the mode and the arguments of torch's function. It returns the result, or
-#: NotImplemented if the operation does not support these arguments.
+#: A function that is called with the mode and the arguments of the torch function that it replaces. It returns the
+#: result, or NotImplemented if the operation does not support these arguments.
 Operation = Callable[..., Any]
 
 _OPERATIONS: dict[Any, Operation] = {}
 
 
 def packs(*functions: Any) -> Callable[[Operation], Operation]:
-    """Register a packed operation for functions of torch."""
+    """Decorate a function that replaces the given torch functions and saves packed tensors."""
 
     def register(operation: Operation) -> Operation:
         for function in functions:
@@ -34,24 +34,24 @@ def packs(*functions: Any) -> Callable[[Operation], Operation]:
 
 
 def packed_operation(function: Any) -> Operation | None:
-    """Return the packed operation for a function of torch, or None."""
+    """Return the packed operation that replaces a torch function, or None."""
     return _OPERATIONS.get(function)
 
 
 def name_of(function: Any) -> str:
-    """Return the name of a function of torch, for example ``matmul`` for ``Tensor.__matmul__``."""
+    """Return the name of a torch function, for example ``matmul`` for ``Tensor.__matmul__``."""
     return getattr(function, "__name__", str(function)).strip("_")
 
 
 class DenseKept:
-    """Record the bytes of the activations that operations without a packed version save, by operation name.
+    """Record the size of the activations that operations without a packed version save.
 
     Args:
         samples: Number of images, B. The first dimension of an activation is a multiple of B.
 
     Attributes:
-        bytes_of: Number of bytes by operation name. Each storage is counted once, for the first operation that saves
-            it.
+        bytes_of: Number of bytes for each operation name. Each storage is counted once, for the first operation that
+            saves it.
     """
 
     def __init__(self, samples: int) -> None:
@@ -64,7 +64,7 @@ class DenseKept:
         self._known.update(t.untyped_storage()._cdata for t in tensors)
 
     def watch(self, function: Any) -> saved_tensors_hooks:
-        """Return a context manager that records the tensors that a function of torch saves."""
+        """Return a context manager that records the tensors that a torch function saves."""
         name = name_of(function)
 
         def see(t: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """Compact storage formats of activations for the backward pass.
 
-`sparse`, `eight_bits` and `groups` define the formats by reference implementations in plain PyTorch, which run on every
-device. For fake tensors, they return only shapes. `kernels` contains CPU and GPU kernels with bit-identical results.
-`packers` contains the classes that use the formats. The operations in `efficient_ft.ops.saving` save packed tensors.
+`sparse`, `eight_bits` and `groups` define the formats with reference implementations in plain PyTorch, which run on
+every device. For fake tensors, the functions return fake tensors and compute no values. `kernels` contains CPU and GPU
+kernels with bit-identical results. `packers` contains the classes that use the formats. The operations in
+`efficient_ft.ops.saving` save packed tensors.
 """
 
 from efficient_ft.ops.storage.groups import BITS, group_length, group_pack, group_unpack

@@ -1,4 +1,4 @@
-"""The 8-bit format: steps between a minimum and a maximum per group, with unbiased stochastic rounding.
+"""The 8-bit format. It divides the range of each group into 255 steps, with unbiased stochastic rounding.
 
 Source: Mesa (Pan et al., 2021).
 """
@@ -13,7 +13,9 @@ from efficient_ft.ops.storage.kernels import kernels_for
 
 
 def quantize(x: Tensor, low: Tensor, high: Tensor, seed: Tensor) -> Tensor:
-    """Round x to 255 steps between `low` and `high`, up or down at random with mean x.
+    """Quantize x to 255 steps between `low` and `high`.
+
+    Values are rounded up or down at random, so that the expected value is x.
 
     Args:
         x: Tensor, (outer, G, inner) of any floating dtype.
@@ -38,7 +40,10 @@ def quantize_reference(x: Tensor, low: Tensor, high: Tensor, seed: Tensor) -> Te
 
 
 def uniform(count: int, seed: Tensor, device: torch.device) -> Tensor:
-    """Return `count` multiples of 2⁻²⁴ in [0, 1): hashes of the position and the seed (Wellons' lowbias32)."""
+    """Return `count` uniform random numbers in [0, 1), which are multiples of 2⁻²⁴.
+
+    Each number is a hash of its position and the seed (Wellons' lowbias32).
+    """
     mask = 0xFFFFFFFF
     h = (torch.arange(count, device=device, dtype=torch.int64) + seed.to(device)) & mask
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & mask
@@ -47,7 +52,7 @@ def uniform(count: int, seed: Tensor, device: torch.device) -> Tensor:
 
 
 def dequantize(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Return the float32 values of the codes q (outer, G, inner) uint8 between `low` and `high` (G,)."""
+    """Convert codes q, (outer, G, inner) uint8, to float32 values between `low` and `high`, each (G,)."""
     if isinstance(q, FakeTensor):
         return low.new_empty(q.shape)
     if q.numel() and (kernels := kernels_for(low)):

@@ -1,13 +1,13 @@
-"""The group format: groups of consecutive values in 8, 4, 3 or 2 bits per value.
+"""The group format. It stores groups of consecutive values with 8, 4, 3 or 2 bits per value.
 
-A group of G consecutive values stores its minimum and its step in fp16, and b bits per value, which is b + 32/G bits
-per value in total. Sources: ActNN (Chen et al., ICML 2021) for groups with stochastic rounding; GACT (Liu et al., ICML
-2022). Rounding to the nearest step is biased, but its error is much smaller.
+For a group of G consecutive values, it stores the minimum and the step in fp16, and a code of b bits for each value.
+The total is b + 32/G bits per value. Sources: ActNN (Chen et al., ICML 2021) for groups with stochastic rounding; GACT
+(Liu et al., ICML 2022). Rounding to nearest is biased, but its error is much smaller.
 
-The codes of a group are stored in planes, so that whole vectors are packed at once. With 4 bits, byte j of a group
-contains values j and j + G/2 in its low and high half. With 2 bits, it contains values j, j + G/4, j + G/2 and j +
-3G/4. With 3 bits, a plane of the two low bits has the 2-bit layout. It is followed by a plane of the high bits, whose
-byte j contains values j, j + G/8, …
+The codes of a group are stored in planes, so that whole vectors are packed at once. With 4 bits, the low half of byte j
+of a group contains value j, and the high half contains value j + G/2. With 2 bits, byte j contains the values j, j +
+G/4, j + G/2 and j + 3G/4. With 3 bits, the first plane contains the two low bits of each value in the 2-bit layout. The
+second plane contains the high bits. Byte j of the second plane contains the high bits of the values j, j + G/8, …
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ BITS = (8, 4, 3, 2)
 
 
 def group_length(n: int, group: int) -> int:
-    """Return the group length for n values: `group`, or n rounded up to a multiple of 8 if this is less."""
+    """Return the group length for n values: the minimum of `group` and n rounded up to a multiple of 8."""
     return min(group, -(-n // 8) * 8)
 
 
 def group_pack(x: Tensor, bits: int, group: int, seed: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Pack the values of x in the order of its dimensions.
 
-    A group that contains a non-finite value becomes NaN. A minimum or step that exceeds fp16 becomes infinite.
+    If a group contains a non-finite value, all its values become NaN. A minimum or step that exceeds the range of fp16
+    becomes infinite.
 
     Args:
         x: Tensor of any shape, floating dtype and strides, with n >= 1 values.
         bits: Number of bits per value, 8, 4, 3 or 2.
         group: Number of values per group, a multiple of 8. See `group_length`.
-        seed: Seed of stochastic rounding with mean x, () int64. Equal seeds and inputs give equal results on every
-            device. The minimum is rounded down and the step up, so that no value is clamped. If None, values are
-            rounded to nearest.
+        seed: Seed for stochastic rounding with expected value x, () int64. Equal seeds and inputs give equal results on
+            every device. With a seed, the minimum is rounded down and the step is rounded up, so that no value is
+            clamped. If None, values are rounded to nearest.
 
     Returns:
         codes: Codes, (groups, G·bits/8) uint8. The codes after the last value are 0.
@@ -57,9 +58,9 @@ def group_pack(x: Tensor, bits: int, group: int, seed: Tensor | None = None) -> 
 
 
 def as_whole_groups(x: Tensor, length: int) -> Tensor:
-    """View x as M equally spaced pieces of L elements (M, L), each a multiple of a group (q inside a fused qkv).
+    """View x as M equally spaced pieces of L elements, (M, L). L is a multiple of the group length unless M is 1.
 
-    If x has no such view, it is copied to (1, n).
+    For example, q inside a fused qkv has such a view. If x has no such view, it is copied to (1, n).
     """
     piece, at = 1, x.dim() - 1
     while at >= 0 and (x.shape[at] == 1 or x.stride(at) == piece):
@@ -83,7 +84,7 @@ def group_pack_reference(x: Tensor, bits: int, length: int, seed: Tensor | None)
     x_GL = torch.cat([x, x[-1:].expand(-n % length)]).view(-1, length)
     finite = x_GL.isfinite().all(1)
     x_GL = torch.where(finite[:, None], x_GL, 0)
-    low = x_GL.amin(1) + 0.0  # + 0: never -0
+    low = x_GL.amin(1) + 0.0  # + 0 converts -0 to 0
     low = low.half() if seed is None else _half_below(low)
     step = ((x_GL.amax(1) - low.float()) / levels).clamp_min(0) + 0.0
     step = step.half() if seed is None else -_half_below(-step)

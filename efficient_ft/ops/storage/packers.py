@@ -1,7 +1,7 @@
 """Packers, which convert a tensor to a storage format for the backward pass, and their state.
 
 A packer returns a `Packed`: the tensors to save, and the function that restores a dense tensor of the original shape
-and dtype. The state consists of running ranges, seeds of stochastic rounding, and a record of fp16 overflow.
+and dtype. The state consists of running ranges, seeds for stochastic rounding, and a record of fp16 overflow.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ _SHARE = 0.1
 class Ranges:
     """Running ranges of quantized tensors (Mesa: running mean with factor 0.9).
 
-    If a tensor is not finite in a step, all ranges are restored to their values before that step. After n steps without
-    use, a range moves by the amount of n steps, since the weights of earlier layers have changed.
+    If a tensor is not finite in a step, all ranges are restored to their values before that step. If a range was not
+    used for n steps, its next update has the size of n updates, because the weights of earlier layers have changed.
 
     Attributes:
         by_name: Ranges (low, high) by the name of the `PackContext`, each (G,) float32.
         step: Number of completed optimizer steps.
-        updated: Step of the last update, by name.
+        updated: Step in which each range was last updated, by the name of the `PackContext`.
     """
 
     by_name: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     step: int = 0
     updated: dict[str, int] = field(default_factory=dict)
-    #: Ranges and steps of their last updates before the current step, by name.
+    #: Ranges before the current step, and the steps in which they were last updated, by name.
     _before: dict[str, tuple[tuple[Tensor, Tensor] | None, int]] = field(default_factory=dict)
     #: True if all tensors of the current step are finite, () bool.
     _finite: Tensor | None = None
 
     def update(self, name: str, x_OGI: Tensor) -> tuple[Tensor, Tensor]:
-        """Move a range towards the range of x (outer, G, inner), and return its low and high values, each (G,) float32.
+        """Move a range towards the range of x (outer, G, inner).
 
-        If x is not finite, the returned range is not finite either, so that x is unpacked to non-finite values. The
-        stored range does not change.
+        Return the new minimum and maximum, each (G,) float32. If x is not finite, the returned range is not finite
+        either, so that x is unpacked to non-finite values. The stored range does not change.
         """
         low, high = extremes(x_OGI)
         old, step = self.by_name.get(name), self.updated.get(name, self.step)
@@ -69,7 +69,7 @@ class Ranges:
         finite = (low * 0 + high * 0 == 0).all()
         self._before.setdefault(name, (self.by_name.get(name), step))
         self._finite = finite if self._finite is None else self._finite & finite.to(self._finite.device)
-        if old is not None and low.device.type != "cpu":  # without a synchronization
+        if old is not None and low.device.type != "cpu":  # torch.where does not synchronize with the device
             self.by_name[name] = (torch.where(finite, low, old[0]), torch.where(finite, high, old[1]))
         elif finite:
             self.by_name[name] = (low, high)
@@ -77,7 +77,10 @@ class Ranges:
         return low, high
 
     def end_step(self) -> None:
-        """Finish an optimizer step. If a tensor of the step was not finite, restore the ranges before the step."""
+        """Finish an optimizer step.
+
+        If a tensor in this step was not finite, restore all ranges to their values before the step.
+        """
         if self._finite is not None and not self._finite:
             for name, (old, step) in self._before.items():
                 self.by_name.pop(name, None)
@@ -103,15 +106,16 @@ class Ranges:
 
 @dataclass
 class Noise:
-    """Seeds of stochastic rounding: a hash of the seed, the rank, the step, and the index in the step.
+    """Seeds for stochastic rounding.
 
+    A seed is a hash of torch's initial seed, the rank, the optimizer step, and the number of earlier seeds in the step.
     The generators of torch are not used. Dropout and stochastic depth are therefore the same as without packing.
 
     Attributes:
         seed: torch's initial seed when the object is created.
         step: Number of completed optimizer steps.
         count: Number of seeds returned in this step.
-        used: True after a seed was returned.
+        used: True if a seed was returned.
     """
 
     seed: int = field(default_factory=torch.initial_seed)
@@ -141,7 +145,7 @@ class Noise:
 
 @dataclass
 class Overflow:
-    """Record of values that are too large for fp16, without synchronization with the device.
+    """Record of values that are too large for fp16. It does not synchronize with the device until `check` is called.
 
     Attributes:
         flag: True if a finite value became infinite, () bool on the device of the tensors. None if no value was
@@ -194,13 +198,14 @@ class PackContext:
     """The context in which a tensor is packed, for packers that keep state.
 
     Attributes:
-        name: Name of the tensor, the same in every step.
-        samples: Number of samples, B. The elements of a sample are adjacent along the first dimension, whose size is a
-            multiple of B.
+        name: Name of the tensor. It must be the same in every step.
+        samples: Number of samples, B. The size of the first dimension is a multiple of B, and the elements of a sample
+            are adjacent along it.
         ranges: Running ranges, by name.
         overflow: Record of fp16 overflow.
-        heads: Dimension of x and number of groups along it, for one range per head. If None, the tensor has one range.
-        noise: Seeds of stochastic rounding.
+        heads: Dimension of x that is divided into heads, and the number of heads. Each head then has a separate range.
+            If None, the tensor has one range.
+        noise: Seeds for stochastic rounding.
     """
 
     name: str
@@ -217,7 +222,7 @@ class Packed:
 
     Attributes:
         tensors: Tensors to save for the backward pass.
-        unpack: Function that restores the dense tensor from `tensors`, as returned by autograd. It references no
+        unpack: Function that restores the dense tensor. Its arguments are the saved `tensors`. It must not reference a
             tensor.
         shared: User count of a packed tensor that several operations save (`efficient_ft.ops.saving`).
     """
@@ -228,7 +233,7 @@ class Packed:
 
 
 class Packer(Protocol):
-    """Protocol of the packers. A packer with a true attribute `named` keeps state by tensor name."""
+    """Protocol of packers. If the attribute `named` is true, the packer keeps state for each tensor name."""
 
     def pack(self, x: Tensor, context: PackContext) -> Packed:
         """Pack a non-empty tensor of any shape, with dimensions in the order of its memory."""
@@ -240,7 +245,7 @@ class Dense:
     """Store the tensor unchanged.
 
     Args:
-        alone: Copy a view of less than half of a tensor, so that the rest of that tensor can be freed.
+        alone: If True, a view of less than half of a tensor is copied, so that the memory of that tensor can be freed.
     """
 
     alone: bool = False
@@ -258,20 +263,22 @@ class Half:
     dtype: torch.dtype
 
     def pack(self, x: Tensor, context: PackContext) -> Packed:
-        """Convert x."""
+        """Convert x to `dtype`."""
         return Packed((_to_half(x, self.dtype, context),), partial(_convert_back, x.dtype))
 
 
 @dataclass(frozen=True)
 class Sparse:
-    """Store the `values_kept(n, sparsity)` largest-magnitude values of each sample and a bitmap (Back Razor).
+    """Store the values with the largest magnitudes of each sample, and a bitmap of their positions (Back Razor).
+
+    Of n values, `values_kept(n, sparsity)` values are stored.
 
     Args:
-        sparsity: Share of the values that are dropped.
-        dtype: 2-byte dtype of the stored values. Values of two bytes are stored unchanged. Default: the dtype of the
-            input.
-        eight_bits: Store the values in 8 bits with one running range per tensor (Back Razor with Mesa), and ignore
-            `dtype`.
+        sparsity: Fraction of the values that are dropped.
+        dtype: Dtype of 2 bytes for the stored values. Values of at most two bytes are stored unchanged. Default: the
+            dtype of the input.
+        eight_bits: If True, store the values in 8 bits with one running range per tensor (Back Razor with Mesa), and
+            ignore `dtype`.
         exact: See `sparse_pack`.
     """
 
@@ -301,7 +308,10 @@ class Sparse:
 
 @dataclass(frozen=True)
 class EightBits:
-    """Store the tensor in 8 bits, with one running range per head if the context has heads (Mesa)."""
+    """Store the tensor with 8 bits per value (Mesa).
+
+    If the context has heads, each head has a separate running range. Otherwise, the tensor has one running range.
+    """
 
     named: ClassVar[bool] = True
 
@@ -318,8 +328,9 @@ class GroupBits:
 
     Args:
         bits: Number of bits per value, 8, 4, 3 or 2.
-        group: Number of values, consecutive in memory, that share a minimum and a step. It must be a multiple of 8.
-        stochastic: Round stochastically with mean x instead of to the nearest step.
+        group: Number of values that share a minimum and a step. The values are consecutive in memory. Must be a
+            multiple of 8.
+        stochastic: If True, round stochastically with expected value x instead of to nearest.
     """
 
     bits: int

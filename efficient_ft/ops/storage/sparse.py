@@ -1,7 +1,8 @@
-"""The sparse format: the largest-magnitude values of a sample in their order, and a bitmap with one bit per element.
+"""The sparse format. It stores the values with the largest magnitudes of each sample, and a bitmap of their positions.
 
-Source: Back Razor (Jiang et al., NeurIPS 2022), Section 3. The number of stored values depends only on the shape. The
-size of a packed tensor is therefore known in advance, and never exceeds the budget.
+The values are stored in their original order. Source: Back Razor (Jiang et al., NeurIPS 2022), Section 3. The number of
+stored values depends only on the shape. The size of a packed tensor is therefore known in advance, and never exceeds
+the budget.
 """
 
 from __future__ import annotations
@@ -16,60 +17,73 @@ from efficient_ft.ops.storage.kernels import kernels_for
 
 #: Number of values in the subsample of a row from which a threshold is estimated.
 SUBSAMPLE = 4096
-#: Number of standard deviations by which a sampled threshold is raised, so that few samples exceed their budget.
+#: Number of standard deviations by which the rank of a sampled threshold is raised, so that few rows exceed the budget.
 _CAUTION = 1.0
 
 
 def values_kept(n: int, sparsity: float) -> int:
-    """Return the number of stored values of n: all from the k-th smallest up, where k = clip(⌊n·sparsity⌋, 1, n)."""
+    """Return how many of n values are stored.
+
+    All values from the k-th smallest magnitude on are stored, where k = clip(⌊n·sparsity⌋, 1, n).
+    """
     return n - min(max(math.floor(n * sparsity), 1), n) + 1 if n else 0
 
 
 def bitmap_bytes(n: int) -> int:
-    """Return the size of a bitmap of n bits in bytes."""
+    """Return the size in bytes of a bitmap of n bits."""
     return -(-n // 8)
 
 
 def magnitude_bits(x: Tensor) -> Tensor:
-    """Return the magnitudes of x as integers of the same width and order, so that one kernel supports all dtypes."""
+    """Return the magnitudes of x as integers of the same width.
+
+    The integers have the same order as the magnitudes, so that one kernel supports all dtypes of a width.
+    """
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     return x.contiguous().view(integer) & torch.iinfo(integer).max
 
 
 def uses_sampling(kept: int, n: int) -> bool:
-    """Return True if the threshold can be estimated from a subsample, which is shorter than the row."""
+    """Return True if the threshold can be estimated from a subsample.
+
+    This requires that the row is longer than the subsample, and that values are dropped.
+    """
     return n > SUBSAMPLE and kept < n
 
 
 def subsample_stride(n: int) -> int:
-    """Return the distance between the values of a subsample of a row of n values, which wraps around at the row's end.
+    """Return the distance between consecutive values of a subsample of a row of n values.
 
-    The distance is close to the golden section of n, which spreads the values evenly. It is coprime to n, so that the
-    values cover all channels.
+    The subsample wraps around at the end of the row. The distance is close to the golden section of n, which spreads
+    the values evenly. It is coprime to n, so that the values cover all channels.
     """
     golden = max(round(n * (math.sqrt(5) - 1) / 2), 1)
     return next(step for d in range(n) for step in (golden + d, golden - d) if math.gcd(step, n) == 1)
 
 
 def threshold_rank(kept: int, n: int, m: int) -> int:
-    """Return the rank of the threshold of n values in a subsample of m magnitudes, from 0 in ascending order."""
+    """Return the rank in a subsample of m magnitudes that estimates the threshold of n values.
+
+    Ranks begin at 0 and are in ascending order of magnitude.
+    """
     dropped = 1 - kept / n
     caution = _CAUTION * math.sqrt(m * dropped * (1 - dropped))
     return min(max(math.ceil(dropped * m + caution), 0), m - 1)
 
 
 def sparse_pack(x: Tensor, kept: int, exact: bool) -> tuple[Tensor, Tensor]:
-    """Select the `kept` largest-magnitude values of each row.
+    """Select the `kept` values with the largest magnitudes of each row.
 
     Args:
         x: Rows, (S, ...) of any floating dtype and strides, with n ≥ 1 values per row.
         kept: Number of selected values per row, K, from 1 to n.
-        exact: If True, the threshold is the (n − K + 1)-th smallest magnitude. Of the values that equal it, the first
-            are kept, so that exactly K values are kept. If False, the threshold is estimated from a strided subsample
-            of each row (if `uses_sampling`), and the rest of a row is dropped once K values are kept.
+        exact: If True, the threshold is the (n − K + 1)-th smallest magnitude. Of the values whose magnitude equals the
+            threshold, the first values are kept, so that exactly K values are kept. If False, the threshold is
+            estimated from a strided subsample of each row (if `uses_sampling` is True), and the rest of a row is
+            dropped after K values.
 
     Returns:
-        values: Kept values, (S, K) in the dtype of x, padded with zeros after the last kept value.
+        values: Kept values, (S, K) in the dtype of x. If a row has fewer kept values, it is padded with zeros.
         bitmap: Positions of the kept values, (S, ⌈n/8⌉) uint8. Element i of a row is bit i mod 8 of byte i // 8.
     """
     if isinstance(x, FakeTensor):
@@ -82,9 +96,9 @@ def sparse_pack(x: Tensor, kept: int, exact: bool) -> tuple[Tensor, Tensor]:
 
 
 def as_pieces(x: Tensor) -> Tensor:
-    """View x (S, ...) as rows of M equally spaced pieces of L elements, (S, M, L) (q inside a fused qkv).
+    """View x (S, ...) as rows of M equally spaced pieces of L elements, (S, M, L).
 
-    If x has no such view, it is copied.
+    For example, q inside a fused qkv has such a view. If x has no such view, it is copied.
     """
     shape, strides = [1], [0]
     for size, stride in zip(x.shape[1:], x.stride()[1:], strict=True):

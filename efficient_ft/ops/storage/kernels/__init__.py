@@ -1,6 +1,6 @@
-"""Kernels of the storage formats, `cpu` with numba and `gpu` with Triton.
+"""Kernels of the storage formats. The module `cpu` uses numba, and the module `gpu` uses Triton.
 
-Both libraries are optional. Without them, the reference implementations run.
+Both libraries are optional. Without them, the reference implementations are used.
 """
 
 from __future__ import annotations
@@ -13,5 +13,5 @@ from efficient_ft.ops.storage.kernels import cpu, gpu
 
 
 def kernels_for(x: Tensor) -> Any:
-    """Return the module whose kernels support this tensor, or None for the reference implementation."""
+    """Return the module whose kernels support x, or None if the reference implementation must be used."""
     return next((module for module in (cpu, gpu) if module.supports(x)), None)

@@ -25,7 +25,7 @@ _BLOCK = 1 << 14  # number of elements that a thread processes at a time
 _SHORT = 1 << 10  # groups with fewer elements are processed together
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-#: The compiled kernels, or None without numba.
+#: Functions that return the compiled kernels, or None if numba is not installed.
 _kernels = partial(optional_module, "efficient_ft.ops.storage.kernels.numba_kernels")
 _groups = partial(optional_module, "efficient_ft.ops.storage.kernels.numba_groups")
 
@@ -36,7 +36,7 @@ def supports(x: Tensor) -> bool:
 
 
 def load() -> None:
-    """Load numba and its compiler (about 140 MiB of code), like the first call of a kernel."""
+    """Load numba and its compiler (about 140 MiB of code), as the first call of a kernel would."""
     if _kernels() is not None:
         group_pack(torch.zeros(1, 64), 4, 64, None)
 
@@ -49,7 +49,7 @@ def sparse_pack(x: Tensor, kept: int, rank: int | None, subsample: int, hop: int
         kept: Number of values kept per row, K.
         rank: Rank of the threshold in a subsample, from 0 in ascending order. If None, the threshold is exact.
         subsample: Number of values of a row in the subsample.
-        hop: Distance between the values of the subsample, which wraps around at the end of the row.
+        hop: Distance between consecutive values of the subsample. The subsample wraps around at the end of the row.
     """
     rows, n = x.shape[0], x[0].numel()
     values, bitmap = x.new_empty(rows, kept), torch.empty(rows, -(-n // 8), dtype=torch.uint8)
@@ -134,9 +134,9 @@ def _in_blocks(groups: int, length: int) -> tuple[int, int]:
 def _rows(x: Tensor, *of_groups: Tensor) -> tuple[list[int], list[Tensor]]:
     """Divide a tensor (outer, G, inner) into blocks of rows.
 
-    Return two lists. The first contains the numbers of blocks, rows per block, rows, groups, elements per group, and
-    ranges, and True if groups are short. The second contains `of_groups`, with one value per group, or one value per
-    element of a row if groups are short.
+    Return two lists. The first list contains the numbers of blocks, rows per block, rows, groups, elements per group,
+    and ranges, and a flag that is True if groups are short. The second list contains the tensors `of_groups`. They have
+    one value per group, or one value per element of a row if groups are short.
     """
     rows, groups, inner = x.shape
     block = -(-_BLOCK // (groups * inner))
@@ -148,7 +148,10 @@ def _rows(x: Tensor, *of_groups: Tensor) -> tuple[list[int], list[Tensor]]:
 
 
 def run_in_threads(kernel: Any, job: list[int]) -> None:
-    """Call a kernel in the threads of torch. The arguments `job` follow the row counter."""
+    """Call a kernel in the threads of torch.
+
+    The kernel receives a pointer to an array of integers: a shared counter, followed by the values of `job`.
+    """
     numbers = np.zeros(16, np.int64)
     numbers[1 : 1 + len(job)] = job
     threads = max(1, min(torch.get_num_threads(), job[0]))
@@ -165,10 +168,11 @@ def run_in_threads(kernel: Any, job: list[int]) -> None:
 
 @functools.cache
 def _team() -> Callable[..., None] | None:
-    """Return ``GOMP_parallel`` of torch's OpenMP library, which runs a function in all threads. None if not found.
+    """Return ``GOMP_parallel`` of torch's OpenMP library, or None if the library is not found.
 
-    The threads of a separate pool would share the cores with torch's threads, which spin for a while after each
-    operation. Packing the activations of a step would then take 1.5 times as long.
+    ``GOMP_parallel`` runs a function in all threads. The threads of a separate pool would share the cores with torch's
+    threads, which spin for a while after each operation. Packing the activations of a step would then take 1.5 times as
+    long.
     """
     try:
         with open("/proc/self/maps", encoding="utf-8") as maps:
@@ -183,5 +187,5 @@ def _team() -> Callable[..., None] | None:
 
 @functools.cache
 def _threads(process: int) -> ThreadPoolExecutor:
-    """Return the thread pool of a process. A fork inherits the object without its threads."""
+    """Return the thread pool of a process. A forked process creates a new pool, because threads are not inherited."""
     return ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 1), thread_name_prefix="packing")

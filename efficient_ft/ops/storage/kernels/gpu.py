@@ -1,7 +1,8 @@
 """GPU kernels of the storage formats, in Triton.
 
-A subsample of a row brackets its exact threshold, which is then selected from the few values in the bracket (Floyd,
-Rivest, CACM 1975). No function synchronizes with the device.
+The exact threshold of a row is selected in two steps. A subsample of the row determines a bracket around the threshold.
+The threshold is then selected from the few values in the bracket (Floyd, Rivest, CACM 1975). None of the functions in
+this module synchronizes with the device.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ _LONGEST = 65536  # maximum number of candidates per program
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 _PROGRAMS = 1024  # number of programs that occupy a GPU fully
 
-#: The compiled kernels, or None without Triton.
+#: Function that returns the compiled kernels, or None if Triton is not installed.
 _kernels = partial(optional_module, "efficient_ft.ops.storage.kernels.triton_kernels")
 
 
 def _on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the device of the first argument current, since Triton launches kernels on the current device."""
+    """Make the device of the first argument current, because Triton launches kernels on the current device."""
 
     @functools.wraps(function)
     def on_device(x: Tensor, *arguments: Any) -> Any:
@@ -65,11 +66,11 @@ def sparse_pack(x: Tensor, kept: int, rank: int | None, subsample: int, hop: int
     gathered = rank is None and n > subsample
     if gathered:
         share = order / n
-        # The bracket is wide because a miss takes about 100 times as long as a narrower bracket would save.
+        # The bracket is wide, because a miss costs about 100 times the time that a narrower bracket would save.
         middle, wide = share * subsample, 4.5 * math.sqrt(subsample * share * (1 - share)) + 2
         ends = max(int(middle - wide), -1), min(int(middle + wide), subsample)
     else:
-        # A short row is its own subsample.
+        # The subsample of a short row is the whole row.
         first = order + subsample - n if rank is None else rank
         ends = first, first
     bits_wanted = min(8 * size - 1, 20) if gathered else 8 * size - 1
@@ -89,7 +90,7 @@ def sparse_pack(x: Tensor, kept: int, rank: int | None, subsample: int, hop: int
         )  # fmt: skip
     elif rank is None:
         threshold = threshold.contiguous()
-    else:  # also keep values that equal a sampled threshold
+    else:  # values that equal a sampled threshold are also kept
         threshold = threshold - 1
     kernels.count[grid](
         bits, state, threshold, number, found, offset, candidates, *where, room,
@@ -138,7 +139,7 @@ def quantize(x: Tensor, low: Tensor, high: Tensor, seed: Tensor) -> Tensor:
     x, q = x.contiguous(), torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     steps = 255 / (high - low).clamp_min(1e-30)
     grid = (-(-x.numel() // _BLOCK),)
-    # Fused multiply-add is disabled, since it rounds once and the reference implementation rounds twice.
+    # Fused multiply-add is disabled, because it rounds once and the reference implementation rounds twice.
     _kernels().quantize[grid](
         x, low, steps, seed.to(x.device), q, x.numel(), *x.shape[1:], BLOCK=_BLOCK, enable_fp_fusion=False
     )
@@ -182,7 +183,7 @@ def group_pack(x: Tensor, bits: int, length: int, seed: Tensor | None) -> tuple[
     codes = torch.empty(groups, length * bits // 8, dtype=torch.uint8, device=device)
     ranges = torch.empty(2, groups, dtype=torch.float16, device=device)
     grid, layout = _group_layout(groups, length, bits)
-    # Fused multiply-add is disabled, since it rounds once and the reference implementation rounds twice.
+    # Fused multiply-add is disabled, because it rounds once and the reference implementation rounds twice.
     _kernels().group_pack[grid](
         x, None if seed is None else seed.to(device), codes, ranges, groups, length, length // layout["PARTS"], n,
         *x.shape, x.stride(0), RANDOM=seed is not None, enable_fp_fusion=False, **layout,

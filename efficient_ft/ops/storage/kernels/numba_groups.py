@@ -1,7 +1,7 @@
 """Numba kernels of the group format. `numba_kernels` describes the structure of a job.
 
 A function is compiled for each number of bits and each common group length. The length is then a constant, so that all
-loops are vectorized. No function is cached on disk, since numba cannot reload functions that close over compiled
+loops are vectorized. No function is cached on disk, because numba cannot reload functions that close over compiled
 functions.
 """
 # mypy: ignore-errors
@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 
 from efficient_ft.ops.storage.kernels.numba_kernels import _address, _noise, _ordered, _take, as_job
 
-# With this error model, division has no check for zero, which would prevent vectorization.
+# This error model omits the check for division by zero, because the check would prevent vectorization.
 _jit: Any = njit(nogil=True, boundscheck=False, error_model="numpy")
 
 
@@ -67,7 +67,10 @@ def _from_half(bits):
 
 @_jit
 def _extremes(bits, start, count):
-    """Return the extremes of values in the order of `_ordered`. The values are given by their float32 bits."""
+    """Return the minimum and the maximum of values as the integers of `_ordered`.
+
+    `bits` contains the float32 bits of the values.
+    """
     low, high = int32(0x7FFFFFFF), int32(-0x80000000)
     for i in range(uint64(count)):
         value = _ordered(bits[start + i])
@@ -77,9 +80,10 @@ def _extremes(bits, start, count):
 
 @_jit
 def _range(low, high, levels, outward):
-    """Return the minimum and the step of a group with these extremes, as fp16 bits. A step of -1 sets all codes to 0.
+    """Return the fp16 bits of the minimum and of the step of a group. The step -1 means that all codes are 0.
 
-    With `outward`, the minimum is rounded down and the step up.
+    `low` and `high` are the extremes of the group, as `_extremes` returns them. With `outward`, the minimum is rounded
+    down and the step is rounded up.
     """
     if high >= int32(0x7F800000) or low <= int32(-0x7F800001):  # a non-finite value
         return int32(0x7E00), int32(-1)
@@ -113,13 +117,13 @@ def _round_at_random(x, start, count, low, inverse, levels, base, codes):
 
 
 def _length(group: int) -> int:
-    """Return the group length for which loops are compiled, or 0 if the length is read from the job."""
+    """Return `group` if loops are compiled for this group length, or 0 if the length is read from the job."""
     return group if group in (32, 40, 64, 128) else 0
 
 
 @functools.cache
 def _planes(bits: int, constant: int) -> Any:
-    """Return the functions that pack a group's codes into planes, and unpack planes into values."""
+    """Return a function that packs the codes of a group into planes, and a function that unpacks planes into values."""
 
     @_jit
     def pack(codes, length, out, at):

@@ -1,12 +1,12 @@
 """Numba kernels of the storage formats. Importing this module requires numba.
 
-Each job is a C function whose argument is a pointer to an array of 64-bit integers: sizes and data addresses. A caller
-takes rows from the shared counter ``job[0]`` until none remain, so any number of threads may call a job at once. A job
-is compiled at its first use, which takes seconds, and is cached on disk.
+Each job is a C function with one argument: a pointer to an array of 64-bit integers, which contains sizes and data
+addresses. A job takes rows from the shared counter ``job[0]`` until none remain. Any number of threads can therefore
+run a job at the same time. A job is compiled when it is first used, which takes seconds, and is cached on disk.
 
-Only jobs are cached, and each variant has a unique name (`as_job`). Within a process, numba distinguishes variants of
-functions that share a name. Code cached by different processes may however use equal symbols for these variants. A call
-would then reach the wrong variant and return wrong results without an error.
+Only jobs are cached, and each variant of a job has a unique name (`as_job`). Within a process, numba distinguishes
+variants of functions that share a name. However, code cached by different processes may use the same symbols for these
+variants. A call would then reach the wrong variant and return wrong results without an error.
 """
 # mypy: ignore-errors
 # mypy cannot check code that numba compiles.
@@ -53,7 +53,9 @@ def _address(typing: Any, integer: Any) -> Any:
 
 
 def as_job(*variant: object, **options: Any) -> Callable[[Any], Any]:
-    """Compile a function of one pointer to a C function, whose name includes the variant and the processor.
+    """Return a decorator that compiles a function of one pointer to a C function.
+
+    The name of the C function includes the variant and the processor.
 
     Args:
         variant: Values that the function depends on, except constants of its module.
@@ -77,10 +79,11 @@ def _flags(row, largest, threshold, flags):
 
 @_jit
 def _pack_row(x, where, largest, threshold, extra, values, byte_of, out, flags):
-    """Keep values of at least `threshold` until `values` is full. Drop the last `extra` values equal to it.
+    """Keep the values whose magnitude is at least `threshold`, until `values` is full.
 
-    `out` has space for the full row. Every element is written, and the position advances only after a kept element. A
-    compiled function receives every array and number as a separate argument.
+    The last `extra` values whose magnitude equals `threshold` are dropped. `out` has space for the full row. Every
+    element is written to `out`, but the position advances only after an element that is kept. The function has many
+    parameters, because a compiled function receives every array and number separately.
     """
     kept = len(values)
     start, step, pieces, length = where
@@ -101,7 +104,7 @@ def _pack_row(x, where, largest, threshold, extra, values, byte_of, out, flags):
                 byte_of[at + m] = (eight[m] * _GATHER) >> uint64(56)
             at += padded
     if extra != 0 or j > kept:
-        # This case is rare: ties at the threshold, or a sampled threshold that is too low.
+        # This case is rare: several values equal the threshold, or a sampled threshold is too low.
         equal = -extra
         for piece in range(pieces):
             for v in x[start + piece * step : start + piece * step + length]:
@@ -138,7 +141,10 @@ def _subsample(x, where, hop, largest, sample):
 
 @_jit
 def _in_rank(sample, rank, largest):
-    """Return the value of `rank` (from 0) of integers from 0 to `largest`, by bisection with vectorized counting."""
+    """Return the value at `rank` (from 0, in ascending order) in a sample of integers from 0 to `largest`.
+
+    The value is found by bisection, because loops that count are vectorized.
+    """
     low, high = int64(0), int64(largest)
     while low < high:
         middle = low + (high - low) // 2
@@ -154,9 +160,10 @@ def _in_rank(sample, rank, largest):
 
 @_jit
 def _exact_threshold(x, where, hop, largest, kept, sample, out):
-    """Return the threshold and the number of values that are at least as large (Floyd, Rivest, CACM 1975).
+    """Return the threshold, and the number of values that are at least as large as the threshold.
 
-    A subsample brackets the threshold, which is then selected from the few values in the bracket.
+    A subsample determines a bracket around the threshold. The threshold is then selected from the few values in the
+    bracket (Floyd, Rivest, CACM 1975).
     """
     start, step, pieces, length = where
     n, m = pieces * length, len(sample)
@@ -194,8 +201,8 @@ def _exact_threshold(x, where, hop, largest, kept, sample, out):
     return threshold, at_least
 
 
-# A quantized tensor consists of rows of groups. One loop over a row processes all short groups, with a range for each
-# element. A separate loop processes each long group, with the range in registers.
+# A quantized tensor consists of rows of groups. If groups are short, one loop processes all groups of a row and reads a
+# range for each element. If groups are long, a separate loop processes each group with its range in registers.
 @_jit
 def _noise(i, base):
     h = uint32(base + uint32(i))
@@ -232,7 +239,10 @@ def _dequantize_long(q, low, step, x):
 
 @_jit
 def _ordered(bits):
-    """Map the bits of a float to an integer of the same order, and back. Integer comparisons are vectorized."""
+    """Map the bits of a float to an integer of the same order, and back.
+
+    Integers are used, because comparisons of integers are vectorized.
+    """
     return bits ^ ((bits >> int32(31)) & int32(0x7FFFFFFF))
 
 
@@ -253,7 +263,7 @@ def _extremes_long(bits, low, high):
 
 @functools.cache
 def pack(size: int) -> Any:
-    """Compile the job that packs rows of values of `size` bytes."""
+    """Compile the job that packs rows of values with `size` bytes per value."""
     integer = _INTEGERS[size]
 
     @as_job(size, cache=True)
@@ -284,7 +294,7 @@ def pack(size: int) -> Any:
 
 @functools.cache
 def unpack(size: int) -> Any:
-    """Compile the job that unpacks rows of values of `size` bytes."""
+    """Compile the job that unpacks rows of values with `size` bytes per value."""
     integer = _INTEGERS[size]
 
     @as_job(size, cache=True)
@@ -369,7 +379,10 @@ def dequantize() -> Any:
 
 @functools.cache
 def extremes() -> Any:
-    """Compile the job that computes the minimum and maximum of each block of rows."""
+    """Compile the job that computes the minimum and maximum of each block of rows.
+
+    They are computed for each group, or for each element of a row if groups are short.
+    """
 
     @as_job(cache=True)
     def job_of(pointer):

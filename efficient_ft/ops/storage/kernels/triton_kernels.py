@@ -1,11 +1,11 @@
 """Triton kernels of the storage formats. Importing this module requires Triton.
 
-Kernels of the sparse format compare 32-bit magnitudes, `bits`: floats without their sign, read as integers. A row
-consists of pieces of `length` elements at a distance of `step`. The row length `n` and the distance `stride` between
-rows are in units of `UNIT` elements, so that the compiler knows their alignment. Auxiliary tensors have the shape (row,
-...).
+The kernels of the sparse format compare magnitudes, which are called `bits`. They are the bits of floats without the
+sign, read as 32-bit integers. A row consists of pieces of `length` elements, and `step` is the distance between pieces.
+The row length `n` and the distance `stride` between rows are in units of `UNIT` elements, so that the compiler knows
+their alignment. The first dimension of auxiliary tensors is the row.
 
-Kernels have many parameters, because a kernel receives every pointer, size and constant as a separate argument.
+Kernels have many parameters, because a kernel receives every pointer, size and constant separately.
 """
 # mypy: ignore-errors
 # mypy cannot check code that Triton compiles.
@@ -16,20 +16,23 @@ import triton.language as tl
 
 @triton.jit
 def _load(row, at, n, step, length, PIECES: tl.constexpr):
-    """Load the elements `at` of a row, and 0 after the end of the row."""
+    """Load the elements of a row at the indices `at`. After the end of the row, load 0."""
     memory = (at // length).to(tl.int64) * step + at % length if PIECES else at
     return tl.load(row + memory, mask=at < n, other=0)
 
 
 @triton.jit
 def _load_bits(row, at, n, step, length, PIECES: tl.constexpr, LARGEST: tl.constexpr):
-    """Load the magnitudes of the elements `at` of a row. After its end, load −1, which is below all magnitudes."""
+    """Load the magnitudes of the elements of a row at the indices `at`.
+
+    After the end of the row, load −1, which is less than all magnitudes.
+    """
     return tl.where(at < n, _load(row, at, n, step, length, PIECES).to(tl.int32) & LARGEST, -1)
 
 
 @triton.jit
 def _bisect(low, high, sample, rank):
-    """Return the half of a range that contains the value of `rank` (from 0) of a sample."""
+    """Return the half of the range from `low` to `high` that contains the value at `rank` (from 0) of a sample."""
     middle = low + (high - low) // 2
     above = (tl.sum((sample <= middle).to(tl.int32)) <= rank) & (low < high)
     return tl.where(above, middle + 1, low), tl.where(above, high, middle)
@@ -40,11 +43,11 @@ def bracket(
     x, state, n, stride, step, length, hop, first, last, EQUAL: tl.constexpr,
     M: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr, PIECES: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Write the values of the ranks `first` and `last` of a subsample to `state` (row, 2).
+    """Write the values at the ranks `first` and `last` of a subsample to `state` (row, 2).
 
-    The subsample consists of M values at a distance of `hop`. A shorter row is padded with −1. A rank outside the
-    subsample selects the end of the range. The values are computed to `BITS` bits: the first value is rounded down, and
-    the last value is rounded up. `EQUAL` is True if `first` and `last` are equal.
+    The subsample consists of M values at a distance of `hop`. The subsample of a shorter row is padded with −1. For a
+    rank outside of the subsample, the end of the range is written. The values are computed to `BITS` bits: the first
+    value is rounded down, and the last value is rounded up. `EQUAL` is True if `first` and `last` are equal.
     """
     n, stride = n * UNIT, stride * UNIT
     row = tl.program_id(0).to(tl.int64)
@@ -67,10 +70,11 @@ def gather(
     x, state, number, found, offset, candidates, n, stride, step, length, room,
     TILE: tl.constexpr, UNIT: tl.constexpr, PIECES: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Collect at most `room` magnitudes in the range of `state` in `candidates` (row, room).
+    """Write the magnitudes in the range of `state` to `candidates` (row, room), at most `room` per row.
 
-    `number` (row,), initially 0, counts the candidates. For each tile, `found` (row, tile, 2) receives the number of
-    magnitudes above the range and the number of candidates, and `offset` (row, tile) the index of its first candidate.
+    `number` (row,) counts the candidates and must be 0 before the call. For each tile, the kernel writes the number of
+    magnitudes above the range and the number of candidates to `found` (row, tile, 2), and the index of the first
+    candidate to `offset` (row, tile).
     """
     n, stride = n * UNIT, stride * UNIT
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -93,7 +97,7 @@ def select(
     x, state, number, found, candidates, threshold, n, stride, step, length, rank, tiles, room, SHORT: tl.constexpr,
     TILES: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr, PIECES: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Write the magnitude of `rank` to `threshold` (row,).
+    """Write the magnitude at `rank` to `threshold` (row,).
 
     The magnitude is selected from the candidates. If it is not a candidate, or if there are too many candidates, the
     full row is searched.
@@ -129,7 +133,10 @@ def count(
     x, state, threshold, number, found, offset, candidates, n, stride, step, length, room,
     GATHERED: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr, PIECES: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Write the numbers of magnitudes above the threshold (row,) and equal to it to `found` (row, tile, 2)."""
+    """Count the magnitudes of each tile that are above `threshold` (row,) or equal to it.
+
+    Both counts are written to `found` (row, tile, 2).
+    """
     n, stride = n * UNIT, stride * UNIT
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     bound = tl.load(threshold + row)
@@ -157,9 +164,10 @@ def write(
     TILE: tl.constexpr, TILES: tl.constexpr, UNIT: tl.constexpr,
     PIECES: tl.constexpr, LARGEST: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Keep the values above the threshold and, if the threshold is exact, as many values equal to it as fit.
+    """Write the kept values and the bitmap. All values whose magnitude is above the threshold are kept.
 
-    With a sampled threshold, the rest of the row is dropped once `kept` values are kept.
+    If the threshold is exact, values equal to it are kept as long as they fit. With a sampled threshold, the rest of
+    the row is dropped after `kept` values.
     """
     n, stride = n * UNIT, stride * UNIT
     row, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
@@ -176,7 +184,7 @@ def write(
     bits = value.to(tl.int32) & LARGEST
     bound = tl.load(threshold + row)
     above, equal = inside & (bits > bound), inside & (bits == bound)
-    # One sum computes both counts: a tile has fewer than 2¹⁶ elements.
+    # One cumulative sum computes both counts, because a tile has fewer than 2¹⁶ elements.
     so_far = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
     equal_so_far = equal_before + (so_far >> 16)
     last = above_before + (so_far & 0xFFFF) + tl.minimum(equal_so_far, room)
@@ -189,7 +197,7 @@ def write(
 
 @triton.jit
 def _load_flags(bitmap, row, tile, n, TILE: tl.constexpr):
-    """Load the bits of a tile as (TILE / 8, 8)."""
+    """Load the bits of a tile of the bitmap as (TILE / 8, 8)."""
     byte = tile * (TILE // 8) + tl.arange(0, TILE // 8)
     bytes_ = tl.load(bitmap + row * tl.cdiv(n, 8) + byte, mask=byte < tl.cdiv(n, 8), other=0).to(tl.int32)
     return (bytes_[:, None] >> tl.arange(0, 8)[None, :]) & 1
@@ -197,7 +205,7 @@ def _load_flags(bitmap, row, tile, n, TILE: tl.constexpr):
 
 @triton.jit
 def count_flags(bitmap, found, n, TILE: tl.constexpr, UNIT: tl.constexpr):
-    """Write the number of set bits to `found` (row, tile)."""
+    """Write the number of set bits of each tile to `found` (row, tile)."""
     n = n * UNIT
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     flags = _load_flags(bitmap, row, tile, n, TILE)
@@ -234,7 +242,7 @@ def convert(x, y, overflow, count, WATCHED: tl.constexpr, LARGEST: tl.constexpr,
 
 @triton.jit
 def _noise(at, seed):
-    """Return the values of `storage.eight_bits.uniform` at these positions."""
+    """Return the values of `storage.eight_bits.uniform` at the positions `at`."""
     h = (at + tl.load(seed)).to(tl.uint32)
     h = (h ^ (h >> 16)) * 0x7FEB352D
     h = (h ^ (h >> 15)) * 0x846CA68B
@@ -244,7 +252,10 @@ def _noise(at, seed):
 
 @triton.jit
 def quantize(x, low, step, seed, q, count, groups, inner, BLOCK: tl.constexpr):
-    """Quantize x to steps above the `low` value of its group, with rounding by a hash of the position and the seed."""
+    """Quantize x to steps above the `low` value of its group.
+
+    A hash of the position and the seed determines the rounding.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     group = (at // inner) % groups
@@ -265,7 +276,7 @@ def dequantize(q, low, step, x, count, groups, inner, BLOCK: tl.constexpr):
 
 @triton.jit
 def extremes(x, low, high, rows, groups, inner, share, width, R: tl.constexpr, C: tl.constexpr):
-    """Write the extremes of `share` rows and `width` columns of a group to `low` and `high` (part, cut, group)."""
+    """Write the extremes of a group in `share` rows and `width` columns to `low` and `high` (part, cut, group)."""
     part, group, cut = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     least, most = tl.full((R, C), float("inf"), tl.float32), tl.full((R, C), float("-inf"), tl.float32)
     stop, end = tl.minimum((part + 1) * share, rows), tl.minimum((cut + 1) * width, inner)
@@ -285,7 +296,7 @@ def extremes(x, low, high, rows, groups, inner, share, width, R: tl.constexpr, C
 
 @triton.jit
 def _part(x, group, k, part, length, n, pieces, piece, stride, T: tl.constexpr, W: tl.constexpr):
-    """Return the values k·part to (k + 1)·part of T groups (T, W), their indices, and a validity mask."""
+    """Load the values k·part to (k + 1)·part of T groups. Return the values (T, W), their indices and a mask."""
     j = tl.arange(0, W)[None, :]
     first = group[:, None] * length
     at = first + k * part + j
@@ -299,10 +310,10 @@ def group_pack(
     x, seed, codes, ranges, groups, length, part, n, pieces, piece, stride,
     BITS: tl.constexpr, RANDOM: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Write the codes and ranges of T groups in `PARTS` parts of `part` <= W values each.
+    """Write the codes and ranges of T groups. A group consists of `PARTS` parts of `part` <= W values.
 
-    A part contains the values at one bit position in the bytes of a plane: half of a group with 4 bits, a quarter with
-    2 bits, and an eighth with 3 bits.
+    The values of a part are stored at the same bit position in the bytes of a plane. A part is half of a group with 4
+    bits, a quarter with 2 bits, and an eighth with 3 bits.
     """
     group = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
     low, high = tl.full((T,), float("inf"), tl.float32), tl.full((T,), float("-inf"), tl.float32)
@@ -316,7 +327,7 @@ def group_pack(
     low = tl.where(finite > 0, low, 0.0) + 0.0
     high = tl.where(finite > 0, high, 0.0)
     low_half = low.to(tl.float16)
-    if RANDOM:  # the minimum is rounded down and the step up
+    if RANDOM:  # the minimum is rounded down, and the step is rounded up
         bits = low_half.to(tl.int16, bitcast=True)
         above = (low_half.to(tl.float32) > low) & (tl.abs(low_half.to(tl.float32)) < float("inf"))
         below = tl.where(bits > 0, bits - 1, bits + 1)
