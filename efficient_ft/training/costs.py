@@ -1,4 +1,4 @@
-"""The cost of a run's training step and of its baseline."""
+"""Cost of a training step of a run, and cost of the baseline's training step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from efficient_ft.training.output.console import cost_table, say
 
 
 def step_spec(config: Config) -> StepSpec:
-    """Return the settings of a run's training step."""
+    """Return the settings of a training step of a run."""
     spec = factory.input_of(config.model)
     return StepSpec(
         config.data.batch_size,
@@ -75,10 +75,11 @@ def cost_report(
 
     Args:
         classes: number of classes, or a mapping from tasks to numbers of classes.
-        device: the device that takes the steps.
-        steps: number of timed steps; 0 to count only.
-        max_seconds: time after which no further step is timed; None for no limit.
-        largest_batch: maximum number of samples per batch, the size of the training split; None for no limit.
+        device: the device on which the steps run.
+        steps: number of timed steps, or 0 to count the costs without timing.
+        max_seconds: time after which no further step is timed, or None for no limit.
+        largest_batch: maximum number of samples per batch, which is the size of the training split, or None for no
+            limit.
 
     Raises:
         SettingError: If `cost.baseline` does not name a selection.
@@ -88,9 +89,9 @@ def cost_report(
     if switch is not None:
         switch.active = switch.names[0]
     selection = baseline_methods(config)
-    plain = config.optim.model_copy(update={"state_bits": 32, "in_backward": False})  # the baseline saves nothing
+    plain = config.optim.model_copy(update={"state_bits": 32, "in_backward": False})  # no memory-saving options
     keys = [None if of is None else [m.state_key for m in of] for of in (selection, methods)]
-    is_baseline = keys[0] == keys[1] and config.optim == plain  # the run's own step needs no comparison
+    is_baseline = keys[0] == keys[1] and config.optim == plain  # then no comparison is needed
     found = cost.compare(
         network,
         methods,
@@ -121,7 +122,7 @@ def cost_report(
 
 
 def _room(config: Config) -> int:
-    """Return the remaining bytes of the run's budget."""
+    """Return the number of bytes that remain of the run's memory budget."""
     release_freed_memory()
     return max(0, (budget_of(config) or 0) - resident_bytes())
 
