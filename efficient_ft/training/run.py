@@ -119,8 +119,9 @@ def _train(
     data: RunData | None,
     predicted: Prediction | None,
 ) -> dict[str, Any]:
-    """Train and finish a run. The training is a local variable here, so that `out_of_memory` can free it after an
-    error.
+    """Train and finish a run.
+
+    The training is a local variable of this function, so that `out_of_memory` can free it after an error.
     """
     training = prepare(config, held, begun, data)
     return finish(training, fit(training, arguments), arguments, predicted)

@@ -57,8 +57,8 @@ def observe_blocks(model: nn.Module, blocks: Sequence[str], callback: Callable[[
 
 
 def channel_axis(block: nn.Module, dims: int) -> int:
-    """Return the channel axis of a block's output: axis 1 for 4-dimensional outputs of convolutions, otherwise the
-    last.
+    """Return the channel axis of a block's output: 1 for 4-dimensional outputs of convolutions, otherwise the last
+    axis.
     """
     first = next((m for m in block.modules() if isinstance(m, nn.Linear | nn.Conv2d)), None)
     return 1 if dims == 4 and isinstance(first, nn.Conv2d) else dims - 1

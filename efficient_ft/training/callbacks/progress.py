@@ -117,8 +117,9 @@ class ProgressBar(L.Callback):
 
 
 def _shorten(parts: list[str], width: int, least: int = 0) -> None:
-    """Remove parts until the line fits into `width` or `least` parts remain. The first and the last part are removed
-    last.
+    """Remove parts until the line fits into `width` or `least` parts remain.
+
+    The first and the last part are removed last.
     """
     while len(parts) > least and len(", ".join(parts)) > width:
         del parts[-2 if len(parts) > 1 else -1]

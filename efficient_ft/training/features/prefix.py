@@ -83,8 +83,9 @@ class FeatureDataset(Dataset[Any]):
 
 
 class RunFeatures:
-    """Features of one run, with `views` views of `train` training images. The features are read, or computed and
-    stored.
+    """Features of one run, which are read from a store, or computed and stored.
+
+    There are `views` views of `train` training images, and one view of the images that select the best epoch.
     """
 
     def __init__(self, prefix: FrozenPrefix, form: RowForm, store: RowStore, views: int, train: int) -> None:
@@ -106,11 +107,10 @@ class RunFeatures:
 
     @contextmanager
     def input(self, images: Tensor, rows: Tensor) -> Iterator[Tensor]:
-        """Inside a ``with`` block, the network computes its output from the features of a batch. Yield the network's
-        input.
+        """Inside a ``with`` block, the network computes its output from the features of a batch.
 
-        `images` contains images or stored rows with the row numbers `rows`, as loaded by `FeatureDataset`. Features of
-        images are computed and stored.
+        The block receives the network's input. `images` contains images or stored rows with the row numbers `rows`, as
+        loaded by `FeatureDataset`. The features of images are computed and stored.
         """
         if images.dtype == torch.uint8:
             self._read += len(rows)
@@ -239,8 +239,9 @@ class FeatureCallback(L.Callback):
             say(f"The network is not changed (trainer.prefix=auto): {error}")
 
     def _choose(self, prefix: FrozenPrefix, trainer: L.Trainer) -> PrefixReport:
-        """Set the form of the prefix to the form stored in the run folder. Without such a form, the first process
-        chooses.
+        """Set the form of the prefix.
+
+        The form stored in the run folder is used. If there is none, the first process chooses a form.
         """
         if self._file.is_file():
             report = _read_choice(self._file)
@@ -287,9 +288,7 @@ def run_prefix(config: Config, network: nn.Module, methods: Sequence[Method]) ->
 
 
 def set_form(config: Config, images: ImageData, prefix: FrozenPrefix, device: torch.device) -> PrefixReport:
-    """Set the form of the prefix like `measure_form`. However, ``auto`` prefers a form whose features are already
-    stored.
-    """
+    """Set the form of the prefix like `measure_form`, but let ``auto`` prefer a form whose features are stored."""
     options = config.trainer
     if options.prefix == "auto" and options.cache_features != "off":
         about = _about(config, images, prefix, device)

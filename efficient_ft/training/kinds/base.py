@@ -229,9 +229,7 @@ class Kind(ABC):
         return factory.create_model(model, classes, report=report)
 
     def random_network(self, model: ModelConfig, classes: int | Mapping[str, int]) -> nn.Module:
-        """Build the same network with random weights, either to count its costs or to load the weights of a run
-        afterwards.
-        """
+        """Build the same network with random weights, to count its costs or to load the weights of a run."""
         return factory.random_model(model, classes)
 
     def check_network(self, network: nn.Module, data: RunData) -> None:  # noqa: B027 (optional)
@@ -329,8 +327,7 @@ class Kind(ABC):
         return found
 
     def figure_input(self, evaluation: Reading) -> tuple[tuple[int, int], int] | None:
-        """Return the size (H, W) of the largest input of `write_figures`, and the number of bytes for reading its
-        inputs.
+        """Return the size (H, W) of the largest input of `write_figures`, and the bytes for reading its inputs.
 
         `evaluation` is the memory for reading evaluation batches. The result is None if the kind writes no figures.
         """

@@ -25,8 +25,9 @@ _registered: dict[str, Kind] = {}
 
 
 def register(kind: Kind) -> Kind:
-    """Register a kind of task under the name in its rules. The kind is returned, so that an entry point can refer to
-    it.
+    """Register a kind of task under the name in its rules.
+
+    The kind is returned, so that an entry point can refer to the result.
 
     Raises:
         UserError: If the name of the kind or of one of its data sets is already registered.
