@@ -98,11 +98,11 @@ class FineTuner(L.LightningModule):
         #: Warnings that were printed during training. They are written to results.json.
         self.warnings: list[str] = []
         self._constant = False  # True if the last evaluation predicted one class for all samples
-        #: Number of items in the current batch of all processes, and what other processes contribute to the mean loss.
+        #: Number of items in the current batch of all processes, and contribution of other processes to the mean loss.
         self._weight = torch.ones(())
         self._elsewhere: Tensor | None = None
         self._unread: list[tuple[Tensor, Tensor]] = []  # pairs (loss, number of items) on the device
-        self._sums = {"epoch": [0.0, 0], "window": [0.0, 0]}  # sum of the losses, and number of items
+        self._sums = {"epoch": [0.0, 0], "window": [0.0, 0]}  # [sum of the losses, number of items]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Build the optimizer with `build_optimizer`. `on_train_batch_start` sets its learning rate in each step."""
@@ -175,7 +175,7 @@ class FineTuner(L.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         # Lightning frees gradients only after the next forward pass. They would increase its peak memory.
-        # All callbacks have already used them.
+        # All callbacks have already used the gradients.
         last = (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0
         if last or batch_idx + 1 == self.trainer.num_training_batches:
             for optimizer in self.trainer.optimizers:
@@ -225,10 +225,10 @@ class FineTuner(L.LightningModule):
     def warn_if_diverged(self, mean: float | None) -> None:
         """Warn once if the training loss has diverged but is still finite.
 
-        The loss has diverged if the mean loss of the epoch exceeds `DIVERGED` times the loss of the first batch, which
-        was computed before the first update. The mean is used because it does not depend on single hard batches. It
-        must also exceed `DIVERGED` times the chance loss, e.g. log(classes). Otherwise, a small increase would cause a
-        warning if the first loss is very small.
+        The mean loss of the epoch must exceed two thresholds: `DIVERGED` times the loss of the first batch, which was
+        computed before the first update, and `DIVERGED` times the chance loss, e.g. log(classes). The mean is used
+        because it does not depend on single hard batches. The second threshold avoids a warning after a small increase
+        if the first loss is very small.
         """
         warned = any("has diverged" in text for text in self.warnings)
         if mean is None or self._first_loss is None or warned:

@@ -55,7 +55,7 @@ class SGD(torch.optim.SGD):
 
 
 def build_optimizer(network: nn.Module, optim: OptimConfig, precision: str = "fp32") -> torch.optim.Optimizer:
-    """Build the optimizer for the parameters of `network` that require gradients. Apply the methods first.
+    """Build the optimizer for the parameters of `network` that require gradients. The methods must already be applied.
 
     As in timm, norms and biases have no weight decay, and layer decay increases the learning rate with the depth of the
     layer. The learning rate of the classifier is multiplied by `optim.head_lr_mult`. Fused kernels are used only in

@@ -204,7 +204,7 @@ def _loop(run: Training, fitted: Fitted) -> None:
         except BaseException as error:
             close_loggers(fitted.loggers, failed=True)
             refuse_killed_worker(error)
-            if isinstance(error, SystemExit) and trainer.interrupted:  # Lightning converts signals to exits
+            if isinstance(error, SystemExit) and trainer.interrupted:  # Lightning raises SystemExit after a signal
                 raise stopping.ending(recorder.stop_requested or _LIGHTNINGS[trainer.received_sigterm]) from None
             raise
 

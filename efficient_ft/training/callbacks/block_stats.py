@@ -31,7 +31,7 @@ class BlockIO(NamedTuple):
 
 @contextmanager
 def observe_blocks(model: nn.Module, blocks: Sequence[str], callback: Callable[[int, BlockIO], None]) -> Iterator[None]:
-    """Inside a ``with`` block, call `callback` with the index and the `BlockIO` of each block of the model that runs.
+    """Inside this context, call `callback` with the index and the `BlockIO` of each listed block that runs.
 
     `callback` runs without gradients, and nothing is saved for the backward pass. Forward passes that recompute
     activations during the backward pass are skipped. Blocks whose first input or whose output is not a tensor are also
@@ -57,8 +57,9 @@ def observe_blocks(model: nn.Module, blocks: Sequence[str], callback: Callable[[
 
 
 def channel_axis(block: nn.Module, dims: int) -> int:
-    """Return the channel axis of a block's output: 1 for 4-dimensional outputs of convolutions, otherwise the last
-    axis.
+    """Return the channel axis of a block's output.
+
+    It is axis 1 for 4-dimensional outputs of convolutions, otherwise the last axis.
     """
     first = next((m for m in block.modules() if isinstance(m, nn.Linear | nn.Conv2d)), None)
     return 1 if dims == 4 and isinstance(first, nn.Conv2d) else dims - 1

@@ -95,7 +95,7 @@ class ProgressBar(L.Callback):
         assert isinstance(pl_module, FineTuner)
         row, split, metric = self.recorder.row, self.recorder.split, pl_module.task.metric
         now = [part for part in self._parts(trainer, pl_module) if not part.startswith("loss")]
-        more = now[1:2] if self._bar is not None else now  # the bar shows the rest
+        more = now[1:2] if self._bar is not None else now  # the bar shows the other parts
         loss = row["train_loss_epoch"]
         parts = [] if loss is None else [f"loss {loss:.3f}"]
         parts += [f"{split} loss {row[f'{split}_loss']:.3f}"]

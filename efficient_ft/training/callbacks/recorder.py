@@ -24,8 +24,9 @@ from efficient_ft.training.output.console import rank, say
 from efficient_ft.training.output.faults import refuse_lost_process, require_folder
 from efficient_ft.training.processes import from_first, requeue
 
-#: Maximum number of optimizer steps between two rows of training loss. Short runs write about `LEAST_ROWS` rows.
-#: Within an epoch, periodic checkpoints are written only after multiples of this number of steps.
+#: Maximum number of optimizer steps between two rows of training loss. In short runs, the number is smaller, so that
+#: a run with at least `LEAST_ROWS` steps has at least `LEAST_ROWS` rows. Within an epoch, periodic checkpoints are
+#: written only after multiples of `RECORD_EVERY` steps.
 RECORD_EVERY = 50
 LEAST_ROWS = 20
 #: Maximum number of classes for which the metric of each class is logged.
@@ -136,7 +137,7 @@ class Recorder(L.Callback):
 
     def _leave(self, stop: int) -> None:
         """End the run after its checkpoint because of the signal `stop`. If Slurm sent the signal, requeue the job."""
-        self.stop_requested = stop  # in every process
+        self.stop_requested = stop  # also in processes that received no signal
         if stop in REQUEUE and "SLURM_JOB_ID" in os.environ:
             if rank() == 0:
                 requeue()

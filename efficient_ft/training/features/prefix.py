@@ -365,7 +365,7 @@ def run_features(
     *,
     must_gain: bool = False,
 ) -> RunFeatures:
-    """Open the features of a run. Set the form of the prefix before.
+    """Open the features of a run. The form of the prefix must already be set.
 
     Raises:
         SettingError: If the features need more space than the settings or the disk allow.
@@ -424,8 +424,8 @@ def _key(about: dict[str, Any], form: Form) -> str:
 def _share_of_step(prefix: FrozenPrefix, images: Tensor) -> float:
     """Return the fraction of the FLOPs of a training step that the prefix takes.
 
-    A backward pass counts as two forward passes. FLOPs are compared instead of times, because the decision must not
-    depend on the machine: storing features changes the results slightly.
+    A backward pass counts as two forward passes. Storing features changes the results slightly, so the decision to
+    store features must not depend on the machine. FLOPs are therefore compared instead of times.
     """
     with torch.random.fork_rng(devices=[]):
         with FlopsCounter() as below:

@@ -195,7 +195,7 @@ class Kind(ABC):
                 )
 
     def missing(self, config: Config) -> list[str]:
-        """Return a message for each data set of the run that is not on this machine."""
+        """Return a message for each data set of the run that is missing on this machine."""
         return [message for message in map(missing_data, data_configs(config)) if message is not None]
 
     @abstractmethod
@@ -267,7 +267,7 @@ class Kind(ABC):
             UserError: If an output is not finite.
         """
         task, part, options = self.task_of(config), only(data), config.trainer
-        if use_channels_last(config, device):  # as in training
+        if use_channels_last(config, device):  # same memory format as in training
             model.to(memory_format=torch.channels_last)
         classes, limit = part.num_classes, options.limit_eval_batches
         each = {

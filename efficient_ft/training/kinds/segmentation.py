@@ -134,7 +134,7 @@ def mask_files(paths: Sequence[Path], options: PredictOptions) -> dict[Path, Pat
     """Create the output folder, and return a mapping from each image to its mask file.
 
     Raises:
-        UserError: If two masks would have the same file, or if the folder contains one of the images.
+        UserError: If two masks would be written to the same file, or if the folder contains one of the images.
     """
     out = options.out
     if out is None:

@@ -74,6 +74,6 @@ class SeveralDataSets(Kind):
 
 
 def mean_accuracies(found: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Return the mean accuracy over the data sets, for the splits that all data sets have."""
+    """Return the mean accuracy over the data sets for each split that all data sets have."""
     splits = [s for s in ("val", "test") if all(s in of for of in found.values())]
     return {split: sum(of[split] for of in found.values()) / len(found) for split in splits}

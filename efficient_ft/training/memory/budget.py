@@ -53,7 +53,7 @@ _AHEAD = 2
 
 
 class Predictor:
-    """Predict the memory of a run, also with other batch sizes or image sizes.
+    """Predict the memory of a run. Settings such as the batch size may differ between predictions.
 
     Args:
         config: the configuration of the run.
@@ -61,7 +61,8 @@ class Predictor:
             training images.
         base_bytes: resident memory before the model is built, in bytes, or 0 on a GPU.
         device: the device on which the run trains.
-        folder: the run folder if its checkpoint would be loaded, otherwise None.
+        folder: the run folder, or None. If the run would resume from a checkpoint in this folder, the prediction
+            includes the memory for loading the checkpoint.
     """
 
     def __init__(
@@ -291,7 +292,7 @@ def fitting(config: Config, predictor: Predictor, budget: int) -> Config | None:
         The changed configuration, or None if no sizes fit.
     """
     changed: Config | None = config
-    with suppress(UserError):  # the network cannot process images of this size
+    with suppress(UserError):  # raised if the network cannot process images of this size
         while changed is not None:
             predicted = predictor(changed)
             if predicted.peak_bytes <= budget:

@@ -27,7 +27,7 @@ from efficient_ft.core.units import parse_bytes
 #: Polling intervals in seconds: the normal interval, and the interval above the fraction `_CLOSE` of the budget.
 INTERVAL, CLOSE_INTERVAL = 0.02, 0.002
 _CLOSE = 0.85
-#: Above the fraction `_NEAR` of the budget, freed memory is returned to the system every `_RELEASE_INTERVAL` seconds.
+#: Above the fraction `_NEAR` of the budget, freed memory is returned, at most every `_RELEASE_INTERVAL` seconds.
 _NEAR, _RELEASE_INTERVAL = 0.97, 0.5
 #: Seconds until a run that did not stop is interrupted again. An interrupt is lost if it arrives in a finalizer.
 _AGAIN = 5.0
@@ -52,8 +52,8 @@ def within_budget(config: Config, device: torch.device, *, armed: bool = True) -
     files of the run are kept, and the same command with a larger budget continues from the last checkpoint. Nested uses
     have no effect.
 
-    If `armed` is False, the code is stopped only after a call of `stop_from_now_on`. Until then, the memory of the run
-    can be predicted, because the message for a prediction above the budget is more helpful.
+    If `armed` is False, the code is stopped only after a call of `stop_from_now_on`. This allows a caller to predict
+    the memory first, because the message for a prediction above the budget is more helpful.
 
     Raises:
         UserError: If the run exceeds the budget.

@@ -1,4 +1,4 @@
-"""Write and read checkpoints. Writing is atomic, so that a checkpoint exists even if the process is killed at any time.
+"""Write and read checkpoints. They are written atomically, so that a kill at any time leaves a complete checkpoint.
 
 The previous checkpoint is kept. Lightning's own plugin writes to $TMPDIR and copies the file if that folder is on
 another filesystem. If the process is killed during the copy, a partial file remains.
@@ -103,7 +103,7 @@ def _has_weights(checkpoint: Any) -> bool:
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """Lightning plugin that writes checkpoints atomically, keeps the previous one, and reads checkpoints with `read`."""
+    """Lightning plugin that writes checkpoints atomically, keeps the previous one, and loads them with `read`."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         target = Path(path)

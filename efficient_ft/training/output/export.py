@@ -263,7 +263,7 @@ def _altered(file: Path, why: str) -> UserError:
 
 
 def _require_same_shapes(file: Path, model: nn.Module) -> None:
-    """Raise UserError if the shape of a tensor in the file differs from the model, e.g. for a head with other classes."""
+    """Raise UserError if a tensor has different shapes in the file and the model, e.g. a head for other classes."""
     own = model.state_dict()
     with safe_open(file, "pt") as opened:
         shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118

@@ -91,7 +91,7 @@ def _traces(folder: Path) -> list[str]:
 
 
 def refuse_changed_contents(folder: Path, contents: Contents) -> None:
-    """Raise UserError if a run's data or weights have changed since it began, or if their record is damaged."""
+    """Raise UserError if the data or weights have changed since the run began, or if their record is damaged."""
     file = folder / CONTENTS
     if not file.is_file():  # older versions wrote no record
         return
@@ -107,7 +107,7 @@ def refuse_changed_contents(folder: Path, contents: Contents) -> None:
 
 
 def refuse_other_images(config: Config, folder: Path, digest: str) -> None:
-    """Raise UserError if the images in a run folder's record do not have this digest, or if the record is damaged."""
+    """Raise UserError if the recorded digest of the images differs from `digest`, or if the record is damaged."""
     file = folder / IMAGES
     if not file.is_file():
         return

@@ -94,7 +94,7 @@ def _require_key(mode: str) -> None:
 
 
 def run_name(methods: str, arguments: Sequence[str]) -> str:
-    """Return a readable name, made of the methods and the last parts of the given settings.
+    """Return a readable name that consists of the methods and of the given settings without their prefixes.
 
     With the method ``lbp_wht``, ``method.lbp_wht.order=4 optim.lr=1e-3 seed=1`` becomes ``lbp_wht order=4 lr=1e-3
     seed=1``. Option groups and paths (``data=``, ``data.root=``) are omitted.
