@@ -92,7 +92,9 @@ def run_length(config: Config, images: RunData, world: int) -> tuple[int, int]:
     if not batches:
         raise SettingError("trainer.devices", world, "no larger than the number of training samples")
     if accumulated > batches:
-        raise SettingError("trainer.grad_accum_steps", accumulated, f"at most {batches}, the batches of an epoch")
+        raise SettingError(
+            "trainer.grad_accum_steps", accumulated, f"at most {batches}, the number of batches in an epoch"
+        )
     per_epoch = -(-batches // accumulated)
     total = config.trainer.epochs * per_epoch
     if (warmup := config.optim.warmup_steps or 0) >= total:

@@ -366,7 +366,7 @@ def likely_causes(module: FineTuner) -> list[str]:
     found.append(
         f"Or optim.lr={config.optim.lr:g} is too high: try {config.optim.lr / 10:g}, or a longer {warmup}."
         if found
-        else f"Likely optim.lr={config.optim.lr:g} is too high, or still too low to have learned anything: try"
+        else f"Probably, optim.lr={config.optim.lr:g} is too high, or too low to have learned anything yet: try"
         f" {config.optim.lr / 10:g} first, or a longer {warmup}."
     )
     return found

@@ -378,7 +378,9 @@ def run_features(
         with _in_training_mode(prefix.model):
             share = _share_of_step(prefix, _noise(config, _IMAGES).to(prefix.device))
         if share < _WORTH:
-            raise UserError(f"they take {format_percent(share)} of the FLOPs of a training step ({prefix.reason}).")
+            raise UserError(
+                f"computing them takes {format_percent(share)} of the FLOPs of a training step ({prefix.reason})."
+            )
     train, evaluated = images.splits["train"], images.splits[images.best_split]
     form = RowForm(options.cache_dtype, prefix.values)
     about = {**_about(config, images, prefix, device), "form": str(prefix.form)}

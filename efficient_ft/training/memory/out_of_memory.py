@@ -133,8 +133,8 @@ def _what_fits(config: Config, device: torch.device) -> str:
             ):
                 names = methods[0] if len(methods) == 1 else f"[{','.join(methods)}]"
                 return (
-                    f"No batch size is predicted to fit with this method; method={names} data.batch_size={largest}"
-                    f" would ({about}). {plan}"
+                    f"No batch size is predicted to fit with this method. method={names} data.batch_size={largest}"
+                    f" is predicted to fit ({about}). {plan}"
                 )
     except (UserError, RuntimeError, MemoryError):  # the prediction failed, e.g. for lack of memory
         return f"Reduce data.batch_size. {plan}"
