@@ -243,11 +243,11 @@ class Recorder(L.Callback):
 
 @contextmanager
 def stop_on_interrupt(recorder: Recorder) -> Iterator[None]:
-    """Inside a ``with`` block, the first Ctrl-C stops the run after the current step, with a checkpoint.
+    """Inside a ``with`` block, handle signals that request the end of the run.
 
-    A second Ctrl-C stops the run immediately. Other signals that request an end (`core.stopping`) have the same effect
-    as the first Ctrl-C. In a Slurm job, this also applies to SIGUSR1 and SIGUSR2 (``--signal``), and Slurm then
-    requeues the job.
+    After the first Ctrl-C, the run finishes the current step, writes a checkpoint and stops. A second Ctrl-C stops the
+    run immediately. Other signals that request an end (`core.stopping`) have the same effect as the first Ctrl-C. In a
+    Slurm job, SIGUSR1 and SIGUSR2 (``--signal``) also have this effect, and Slurm then requeues the job.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -27,7 +27,7 @@ def say(text: str) -> None:
 
 
 def quiet_lightning() -> None:
-    """Silence advice that does not apply to the loaders, checkpoints and frozen BatchNorm layers of this package."""
+    """Silence messages that do not apply to the loaders, checkpoints and frozen BatchNorm layers of this package."""
     logging.raiseExceptions = False  # a log file on a full disk must not cause a traceback
     for name in ("lightning.pytorch", "lightning.fabric", "lightning", "timm"):
         logging.getLogger(name).setLevel(logging.WARNING)
