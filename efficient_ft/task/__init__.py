@@ -1,4 +1,4 @@
-"""Tasks, which run a network, compute its loss, and measure its predictions."""
+"""Tasks. A task runs a network, computes its loss, and measures its predictions."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ __all__ = [
     "tensors_of",
 ]
 
-#: The tasks by name. `training.kinds.registry.register` adds the tasks of other packages.
+#: Mapping from names to tasks. `training.kinds.registry.register` adds the tasks of other packages.
 TASKS: dict[str, Task] = {task.name: task for task in (Classification(), Segmentation(), TextClassification())}

@@ -41,9 +41,9 @@ class Task(ABC):
 
     Attributes:
         name: the name in ``task=NAME``.
-        metric: name of the metric that selects the best epoch; a fraction, larger is better.
-        item: the noun for the unit that has one class: image, pixel or text.
-        sample: the noun for one sample of a batch: image or text.
+        metric: name of the metric that selects the best epoch. The metric is a fraction, and larger values are better.
+        item: noun for the unit that is assigned to one class: image, pixel or text.
+        sample: noun for one sample of a batch: image or text.
         input_dimensions: number of entries of an input size: 2 for images (height, width), 1 for sequences (length).
     """
 
@@ -54,7 +54,10 @@ class Task(ABC):
     input_dimensions: ClassVar[int] = 2
 
     def logits(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """Run a network that returns logits, or an object with the attribute `logits` (models from `transformers`).
+        """Run a network and return its logits.
+
+        The network returns the logits as a tensor, or an object with the attribute `logits` (models from
+        `transformers`).
 
         Returns:
             The logits (B, classes, ...). Further dimensions are positions.
@@ -69,26 +72,33 @@ class Task(ABC):
             raise UserError(f"{type(model).__name__} must return logits {self._shape}, got {found}.")
         return logits
 
-    #: The number of dimensions of the logits, and the names of these dimensions for messages.
+    #: Number of dimensions of the logits, and the names of the dimensions for error messages.
     _dimensions: ClassVar[int]
     _shape: ClassVar[str]
 
     @abstractmethod
     def loss(self, logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
-        """Return the mean loss of a batch, a scalar, for targets of type int64 (B, ...). Further dimensions are
-        positions.
+        """Return the mean loss of a batch as a scalar tensor.
+
+        `targets` has dtype int64 and shape (B, ...). Further dimensions are positions.
         """
 
     def labeled(self, targets: Tensor) -> Tensor | None:
-        """Return the number of items in the mean of `loss`, a scalar; None if each sample is one item."""
+        """Return the number of items over which `loss` averages, or None if each sample is one item.
+
+        The number is a scalar tensor.
+        """
         return None
 
     def predicted(self, logits: Tensor) -> Tensor | None:
-        """Return the predicted class of each item, int64; None if the predictions are not classes."""
+        """Return the predicted class of each item, int64, or None if the predictions are not classes."""
         return logits.argmax(1)
 
     def chance_loss(self, num_classes: int) -> float:
-        """Return the loss of predictions that do not depend on the input, by default of equal probabilities."""
+        """Return the loss of predictions that do not depend on the input.
+
+        By default, all classes have the same probability.
+        """
         return math.log(num_classes)
 
     @property
@@ -97,16 +107,19 @@ class Task(ABC):
         return self.metric
 
     def evaluation_logits(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """Run a network as in evaluation. See `logits`."""
+        """Run a network for evaluation, and return its logits. See `logits`."""
         return self.logits(model, inputs)
 
     @abstractmethod
     def scores(self, num_classes: int, *, local: bool = False) -> Scores:
-        """Return new metrics for the predictions of a network, of this process only if `local` is True."""
+        """Return new metrics for the predictions of a network.
+
+        If `local` is True, the metrics are not synchronized with other processes.
+        """
 
     @abstractmethod
     def example_targets(self, batch_size: int, input_size: tuple[int, ...]) -> Tensor:
-        """Return targets of class 0 for a batch, with which training steps are counted without data.
+        """Return targets for a batch, all of class 0. They are used to count the cost of a step without data.
 
         `input_size` is (H, W) for images and (length,) for sequences.
         """
@@ -114,28 +127,28 @@ class Task(ABC):
     def example_inputs(
         self, batch_size: int, channels: int, input_size: tuple[int, ...], generator: torch.Generator | None = None
     ) -> Inputs:
-        """Return a random batch: images (B, C, H, W), or a mapping with token ids and their attention mask (B, L)."""
+        """Return a random batch: images (B, C, H, W), or a mapping with token ids (B, L) and a mask (B, L)."""
         return torch.randn(batch_size, channels, *input_size, generator=generator)
 
 
 class Scores(nn.Module, ABC):
-    """Metrics that collect the predictions of one evaluation.
+    """Metrics that accumulate the predictions of one evaluation.
 
     This class is a module, so that Lightning moves the metrics to the device.
     """
 
     @abstractmethod
     def update(self, logits: Tensor, targets: Tensor) -> None:
-        """Add a batch."""
+        """Add the predictions of a batch."""
 
     @abstractmethod
     def compute(self) -> dict[str, float]:
-        """Return the metrics of all batches since the last `reset`. The first one is the task's `metric`."""
+        """Return the metrics over all batches since the last `reset`. The first metric is the task's `metric`."""
 
     @abstractmethod
     def each_class(self) -> dict[int, float]:
-        """Return the metric of each class that occurs in the targets or predictions, by class index."""
+        """Return a mapping from class indices to metrics, for each class that occurs in the targets or predictions."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Remove all batches."""
+        """Discard all batches."""

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from efficient_ft.task.base import Inputs, Scores, Task
 
-#: Upper bound of the token ids in example texts. Every vocabulary contains the smaller ids.
+#: Exclusive upper bound of the token ids in example texts. Every vocabulary contains the ids below this bound.
 _EXAMPLE_IDS = 4
 
 
@@ -34,7 +34,7 @@ class Classification(Task):
 
 
 class TextClassification(Classification):
-    """Classification of texts or pairs of texts, with token ids and an attention mask (B, L) as input."""
+    """Classification of texts or pairs of texts. The inputs are token ids (B, L) and an attention mask (B, L)."""
 
     name = "text"
     item = sample = "text"

@@ -1,4 +1,4 @@
-"""The metrics of the tasks. Import this module only on use, because importing torchmetrics takes seconds."""
+"""Metrics of the tasks. Import this module only when metrics are needed, because importing torchmetrics is slow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from efficient_ft.task.base import Scores, at_size
 
 
 class _Counts(Metric):
-    """The number of images and of correct predictions per class."""
+    """For each class, the number of samples and the number of correct predictions."""
 
     right: Tensor
     support: Tensor
@@ -30,9 +30,9 @@ class _Counts(Metric):
 
 
 class MeanLoss(Metric):
-    """The mean loss of all items, computed from the mean losses of batches."""
+    """Mean loss over all items, computed from the mean losses of batches."""
 
-    # torchmetrics' MeanMetric ignores the weights if nan_strategy="disable".
+    # MeanMetric of torchmetrics is not used, because it ignores the weights if nan_strategy="disable".
     total: Tensor
     items: Tensor
 
@@ -42,7 +42,7 @@ class MeanLoss(Metric):
         self.add_state("items", torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
 
     def update(self, mean: Tensor, items: Tensor | int) -> None:
-        """Add a batch by its mean loss and its number of items."""
+        """Add a batch with the mean loss `mean` over `items` items."""
         self.total += mean * items
         self.items += items
 
@@ -52,7 +52,7 @@ class MeanLoss(Metric):
 
 
 class Accuracy(Scores):
-    """The fraction of correct predictions."""
+    """Fraction of correct predictions."""
 
     def __init__(self, num_classes: int, local: bool = False) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Accuracy(Scores):
 
 
 class Overlap(Scores):
-    """The intersection over union (IoU) of each class, computed over all images together.
+    """Intersection over union (IoU) of each class, computed over all images together.
 
     The mean excludes classes that occur neither in the masks nor in the predictions.
     """
@@ -89,7 +89,7 @@ class Overlap(Scores):
         self._matrix.update(at_size(logits, targets).argmax(1), targets)
 
     def compute(self) -> dict[str, float]:
-        counts = self._matrix.compute().double()  # (true, predicted)
+        counts = self._matrix.compute().double()  # (true class, predicted class)
         return {
             "mean_iou": float(_overlaps(counts).nanmean()),
             "pixel_accuracy": float(counts.diagonal().sum() / counts.sum()),
@@ -105,6 +105,9 @@ class Overlap(Scores):
 
 
 def _overlaps(counts: Tensor) -> Tensor:
-    """Return the IoU of each class from counts (true, predicted); NaN for absent classes."""
+    """Return the IoU of each class, or NaN for absent classes.
+
+    `counts` has the dimensions (true class, predicted class).
+    """
     both = counts.diagonal()
     return both / (counts.sum(0) + counts.sum(1) - both)

@@ -11,11 +11,11 @@ from efficient_ft.task.base import Inputs, Scores, Task, at_size
 
 
 class Segmentation(Task):
-    """Segmentation with logits (B, classes, h, w) resized to the masks, pixel-wise cross-entropy, and mean IoU.
+    """Segmentation with pixel-wise cross-entropy and mean IoU. Logits (B, classes, h, w) are resized to the masks.
 
     Args:
-        window: size (h, w) of the windows in evaluation, which overlap by at least a third. The logits of a pixel are
-            averaged over its windows. None to evaluate whole images.
+        window: size (h, w) of the sliding windows for evaluation, or None to evaluate whole images. Windows overlap by
+            at least a third. The logits of a pixel are averaged over all windows that contain the pixel.
     """
 
     name = "segmentation"
@@ -27,7 +27,7 @@ class Segmentation(Task):
     def loss(self, logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
         logits = at_size(logits, targets)
         total = F.cross_entropy(logits, targets, ignore_index=IGNORED, label_smoothing=label_smoothing, reduction="sum")
-        return total / self.labeled(targets).clamp(min=1)  # a crop may contain no labeled pixel
+        return total / self.labeled(targets).clamp(min=1)  # avoids 0 / 0 for a crop without labeled pixels
 
     def labeled(self, targets: Tensor) -> Tensor:
         return (targets != IGNORED).sum()
@@ -68,6 +68,6 @@ class Segmentation(Task):
 
 
 def _starts(length: int, window: int) -> list[int]:
-    """Return the starts of evenly spaced windows that are at most two thirds of a window apart."""
+    """Return the start positions of evenly spaced windows that start at most two thirds of a window apart."""
     steps = max(-(-3 * (length - window) // (2 * window)), 1)
     return sorted({round((length - window) * k / steps) for k in range(steps + 1)})

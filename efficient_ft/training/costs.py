@@ -1,4 +1,4 @@
-"""The cost of a run's training step and of its baseline."""
+"""Cost of a training step of a run, and cost of the baseline's training step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from efficient_ft.training.output.console import cost_table, say
 
 
 def step_spec(config: Config) -> StepSpec:
-    """Return the settings of a run's training step."""
+    """Return the settings of a training step of a run."""
     spec = factory.input_of(config.model)
     return StepSpec(
         config.data.batch_size,
@@ -39,7 +39,9 @@ def step_spec(config: Config) -> StepSpec:
 
 
 def cost_only(config: Config) -> dict[str, Any]:
-    """Print and return the cost of a training step and of its baseline, counted without data and weights.
+    """Print and return the cost of a training step and of a step of the baseline.
+
+    The costs are counted without data and without pretrained weights.
 
     Raises:
         UserError: If the model or a method cannot be built, or if a method cannot be applied to the model.
@@ -69,16 +71,19 @@ def cost_report(
     max_seconds: float | None = None,
     largest_batch: int | None = None,
 ) -> CostReport:
-    """Return the costs of a training step of `network` with its methods and of the baseline (`cost.baseline`).
+    """Return the cost of a training step with the methods, and the cost of a step of the baseline (`cost.baseline`).
 
     With several tasks, a step of the first task is counted. The methods may already be applied.
 
     Args:
+        config: the configuration of the run.
+        network: the network of the run.
+        methods: the methods of the run.
         classes: number of classes, or a mapping from tasks to numbers of classes.
-        device: the device that takes the steps.
-        steps: number of timed steps; 0 to count only.
-        max_seconds: time after which no further step is timed; None for no limit.
-        largest_batch: maximum number of samples per batch, the size of the training split; None for no limit.
+        device: the device on which the steps run.
+        steps: number of timed steps, or 0 to count the costs without timing.
+        max_seconds: time after which no further step is timed, or None for no limit.
+        largest_batch: maximum number of samples per batch, or None for no limit. It is the size of the training split.
 
     Raises:
         SettingError: If `cost.baseline` does not name a selection.
@@ -88,9 +93,10 @@ def cost_report(
     if switch is not None:
         switch.active = switch.names[0]
     selection = baseline_methods(config)
-    plain = config.optim.model_copy(update={"state_bits": 32, "in_backward": False})  # the baseline saves nothing
+    # The optimizer of the baseline uses no memory-saving options.
+    plain = config.optim.model_copy(update={"state_bits": 32, "in_backward": False})
     keys = [None if of is None else [m.state_key for m in of] for of in (selection, methods)]
-    is_baseline = keys[0] == keys[1] and config.optim == plain  # the run's own step needs no comparison
+    is_baseline = keys[0] == keys[1] and config.optim == plain  # then no comparison is needed
     found = cost.compare(
         network,
         methods,
@@ -121,7 +127,7 @@ def cost_report(
 
 
 def _room(config: Config) -> int:
-    """Return the remaining bytes of the run's budget."""
+    """Return the number of bytes that remain of the run's memory budget."""
     release_freed_memory()
     return max(0, (budget_of(config) or 0) - resident_bytes())
 

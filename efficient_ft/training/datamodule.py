@@ -1,4 +1,4 @@
-"""The data of a run: summaries, contents, the length of the run, and the loaders for Lightning."""
+"""Data of a run: summaries, contents, the length of the run, and the data loaders for Lightning."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def run_contents(config: Config, images: RunData | None = None) -> Contents:
-    """Read the contents of the data and weights at the beginning of a run.
+    """Read the contents of the data and weights at the start of a run.
 
     If `images` is None, the data are listed without being opened.
 
@@ -44,12 +44,15 @@ def run_contents(config: Config, images: RunData | None = None) -> Contents:
 
 
 def summaries(images: RunData, *, thorough: bool = False) -> dict[str, Summary]:
-    """Return the summary of each data set by task (see `OpenedData.inspect`). A single data set has the key ""."""
+    """Return a mapping from tasks to the summaries of their data sets. The key is "" for a single data set.
+
+    See `OpenedData.inspect` for `thorough`.
+    """
     return {task: part.summary(thorough=thorough) for task, part in images.parts.items()}
 
 
 def summary_text(found: Mapping[str, Summary]) -> str:
-    """Return the summaries of a run's data sets as text, with each note and warning on its own line."""
+    """Return the summaries of a run's data sets as text. Each note and each warning has its own line."""
     lines = []
     for task, one in found.items():
         prefix = f"{task}: " if task else ""
@@ -60,7 +63,7 @@ def summary_text(found: Mapping[str, Summary]) -> str:
 
 
 def refuse_unusable(config: Config, found: Mapping[str, Summary]) -> None:
-    """Raise UserError if the inspection found unusable samples that ``data.on_corrupt`` does not skip."""
+    """Raise UserError if the inspection found unusable samples and ``data.on_corrupt`` does not skip them."""
     for task, one in found.items():
         data, setting = (config.tasks[task], f"tasks.{task}") if task else (config.data, "data")
         problems = one.inspection.problems
@@ -76,17 +79,22 @@ def refuse_unusable(config: Config, found: Mapping[str, Summary]) -> None:
 
 
 def run_length(config: Config, images: RunData, world: int) -> tuple[int, int]:
-    """Return the numbers of epochs and optimizer steps. Remaining batches at the end of an epoch form a step.
+    """Return the number of epochs and the number of optimizer steps.
+
+    Batches that remain at the end of an epoch form an additional step. `world` is the number of processes.
 
     Raises:
-        SettingError: If an epoch has fewer batches than an optimizer step needs, or if the whole run is warm-up.
+        SettingError: If an epoch has fewer batches than an optimizer step needs, or if the warm-up would take the whole
+            run.
     """
     accumulated = config.trainer.grad_accum_steps
     batches = len(images.train_loader(0, world))
     if not batches:
         raise SettingError("trainer.devices", world, "no larger than the number of training samples")
     if accumulated > batches:
-        raise SettingError("trainer.grad_accum_steps", accumulated, f"at most {batches}, the batches of an epoch")
+        raise SettingError(
+            "trainer.grad_accum_steps", accumulated, f"at most {batches}, the number of batches in an epoch"
+        )
     per_epoch = -(-batches // accumulated)
     total = config.trainer.epochs * per_epoch
     if (warmup := config.optim.warmup_steps or 0) >= total:
@@ -105,12 +113,12 @@ def run_length(config: Config, images: RunData, world: int) -> tuple[int, int]:
 class RunDataModule(L.LightningDataModule):
     """Data loaders for Lightning.
 
-    When a run resumes, the training loader continues with the next batch, even in the middle of an epoch.
+    When a run is resumed, the training loader continues with the next batch, even in the middle of an epoch.
 
     Attributes:
-        features: stored features, which are loaded instead of images; None if there are none.
-        repeated: indices of evaluation loaders without samples for this process. They repeat the samples of another
-            process, and their batches do not count.
+        features: stored features that are loaded instead of images, or None to load images.
+        repeated: indices of the evaluation loaders that have no samples for this process. These loaders repeat the
+            samples of the first process, and their batches are ignored.
     """
 
     features: RunFeatures | None = None
@@ -125,7 +133,7 @@ class RunDataModule(L.LightningDataModule):
         wrap: dict[str, Any] = {} if self.features is None else {"wrap": self.features.training}
         loader = self.images.train_loader(trainer.global_rank, trainer.world_size, **wrap)
         epochs = trainer.fit_loop.epoch_progress.current
-        if epochs.started > epochs.processed:  # resumed in the middle of an epoch
+        if epochs.started > epochs.processed:  # the run was resumed in the middle of an epoch
             batches = trainer.fit_loop.epoch_loop.batch_progress.current
             sampler: Any = loader.sampler
             sampler.start = batches.processed * int(loader.batch_size or 1)
@@ -135,12 +143,12 @@ class RunDataModule(L.LightningDataModule):
         trainer: Any = self.trainer
         own = self._eval_loaders(trainer.global_rank)
         self.repeated = frozenset(index for index, loader in enumerate(own) if not len(loader))
-        # Lightning would skip the whole evaluation in this process, and the other processes would wait for its scores.
+        # With an empty loader, Lightning would skip the evaluation, and other processes would wait for this one.
         of_first = self._eval_loaders(0) if self.repeated else own
         return [of_first[i] if i in self.repeated else loader for i, loader in enumerate(own)]
 
     def _eval_loaders(self, rank: int) -> Sequence[DataLoader]:
-        """Return the evaluation loaders of a process, one per data set."""
+        """Return the evaluation loaders of a process, one for each data set."""
         assert self.trainer is not None
         wrap: dict[str, Any] = {} if self.features is None else {"wrap": self.features.evaluation}
         return self.images.eval_loaders(self.images.best_split, rank, self.trainer.world_size, **wrap)

@@ -24,7 +24,7 @@ from efficient_ft.training.output.console import say
 
 
 def evaluate(run: Path, config: Config | None = None) -> Evaluated:
-    """Print and return the accuracy of a run's best weights on every split except the training split.
+    """Print and return the metric of a run's best weights on every split except the training split.
 
     RUN/config.yaml determines the data, splits, model and methods. `config` may change the folder and the loading of
     the images (or name another data set with the same classes), `trainer.precision`, `trainer.accelerator` and
@@ -32,11 +32,11 @@ def evaluate(run: Path, config: Config | None = None) -> Evaluated:
 
     Args:
         run: the folder of a finished or interrupted run.
-        config: RUN/config.yaml with changes; None for the stored configuration.
+        config: RUN/config.yaml with changes, or None to use the stored configuration.
 
     Raises:
         OtherVersionError: If another version of this package wrote the run folder.
-        UserError: If `run` is not a run folder, if `config` changes fixed settings, or if the images are missing or
+        UserError: If `run` is not a run folder, if `config` changes other settings, or if the images are missing or
             have other classes.
     """
     stored = read_config(run, PASS_A_RUN, USE_ITS_VERSION)
@@ -69,12 +69,12 @@ def evaluate(run: Path, config: Config | None = None) -> Evaluated:
 
 
 def _by_task(found: Evaluated) -> dict[str, dict[str, float]]:
-    """Return the metric by task and split. A single data set has the key ""."""
+    """Return the metric for each task and split. The key is "" for a single data set."""
     return found.get("tasks", {"": found["accuracy"]})
 
 
 def _refuse_changes(run: Path, stored: Config, config: Config) -> None:
-    """Reject a changed model, method or task, and splits that could evaluate on training images."""
+    """Raise UserError for a changed model, method or task, and for splits that could evaluate on training images."""
     had, got = ("+".join(one.method) for one in (stored, config))
     if had != got:
         raise UserError(
@@ -109,7 +109,7 @@ def _fixed(config: Config, other: Config) -> dict[str, Any]:
 
 
 def data_report(config: Config, folder: Path, data: RunData, device: torch.device) -> DataReport:
-    """Return the split sizes, the number of skipped samples, and the metric of model.safetensors by split."""
+    """Return the split sizes, the number of skipped samples, and the metric of model.safetensors on each split."""
     found = kind_of(config).evaluate(config, export.load(folder).model, data, device)
     each: dict[str, Any] = {}
     for task, accuracy in _by_task(found).items():

@@ -1,4 +1,4 @@
-"""The end of a run: evaluation of the best weights, the cost report, figures, and results.json."""
+"""Finish a run: evaluate the best weights, report the cost, and write figures and results.json."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from efficient_ft.training.output.console import results_text, say
 from efficient_ft.training.output.loggers import write_summary
 from efficient_ft.training.train import Fitted, Training
 
-#: Steps of the cost report are timed for at most this fraction of the training time, or for these seconds if longer.
+#: The time limit for timing steps in the cost report: this fraction of the training time, but at least these seconds.
 COST_SHARE, COST_SECONDS = 0.1, 2.0
 
 
 def finish(run: Training, fitted: Fitted, arguments: Sequence[str], predicted: Prediction | None) -> dict[str, Any]:
-    """Evaluate, measure the cost, write the results, and return them (`record.results.Results`).
+    """Evaluate the run, measure its cost, write its results, and return them (`record.results.Results`).
 
-    Processes other than the first one return the accuracy only.
+    Processes other than the first one return only the accuracy.
 
     Raises:
         UserError: If no epoch was finished, or if the network's outputs are not finite.
@@ -48,7 +48,7 @@ def finish(run: Training, fitted: Fitted, arguments: Sequence[str], predicted: P
     for optimizer in trainer.optimizers:
         if isinstance(optimizer, SteppedInBackward):
             optimizer.remove()
-    trainer.optimizers = []  # free the optimizer state and the gradients before the cost is measured
+    trainer.optimizers = []  # free the optimizer state and, below, the gradients before the cost is measured
     fitted.module.model.zero_grad(set_to_none=True)
     sizes = [(p.numel(), p.requires_grad) for p in run.network.parameters()]
     release_freed_memory()
@@ -109,7 +109,7 @@ def _add_memory(results: Results, run: Training, fitted: Fitted, predicted: Pred
 
 
 def _write(results: Results, run: Training, fitted: Fitted, device: torch.device) -> None:
-    """Write results.json and the loggers' summary, and print the results."""
+    """Write results.json and the summaries of the loggers, and print the results."""
     folder, plain = run.held.path, dict(results)
     text = results_text(plain, folder)
     write_results(folder, results)
@@ -119,7 +119,7 @@ def _write(results: Results, run: Training, fitted: Fitted, device: torch.device
 
 
 def _samples(run: Training, device: torch.device) -> list[Sample]:
-    """Return samples of each data set with predictions of model.safetensors."""
+    """Return samples of each data set with the predictions of model.safetensors."""
     found = []
     for name, part in run.data.parts.items():
         samples = run.kind.samples(export.load(run.held.path, name or None), part, device)

@@ -1,7 +1,7 @@
 """The Lightning module of a run.
 
-To keep the overhead per step at a few percent of a plain loop, nothing is logged per step through Lightning, no metric
-is computed in training, and the learning rate is a function of the step.
+To keep the overhead at a few percent of the step time of a plain loop, no values are logged through Lightning in each
+step, no metric is computed in training, and the learning rate is a function of the step.
 """
 
 from __future__ import annotations
@@ -34,16 +34,22 @@ __all__ = ["Evaluation", "FineTuner", "build_optimizer", "lr_factor"]
 #: Training has diverged if the mean loss of an epoch exceeds the first loss and the chance loss by this factor.
 DIVERGED = 10.0
 
-#: Number of batches between two reads of losses on an accelerator, because reading synchronizes.
+#: Number of batches after which losses are read from an accelerator. Each read synchronizes with the accelerator.
 READ_EVERY = 50
-#: A number larger than any class index.
+#: A value that is larger than any class index.
 NO_CLASS = 2**31
-#: Number of optimizer steps before which equal predictions for all samples are normal.
+#: Before this number of optimizer steps, equal predictions for all samples are normal and cause no warning.
 MEANINGFUL_STEPS = 50
 
 
 class Evaluation(NamedTuple):
-    """The task's metric (a fraction), the mean loss, and the task's further metrics of one evaluation."""
+    """Result of one evaluation.
+
+    Attributes:
+        accuracy: the task's metric, a fraction.
+        loss: the mean loss.
+        more: further metrics of the task.
+    """
 
     accuracy: float
     loss: float
@@ -51,17 +57,21 @@ class Evaluation(NamedTuple):
 
 
 class FineTuner(L.LightningModule):
-    """Fine-tune `network`, which maps images (B, 3, H, W) to logits, with the loss of its task.
+    """Fine-tune `network` with the loss of its task. The network maps inputs, e.g. images (B, 3, H, W), to logits.
 
-    A batch is (images, labels). With several tasks, it is (images, labels, task), and the loss of the task's classifier
-    is computed. With stored features, it is (images or stored rows, labels, row numbers). `MethodCallback` applies the
-    methods before the optimizer is built.
+    A batch is (images, labels). With several tasks, it is (images, labels, task), and the loss is computed from the
+    classifier of this task. With stored features, a batch is (images or stored rows, labels, row numbers).
+    `MethodCallback` applies the methods before the optimizer is built.
 
-    With several tasks (`models.tasks`), `num_classes` is a mapping from tasks to numbers of classes. The schedule needs
-    the `total_steps` of the whole run.
+    Args:
+        network: the network with its weights.
+        config: the configuration of the run.
+        num_classes: number of classes. With several tasks (`models.tasks`), a mapping from tasks to numbers of classes.
+        total_steps: number of optimizer steps in the whole run, on which the learning rate depends.
 
     Attributes:
-        features: the frozen prefix with stored features or in another form; None if the network is unchanged.
+        features: the frozen prefix that computes or reads the network's input features, or None if the whole network
+            runs.
     """
 
     features: RunFeatures | PrefixInput | None = None
@@ -73,36 +83,36 @@ class FineTuner(L.LightningModule):
         self.model, self.config, self.total_steps, self.tasks = network, config, total_steps, tasks_of(network)
         counts = [num_classes] if isinstance(num_classes, int) else list(num_classes.values())
         self.task = kind_of(config).task_of(config)
-        # The metrics per data set are modules, so that Lightning moves them to the device.
+        # The metrics of each data set are modules, so that Lightning moves them to the device.
         self.scores: Any = nn.ModuleList(self.task.scores(n) for n in counts)
         self.eval_loss: Any = nn.ModuleList(MeanLoss() for _ in counts)
-        #: The last evaluation. With several tasks, it is the mean of `evaluated_tasks`.
+        #: Result of the last evaluation. With several tasks, it contains the means over `evaluated_tasks`.
         self.evaluated: Evaluation | None = None
         self.evaluated_tasks: dict[str, Evaluation] = {}
-        #: The metric of each class in the last evaluation, by class index; empty with several tasks.
+        #: Mapping from class indices to the metric of the class in the last evaluation. Empty with several tasks.
         self.evaluated_classes: dict[int, float] = {}
-        #: The class ranges in the current evaluation by task. See `_keep_range`.
+        #: For each task index, the class ranges in the current evaluation. See `_keep_range`.
         self._classes: dict[int, Tensor] = {}
         self._chance = max(map(self.task.chance_loss, counts))
         self._first_loss: float | None = None
-        #: Warnings during training, for results.json.
+        #: Warnings that were printed during training. They are written to results.json.
         self.warnings: list[str] = []
-        self._constant = False  # True if the last evaluation predicted one class for all images
-        #: The items of the current batch in all processes, and the contribution of other processes to the mean loss.
+        self._constant = False  # True if the last evaluation predicted one class for all samples
+        #: Number of items in the current batch of all processes, and contribution of other processes to the mean loss.
         self._weight = torch.ones(())
         self._elsewhere: Tensor | None = None
-        self._unread: list[tuple[Tensor, Tensor]] = []  # losses and their numbers of items, on the device
-        self._sums = {"epoch": [0.0, 0], "window": [0.0, 0]}  # sum of the losses, and number of items
+        self._unread: list[tuple[Tensor, Tensor]] = []  # pairs (loss, number of items) on the device
+        self._sums = {"epoch": [0.0, 0], "window": [0.0, 0]}  # [sum of the losses, number of items]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Build the optimizer with `build_optimizer`. `on_train_batch_start` sets the scheduled learning rate."""
+        """Build the optimizer with `build_optimizer`. `on_train_batch_start` sets its learning rate in each step."""
         return build_optimizer(self.model, self.config.optim, self.config.trainer.precision)
 
     def on_fit_start(self) -> None:
         self.train()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        # Random operations are seeded by a counter, so that a resumed run draws the same numbers.
+        # The random state is seeded with the batch number, so that a resumed run draws the same random numbers.
         batches = self.trainer.num_training_batches
         counter = self.trainer.current_epoch * int(batches) + batch_idx
         seed_step(seed_of(self.config.seed, self.global_rank, counter), self.device)
@@ -111,7 +121,7 @@ class FineTuner(L.LightningModule):
             group["lr"] = group["initial_lr"] * factor
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the loss of a batch, to which `MethodCallback` adds the losses of methods."""
+        """Return the loss of a batch. `MethodCallback` adds the losses of methods."""
         images, labels, *more = batch
         if self.tasks is not None:
             (self.tasks.active,) = more
@@ -123,7 +133,7 @@ class FineTuner(L.LightningModule):
         return loss if self.trainer.world_size == 1 else self._share(loss, items)
 
     def _share(self, loss: Tensor, items: Tensor) -> Tensor:
-        """Scale the mean loss of this process so that the mean over all processes is the mean over all items."""
+        """Scale the mean loss of this process, so that averaging over the processes gives the mean over all items."""
         sums = torch.stack([items.double(), loss.detach().double() * items])
         torch.distributed.all_reduce(sums)
         total, added = sums
@@ -133,26 +143,30 @@ class FineTuner(L.LightningModule):
         return share
 
     def _items(self, labels: Tensor) -> Tensor:
-        """Return the number of items in a batch's mean loss, on the device of the labels."""
+        """Return the number of items over which the loss of a batch averages, on the device of the labels."""
         items = self.task.labeled(labels)
         return torch.full((), len(labels), device=labels.device) if items is None else items
 
     def _input(self, images: Tensor, more: Sequence[Any]) -> AbstractContextManager[Tensor]:
-        """Yield the network's input for a batch, inside a ``with`` block."""
+        """Inside a ``with`` block, provide the network's input for a batch."""
         return nullcontext(images) if self.features is None else self.features.input(images, *more)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients. The last optimizer step of an epoch averages over the batches that it has."""
+        """Compute gradients.
+
+        If the number of batches is not divisible by the number of accumulated batches, the last optimizer step of an
+        epoch averages over the remaining batches.
+        """
         accumulated, batches = self.trainer.accumulate_grad_batches, int(self.trainer.num_training_batches)
         left = batches % accumulated
-        if left and self.trainer.fit_loop.batch_idx >= batches - left:  # Lightning has divided by `accumulated`
+        if left and self.trainer.fit_loop.batch_idx >= batches - left:  # Lightning has already divided by `accumulated`
             loss = loss * (accumulated / left)
         super().backward(loss, *args, **kwargs)
 
     def on_total_loss(self, loss: Tensor) -> None:
-        """Record the loss of a micro-batch including the losses of methods. `MethodCallback` calls this function.
+        """Record the loss of a micro-batch, including the losses of methods. `MethodCallback` calls this function.
 
-        The loss is the mean over the items of all processes, plus the losses of methods in this process.
+        The recorded loss is the mean over the items of all processes, plus the losses of methods in this process.
         """
         own = loss.detach()
         self._unread.append((own if self._elsewhere is None else own + self._elsewhere, self._weight))
@@ -160,15 +174,17 @@ class FineTuner(L.LightningModule):
             self.read_losses(self.trainer.fit_loop.batch_idx)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        # Lightning frees gradients only after the next forward pass, where they would increase the peak memory.
-        # All callbacks have already used them.
+        # Lightning frees gradients only after the next forward pass. They would increase its peak memory.
+        # All callbacks have already used the gradients.
         last = (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0
         if last or batch_idx + 1 == self.trainer.num_training_batches:
             for optimizer in self.trainer.optimizers:
                 optimizer.zero_grad(set_to_none=True)
 
     def read_losses(self, batch_idx: int) -> None:
-        """Add the losses since the last call, up to the batch with the index `batch_idx`, to the sums.
+        """Read the losses that were recorded since the last call, and add them to the sums.
+
+        `batch_idx` is the index of the last recorded batch.
 
         Raises:
             DivergedError: If a loss is not finite.
@@ -190,7 +206,7 @@ class FineTuner(L.LightningModule):
             sums[1] += sum(weights)
 
     def require_finite(self) -> None:
-        """Raise DivergedError if a trained parameter is not finite. Call this function before parameters are saved."""
+        """Raise DivergedError if a trained parameter is not finite. Call this function before saving parameters."""
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         finite = [p.detach().isfinite().all() for p in trained.values()]
         if finite and not bool(torch.stack(finite).all()):
@@ -209,9 +225,10 @@ class FineTuner(L.LightningModule):
     def warn_if_diverged(self, mean: float | None) -> None:
         """Warn once if the training loss has diverged but is still finite.
 
-        The mean loss of the epoch must exceed `DIVERGED` times the loss of the first batch, which precedes the first
-        update, because the mean does not depend on single hard batches. It must also exceed `DIVERGED` times the chance
-        loss, e.g. log(classes). Otherwise, a small increase would cause a warning if the initial loss is very small.
+        The mean loss of the epoch must exceed two thresholds: `DIVERGED` times the loss of the first batch, which was
+        computed before the first update, and `DIVERGED` times the chance loss, e.g. log(classes). The mean is used
+        because it does not depend on single hard batches. The second threshold avoids a warning after a small increase
+        if the first loss is very small.
         """
         warned = any("has diverged" in text for text in self.warnings)
         if mean is None or self._first_loss is None or warned:
@@ -227,7 +244,7 @@ class FineTuner(L.LightningModule):
         self.warnings.append(text)
 
     def _diverged(self, what: str) -> DivergedError:
-        """Return the error for training that cannot continue, with settings to try."""
+        """Return the error that ends a diverged training. The message suggests settings."""
         return DivergedError(
             f"{what}: training stopped. Try {', '.join(self._tries())}. Changed settings start a new run. This step"
             " was not saved."
@@ -245,17 +262,20 @@ class FineTuner(L.LightningModule):
         return tries
 
     def loss_so_far(self) -> float | None:
-        """Return the mean training loss of the current epoch over the items read; None if none has been read."""
+        """Return the mean of the losses of the current epoch that were read so far, or None if no loss was read."""
         total, count = self._sums["epoch"]
         return total / count if count else None
 
     def mean_loss(self, over: str) -> float | None:
-        """Return the mean training loss since the last call for the same `over` (epoch or window), and reset it."""
+        """Return the mean training loss since the last call with the same `over` (epoch or window), and reset the sum.
+
+        The result is None if no loss was read.
+        """
         total, count = self._sums[over]
         self._sums[over] = [0.0, 0]
         return total / count if count else None
 
-    #: Indices of the evaluation loaders whose batches do not count in this process. See `RunDataModule.repeated`.
+    #: Indices of the evaluation loaders whose batches are ignored in this process. See `RunDataModule.repeated`.
     _repeated: frozenset[int] = frozenset()
 
     def on_validation_start(self) -> None:
@@ -288,7 +308,10 @@ class FineTuner(L.LightningModule):
         self._warn_if_constant()
 
     def _keep_range(self, task: int, predicted: Tensor | None, labels: Tensor) -> None:
-        """Track the minimum and the negated maximum class, so that one minimum combines batches and processes."""
+        """Update the ranges of the predicted classes and of the labels of a task.
+
+        A range is stored as its minimum and its negated maximum, so that one minimum combines batches and processes.
+        """
         if predicted is None:
             return
         labeled = labels != IGNORED
@@ -297,12 +320,12 @@ class FineTuner(L.LightningModule):
         self._classes[task] = torch.minimum(self._classes.get(task, found), found)
 
     def _warn_if_constant(self) -> None:
-        """Warn if an evaluation predicts one class for all images, and name likely causes.
+        """Warn if an evaluation predicts the same class for all samples, and name likely causes.
 
-        Before the end of the warm-up and of `MEANINGFUL_STEPS` optimizer steps, such predictions are normal, because a
-        new classifier has not learned anything yet.
+        During the warm-up, and before `MEANINGFUL_STEPS` optimizer steps, such predictions are normal, because a new
+        classifier has not learned anything yet.
         """
-        none = torch.full((4,), NO_CLASS, device=self.device)  # for a process without images of a task
+        none = torch.full((4,), NO_CLASS, device=self.device)  # for a process that has no images of a task
         ranges = torch.stack([self._classes.get(task, none) for task in range(len(self.scores))])
         if self.trainer.world_size > 1:
             torch.distributed.all_reduce(ranges, op=torch.distributed.ReduceOp.MIN)
@@ -328,7 +351,7 @@ class FineTuner(L.LightningModule):
 
 
 def likely_causes(module: FineTuner) -> list[str]:
-    """Return likely causes of equal predictions for all samples as sentences, the most likely cause first."""
+    """Return likely causes of equal predictions for all samples, as sentences. The most likely cause comes first."""
     config = module.config
     warmup = f"optim.warmup_steps (now {warmup_steps(config.optim, module.total_steps)})"
     found = []
@@ -343,7 +366,7 @@ def likely_causes(module: FineTuner) -> list[str]:
     found.append(
         f"Or optim.lr={config.optim.lr:g} is too high: try {config.optim.lr / 10:g}, or a longer {warmup}."
         if found
-        else f"Likely optim.lr={config.optim.lr:g} is too high, or still too low to have learned anything: try"
+        else f"Probably, optim.lr={config.optim.lr:g} is too high, or too low to have learned anything yet: try"
         f" {config.optim.lr / 10:g} first, or a longer {warmup}."
     )
     return found

@@ -14,12 +14,12 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.models.view import view
 from efficient_ft.optim import LowBitAdam, LowBitAdamW, step_in_backward
 
-#: Without `optim.warmup_steps`, the warm-up is a quarter of the run and at most 100 optimizer steps.
+#: If `optim.warmup_steps` is not set, the warm-up is a quarter of the run, but at most 100 optimizer steps.
 WARMUP_SHARE, WARMUP_AT_MOST = 4, 100
 
 
 def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
-    """Return the number of warm-up steps. Without `optim.warmup_steps`, it is a quarter of the run and at most 100."""
+    """Return the number of warm-up steps: `optim.warmup_steps`, or by default a quarter of the run, but at most 100."""
     if optim.warmup_steps is None:
         return min(WARMUP_AT_MOST, total_steps // WARMUP_SHARE)
     return optim.warmup_steps
@@ -28,8 +28,8 @@ def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
 def lr_factor(step: int, total_steps: int, optim: OptimConfig) -> float:
     """Return the learning rate of optimizer step `step`, counted from 0, as a fraction of `optim.lr`.
 
-    The learning rate increases linearly from `optim.warmup_start_factor` over `warmup_steps`. Then it follows a cosine
-    down to `optim.min_lr_ratio`, or it is constant.
+    The learning rate increases linearly from `optim.warmup_start_factor` to 1 during the warm-up (`warmup_steps`).
+    Afterwards, it decreases along a cosine to `optim.min_lr_ratio`, or remains constant.
     """
     warmup = min(warmup_steps(optim, total_steps), total_steps)
     if step < warmup:
@@ -43,8 +43,8 @@ def lr_factor(step: int, total_steps: int, optim: OptimConfig) -> float:
 class SGD(torch.optim.SGD):
     """`torch.optim.SGD` for parameters that receive their first gradient in different steps.
 
-    The fused kernel fails if only some parameters have a momentum buffer. A buffer of zeros gives a bitwise identical
-    first step.
+    The fused kernel fails if only some parameters have a momentum buffer. Missing buffers are therefore created with
+    zeros, which gives a bitwise identical first step.
     """
 
     def _init_group(self, group: Any, *lists: Any) -> Any:
@@ -55,13 +55,14 @@ class SGD(torch.optim.SGD):
 
 
 def build_optimizer(network: nn.Module, optim: OptimConfig, precision: str = "fp32") -> torch.optim.Optimizer:
-    """Build the optimizer for the parameters of `network` that require gradients, after the methods have been applied.
+    """Build the optimizer for the parameters of `network` that require gradients. The methods must already be applied.
 
     As in timm, norms and biases have no weight decay, and layer decay increases the learning rate with the depth of the
-    layer. `optim.head_lr_mult` multiplies the classifier's learning rate. Fused kernels are used in fp32 only.
+    layer. The learning rate of the classifier is multiplied by `optim.head_lr_mult`. Fused kernels are used only in
+    fp32.
 
-    With `optim.state_bits` below 32, the moments are stored in blocks (`optim.LowBitAdamW`). With `optim.in_backward`,
-    the backward pass updates the parameters (`optim.step_in_backward`).
+    If `optim.state_bits` is below 32, the moments are quantized in blocks (`optim.LowBitAdamW`). If `optim.in_backward`
+    is True, the parameters are updated during the backward pass (`optim.step_in_backward`).
 
     Raises:
         UserError: If no parameter requires gradients.
@@ -99,7 +100,7 @@ def _build(groups: list[dict[str, Any]], optim: OptimConfig, device: str, precis
     if optim.state_bits < 32:
         low_bit = LowBitAdamW if optim.name == "adamw" else LowBitAdam
         return low_bit(groups, lr=optim.lr, betas=optim.betas, bits=optim.state_bits)
-    # Under autocast, Lightning does not clip with fused kernels, because the kernels unscale fp16 gradients.
+    # Under autocast, Lightning cannot clip gradients of fused optimizers, because these unscale fp16 gradients.
     fused = device in ("cpu", "cuda") and precision == "fp32"
     if optim.name == "sgd":
         return SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=fused)

@@ -1,7 +1,8 @@
-"""The processes of a run: their number, their launcher, and their connection.
+"""Processes of a run: their number, their launcher, and their connection.
 
-The first process starts the others on its machine through Lightning, unless torchrun or Slurm has started all of them.
-The processes are connected before they read the run folder, which the first process prepares.
+If torchrun or Slurm started the processes, all of them already exist. Otherwise, the first process starts the other
+processes on its machine through Lightning. The processes are connected before they read the run folder, which the first
+process prepares.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from efficient_ft.config import Config
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.training.output.console import rank, say
 
-#: Environment variables with the rank of a process, in the order in which Lightning reads them.
+#: Environment variables that contain the rank of a process, in the order in which Lightning reads them.
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 
 GUIDE = "See docs/guides/several-processes.md."
 
 
 def world_size(config: Config) -> int:
-    """Return the number of training processes on all nodes. A Trainer is not needed."""
+    """Return the number of training processes on all nodes, without building a Trainer."""
     options = config.trainer
     gpus = torch.cuda.device_count() if options.accelerator in ("auto", "gpu") else 0
     return (max(1, gpus) if options.devices == "auto" else options.devices) * options.num_nodes
 
 
 class SameStart(L.Callback):
-    """Restore the random state of its creation for the `setup` of later callbacks.
+    """Restore the random state before the `setup` of later callbacks. The state is saved when this callback is created.
 
-    Lightning seeds again when it connects several processes. Without this callback, adapters would start from different
-    weights.
+    Lightning seeds again when it connects several processes. Without this callback, the adapters of these processes
+    would be initialized differently than those of a single process.
     """
 
     def __init__(self) -> None:
@@ -56,21 +57,21 @@ def environment() -> ClusterEnvironment:
     """
     if Torchrun.detect():
         return Torchrun()
-    # Without srun a job has one process, regardless of the number of requested tasks.
+    # Without srun, a job has only one process, regardless of the number of requested tasks.
     if SLURMEnvironment.detect() and "SLURM_STEP_ID" in os.environ:
         try:
-            return SLURMEnvironment(auto_requeue=False)  # the recorder saves and requeues
+            return SLURMEnvironment(auto_requeue=False)  # the recorder saves a checkpoint and requeues the job
         except RuntimeError as error:
             raise UserError(f"Pass --ntasks-per-node to Slurm, not --ntasks alone. {GUIDE}") from error
     return LightningEnvironment()
 
 
 def connect(config: Config) -> None:
-    """Connect the processes that torchrun or Slurm started. Lightning connects the processes that it starts.
+    """Connect the processes if torchrun or Slurm started them. Otherwise, Lightning starts and connects them later.
 
     Raises:
-        UserError: If the number of processes differs from the settings, if neither torchrun nor Slurm started the
-            processes of several nodes, or if the environment gives the only process a rank other than 0.
+        UserError: If the number of processes differs from the settings, if the processes of several nodes were not
+            started by torchrun or Slurm, or if the environment assigns a rank other than 0 to the only process.
     """
     options, started_by = config.trainer, environment()
     if isinstance(started_by, LightningEnvironment):
@@ -103,7 +104,7 @@ def connect(config: Config) -> None:
     if cuda:
         torch.cuda.set_device(started_by.local_rank())
     os.environ.update(MASTER_ADDR=started_by.main_address, MASTER_PORT=str(started_by.main_port))
-    # Lightning uses the existing process group.
+    # Lightning uses a process group that already exists.
     dist.init_process_group("nccl" if cuda else "gloo", rank=started_by.global_rank(), world_size=found)
     atexit.register(_disconnect)
 
@@ -114,7 +115,10 @@ def _disconnect() -> None:
 
 
 def from_first(value: Any = None) -> Any:
-    """Broadcast `value` from the first process, and wait for it. Collective. A single process returns `value`."""
+    """Broadcast `value` from the first process, and return it. All processes must call this function.
+
+    A single process returns its `value`.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return value
     held = [value]
@@ -123,7 +127,7 @@ def from_first(value: Any = None) -> Any:
 
 
 def requeue() -> None:
-    """Ask Slurm to run this job again. Call this function in the first process, after the checkpoint is written."""
+    """Ask Slurm to run this job again. Call this function in the first process, after the checkpoint was written."""
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     job = os.environ["SLURM_JOB_ID"] if array is None else f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     try:

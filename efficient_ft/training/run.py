@@ -1,10 +1,12 @@
-"""One run, from a checked configuration to its results: train, evaluate, or count the cost.
+"""Execute one run with a checked configuration: train, evaluate, or count the cost.
 
 The run folder contains `config.yaml`, `metrics.jsonl` (the primary record), `metrics.csv`, `step_stats.jsonl`,
-`checkpoint.ckpt`, the previous checkpoint, and `model.safetensors`. A finished run also contains `results.json`.
+`checkpoint.ckpt`, the previous checkpoint, and `model.safetensors`. The folder of a finished run also contains
+`results.json`.
 
-`model.safetensors` contains the weights of the epoch with the best accuracy on the split `data.select_best_on`, because
-the papers report that epoch. With several tasks, the mean accuracy decides. The checkpoint contains the last weights.
+`model.safetensors` contains the weights of the epoch with the highest accuracy on the split `data.select_best_on`,
+because the papers report that epoch. With several tasks, the mean accuracy is compared. The checkpoint contains the
+last weights.
 """
 
 from __future__ import annotations
@@ -50,19 +52,19 @@ from efficient_ft.training.trainer import on_device
 def run(
     config: Config, folder: Path, arguments: Sequence[str] = (), begun: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """Run `config`, and print the results.
+    """Execute the run that `config` describes, and print its results.
 
     Args:
         config: the checked configuration. With `evaluate`, it is RUN/config.yaml with the changes that
             `training.evaluate.evaluate` allows.
-        folder: the run folder, which `evaluate` and `cost_only` do not use.
-        arguments: settings given on the command line, which are stored with the run.
-        begun: called in the first process when the folder belongs to this run, to write further files.
+        folder: the run folder. It is not used with `evaluate` and `cost_only`.
+        arguments: settings given on the command line. They are stored with the run.
+        begun: function that writes further files into the run folder. The first process calls it when the folder
+            belongs to this run.
 
     Returns:
-        The contents of results.json (`record.results.Results`). With `evaluate`, the accuracies by split. With
-        `cost_only`,
-        the costs (`record.results.CostReport`).
+        The contents of results.json (`record.results.Results`). With `evaluate`, the metrics of each split. With
+        `cost_only`, the costs (`record.results.CostReport`).
 
     Raises:
         UserError: If the user must fix a problem, e.g. if weights or data are missing, if the folder contains another
@@ -117,6 +119,9 @@ def _train(
     data: RunData | None,
     predicted: Prediction | None,
 ) -> dict[str, Any]:
-    """Train and finish a run. `out_of_memory` frees the objects of this frame."""
+    """Train and finish a run.
+
+    The training is a local variable of this function, so that `out_of_memory` can free it after an error.
+    """
     training = prepare(config, held, begun, data)
     return finish(training, fit(training, arguments), arguments, predicted)

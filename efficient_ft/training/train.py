@@ -1,4 +1,4 @@
-"""The training of a run: its data and network, its callbacks, and the loop."""
+"""Train a run: open the data, build the network and the callbacks, and run the training loop."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ from efficient_ft.training.output.loggers import close_loggers, start_loggers
 from efficient_ft.training.processes import SameStart, from_first, world_size
 from efficient_ft.training.trainer import build_trainer, use_channels_last
 
-#: The signal that Lightning handled; the key is True for SIGTERM.
+#: The signal that Lightning handled. The key is True if Lightning received SIGTERM.
 _LIGHTNINGS = {True: signal.SIGTERM, False: signal.SIGINT}
 
 
@@ -65,8 +65,15 @@ _LIGHTNINGS = {True: signal.SIGTERM, False: signal.SIGINT}
 class Training:
     """The parts of a run before its first step.
 
-    `network` has its weights, but the methods are not applied. `before_model` is the resident memory before the network
-    was built, in bytes.
+    Attributes:
+        config: the configuration of the run.
+        held: the run folder.
+        kind: the kind of task.
+        data: the opened data.
+        understood: mapping from tasks to summaries of their data, empty except in the first process.
+        network: the network with its weights. The methods are not applied yet.
+        methods: the methods of the run.
+        before_model: resident memory before the network was built, in bytes.
     """
 
     config: Config
@@ -81,7 +88,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Fitted:
-    """The Trainer, callbacks and loggers of a training that has ended."""
+    """The Trainer, the module, the callbacks and the loggers after training has ended."""
 
     trainer: L.Trainer
     module: FineTuner
@@ -93,9 +100,13 @@ class Fitted:
 
 
 def prepare(config: Config, held: RunFolder, begun: Callable[[], None], opened: RunData | None) -> Training:
-    """Open the data (unless `opened` contains them), build the network and the methods, and begin the run folder.
+    """Open the data, build the network and the methods, and prepare the run folder.
 
-    The first process calls `begun` when the folder belongs to this run.
+    Args:
+        config: the configuration of the run.
+        held: the run folder.
+        begun: function that the first process calls when the folder belongs to this run.
+        opened: the data if they are already open, otherwise None.
 
     Raises:
         UserError: If the data cannot be used, if they have changed since the run began, or if the network cannot be
@@ -114,7 +125,7 @@ def prepare(config: Config, held: RunFolder, begun: Callable[[], None], opened: 
     understood = summaries(data) if rank() == 0 else {}
     refuse_unusable(config, understood)
     say(summary_text(understood))
-    release_freed_memory()  # reading a list of a million images leaves 75 MiB of freed memory
+    release_freed_memory()  # reading a list of a million images leaves 75 MiB of unused memory
     before_model = resident_bytes()
     network = kind.network(config.model, data.num_classes)
     kind.check_network(network, data)
@@ -180,7 +191,7 @@ def fit(run: Training, arguments: Sequence[str]) -> Fitted:
 
 
 def _loop(run: Training, fitted: Fitted) -> None:
-    """Run Lightning's training loop, and report signals and killed workers as error messages."""
+    """Run Lightning's training loop. Convert signals and killed workers to error messages."""
     trainer, recorder, state = fitted.trainer, fitted.recorder, run.held.path / checkpoint.NAME
     resume = from_first(str(state) if checkpoint.exists(state) else None)
     if resume is not None:
@@ -188,18 +199,21 @@ def _loop(run: Training, fitted: Fitted) -> None:
     with stop_on_interrupt(recorder):
         try:
             trainer.fit(fitted.module, datamodule=RunDataModule(run.data), ckpt_path=resume)
-            if recorder.stop_requested is not None:  # in the last step, after everything was saved
+            if recorder.stop_requested is not None:  # the signal came in the last step, and everything is saved
                 raise stopping.ending(recorder.stop_requested)
         except BaseException as error:
             close_loggers(fitted.loggers, failed=True)
             refuse_killed_worker(error)
-            if isinstance(error, SystemExit) and trainer.interrupted:  # Lightning converts signals to exits
+            if isinstance(error, SystemExit) and trainer.interrupted:  # Lightning raises SystemExit after a signal
                 raise stopping.ending(recorder.stop_requested or _LIGHTNINGS[trainer.received_sigterm]) from None
             raise
 
 
 def export_network(run: Training, notes: dict[str, Any]) -> None:
-    """Write model.safetensors with the present weights, and with `notes` and the kind's notes as metadata."""
+    """Write model.safetensors with the current weights.
+
+    The metadata contain `notes` and the notes of the kind of task.
+    """
     notes |= run.kind.notes(run.config, run.data)
     weights = plain_state_dict(run.network, run.methods, copy_weights=False)
     model = run.kind.portable(run.config, run.network)

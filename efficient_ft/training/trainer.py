@@ -35,10 +35,10 @@ def build_trainer(
     """Build the Trainer for `config.trainer`. Lightning calls the callbacks in the given order.
 
     Raises:
-        UserError: If the accelerator, devices or precision are not available on this machine.
+        UserError: If the accelerator, the devices or the precision are not available on this machine.
     """
     options = config.trainer
-    # In some steps, frozen layers and classifiers of other tasks receive no gradient.
+    # DDP must expect that frozen layers and classifiers of other tasks receive no gradient in some steps.
     unused = bool(config.tasks) or any(getattr(m, "find_unused_parameters", False) for m in methods)
     ddp = options.strategy == "ddp" or world_size(config) > 1
     strategy = "ddp_find_unused_parameters_true" if unused and ddp else options.strategy
@@ -58,7 +58,7 @@ def build_trainer(
             callbacks=callbacks,
             plugins=[checkpoint.AtomicCheckpointIO(), environment()],
             logger=loggers or False,
-            use_distributed_sampler=False,  # the run's sampler handles ranks and resuming
+            use_distributed_sampler=False,  # the sampler of the run handles ranks and resuming
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -82,7 +82,7 @@ def build_trainer(
 
 
 def bf16_is_emulated(device: torch.device) -> bool:
-    """Return True if PyTorch reports (on CUDA, and on a CPU with oneDNN) that it emulates bfloat16 products."""
+    """Return True if PyTorch reports that it emulates bfloat16 products. Only CUDA and CPUs with oneDNN report this."""
     if device.type == "cuda":
         return not torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type == "cpu" and torch.backends.mkldnn.is_available():
@@ -91,13 +91,13 @@ def bf16_is_emulated(device: torch.device) -> bool:
 
 
 def use_channels_last(config: Config, device: torch.device) -> bool:
-    """Return `trainer.channels_last`. By default, the channels-last format is used on a CPU only."""
+    """Return `trainer.channels_last`. If it is not set, return True on a CPU and False on other devices."""
     chosen = config.trainer.channels_last
     return device.type == "cpu" if chosen is None else chosen
 
 
 def on_device(config: Config) -> torch.device:
-    """Return the device on which a run trains. A Trainer is not needed."""
+    """Return the device on which a run trains, without building a Trainer."""
     chosen = config.trainer.accelerator
     if chosen in ("auto", "gpu") and torch.cuda.is_available():
         return torch.device("cuda")

@@ -14,13 +14,13 @@ from efficient_ft.ops.tokens import Tokens, pop_tokens
 
 
 class BlockIO(NamedTuple):
-    """Detached input and output of a block in one forward pass. Do not modify them.
+    """Detached input and output of a block in one forward pass. Do not modify these tensors.
 
     Attributes:
         x: the input.
-        before: grid positions of the input's tokens; None if all tokens are present or positions are unknown.
+        before: grid positions of the input tokens, or None if all tokens are present or if the positions are unknown.
         y: the output.
-        after: grid positions of the output's tokens; None as for `before`.
+        after: grid positions of the output tokens, or None as for `before`.
     """
 
     x: Tensor
@@ -31,10 +31,11 @@ class BlockIO(NamedTuple):
 
 @contextmanager
 def observe_blocks(model: nn.Module, blocks: Sequence[str], callback: Callable[[int, BlockIO], None]) -> Iterator[None]:
-    """Call `callback` with the index and the `BlockIO` of each block that runs inside this context, without gradients.
+    """Inside this context, call `callback` with the index and the `BlockIO` of each listed block that runs.
 
-    Forward passes that recompute activations inside backward are skipped, as are blocks whose first input or whose
-    output is not a tensor. Nothing is saved for the backward pass.
+    `callback` runs without gradients, and nothing is saved for the backward pass. Forward passes that recompute
+    activations during the backward pass are skipped. Blocks whose first input or whose output is not a tensor are also
+    skipped.
     """
 
     def hook(index: int) -> Callable[..., None]:
@@ -56,7 +57,10 @@ def observe_blocks(model: nn.Module, blocks: Sequence[str], callback: Callable[[
 
 
 def channel_axis(block: nn.Module, dims: int) -> int:
-    """Return the channel axis of a block's output: 1 for 4-dimensional outputs of convolutions, otherwise the last."""
+    """Return the channel axis of a block's output.
+
+    It is axis 1 for 4-dimensional outputs of convolutions, otherwise the last axis.
+    """
     first = next((m for m in block.modules() if isinstance(m, nn.Linear | nn.Conv2d)), None)
     return 1 if dims == 4 and isinstance(first, nn.Conv2d) else dims - 1
 
@@ -64,20 +68,19 @@ def channel_axis(block: nn.Module, dims: int) -> int:
 def relative_magnitude(
     io: BlockIO, prefix: int, axis: int, present: Tensor | None = None
 ) -> tuple[Tensor, Tensor] | None:
-    """Return ‖f(x)‖ / ‖f(x) + x‖, and the number of compared tokens.
+    """Return ‖f(x)‖ / ‖f(x) + x‖, where f(x) + x is the output of the block, and the number of compared tokens.
 
-    Norms are computed over channels in single precision or higher. Tokens with a zero output are excluded.
+    Norms are computed over the channels in single precision or higher. Tokens with a zero output are excluded.
 
     Args:
         io: input and output of the block.
-        prefix: number of the model's prefix tokens.
+        prefix: number of prefix tokens of the model.
         axis: the channel axis.
-        present: mask (B, N) with 0 for padding, which is excluded; None without padding.
+        present: mask (B, N) that is 0 for padding, or None if there is no padding. Padding is excluded.
 
     Returns:
-        The mean over images and tokens, and the number of tokens per image in that mean, as scalars on the block's
-        device.
-        None if no output token was in the input.
+        The mean over images and tokens, and the number of tokens per image over which it is computed, as scalars on the
+        device of the block. None if no output token was in the input.
     """
     pair = _same_tokens(io, prefix)
     if pair is None:
@@ -94,9 +97,12 @@ def relative_magnitude(
 
 
 def _same_tokens(io: BlockIO, prefix: int) -> tuple[Tensor, Tensor, Tensor | bool] | None:
-    """Pair the output's tokens with the same tokens of the input, as (x, y, mask of the valid pairs)."""
+    """Match the output tokens with the same tokens of the input, and return (x, y, mask of the valid pairs).
+
+    The result is None if the tokens cannot be matched.
+    """
     x, before, y, after = io
-    if after is None or after is before:  # no token was dropped or merged, or positions are unknown
+    if after is None or after is before:  # no token was dropped or merged, or the positions are unknown
         if x.shape == y.shape:
             return x, y, True
     elif after.grid_index_BL is not None and (before is None or before.grid_index_BL is not None):

@@ -1,4 +1,4 @@
-"""The progress of a run: a bar on a terminal, lines of text elsewhere, and a line at the end of each epoch."""
+"""Show the progress of a run: a bar on a terminal, otherwise lines of text, and a line at the end of each epoch."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from efficient_ft.core.text import spelled, terminal_width
 from efficient_ft.training.callbacks.recorder import Recorder
 from efficient_ft.training.module import FineTuner
 
-#: Seconds between two updates of the bar, and between two lines without a terminal.
+#: Seconds between two updates of the bar, and between two lines if the output is not a terminal.
 BAR_SECONDS, LINE_SECONDS = 0.5, 60.0
 
 
 class ProgressBar(L.Callback):
-    """Show epoch, step, loss, learning rate, speed and remaining time.
+    """Show the epoch, the step, the loss, the learning rate, the speed and the remaining time.
 
-    The loss is the mean over the current epoch, for the losses that have been read from the accelerator. Place this
-    callback after `recorder`, which provides the row of each epoch.
+    The loss is the mean of the losses of the current epoch that were already read from the accelerator. Place this
+    callback after `recorder`, which provides the metrics of each epoch.
     """
 
     def __init__(self, total_steps: int, epochs: int, recorder: Recorder) -> None:
@@ -32,7 +32,7 @@ class ProgressBar(L.Callback):
         self._bar: Any = None
         self._first = self._seen = 0
         self._start = self._last = 0.0
-        #: Seconds spent in evaluation, which the training speed excludes, and the start of the current evaluation.
+        #: Seconds spent in evaluation, which are excluded from the speed, and the start of the current evaluation.
         self._paused, self._pause = 0.0, 0.0
 
     @rank_zero_only
@@ -95,7 +95,7 @@ class ProgressBar(L.Callback):
         assert isinstance(pl_module, FineTuner)
         row, split, metric = self.recorder.row, self.recorder.split, pl_module.task.metric
         now = [part for part in self._parts(trainer, pl_module) if not part.startswith("loss")]
-        more = now[1:2] if self._bar is not None else now  # the bar shows the rest
+        more = now[1:2] if self._bar is not None else now  # the bar shows the other parts
         loss = row["train_loss_epoch"]
         parts = [] if loss is None else [f"loss {loss:.3f}"]
         parts += [f"{split} loss {row[f'{split}_loss']:.3f}"]
@@ -107,7 +107,7 @@ class ProgressBar(L.Callback):
     @rank_zero_only
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._bar is not None:
-            self._bar.leave = False  # only the lines of the epochs remain
+            self._bar.leave = False  # remove the bar from the terminal
             self._bar.close()
             self._bar = None
 
@@ -117,6 +117,9 @@ class ProgressBar(L.Callback):
 
 
 def _shorten(parts: list[str], width: int, least: int = 0) -> None:
-    """Remove parts until the line fits or `least` parts are left. The first and the last part are removed last."""
+    """Remove parts until the line fits into `width` or `least` parts remain.
+
+    The first and the last part are removed last.
+    """
     while len(parts) > least and len(", ".join(parts)) > width:
         del parts[-2 if len(parts) > 1 else -1]

@@ -1,4 +1,4 @@
-"""The callback that records a run: metrics, the weights of the best epoch, and checkpoints."""
+"""Record a run: write its metrics, the weights of the best epoch, and checkpoints."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ from efficient_ft.training.output.console import rank, say
 from efficient_ft.training.output.faults import refuse_lost_process, require_folder
 from efficient_ft.training.processes import from_first, requeue
 
-#: Maximum number of optimizer steps between two rows of training loss. A short run has at least `LEAST_ROWS` rows.
-#: Within an epoch, checkpoints are written only after multiples of this number of steps.
+#: Maximum number of optimizer steps between two rows of training loss. In short runs, the number is smaller, so that
+#: a run with at least `LEAST_ROWS` steps has at least `LEAST_ROWS` rows. Within an epoch, periodic checkpoints are
+#: written only after multiples of `RECORD_EVERY` steps.
 RECORD_EVERY = 50
 LEAST_ROWS = 20
-#: Maximum number of classes for which loggers receive the values of single classes.
+#: Maximum number of classes for which the metric of each class is logged.
 LARGEST_CHART = 100
-#: Minimum age of the last checkpoint before another one is written at the end of an epoch.
+#: Minimum time in seconds between the last checkpoint and another checkpoint at the end of an epoch.
 EPOCH_CHECKPOINT_SECONDS = 10.0
-#: Minimum age of the last checkpoint before another one is written within an epoch.
+#: Minimum time in seconds between the last checkpoint and another checkpoint within an epoch.
 STEP_CHECKPOINT_SECONDS = 600.0
-#: Signals by which Slurm and submitit announce the end of a job. They do not exist on Windows.
+#: Signals with which Slurm and submitit announce the end of a job. Windows does not have these signals.
 REQUEUE = tuple(number for name in ("SIGUSR1", "SIGUSR2") if (number := getattr(signal, name, None)) is not None)
-#: Signals after which a run saves and stops.
+#: Signals after which a run saves a checkpoint and stops.
 _STOP = tuple(dict.fromkeys([*REQUEUE, *reversed(stopping.STOPPING)]))
 
 
 def rows_every(given: int | None, total_steps: int) -> int:
-    """Return the number of steps between two rows of training loss: `given`, or at most `RECORD_EVERY`."""
+    """Return the number of steps between two rows of training loss: `given`, or by default at most `RECORD_EVERY`."""
     return given or max(1, min(RECORD_EVERY, total_steps // LEAST_ROWS))
 
 
@@ -49,11 +50,14 @@ class Recorder(L.Callback):
     """Write the metrics, save the weights of the best epoch, and write checkpoints.
 
     Args:
+        folder: the run folder.
         split: the split on which the run evaluates during training.
-        keep_best: called with the module, the epoch (from 1) and its accuracy, to write the network's weights.
-        extra: further entries of every checkpoint, in plain containers.
-        totals: the callback with the totals of the training. It must precede this callback.
-        every: optimizer steps between two rows of training loss. See `rows_every`.
+        keep_best: function that writes the network's weights. It is called with the module, the epoch (from 1) and the
+            accuracy of the epoch.
+        extra: further entries of every checkpoint. They must consist of plain containers and values.
+        totals: the callback that sums the cost of the training. It must precede this callback.
+        every: number of optimizer steps between two rows of training loss. See `rows_every`.
+        class_names: names of the classes, used to log the metric of each class.
     """
 
     def __init__(
@@ -68,26 +72,26 @@ class Recorder(L.Callback):
     ):
         self.folder, self.split, self.keep_best, self.extra = folder, split, keep_best, extra
         self.totals, self.every, self.class_names = totals, every, class_names
-        #: The row of the last epoch.
+        #: The row of metrics of the last epoch.
         self.row: dict[str, Any] = {}
         self.metrics = MetricsFile(folder)
         self.best: float | None = None
         self.best_epoch = 0
         self.last: float | None = None
-        #: With several tasks, each task's accuracy in the best and in the last epoch. `best` and `last` are the means.
+        #: Accuracy of each task in the best and in the last epoch. With several tasks, `best` and `last` are the means.
         self.best_tasks: dict[str, float] = {}
         self.last_tasks: dict[str, float] = {}
         self._saved = 0.0
-        #: The signal after which the run saves and stops; None to continue.
+        #: The received signal, after which the run saves a checkpoint and stops, or None to continue.
         self.stop_requested: int | None = None
-        #: The handler for signals that request a stop; None while no training runs.
+        #: The handler for signals that request a stop, or None if no training is running.
         self.handler: Callable[[int, Any], None] | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._saved = time.monotonic()
         if self.handler is not None:
-            # Lightning's handler broadcasts in the middle of a step, when other processes expect a different exchange.
-            # In addition, it ends a single process without a checkpoint.
+            # Lightning's handler broadcasts in the middle of a step, while other processes expect another operation.
+            # In addition, Lightning's handler ends a run with one process without a checkpoint.
             signal.signal(signal.SIGTERM, self.handler)
         if trainer.is_global_zero:
             self.metrics.rewind(trainer.global_step)
@@ -108,7 +112,7 @@ class Recorder(L.Callback):
                 **self._so_far(),
             }
             self._log(trainer, row)
-        # The last batch is followed by the epoch's evaluation, its checkpoint and the decision to stop.
+        # After the last batch, `on_train_epoch_end` writes the checkpoint and decides whether to stop.
         within = whole and batch_idx + 1 < trainer.num_training_batches
         if within and step % RECORD_EVERY == 0 and self._due(trainer, STEP_CHECKPOINT_SECONDS):
             self._save(trainer, pl_module, batch_idx)
@@ -121,29 +125,32 @@ class Recorder(L.Callback):
             trainer.should_stop = True
 
     def _stop(self, trainer: L.Trainer) -> int | None:
-        """Return the signal that any process received, the same in all processes; None to continue. Collective."""
+        """Return the signal that any of the processes received, or None to continue.
+
+        All processes must call this function, and all of them return the same signal.
+        """
         if trainer.world_size == 1:
             return self.stop_requested
-        # A signal reaches the processes in different steps, but they must write a checkpoint in the same step.
+        # Processes receive a signal in different steps, but all of them must write the checkpoint in the same step.
         asked = all_reduce_sum(torch.tensor([float(self.stop_requested == number) for number in _STOP])).tolist()
         return next((number for number, count in zip(_STOP, asked, strict=True) if count), None)
 
     def _leave(self, stop: int) -> None:
-        """End the run after a checkpoint because of the signal `stop`. If Slurm sent the signal, requeue the job."""
-        self.stop_requested = stop  # in every process
+        """End the run after its checkpoint because of the signal `stop`. If Slurm sent the signal, requeue the job."""
+        self.stop_requested = stop  # also in processes that received no signal
         if stop in REQUEUE and "SLURM_JOB_ID" in os.environ:
             if rank() == 0:
                 requeue()
-            from_first()  # no process may end before the first one has asked Slurm
+            from_first()  # no process may end before the first one has requeued the job
         raise KeyboardInterrupt
 
     def _due(self, trainer: L.Trainer, seconds: float) -> bool:
-        # All ranks write a checkpoint together, so the first rank's clock decides.
+        # All processes write a checkpoint together, so the clock of the first process decides.
         due = time.monotonic() - self._saved >= seconds
         return bool(trainer.strategy.broadcast(due)) if trainer.world_size > 1 else due
 
     def _save(self, trainer: L.Trainer, module: FineTuner, batch_idx: int) -> None:
-        module.read_losses(batch_idx)  # raises for a NaN, so that such weights are never saved
+        module.read_losses(batch_idx)  # raises DivergedError, so that diverged weights are never saved
         module.require_finite()
         require_folder(self.folder)
         self.totals.gather()
@@ -151,7 +158,7 @@ class Recorder(L.Callback):
         self._saved = time.monotonic()
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # The evaluation has just run, as the last part of the epoch's loop.
+        # Lightning has already evaluated the network, as the last part of the epoch.
         assert isinstance(pl_module, FineTuner)
         pl_module.read_losses(trainer.fit_loop.batch_idx)
         evaluated = pl_module.evaluated
@@ -189,13 +196,16 @@ class Recorder(L.Callback):
             self._leave(stop)
 
     def _so_far(self) -> dict[str, float]:
-        """Return the images, FLOPs, seconds and joules (if measured) of the training so far. Collective."""
+        """Return the images, FLOPs, seconds and joules (if measured) of the training so far.
+
+        All processes must call this function.
+        """
         self.totals.gather()
         values: Any = self.totals.values()
         return {key: values[key] for key in ("images", "flops", "seconds", "joules") if values[key] is not None}
 
     def _each_class(self, module: FineTuner) -> dict[str, float]:
-        """Return the per-class metrics for loggers; empty with more classes than `LARGEST_CHART`."""
+        """Return the metric of each class for loggers, or an empty dict for more classes than `LARGEST_CHART`."""
         named = len(self.class_names) <= LARGEST_CHART
         return {
             f"{self.split}_{module.task.class_metric}/{self.class_names[number]}": value
@@ -212,7 +222,7 @@ class Recorder(L.Callback):
             logger.log_metrics({**values, **more}, step=row["step"])
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        # Raise at once, because Lightning ends this process a few seconds after another process is lost.
+        # Raise the error now, because Lightning kills this process a few seconds after another process has ended.
         refuse_lost_process(exception)
 
     def state_dict(self) -> dict[str, Any]:
@@ -233,10 +243,11 @@ class Recorder(L.Callback):
 
 @contextmanager
 def stop_on_interrupt(recorder: Recorder) -> Iterator[None]:
-    """Stop after the present step, with a checkpoint, on the first Ctrl-C, and immediately on the second.
+    """Inside a ``with`` block, handle signals that request the end of the run.
 
-    Other signals that request an end (`core.stopping`), and SIGUSR1 and SIGUSR2 in a Slurm job (``--signal``), have the
-    same effect as the first Ctrl-C. Slurm requeues the job.
+    After the first Ctrl-C, the run finishes the current step, writes a checkpoint and stops. A second Ctrl-C stops the
+    run immediately. Other signals that request an end (`core.stopping`) have the same effect as the first Ctrl-C. In a
+    Slurm job, SIGUSR1 and SIGUSR2 (``--signal``) also have this effect, and Slurm then requeues the job.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -244,7 +255,7 @@ def stop_on_interrupt(recorder: Recorder) -> Iterator[None]:
     process, asked_before = os.getpid(), len(stopping.asked)
 
     def request(number: int, frame: Any) -> None:
-        if os.getpid() != process:  # data-loading workers are ended by their parent
+        if os.getpid() != process:  # data-loading workers ignore signals; their parent ends them
             return
         stopping.asked.append(number)
         if recorder.stop_requested is not None:

@@ -1,8 +1,8 @@
-"""The callback that records step statistics: budgets, trained blocks, tokens and relative magnitudes per block.
+"""Record step statistics: budgets, trained blocks, and the tokens and relative magnitudes of each block.
 
-A recorded step computes two norms and a difference over each block's output, and reads the results once at the end of
-the batch. This takes less than 1 % of a step of BSR or ALaST (DeiT-S, 224 px, batch 16, on a CPU). The training does
-not depend on the statistics, and a step that is not recorded costs nothing.
+In a recorded step, two norms and a difference are computed from the output of each block. The results are read once, at
+the end of the batch. This takes less than 1 % of a step of BSR or ALaST (DeiT-S, 224 px, batch 16, on a CPU). The
+training does not depend on the statistics, and steps that are not recorded have no overhead.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StepStats(L.Callback):
     """Append a `StepStatsRow` to step_stats.jsonl in the first optimizer step and in every `interval`-th step after it.
 
     Loggers receive ``budgets/BLOCK``, ``tokens/BLOCK`` and ``magnitudes/BLOCK``. If the model has no recognized blocks,
-    a warning is logged and nothing is recorded. Place this callback after `MethodCallback`, which prepares the step.
+    a warning is logged and nothing is recorded. Place this callback after `MethodCallback`, which prepares each step.
     """
 
     def __init__(self, folder: Path, methods: Sequence[Method], interval: int):
@@ -41,7 +41,7 @@ class StepStats(L.Callback):
         self._prefix = 0
         self._step: int | None = None
         self._row: dict[str, Any] | None = None  # the row of the step that is being recorded
-        #: The number of tokens, and (magnitude, number of compared tokens) or None, by block index.
+        #: For each block index, the number of tokens, and (magnitude, number of compared tokens) or None.
         self._observed: dict[int, tuple[int, tuple[Tensor, Tensor] | None]] = {}
         self._observing = ExitStack()
 
@@ -101,7 +101,7 @@ class StepStats(L.Callback):
         if tasks is not None:
             row["task"] = tasks.active
         compared = {index: values for index, (_, values) in observed.items() if values is not None}
-        # One transfer for all blocks synchronizes an accelerator only once.
+        # The values of all blocks are read in one transfer, so that an accelerator is synchronized only once.
         read = torch.stack([torch.stack(values) for values in compared.values()]).tolist() if compared else []
         values = dict(zip(compared, read, strict=True))
         indices = range(len(self._blocks))
@@ -129,5 +129,5 @@ def _network(module: L.LightningModule) -> nn.Module:
 
 
 def _rounded(value: float) -> float | None:
-    """Round to six significant digits; None for NaN and infinities, which JSON does not support."""
+    """Round to six significant digits. Return None for NaN and infinity, which JSON does not support."""
     return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""The callback that sums the steps, images, FLOPs, seconds and energy of the training."""
+"""Sum the steps, images, FLOPs, seconds and energy of the training."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from efficient_ft.record.energy import EnergyMeter
 from efficient_ft.record.results import RunTotals
 from efficient_ft.task import tensors_of
 
-#: Number of the last optimizer steps whose median time is reported.
+#: The reported step time is the median over at most this number of last optimizer steps.
 LAST_STEPS = 1000
 
 
 def same_each_step(methods: Sequence[Method]) -> bool:
-    """Return True if every step costs the same, because no method makes a choice in each step or profiles steps."""
+    """Return True if all steps have the same cost.
+
+    The costs differ if a method makes a choice in each step or profiles the network in its first steps.
+    """
     return not any(
         method.warmup_steps or method.cost_steps > 1 or type(method).step_begin is not Method.step_begin
         for method in methods
@@ -31,22 +34,26 @@ def same_each_step(methods: Sequence[Method]) -> bool:
 
 
 class Totals(L.Callback):
-    """Sum the cost of the training. Place this callback after `MethodCallback`, and before readers of `values`.
+    """Sum the cost of the training.
 
-    FLOPs are counted for forward and backward passes, as in `cost.executed` (`RunFlops`). Evaluation adds to the
-    seconds and the energy, but not to the FLOPs. With several processes, the FLOPs of the first process are multiplied
-    by their number. `batches` is the number of training batches of one process in the whole run.
+    FLOPs are counted for forward and backward passes, as in `cost.executed` (`RunFlops`). Evaluation is included in the
+    seconds and the energy, but not in the FLOPs. With several processes, the FLOPs of the first process are multiplied
+    by the number of processes. Place this callback after `MethodCallback`, and before callbacks that read `values`.
+
+    Args:
+        methods: the methods of the run.
+        batches: number of training batches of one process in the whole run.
     """
 
     def __init__(self, methods: Sequence[Method], batches: int) -> None:
         self._flops = RunFlops(batches, same_each_step(methods))
         self._energy = EnergyMeter()
         self._images = self._batches = self._steps = 0
-        #: Images of this process since the last `gather`.
+        #: Number of images of this process since the last `gather`.
         self._own_images = 0
         self._world = 1
         self._started: float | None = None
-        #: Seconds and joules before a resume.
+        #: Seconds and joules of the training before the run was resumed.
         self._seconds_before = 0.0
         self._joules_before: float | None = 0.0
         self._step_seconds: deque[float] = deque(maxlen=LAST_STEPS)
@@ -73,7 +80,10 @@ class Totals(L.Callback):
         }
 
     def gather(self) -> None:
-        """Add the images of the other processes, which `values` only estimates until then. Collective."""
+        """Add the numbers of images of the other processes. Until then, `values` contains only an estimate.
+
+        All processes must call this function.
+        """
         self._images += int(all_reduce_sum(torch.tensor(self._own_images)))
         self._own_images = 0
 
@@ -116,5 +126,5 @@ class Totals(L.Callback):
         self._images, self._batches, self._steps = (state_dict[key] for key in ("images", "batches", "steps"))
         self._seconds_before = state_dict["seconds"]
         self._flops.load_state_dict(state_dict["run_flops"])
-        # Without the energy of one part, the sum would be wrong.
+        # None if the energy before is unknown. Then, no energy is reported, because the sum would be wrong.
         self._joules_before = state_dict["joules"]

@@ -1,1 +1,1 @@
-"""Stored features of a run's frozen prefix."""
+"""Stored outputs of the frozen first part of a network."""

@@ -1,4 +1,4 @@
-"""Compute and store the features of a run before it trains."""
+"""Compute and store the features of a run before training."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from efficient_ft.training.trainer import on_device, use_channels_last
 
 
 def fill_features(config: Config) -> RunFeatures:
-    """Compute and return the features of a run. All of them are stored unless the disk is full.
+    """Compute and return the features of a run. All features are stored unless the disk is full.
 
-    Stored features are not computed again, so that an interrupted call can be repeated.
+    Features that are already stored are not computed again, so that an interrupted call can be repeated.
 
     Raises:
         UserError: If weights or images are missing, or if no features can be stored for this run.
@@ -53,7 +53,7 @@ def fill_features(config: Config) -> RunFeatures:
     with tqdm(total=features.store.rows, unit=" images", disable=None) as bar:
         for loader in _loaders(images, features):
             for pixels, _, rows in loader:
-                if pixels.dtype != torch.uint8:  # stored rows have this type
+                if pixels.dtype != torch.uint8:  # uint8 means that the batch contains stored rows
                     autocast = torch.autocast(device.type, dtype=dtype) if dtype is not None else nullcontext()
                     with autocast, features.input(pixels.to(device), rows):
                         pass
@@ -64,7 +64,7 @@ def fill_features(config: Config) -> RunFeatures:
 
 
 def _loaders(images: ImageData, features: RunFeatures) -> Iterator[Any]:
-    """Yield a loader per view of the training images, and one loader for the split that selects the best epoch."""
+    """Yield a loader for each view of the training images, and a loader for the split that selects the best epoch."""
     for view in range(features.views):
         loader = images.train_loader(wrap=features.training)
         sampler: Any = loader.sampler

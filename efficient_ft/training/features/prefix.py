@@ -1,8 +1,8 @@
-"""Features of a run's frozen prefix, computed in its fastest form and stored for each image and augmented view.
+"""Features of a run: the outputs of its frozen prefix, stored for each image and augmented view.
 
-With ``trainer.cache_features``, epoch e trains on view e mod V of each image, where V is ``trainer.views``. From epoch
-V on, every batch is read from the store, and only the rest of the network runs. Newly computed features are also
-rounded to the storage form, so that all epochs train on the same values.
+The prefix is computed in its fastest form. With ``trainer.cache_features``, epoch e trains on view e mod V of each
+image, where V is ``trainer.views``. From epoch V on, every batch is read from the store, and only the rest of the
+network runs. Newly computed features are also rounded to the storage form, so that all epochs train on the same values.
 """
 
 from __future__ import annotations
@@ -42,22 +42,23 @@ from efficient_ft.training.features.row_form import RowForm
 from efficient_ft.training.output.console import say
 from efficient_ft.training.trainer import bf16_is_emulated
 
-#: Format number of a store. Increase it when the content of a store changes.
+#: Format number of stores. Increase this number when the content of stores changes.
 _FORMAT = 1
-#: ``auto`` stores features if computing them takes at least this fraction of a training step's FLOPs.
+#: With ``auto``, features are stored if computing them takes at least this fraction of the FLOPs of a training step.
 _WORTH = 0.1
-#: Batch size for finding the prefix.
+#: Batch size of the forward passes that find the prefix.
 _IMAGES = 2
-#: Maximum batch size for timing the forms of the prefix.
+#: Maximum batch size when the forms of the prefix are timed.
 _TIMED = 16
-#: File in the run folder that contains the chosen form of the prefix.
+#: Name of the file in the run folder that contains the chosen form of the prefix.
 PREFIX = "prefix.json"
 
 
 class FeatureDataset(Dataset[Any]):
-    """The samples of a split by (epoch, index): stored features, or the images if these are not stored yet.
+    """A data set whose samples are stored features, or images if the features are not stored yet.
 
-    `first` is the row of the first image in the first view. Epoch e uses view e mod `views`.
+    Keys are pairs (epoch, index). Epoch e uses view e mod `views`. `first` is the row of the first image in the first
+    view.
     """
 
     def __init__(self, images: SplitDataset, store: RowStore, first: int, views: int) -> None:
@@ -67,10 +68,10 @@ class FeatureDataset(Dataset[Any]):
         return len(self._images)
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor] | LoadFailure:
-        """Load a batch (inputs, labels, rows), or return the failure to read a file.
+        """Load a batch (inputs, labels, rows). If a file cannot be read, return the failure instead.
 
-        The inputs are rows of the store, uint8 (B, bytes), or the images, float32 (B, C, H, W), if a row is missing.
-        Labels and row numbers are int64 (B,).
+        If all rows are stored, the inputs are these rows, uint8 (B, bytes). Otherwise, they are images, float32 (B, C,
+        H, W). Labels and row numbers are int64 (B,).
         """
         keys = [(epoch % self._views, index) for epoch, index in keys]
         rows = [self._first + view * len(self) + index for view, index in keys]
@@ -82,30 +83,34 @@ class FeatureDataset(Dataset[Any]):
 
 
 class RunFeatures:
-    """The features of one run with `views` views of `train` training images, and the computation from them."""
+    """Features of one run, which are read from a store, or computed and stored.
+
+    There are `views` views of `train` training images, and one view of the images that select the best epoch.
+    """
 
     def __init__(self, prefix: FrozenPrefix, form: RowForm, store: RowStore, views: int, train: int) -> None:
         self.prefix, self.form, self.store, self.views = prefix, form, store, views
         self._evaluated = views * train
         self._known = store.written()
         self._warned = False
-        #: True if the disk had no space for a row.
+        #: True if a row could not be stored because the disk was full.
         self.full = False
         self._computed = self._read = 0
 
     def training(self, images: SplitDataset) -> FeatureDataset:
-        """Return the data set of the training images."""
+        """Return the data set of the training images. `images` loads the images whose features are not stored."""
         return FeatureDataset(images, self.store, 0, self.views)
 
     def evaluation(self, images: SplitDataset) -> FeatureDataset:
-        """Return the data set of the images that select the best epoch."""
+        """Return the data set of the images that select the best epoch. See `training`."""
         return FeatureDataset(images, self.store, self._evaluated, 1)
 
     @contextmanager
     def input(self, images: Tensor, rows: Tensor) -> Iterator[Tensor]:
-        """Run the network from the features of a batch inside a ``with`` block, which receives the network's input.
+        """Inside a ``with`` block, the network computes its output from the features of a batch.
 
-        `images` contains images or stored rows with the numbers `rows`, as `FeatureDataset` loads them.
+        The block receives the network's input. `images` contains images or stored rows with the row numbers `rows`, as
+        loaded by `FeatureDataset`. The features of images are computed and stored.
         """
         if images.dtype == torch.uint8:
             self._read += len(rows)
@@ -147,39 +152,45 @@ class RunFeatures:
 
 
 def from_stored(prefix: FrozenPrefix, form: RowForm, stored: Tensor) -> AbstractContextManager[Tensor]:
-    """Run the network from stored rows, uint8 (B, bytes), in a ``with`` block, which receives the network's input."""
+    """Inside a ``with`` block, the network computes its output from stored rows, uint8 (B, bytes).
+
+    The block receives the network's input.
+    """
     return prefix.replaced(prefix.from_rows(form.decode(stored)).to(prefix.dtype))
 
 
 class PrefixInput:
-    """The features of a run's batches, computed in each step by a form of the prefix and not stored."""
+    """Features of a run's batches that are computed in each step by a form of the prefix and are not stored."""
 
     def __init__(self, prefix: FrozenPrefix) -> None:
         self.prefix = prefix
 
     def input(self, images: Tensor) -> AbstractContextManager[Tensor]:
-        """Run the network from the features of `images` inside a ``with`` block, which receives the network's input."""
+        """Inside a ``with`` block, the network computes its output from the features of `images`.
+
+        The block receives the network's input.
+        """
         return self.prefix.replaced(self.prefix.features(images))
 
 
 class FeatureCallback(L.Callback):
-    """A callback that passes the features to the run's module and data. Place it after `MethodCallback`.
+    """A callback that passes the features to the module and the data module of a run.
 
-    The run uses stored features or a form of the prefix other than ``fp32``. `folder` stores the form of the prefix for
-    a resumed run.
+    Use it for a run that stores features, or that uses a form of the prefix other than ``fp32``. Place it after
+    `MethodCallback`. The chosen form of the prefix is written into `folder`, so that a resumed run uses the same form.
     """
 
     def __init__(self, config: Config, images: ImageData, methods: Sequence[Method], epochs: int, folder: Path) -> None:
         self._config, self._images, self._methods, self._epochs = config, images, methods, epochs
         self._file = folder / PREFIX
         self._ready = False
-        #: The stored features; None if no features are stored.
+        #: The stored features, or None if no features are stored.
         self.features: RunFeatures | None = None
-        #: The report of the frozen prefix; None without a frozen prefix.
+        #: The report of the frozen prefix, or None if the network has no frozen prefix.
         self.prefix: PrefixReport | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Find the prefix, choose its form and open the store, or print the reason why this is not possible.
+        """Find the prefix, choose its form and open the store. If this is not possible, print the reason.
 
         Raises:
             UserError: If a setting requires stored features or a form of the prefix that the run does not support.
@@ -208,7 +219,7 @@ class FeatureCallback(L.Callback):
             module.features = data.features = self.features
 
     def _refuse_or_say(self, error: UserError) -> None:
-        """Raise `error` if a setting requires the prefix or the features; otherwise print it."""
+        """Raise `error` if a setting requires the prefix or the features. Otherwise, print the error."""
         options = self._config.trainer
         without: list[tuple[str, str, str]] = []
         if options.cache_features == "on":
@@ -228,7 +239,10 @@ class FeatureCallback(L.Callback):
             say(f"The network is not changed (trainer.prefix=auto): {error}")
 
     def _choose(self, prefix: FrozenPrefix, trainer: L.Trainer) -> PrefixReport:
-        """Set the form of the prefix to the form chosen before, or to the form that the first process chooses."""
+        """Set the form of the prefix.
+
+        The form stored in the run folder is used. If there is none, the first process chooses a form.
+        """
         if self._file.is_file():
             report = _read_choice(self._file)
             prefix.form = Form(report["form"])
@@ -244,7 +258,7 @@ class FeatureCallback(L.Callback):
 
 
 def _read_choice(file: Path) -> PrefixReport:
-    """Read the form of the prefix that a run has chosen, or raise UserError if the file is damaged."""
+    """Read the form of the prefix that the run has chosen. Raise UserError if the file is damaged."""
     try:
         report: PrefixReport = parse_json(file.read_text(encoding="utf-8"))
         Form(report["form"])
@@ -258,7 +272,7 @@ def _read_choice(file: Path) -> PrefixReport:
 
 
 def run_prefix(config: Config, network: nn.Module, methods: Sequence[Method]) -> FrozenPrefix:
-    """Find the frozen prefix of a run's network, which is on the CPU and has the methods applied.
+    """Find the frozen prefix of a run's network. The network is on the CPU, and the methods are applied.
 
     Raises:
         UserError: If the network has no frozen prefix.
@@ -274,7 +288,7 @@ def run_prefix(config: Config, network: nn.Module, methods: Sequence[Method]) ->
 
 
 def set_form(config: Config, images: ImageData, prefix: FrozenPrefix, device: torch.device) -> PrefixReport:
-    """Set the form of the prefix like `measure_form`, except that ``auto`` prefers a form whose features are stored."""
+    """Set the form of the prefix like `measure_form`, but let ``auto`` prefer a form whose features are stored."""
     options = config.trainer
     if options.prefix == "auto" and options.cache_features != "off":
         about = _about(config, images, prefix, device)
@@ -355,7 +369,7 @@ def run_features(
 
     Raises:
         SettingError: If the features need more space than the settings or the disk allow.
-        UserError: If `must_gain` is True and the features would save no time.
+        UserError: If `must_gain` is True and stored features would save no time.
     """
     options, views = config.trainer, config.trainer.views
     if must_gain:
@@ -364,7 +378,9 @@ def run_features(
         with _in_training_mode(prefix.model):
             share = _share_of_step(prefix, _noise(config, _IMAGES).to(prefix.device))
         if share < _WORTH:
-            raise UserError(f"they take {format_percent(share)} of the FLOPs of a training step ({prefix.reason}).")
+            raise UserError(
+                f"computing them takes {format_percent(share)} of the FLOPs of a training step ({prefix.reason})."
+            )
     train, evaluated = images.splits["train"], images.splits[images.best_split]
     form = RowForm(options.cache_dtype, prefix.values)
     about = {**_about(config, images, prefix, device), "form": str(prefix.form)}
@@ -383,7 +399,7 @@ def run_features(
 
 
 def _about(config: Config, images: ImageData, prefix: FrozenPrefix, device: torch.device) -> dict[str, Any]:
-    """Return all properties that stored features depend on, except for the form of the prefix."""
+    """Return all properties on which stored features depend, except for the form of the prefix."""
     options = config.trainer
     return {
         "format": _FORMAT,
@@ -408,10 +424,10 @@ def _key(about: dict[str, Any], form: Form) -> str:
 
 @torch.no_grad()
 def _share_of_step(prefix: FrozenPrefix, images: Tensor) -> float:
-    """Return the prefix's share of the FLOPs in a training step.
+    """Return the fraction of the FLOPs of a training step that the prefix takes.
 
-    The backward pass counts as two forward passes. Times would make the decision depend on the machine, and storing
-    features changes the results slightly.
+    A backward pass counts as two forward passes. Storing features changes the results slightly, so the decision to
+    store features must not depend on the machine. FLOPs are therefore compared instead of times.
     """
     with torch.random.fork_rng(devices=[]):
         with FlopsCounter() as below:

@@ -1,4 +1,4 @@
-"""Storage forms for features: rows of values in 32, 16 or 8 bits."""
+"""Storage forms of features: rows of values with 32, 16 or 8 bits."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from efficient_ft.ops.storage.groups import group_pack, group_unpack
 #: Names of the storage forms.
 FORMS = ("fp32", "fp16", "int8")
 
-#: Number of values in a group of 8-bit values. Each group has a minimum and a step.
+#: Number of 8-bit values in a group. Each group has a minimum and a step size.
 _GROUP = 64
 
 
 class RowForm:
-    """The storage form of a row of `values` values.
+    """Storage form of a row of `values` values.
 
-    ``int8`` stores groups of 64 values in 8 bits each, and a minimum and a step per group in fp16.
+    ``int8`` stores the values in groups of 64, with 8 bits for each value, and with the minimum and the step size of
+    each group in fp16.
     """
 
     def __init__(self, name: str, values: int) -> None:
@@ -29,10 +30,10 @@ class RowForm:
         self.bytes = {"fp32": 4 * values, "fp16": 2 * values, "int8": self._groups * (_GROUP + 4)}[name]
 
     def encode(self, values: Tensor) -> Tensor:
-        """Convert values (B, n) of any floating type to bytes (B, `bytes`).
+        """Convert values (B, n) of any floating-point type to bytes (B, `bytes`).
 
         Raises:
-            UserError: If a value is too large for the form.
+            UserError: If a value is too large for the storage form.
         """
         values = values.float()
         if self.name == "fp32":

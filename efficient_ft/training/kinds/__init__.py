@@ -1,1 +1,1 @@
-"""The kinds of task, one object per kind: classification, segmentation, text, and several data sets in turn."""
+"""Kinds of task: classification, segmentation, text classification, and several data sets in turn."""

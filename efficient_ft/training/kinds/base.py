@@ -29,17 +29,23 @@ from efficient_ft.models import factory
 from efficient_ft.task import Task, moved
 from efficient_ft.training.trainer import use_channels_last
 
-#: The data of a run: one data set, or several data sets in turn.
+#: The data of a run: one data set, or several data sets that are used in turn.
 RunData = OpenedData[Any, Any] | RoundRobinData
 
-#: Assumed number of classes if the data are missing, as in ImageNet.
+#: Number of classes that is assumed if the data are missing. It is the number of classes of ImageNet.
 UNKNOWN_CLASSES = 1000
-#: Scale factors of the image size that are tried if no batch size fits into memory.
+#: Factors by which the image size is reduced, in this order, if no batch size fits into memory.
 _SMALLER_IMAGES = (0.75, 0.5)
 
 
 class Evaluated(TypedDict):
-    """The metric by split, further metrics by split, and the metric of each data set if there are several."""
+    """Result of an evaluation.
+
+    Attributes:
+        accuracy: the task's metric for each split.
+        scores: all metrics for each split, if the task has several metrics.
+        tasks: the metric of each data set for each split, if there are several data sets.
+    """
 
     accuracy: dict[str, float]
     scores: NotRequired[dict[str, dict[str, Any]]]
@@ -47,7 +53,13 @@ class Evaluated(TypedDict):
 
 
 class Sample(NamedTuple):
-    """A preprocessed image (None for a text), a text, and a caption with the label and the prediction."""
+    """A sample with its prediction, for loggers.
+
+    Attributes:
+        image: the image to show, or None for a text.
+        text: the text, empty for an image.
+        caption: description of the sample, e.g. its label and its prediction.
+    """
 
     image: Image.Image | None
     text: str
@@ -56,14 +68,16 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained network, ready to use.
+    """A trained network that is ready to use.
 
     Attributes:
         model: the network in evaluation mode, on the CPU. Its parameters do not require gradients.
-        class_names: class names by output index. With several tasks, they belong to the chosen task.
+        class_names: names of the classes in the order of the outputs. With several tasks, these are the classes of the
+            active task.
         input: size and normalization of the images, or length and tokenizer of the texts.
-        notes: further metadata of the file: epoch, accuracy and split.
-        tasks: class names by task, or an empty mapping. `models.tasks.tasks_of(model).active` is the active task.
+        notes: further metadata of model.safetensors, e.g. the epoch, the accuracy and the split.
+        tasks: mapping from tasks to their class names, empty for a single data set.
+            `models.tasks.tasks_of(model).active` is the active task.
         decoding: options for decoding image files.
         task: name of the kind of task.
     """
@@ -79,16 +93,16 @@ class Trained:
 
 @dataclass(frozen=True)
 class PredictOptions:
-    """The options of ``efficient-ft predict``.
+    """Options of ``efficient-ft predict``.
 
     Attributes:
         run: the run folder, or its model.safetensors.
-        files: files and folders with the samples.
-        top: number of classes reported for each sample.
+        files: files and folders that contain the samples.
+        top: number of classes that are reported for each sample.
         batch_size: number of samples per batch.
-        form: ``csv``, ``json``, or None for the terminal.
-        out: the folder for the files that the kind writes; None for the default.
-        overlay: True to also write the images blended with the predictions.
+        form: output format: ``csv``, ``json``, or None for text in the terminal.
+        out: folder for output files, e.g. masks, or None for the default folder.
+        overlay: if True, also write the images blended with the predicted masks.
     """
 
     run: Path
@@ -102,13 +116,13 @@ class PredictOptions:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction for one sample.
+    """Prediction for one sample.
 
     Attributes:
         heading: file name or text, shown as the heading in the terminal.
-        values: names and values as text, shown below the heading.
-        record: the object for JSON.
-        row: the cells for CSV.
+        values: pairs of a name and a formatted value, shown below the heading.
+        record: the JSON object of this sample.
+        row: the cells of the CSV row of this sample.
     """
 
     heading: str
@@ -118,11 +132,11 @@ class Prediction:
 
 
 class Predictions(ABC):
-    """The predictions of a trained run for some files.
+    """Predictions of a trained network for the given files.
 
     Attributes:
         total: number of samples.
-        header: the header for CSV.
+        header: column names of the CSV output.
     """
 
     total: int
@@ -138,18 +152,19 @@ class Predictions(ABC):
 
 
 class Kind(ABC):
-    """A kind of task, which opens the data, builds the network, and provides loss, metric, predictions and figures.
+    """A kind of task, which provides the data, the network, the loss, the metric, predictions and figures.
 
     A subclass sets `rules` and `task`, and implements `open` and `predictions`. All other functions have defaults for
     image networks with one output per class.
 
     Attributes:
         rules: the allowed data sets and networks, and the unsupported settings.
-        task: loss and metric, with default settings.
-        sources: data sets that the kind adds, by name.
-        family: functions that build the networks in `rules.networks`; None for a family of this package.
-        decodes_files: True if samples are decoded when a batch is loaded, which worker processes can do.
-        table_classes: number of classes for the costs in published tables; None to count the classes of the data.
+        task: the loss and the metric, with default settings.
+        sources: mapping from names to the data sets that the kind adds.
+        family: functions that build the networks in `rules.networks`, or None to use a family of this package.
+        decodes_files: True if samples are decoded when a batch is loaded. Worker processes can then do this work.
+        table_classes: number of classes for the costs in published tables, or None to use the number of classes of the
+            data.
         fixed_batches: True if all training batches have the same shape, so that a loop over them can be timed.
     """
 
@@ -162,7 +177,7 @@ class Kind(ABC):
     fixed_batches: bool = False
 
     def task_of(self, config: Config) -> Task:
-        """Return the loss and the metric as configured."""
+        """Return the task with the configured settings."""
         return self.task
 
     def supports(self, what: str) -> bool:
@@ -180,7 +195,7 @@ class Kind(ABC):
                 )
 
     def missing(self, config: Config) -> list[str]:
-        """Return a message for each data set of the run that is not on this machine."""
+        """Return a message for each data set of the run that is missing on this machine."""
         return [message for message in map(missing_data, data_configs(config)) if message is not None]
 
     @abstractmethod
@@ -193,20 +208,20 @@ class Kind(ABC):
         """
 
     def check_settings(self, config: Config) -> Config:
-        """Return the configuration for ``efficient-ft check``, with which `inspect` finds all unusable samples."""
+        """Return the configuration for ``efficient-ft check``. With it, `inspect` finds all unusable samples."""
         return config.model_copy(update={"data": config.data.model_copy(update={"on_corrupt": "stop"})})
 
     def classes(self, config: Config) -> int | dict[str, int]:
-        """Return the number of classes without opening the data. It is `UNKNOWN_CLASSES` if the data are missing."""
+        """Return the number of classes without opening the data, or `UNKNOWN_CLASSES` if the data are missing."""
         return class_count(config.data) or UNKNOWN_CLASSES
 
     def network(self, model: ModelConfig, classes: int | Mapping[str, int], *, report: bool = True) -> nn.Module:
-        """Build a network, with the weights that the configuration names.
+        """Build a network, and load the weights that the configuration specifies.
 
         Args:
             model: the ``model`` section of the configuration.
             classes: number of outputs, or a mapping from data sets to numbers of outputs.
-            report: True to log which weights were loaded.
+            report: if True, log which weights were loaded.
 
         Raises:
             UserError: If the network cannot be built, or if its weights are missing or do not fit.
@@ -214,14 +229,14 @@ class Kind(ABC):
         return factory.create_model(model, classes, report=report)
 
     def random_network(self, model: ModelConfig, classes: int | Mapping[str, int]) -> nn.Module:
-        """Build the same network with random weights, to load a file of a run or to count costs."""
+        """Build the same network with random weights, to count its costs or to load the weights of a run."""
         return factory.random_model(model, classes)
 
     def check_network(self, network: nn.Module, data: RunData) -> None:  # noqa: B027 (optional)
         """Raise UserError if the network cannot process the data."""
 
     def network_input(self, spec: InputSpec, data: RunData) -> InputSpec:
-        """Return the input of the network, to which the data may add a tokenizer."""
+        """Return the input specification of the network. A kind for texts adds the tokenizer of the data."""
         return spec
 
     def portable(self, config: Config, network: nn.Module) -> ModelConfig:
@@ -229,7 +244,10 @@ class Kind(ABC):
         return config.model
 
     def notes(self, config: Config, data: RunData) -> dict[str, Any]:
-        """Return the data-related metadata for model.safetensors: decoding options that differ from the default."""
+        """Return metadata about the data for model.safetensors.
+
+        By default, these are the decoding options of each data set that does not use the default options.
+        """
         changed = {
             task: asdict(part.decoding)
             for task, part in data.parts.items()
@@ -238,18 +256,18 @@ class Kind(ABC):
         return {"decoding": changed} if changed else {}
 
     def check_notes(self, notes: Mapping[str, Any], classes: int) -> None:  # noqa: B027 (optional)
-        """Raise ValueError if the validated metadata of a model.safetensors do not fit the kind."""
+        """Raise ValueError if the validated metadata of a model.safetensors do not fit this kind of task."""
 
     def evaluate(self, config: Config, model: nn.Module, data: RunData, device: torch.device) -> Evaluated:
         """Evaluate a network on every split except the training split. The network is moved to `device`.
 
-        The configuration of the run sets the precision and the number of batches.
+        `config` determines the precision and the maximum number of batches.
 
         Raises:
             UserError: If an output is not finite.
         """
         task, part, options = self.task_of(config), only(data), config.trainer
-        if use_channels_last(config, device):  # as in training
+        if use_channels_last(config, device):  # same memory format as in training
             model.to(memory_format=torch.channels_last)
         classes, limit = part.num_classes, options.limit_eval_batches
         each = {
@@ -264,14 +282,14 @@ class Kind(ABC):
         return found
 
     def further_scores(self, scores: Mapping[str, float], class_names: Sequence[str]) -> dict[str, Any]:
-        """Return the metrics for results.json in addition to the task's metric; empty if there are none."""
+        """Return all metrics for results.json, or an empty dict if the task's metric is the only one."""
         return dict(scores) if len(scores) > 1 else {}
 
     def write_figures(self, folder: Path, data: RunData, device: torch.device) -> None:  # noqa: B027 (optional)
-        """Write figures of the finished run into its folder. By default, there are none."""
+        """Write figures of the finished run into its folder. By default, no figures are written."""
 
     def samples(self, trained: Trained, data: OpenedData[Any, Any], device: torch.device) -> list[Sample]:
-        """Return some samples of a data set with predictions, for loggers. By default, there are none.
+        """Return some samples of a data set with their predictions, for loggers. By default, the list is empty.
 
         The samples belong to the split that selects the best epoch.
         """
@@ -279,27 +297,27 @@ class Kind(ABC):
 
     @abstractmethod
     def predictions(self, trained: Trained, options: PredictOptions) -> Predictions:
-        """Return the predictions for the files in `options`. The network is on the device that predicts.
+        """Return the predictions for the files in `options`. They are computed on the device of the network.
 
         Raises:
             UserError: If a file cannot be used.
         """
 
     def largest_batch(self, data: RunData) -> int | None:
-        """Return the maximum number of samples in a training batch; None if it is not limited."""
+        """Return the maximum number of samples in a training batch, or None if it is not limited."""
         return int(only(data).splits["train"])
 
     def size_setting(self, config: Config) -> str:
-        """Return the setting for the input size with its value."""
+        """Return the setting of the input size with its value, e.g. ``model.image_size=224``."""
         size = factory.input_of(config.model).size
         return f"model.image_size={size[0] if size[0] == size[-1] else list(size)}"
 
     def evaluation_size(self, config: Config) -> str:
-        """Return the setting or property that determines the size of evaluated samples."""
+        """Return a text that names the setting or property that determines the size of the evaluated samples."""
         return self.size_setting(config)
 
     def smaller_inputs(self, config: Config) -> list[Config]:
-        """Return configurations with smaller square images, which the message of a memory budget suggests."""
+        """Return configurations with smaller square images. They are suggested if a run exceeds its memory budget."""
         size, found = factory.input_of(config.model).size, []
         for factor in _SMALLER_IMAGES if size[0] == size[-1] else ():
             side = max(32, int(size[0] * factor) // 32 * 32)
@@ -309,9 +327,9 @@ class Kind(ABC):
         return found
 
     def figure_input(self, evaluation: Reading) -> tuple[tuple[int, int], int] | None:
-        """Return the size of the largest input for `write_figures`, and the bytes for reading it; None without figures.
+        """Return the size (H, W) of the largest input of `write_figures`, and the bytes for reading its inputs.
 
-        `evaluation` is the memory for reading evaluation batches.
+        `evaluation` is the memory for reading evaluation batches. The result is None if the kind writes no figures.
         """
         return None
 
@@ -326,15 +344,15 @@ def scores(
     precision: str,
     limit: int | None = None,
 ) -> dict[str, float]:
-    """Return the metrics of a task for at most `limit` batches (inputs, targets). The network is moved to `device`.
+    """Evaluate a network on at most `limit` batches (inputs, targets), and return the metrics of the task.
 
-    `precision` is ``fp32``, or the autocast type ``bf16`` or ``fp16``.
+    The network is moved to `device`. `precision` is ``fp32``, or the autocast type ``bf16`` or ``fp16``.
 
     Raises:
         UserError: If an output is not finite.
     """
     model.eval().to(device)
-    found = task.scores(classes, local=True).to(device)  # other processes of the run may have ended
+    found = task.scores(classes, local=True).to(device)  # other processes may have ended already
     dtype = AUTOCAST[precision]
     finite = torch.ones((), dtype=torch.bool, device=device)
     for number, (inputs, targets) in enumerate(loader):
@@ -352,7 +370,10 @@ def scores(
 
 @contextmanager
 def settings_of_task(task: str) -> Iterator[None]:
-    """Replace ``data`` in errors about settings by ``tasks.TASK``, unless the name is empty."""
+    """Inside a ``with`` block, replace ``data.`` with ``tasks.TASK.`` in errors about settings.
+
+    If `task` is empty, errors are not changed.
+    """
     try:
         yield
     except SettingError as error:

@@ -1,4 +1,4 @@
-"""Predicted classes of images or texts: probabilities, predictions for files, and samples for loggers."""
+"""Prediction of one class for each image or text: probabilities, predictions for files, and samples for loggers."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from efficient_ft.training.kinds.base import Kind, Prediction, Predictions, Pred
 from efficient_ft.training.kinds.files import Item
 from efficient_ft.training.output import export
 
-#: Number of confused class pairs in the output.
+#: Maximum number of confused pairs of classes that are printed.
 _CONFUSIONS = 5
-#: Number of samples per data set that loggers receive.
+#: Maximum number of samples of each data set that are logged.
 SAMPLES = 8
 
 
 @torch.inference_mode()
 def probabilities(task: Task, model: nn.Module, inputs: Inputs) -> Tensor:
-    """Return probabilities (B, classes) on the CPU for images (B, 3, H, W) or a mapping of text tensors.
+    """Return class probabilities (B, classes) on the CPU.
+
+    `inputs` contains images (B, 3, H, W), or is a mapping from names to tensors of texts.
 
     Raises:
         UserError: If an output is not finite.
@@ -41,16 +43,16 @@ def probabilities(task: Task, model: nn.Module, inputs: Inputs) -> Tensor:
 class ClassKind(Kind):
     """A kind of task that predicts one class for each sample."""
 
-    #: The key of a sample in CSV and JSON.
+    #: Key of the path or text of a sample in CSV and JSON output.
     item_key: str
 
     @abstractmethod
     def items(self, trained: Trained, options: PredictOptions) -> list[Item]:
-        """Return the samples in the files."""
+        """Return the samples in the files of `options`."""
 
     @abstractmethod
     def inputs(self, trained: Trained, values: Sequence[Any]) -> Inputs:
-        """Return the network's input for the values of some samples."""
+        """Return the input of the network for some samples, given their paths or texts (`Item.value`)."""
 
     def predictions(self, trained: Trained, options: PredictOptions) -> Predictions:
         if options.out is not None or options.overlay:
@@ -60,11 +62,11 @@ class ClassKind(Kind):
         return ClassPredictions(self, trained, self.items(trained, options), options)
 
     def heading(self, item: Item) -> str:
-        """Return the line above the predicted classes of a sample."""
+        """Return the line that is shown above the predicted classes of a sample."""
         return item.shown
 
     def samples(self, trained: Trained, data: OpenedData[Any, Any], device: torch.device) -> list[Sample]:
-        """Return evenly spaced samples of the split that selects the best epoch, with predictions."""
+        """Return evenly spaced samples of the split that selects the best epoch, with their predictions."""
         dataset: Any = data.eval_loader(data.best_split).dataset
         last = len(dataset) - 1
         chosen = sorted({round(k * last / max(SAMPLES - 1, 1)) for k in range(SAMPLES)})
@@ -103,7 +105,7 @@ class ClassPredictions(Predictions):
                 yield self.prediction(item, top)
 
     def prediction(self, item: Item, top: Sequence[tuple[str, float]]) -> Prediction:
-        """Return the prediction of a sample, given its most probable classes in descending order."""
+        """Return the prediction of a sample. `top` contains the most probable classes in descending order."""
         record = {
             self.header[0]: str(item.value),
             "class": top[0][0],
@@ -120,19 +122,19 @@ class ClassPredictions(Predictions):
 
 
 class Confusions:
-    """The accuracy and the confused classes of the labeled items, out of `total` items."""
+    """Accuracy and most frequently confused classes of the labeled items. `total` is the number of all items."""
 
     def __init__(self, total: int) -> None:
         self._total = total
         self._pairs: Counter[tuple[str, str]] = Counter()
 
     def add(self, label: str | None, predicted: str) -> None:
-        """Count an item."""
+        """Count an item with its predicted class. `label` is None if the item has no label."""
         if label is not None:
             self._pairs[label, predicted] += 1
 
     def lines(self) -> list[str]:
-        """Return the accuracy and the most frequent confusions; empty if no item has a label."""
+        """Return lines with the accuracy and the most frequent confusions, or an empty list if no item has a label."""
         labelled = sum(self._pairs.values())
         if not labelled:
             return []

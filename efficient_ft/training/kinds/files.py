@@ -1,4 +1,4 @@
-"""The files that predictions read: image files and folders of image files."""
+"""Input files of ``efficient-ft predict``: image files and folders of image files."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Item:
 
     Attributes:
         value: the path, or the text.
-        shown: the text for the terminal.
-        label: the class whose name a parent folder has; None if there is no such folder.
+        shown: the text that is shown in the terminal.
+        label: the class that has the name of a parent folder, or None if there is no such class.
     """
 
     value: Path | str
@@ -30,7 +30,9 @@ class Item:
 
 
 def image_files(paths: Sequence[Path], names: Sequence[str]) -> Iterator[Item]:
-    """Yield the files in `paths`, and all image files below its folders. Their labels are the folder names in `names`.
+    """Yield the files in `paths`, and all image files below the folders in `paths`.
+
+    The label of an image is the class in `names` that has the name of one of its parent folders.
 
     Raises:
         UserError: If a path does not exist, or if a folder contains no images.
@@ -52,7 +54,10 @@ def image_files(paths: Sequence[Path], names: Sequence[str]) -> Iterator[Item]:
 
 @cache
 def _label(folders: tuple[str, ...], names: tuple[str, ...]) -> str | None:
-    """Return the class whose name the nearest of `folders` has. Case is ignored if the match is unique."""
+    """Return the class that has the name of the first matching folder, or None if no folder matches a class.
+
+    If no class has exactly the same name, case is ignored, unless several classes match.
+    """
     for folder in map(_key, folders):
         same = [name for name in names if _key(name) == folder]
         alike = [name for name in names if _key(name).casefold() == folder.casefold()]

@@ -1,8 +1,8 @@
-"""The registry for kinds of task.
+"""Registry of the kinds of task.
 
 The modules in this folder register the kinds of this package. Other packages call `register` with their own kind, and
-name it in an entry point (see `config.kinds`). Training, evaluation, prediction and reports obtain the kind with
-`kind_of` and never compare names.
+refer to the kind in an entry point (see `config.kinds`). Training, evaluation, prediction and reports obtain the kind
+with `kind_of` and never compare names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ _registered: dict[str, Kind] = {}
 
 
 def register(kind: Kind) -> Kind:
-    """Register a kind of task under the name in its rules, and return it, so that an entry point can name it.
+    """Register a kind of task under the name in its rules.
+
+    The kind is returned, so that an entry point can refer to the result.
 
     Raises:
         UserError: If the name of the kind, of its network family, or of one of its data sets or networks is already
@@ -67,19 +69,19 @@ def _check_family(kind: Kind) -> None:
 
 
 def kind_named(name: str) -> Kind:
-    """Return the kind with the name `name`, the value of ``task``.
+    """Return the kind of task that is registered under `name`, a value of the setting ``task``.
 
     Raises:
         SettingError: If there is no such kind.
     """
-    rules_of(name)  # loads the package that adds it
+    rules_of(name)  # loads the package that registers the kind
     if name in _OWN:
         importlib.import_module(f"{__package__}.{name}")
     return _registered[name]
 
 
 def kind_of(config: Config) -> Kind:
-    """Return the kind of a run. With several data sets, it wraps the kind of their task."""
+    """Return the kind of task of a run. For several data sets, it is a `SeveralDataSets` that wraps their kind."""
     kind = kind_named(config.task)
     if not config.tasks:
         return kind

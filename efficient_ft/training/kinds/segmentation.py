@@ -39,7 +39,7 @@ from efficient_ft.training.kinds.files import image_files, short_path
 from efficient_ft.training.kinds.registry import register
 from efficient_ft.training.output.predict_masks import examples_image, mask_image, overlay, predict_mask, write_examples
 
-#: Number of images with masks in a run's figure, and bytes per pixel for each of them while they are read.
+#: Number of images in the figure of a run, and bytes per pixel of an image and its mask while they are read.
 _EXAMPLES, _EXAMPLE_BYTES = 4, 6
 
 
@@ -68,7 +68,7 @@ class SegmentationKind(Kind):
             raise ValueError("class_ids must have one number per class")
 
     def further_scores(self, scores: Mapping[str, float], class_names: Sequence[str]) -> dict[str, Any]:
-        """Return the metrics with the IoU by class name, which is None for absent classes."""
+        """Return all metrics. The entry ``iou`` maps class names to their IoU, or to None for absent classes."""
         each = {name: scores.get(f"iou_{k}") for k, name in enumerate(class_names)}
         return {**{k: v for k, v in scores.items() if not k.startswith("iou_")}, "iou": each}
 
@@ -89,13 +89,16 @@ class SegmentationKind(Kind):
     def figure_input(self, evaluation: Reading) -> tuple[tuple[int, int], int] | None:
         if evaluation.file_size is None:
             return None
-        width, height = evaluation.file_size  # whole images, even if evaluation resizes them
+        width, height = evaluation.file_size  # the figure shows whole images, even if evaluation resizes them
         size = (-(-height // STRIDE) * STRIDE, -(-width // STRIDE) * STRIDE)
         return size, _EXAMPLES * _EXAMPLE_BYTES * width * height + evaluation.decode_bytes
 
 
 class MaskPredictions(Predictions):
-    """A mask for each image, saved with the pixel values of the training masks, and the fraction of each class."""
+    """Predicted mask of each image, and the fraction of the pixels in each class.
+
+    The masks are saved with the pixel values of the training masks.
+    """
 
     def __init__(self, trained: Trained, options: PredictOptions) -> None:
         self._trained, self._options = trained, options
@@ -131,12 +134,12 @@ def mask_files(paths: Sequence[Path], options: PredictOptions) -> dict[Path, Pat
     """Create the output folder, and return a mapping from each image to its mask file.
 
     Raises:
-        UserError: If two masks would have the same file, or if the folder contains one of the images.
+        UserError: If two masks would be written to the same file, or if the folder contains one of the images.
     """
     out = options.out
     if out is None:
         out = (options.run if options.run.is_dir() else options.run.parent) / "masks"
-        refuse_link(out)  # the run folder may come from another user
+        refuse_link(out)  # a run folder from another user may contain a link
     stem, number = Counter(path.stem for path in paths).most_common(1)[0]
     if number > 1:
         raise UserError(

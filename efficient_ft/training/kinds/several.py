@@ -1,4 +1,4 @@
-"""Several data sets in turn, with one network that has a classifier per data set."""
+"""Training on several data sets in turn. The network has a separate classifier for each data set."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from efficient_ft.training.kinds.base import (
 
 
 class SeveralDataSets(Kind):
-    """Several data sets of one kind, which the optimizer steps use in turn."""
+    """Several data sets of the same kind. The optimizer steps use the data sets in turn."""
 
     rules = SEVERAL
 
@@ -74,6 +74,6 @@ class SeveralDataSets(Kind):
 
 
 def mean_accuracies(found: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Return the mean accuracy over the data sets, for the splits that all data sets have."""
+    """Return the mean accuracy over the data sets for each split that all data sets have."""
     splits = [s for s in ("val", "test") if all(s in of for of in found.values())]
     return {split: sum(of[split] for of in found.values()) / len(found) for split in splits}

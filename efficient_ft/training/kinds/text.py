@@ -36,7 +36,7 @@ class TextKind(ClassKind):
         return open_texts(config.data, tokenizer, spec.size[0], config.seed)
 
     def check_settings(self, config: Config) -> Config:
-        """Return the configuration that skips unusable texts, because opening the data would stop at the first one."""
+        """Return a configuration that skips unusable texts. Otherwise, opening the data would stop at the first one."""
         return config.model_copy(update={"data": config.data.model_copy(update={"on_corrupt": "skip"})})
 
     def check_network(self, network: nn.Module, data: RunData) -> None:
@@ -65,16 +65,16 @@ class TextKind(ClassKind):
         return f"model.max_length={factory.input_of(config.model).size[0]}"
 
     def smaller_inputs(self, config: Config) -> list[Config]:
-        return []  # truncating a text changes its meaning
+        return []  # no smaller inputs, because truncating a text changes its meaning
 
 
 def read_lines(files: Sequence[Path], columns: int) -> list[Item]:
-    """Return the non-empty lines of text files, with `columns` texts per line separated by tabs.
+    """Return the non-empty lines of text files. Each line contains `columns` texts, separated by tabs.
 
-    The file ``-`` is the standard input.
+    The file ``-`` means standard input.
 
     Raises:
-        UserError: If a file cannot be read, or if a line has another number of texts.
+        UserError: If a file cannot be read, if a line contains another number of texts, or if there are no texts.
     """
     lines: list[str] = []
     for path in files:

@@ -1,1 +1,1 @@
-"""The memory of a run: prediction, budget, measurement, and out-of-memory messages."""
+"""Memory of a run: prediction, budget, measurement, and messages for out-of-memory errors."""

@@ -46,19 +46,23 @@ from efficient_ft.training.output.console import say
 from efficient_ft.training.processes import world_size
 from efficient_ft.training.trainer import on_device
 
-#: Bytes of a data-loading process without its batches. The process is a fork that writes to few pages.
+#: Assumed bytes of a data-loading process without its batches. The process is a fork and writes to few memory pages.
 _WORKER = 96 * 2**20
-#: Number of batches that each process loads in advance (torch's ``prefetch_factor``).
+#: Number of batches that each data-loading process loads in advance (torch's ``prefetch_factor``).
 _AHEAD = 2
 
 
 class Predictor:
-    """Predict the memory of a run, and of the same run with other sizes.
+    """Predict the memory of a run. Settings such as the batch size may differ between predictions.
 
     Args:
-        images: the opened data; None if they are missing. Evaluation images then have the size of training images.
-        base_bytes: resident memory before the model is built, in bytes; 0 on a GPU.
-        folder: the run folder, whose checkpoint is loaded; None if there is none.
+        config: the configuration of the run.
+        images: the opened data, or None if they are missing. If None, evaluation images are assumed to have the size of
+            training images.
+        base_bytes: resident memory before the model is built, in bytes, or 0 on a GPU.
+        device: the device on which the run trains.
+        folder: the run folder, or None. If the run would resume from a checkpoint in this folder, the prediction
+            includes the memory for loading the checkpoint.
     """
 
     def __init__(
@@ -69,7 +73,7 @@ class Predictor:
         self._kind = kind_of(config)
         self._classes = self._kind.classes(config) if images is None else images.num_classes
         self._networks: dict[str, nn.Module] = {}
-        #: The counts of `Demand` that depend on the training step.
+        #: For each configuration, the fields of `Demand` that depend on the training step.
         self._steps: dict[str, dict[str, Any]] = {}
         self._forwards: dict[tuple[str, int, tuple[int, ...]], Forward] = {}
         self._examples: dict[tuple[int, int], Forward] = {}
@@ -81,7 +85,7 @@ class Predictor:
         key = config.model.model_dump_json() + str(warm)
         if key not in self._networks:
             network = self._kind.random_network(config.model, self._classes)
-            self._networks = {key: network if warm else network.to("meta")}  # only the last network is needed
+            self._networks = {key: network if warm else network.to("meta")}  # keep only the last network
         return self._networks[key]
 
     def forget(self) -> None:
@@ -90,7 +94,11 @@ class Predictor:
         gc.collect()
 
     def __call__(self, config: Config) -> Prediction:
-        """Predict the memory of a run on the same data, or raise UserError if the methods do not fit the network."""
+        """Predict the memory of a run on the same data.
+
+        Raises:
+            UserError: If the methods do not fit the network.
+        """
         return predict(self.demand(config), self.base_bytes, allocator_in_use(), self._device.type)
 
     def readings(self, config: Config) -> tuple[Reading, Reading]:
@@ -182,14 +190,15 @@ class Predictor:
         return self._forwards[key]
 
     def workers(self, config: Config) -> int:
-        """Return the bytes of the data-loading processes, which the budget does not include."""
+        """Return the memory of the data-loading processes in bytes. The budget does not include this memory."""
         count = config.data.num_workers
         if not count:
             return 0
         step, total = self.demand(config), 0
         readings, sizes = self.readings(config), _samples(config, self._images)
         batches = step.batch_bytes, step.evaluation.batch_bytes
-        for reading, samples, batch in zip(readings, sizes, batches, strict=True):  # all worker processes stay alive
+        # The sum covers training and evaluation, because the workers of both loaders exist at the same time.
+        for reading, samples, batch in zip(readings, sizes, batches, strict=True):
             total += count * (_WORKER + reading.load_bytes(samples) + (1 + _AHEAD) * batch)
         return total
 
@@ -197,7 +206,7 @@ class Predictor:
 def _samples(config: Config, images: RunData | None) -> tuple[int, int]:
     """Return the sizes of the largest training batch and of the largest evaluation batch."""
     train, evaluated = config.data.batch_size, config.data.eval_batch_size or config.data.batch_size
-    if images is None or len(images.parts) > 1:  # batches have the configured sizes
+    if images is None or len(images.parts) > 1:  # then, batches have the configured sizes
         return train, evaluated
     (part,) = images.parts.values()
     others = [count for split, count in part.splits.items() if split != "train"]
@@ -205,9 +214,12 @@ def _samples(config: Config, images: RunData | None) -> tuple[int, int]:
 
 
 def require_within_budget(config: Config, images: RunData, folder: Path | None) -> Prediction | None:
-    """Return the predicted memory of a run before anything is written, or reject a run that exceeds its budget.
+    """Predict the memory of a run, and raise UserError if the prediction exceeds the budget.
 
-    `folder` is None for a run that does not train. The result is None for a run without a budget.
+    Call this function before any files are written. `folder` is None for a run that does not train.
+
+    Returns:
+        The prediction, or None for a run without a budget.
 
     Raises:
         UserError: If the prediction exceeds the budget, or if the run and its workers need more memory than the
@@ -225,10 +237,10 @@ def require_within_budget(config: Config, images: RunData, folder: Path | None) 
         )
         budget = limit
     predictor = Predictor(config, images, 0, device, folder)
-    predictor.demand(config)  # loads libraries of the run, which are measured below
+    predictor.demand(config)  # loads libraries, so that `base_bytes` includes them
     predictor.forget()
     if on_cpu:
-        LibrarySizes()(libraries(config.optim.state_bits, build_methods(config)))  # loads the libraries
+        LibrarySizes()(libraries(config.optim.state_bits, build_methods(config)))  # loads optional libraries
         release_freed_memory()
         predictor.base_bytes = resident_bytes()
     predicted = predictor(config)
@@ -246,7 +258,7 @@ def require_within_budget(config: Config, images: RunData, folder: Path | None) 
 
 
 def _decided_by(config: Config, phase: str) -> str:
-    """Return the settings that determine a phase's memory, in parentheses."""
+    """Return the settings that determine the memory of a phase, in parentheses."""
     data, kind = config.data, kind_of(config)
     noun = kind.task.sample
     if phase in ("training", "reading training batches"):
@@ -262,7 +274,7 @@ def _decided_by(config: Config, phase: str) -> str:
 
 
 def _what_fits(config: Config, predictor: Predictor, budget: int) -> str:
-    """Return sentences that suggest settings within the budget, and the command that finds more."""
+    """Return sentences that suggest settings that fit into the budget, and the command that finds more recipes."""
     if predictor.base_bytes + predictor.demand(config).weights_bytes > budget:
         return "No recipe of this model fits. Pass a larger memory=, or choose a smaller model."
     plan = f"To find recipes that fit, use efficient-ft plan with the same model, data and memory={config.memory}."
@@ -274,9 +286,13 @@ def _what_fits(config: Config, predictor: Predictor, budget: int) -> str:
 
 
 def fitting(config: Config, predictor: Predictor, budget: int) -> Config | None:
-    """Halve the sizes that determine the largest phase until the run fits into `budget` bytes; None if no sizes fit."""
+    """Reduce the sizes that determine the largest phase until the run fits into `budget` bytes.
+
+    Returns:
+        The changed configuration, or None if no sizes fit.
+    """
     changed: Config | None = config
-    with suppress(UserError):  # the network cannot process images of this size
+    with suppress(UserError):  # raised if the network cannot process images of this size
         while changed is not None:
             predicted = predictor(changed)
             if predicted.peak_bytes <= budget:
@@ -286,7 +302,7 @@ def fitting(config: Config, predictor: Predictor, budget: int) -> Config | None:
 
 
 def _smaller(config: Config, phase: str) -> Config | None:
-    """Return the run with one setting changed so that a phase needs less memory; None if there is no such setting."""
+    """Return a configuration with which a phase needs less memory, or None if no setting reduces this memory."""
     data, trainer = config.data, config.trainer
     if phase.startswith("reading") and data.num_workers == 0 and kind_of(config).decodes_files:
         return config.model_copy(update={"data": data.model_copy(update={"num_workers": 1})})
@@ -309,14 +325,14 @@ def _smaller(config: Config, phase: str) -> Config | None:
 
 
 def _changes(config: Config, fits: Config) -> str:
-    """Return the settings that differ between `config` and `fits`, as on the command line."""
+    """Return the settings of `fits` that differ from `config`, as on the command line."""
     names = "model.image_size data.batch_size trainer.grad_accum_steps data.eval_batch_size data.num_workers"
     values = {name: attrgetter(name) for name in names.split()}
     return " ".join(f"{name}={value(fits)}" for name, value in values.items() if value(fits) != value(config))
 
 
 def _require_room(config: Config, predictor: Predictor, predicted: Prediction, device: torch.device) -> None:
-    """Print the memory of the workers, and reject a run that does not fit into its container together with them."""
+    """Print the memory of the workers. Raise UserError if the run and its workers do not fit into the container."""
     workers = predictor.workers(config)
     count = config.data.num_workers
     if workers:
@@ -340,7 +356,10 @@ def _require_room(config: Config, predictor: Predictor, predicted: Prediction, d
 
 
 def smaller_evaluation(config: Config, device: torch.device, base_bytes: int, room: int) -> int | None:
-    """Return an evaluation batch size that is predicted to fit into `room`, if only evaluation is too large."""
+    """Return an evaluation batch size that is predicted to fit into `room` bytes.
+
+    The result is None if a smaller evaluation batch is not sufficient or not necessary.
+    """
     fits = fitting(config, Predictor(config, None, base_bytes, device), room)
     if fits is None or fits.data.batch_size != config.data.batch_size or fits == config:
         return None
@@ -348,7 +367,10 @@ def smaller_evaluation(config: Config, device: torch.device, base_bytes: int, ro
 
 
 def largest_batch(config: Config, device: torch.device, base_bytes: int, room: int) -> int:
-    """Return the largest batch size, at most the configured one, that is predicted to fit into `room` bytes, or 0."""
+    """Return approximately the largest batch size that is predicted to fit into `room` bytes, or 0 if none fits.
+
+    The result is at most the configured batch size.
+    """
     predictor = Predictor(config, None, base_bytes, device)
 
     def predicted(batch: int) -> int:
@@ -362,7 +384,7 @@ def largest_batch(config: Config, device: torch.device, base_bytes: int, room: i
     low, high = predicted(1), predicted(2)
     if low > room:
         return 0
-    # Memory is nearly linear in the batch size. The estimate is reduced until it fits.
+    # Extrapolate linearly, because memory is nearly linear in the batch size. Then, reduce the estimate until it fits.
     guess = min(most - 1, 1 + math.floor((room - low) / max(high - low, 1)))
     while guess > 1 and predicted(guess) > room:
         guess = guess * 9 // 10

@@ -1,7 +1,8 @@
-"""Libraries that only some recipes load, and the memory that they add to a process on a CPU.
+"""Libraries that only some recipes load, and the memory that these libraries add to a process on a CPU.
 
-A library is loaded when a method is applied or in the first step, after the memory before the model is measured. Its
-size does not depend on the batch. A prediction adds it.
+A library is loaded when a method is applied or during the first step. The memory before the model is built is measured
+earlier and does not include the library. A prediction therefore adds the size of the library, which does not depend on
+the batch.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ _KERNELS = "numba"
 
 
 def libraries(state_bits: int, methods: Iterable[Method]) -> tuple[str, ...]:
-    """Return the names of the modules that steps on a CPU load in addition to those of every run."""
+    """Return the names of the libraries that training steps on a CPU load, without those that every run loads."""
     of_optimizer = (_KERNELS,) if state_bits < 32 else ()
     return tuple(dict.fromkeys([*of_optimizer, *(name for method in methods for name in method.libraries)]))
 
 
 class LibrarySizes:
-    """Measure the bytes that libraries add to this process. Each library is loaded and measured on first use."""
+    """Measure the memory that libraries add to this process. Each library is loaded and measured on first use."""
 
     def __init__(self) -> None:
         self._bytes: dict[str, int] = {}
 
     def __call__(self, names: Collection[str]) -> int:
-        """Return the total bytes of these libraries. A library that was loaded before counts as 0 bytes."""
+        """Return the total size of the libraries in bytes. Libraries that were already loaded count as 0 bytes."""
         for name in names:
             if name not in self._bytes:
                 release_freed_memory()
@@ -42,7 +43,7 @@ class LibrarySizes:
 
 
 def load(name: str) -> None:
-    """Load a library that `libraries` returned."""
+    """Load a library, given a name that `libraries` returned."""
     if name == _KERNELS:
         cpu.load()
     else:

@@ -1,7 +1,8 @@
-"""The callback that measures the memory of the training process during optimizer steps of the run.
+"""Measure the memory of the training process during optimizer steps of a run.
 
-It measures steps of the training and not the steps of the cost report: memory that the allocator kept from the training
-would hide the growth. The steps precede the first evaluation, because memory kept from it would count for a step.
+Steps of the training are measured instead of steps of the cost report. In the cost report, memory that the allocator
+has kept from the training would hide the growth. The measured steps precede the first evaluation, because memory that
+the allocator keeps from the evaluation would be attributed to a step.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from efficient_ft.cost import StepMemory, optimizer_state_bytes
 from efficient_ft.methods.base import Method
 from efficient_ft.record.results import MemoryReport
 
-#: Number of steps before the measurement. They load kernels and create optimizer state. Methods may require more.
+#: Number of steps before the measurement, which load kernels and create optimizer states. Methods may need more steps.
 WARMUP = 2
 #: Number of measured optimizer steps.
 STEPS = 3
@@ -26,9 +27,13 @@ STEPS = 3
 class MemoryMeter(L.Callback):
     """Measure some early optimizer steps, each from its first to its last micro-batch.
 
-    If the first evaluation comes earlier, the last steps before it are measured. Place this callback before callbacks
-    that write checkpoints. A resumed run keeps the sizes measured before. `before_model_bytes` is the resident memory
-    before the model was built.
+    If the first evaluation starts before these steps are complete, the last steps before the evaluation are measured.
+    Place this callback before callbacks that write checkpoints. A resumed run keeps the sizes that were measured before
+    it was interrupted.
+
+    Args:
+        methods: the methods of the run.
+        before_model_bytes: resident memory before the model was built.
     """
 
     def __init__(self, methods: Sequence[Method], before_model_bytes: int) -> None:
@@ -38,11 +43,12 @@ class MemoryMeter(L.Callback):
         self._measured: dict[str, Any] = {}
 
     def report(self, step_peak_bytes: int, accumulated_bytes: int) -> MemoryReport | None:
-        """Return the record for results.json; None if no step was taken.
+        """Return the record for results.json, or None if no step was measured.
 
         Args:
-            step_peak_bytes: the counted peak without model and batch (`cost.Executed.step_peak_bytes`).
-            accumulated_bytes: bytes of the gradients kept between micro-batches. See `accumulated_gradients`.
+            step_peak_bytes: counted peak memory of a step without the model and the batch
+                (`cost.Executed.step_peak_bytes`).
+            accumulated_bytes: bytes of the gradients that are kept between micro-batches. See `accumulated_gradients`.
         """
         if not self._measured:
             return None
@@ -52,7 +58,7 @@ class MemoryMeter(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._measured:
             return
-        loaded = sum(map(optimizer_state_bytes, trainer.optimizers))  # a resumed run has loaded them
+        loaded = sum(map(optimizer_state_bytes, trainer.optimizers))  # nonzero only in a resumed run
         self._memory = StepMemory(trainer.strategy.root_device, loaded)
         self._warmup = WARMUP + max((method.warmup_steps for method in self._methods), default=0)
 
@@ -108,7 +114,7 @@ class MemoryMeter(L.Callback):
 
 
 def accumulated_gradients(network: nn.Module, grad_accum_steps: int) -> int:
-    """Return the bytes of the gradients that are kept between micro-batches; 0 without accumulation."""
+    """Return the bytes of the gradients that are kept between micro-batches, or 0 without gradient accumulation."""
     if grad_accum_steps == 1:
         return 0
     return sum(p.numel() * p.element_size() for p in network.parameters() if p.requires_grad)

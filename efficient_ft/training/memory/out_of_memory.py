@@ -1,4 +1,7 @@
-"""Out-of-memory messages: the failed allocation, the settings that determine it, and a batch size that fits."""
+"""Messages for out-of-memory errors.
+
+A message states the failed allocation, the settings that determine the memory, and a batch size that fits.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ from efficient_ft.data.loader import refuse_killed_worker
 from efficient_ft.training.memory.budget import largest_batch, smaller_evaluation
 from efficient_ft.training.trainer import on_device
 
-#: Texts in errors of torch's allocators that have no class of their own.
+#: Substrings of the messages of out-of-memory errors of torch that have no specific exception class.
 _TEXTS = ("DefaultCPUAllocator", "std::bad_alloc", "MPS backend out of memory", "CUDA out of memory")
-#: Pattern for the size of the failed allocation in errors from torch and NumPy.
+#: Pattern for the size of the failed allocation in error messages of torch and NumPy.
 _ASKED = re.compile(r"(?:tried to allocate|unable to allocate) ([\d.]+) ?([KMGT]i?B|bytes)", re.IGNORECASE)
-#: Methods to suggest, in this order, if not even one image fits, with short descriptions.
+#: Methods with short descriptions. They are suggested, in this order, if no batch size fits.
 _SMALLER = (
     (("full", "checkpointing"), "exact, computes each block twice"),
     (("last_stage",), "trains the last blocks"),
@@ -33,9 +36,10 @@ _SMALLER = (
 
 @contextmanager
 def out_of_memory(config: Config) -> Iterator[None]:
-    """Convert out-of-memory errors inside the block to a message with a batch size that is predicted to fit.
+    """Convert out-of-memory errors in the ``with`` block to messages that suggest a batch size.
 
-    The prediction is the same as for the setting ``memory``. The objects of the block are freed before it is computed.
+    The suggested batch size is predicted to fit. The prediction is the same as for the setting ``memory``. Before it is
+    computed, the objects of the block are freed.
 
     Raises:
         UserError: If the device or the process has too little memory, or if a data-loading process was killed.
@@ -71,7 +75,7 @@ def out_of_memory(config: Config) -> Iterator[None]:
 
 
 def _forget(error: BaseException | None) -> None:
-    """Free the objects in the frames of an error and of its causes: the model and the activations of a step."""
+    """Free the objects in the frames of an error and of its causes, e.g. the model and the activations of a step."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__
@@ -82,7 +86,7 @@ def _forget(error: BaseException | None) -> None:
 
 
 def _asked(text: str) -> int | None:
-    """Return the size of the failed allocation in bytes; None if the error does not state it."""
+    """Return the size of the failed allocation in bytes, or None if the error does not state the size."""
     found = _ASKED.search(text)
     if found is None:
         return None
@@ -94,7 +98,7 @@ def _asked(text: str) -> int | None:
 
 
 def _room(device: torch.device) -> int:
-    """Return the bytes that this process may use in total: its present memory and the free memory."""
+    """Return the total number of bytes that this process can use: its current memory plus the free memory."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device)
@@ -102,7 +106,7 @@ def _room(device: torch.device) -> int:
 
 
 def _what_fits(config: Config, device: torch.device) -> str:
-    """Return sentences that suggest a batch size or method that fits, and the command that finds others."""
+    """Return sentences that suggest a batch size or a method that fits, and the command that finds other recipes."""
     room = _room(device)
     memory = bytes_setting(room)
     plan = f"To find recipes that fit, use efficient-ft plan with the same model, data and memory={memory}."
@@ -129,16 +133,16 @@ def _what_fits(config: Config, device: torch.device) -> str:
             ):
                 names = methods[0] if len(methods) == 1 else f"[{','.join(methods)}]"
                 return (
-                    f"No batch size is predicted to fit with this method; method={names} data.batch_size={largest}"
-                    f" would ({about}). {plan}"
+                    f"No batch size is predicted to fit with this method. method={names} data.batch_size={largest}"
+                    f" is predicted to fit ({about}). {plan}"
                 )
-    except (UserError, RuntimeError, MemoryError):  # no prediction, also for lack of memory
+    except (UserError, RuntimeError, MemoryError):  # the prediction failed, e.g. for lack of memory
         return f"Reduce data.batch_size. {plan}"
     return f"No batch size is predicted to fit. Choose a smaller model or model.image_size. {plan}"
 
 
 def _same_steps(config: Config, largest: int) -> str:
-    """Return settings for the same optimizer steps with micro-batches of at most `largest` images, in parentheses."""
+    """Return settings for the same optimizer steps with micro-batches of at most `largest` samples, in parentheses."""
     batch, accumulate = config.data.batch_size, config.trainer.grad_accum_steps
     if config.optim.in_backward:
         return ""

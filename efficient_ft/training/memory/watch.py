@@ -1,8 +1,8 @@
 """Enforce the memory budget of a run.
 
-On a CPU, the budget limits the resident memory of the training process, including the interpreter and libraries, but
-not the data-loading workers. On CUDA, it limits the memory that PyTorch's allocator reserves, which the allocator
-enforces.
+On a CPU, the budget limits the resident memory of the training process. This includes the interpreter and libraries,
+but not the data-loading workers. On CUDA, the budget limits the memory that PyTorch's allocator reserves, and the
+allocator enforces this limit.
 """
 
 from __future__ import annotations
@@ -24,34 +24,36 @@ from efficient_ft.core.format import format_bytes
 from efficient_ft.core.process_memory import release_freed_memory, return_freed_memory_on_request
 from efficient_ft.core.units import parse_bytes
 
-#: Polling intervals in seconds: the normal one, and the one above the fraction `_CLOSE` of the budget.
+#: Polling intervals in seconds: the normal interval, and the interval above the fraction `_CLOSE` of the budget.
 INTERVAL, CLOSE_INTERVAL = 0.02, 0.002
 _CLOSE = 0.85
-#: Above this fraction of the budget, freed memory is returned to the system, at most once per interval (seconds).
+#: Above the fraction `_NEAR` of the budget, freed memory is returned, at most every `_RELEASE_INTERVAL` seconds.
 _NEAR, _RELEASE_INTERVAL = 0.97, 0.5
-#: Seconds until a run that did not stop is interrupted again. Python ignores exceptions in finalizers.
+#: Seconds until a run that did not stop is interrupted again. An interrupt is lost if it arrives in a finalizer.
 _AGAIN = 5.0
-#: The signal that interrupts the main thread. A run does not use it otherwise.
+#: The signal that interrupts the main thread.
 _SIGNAL: signal.Signals = getattr(signal, "SIGUSR2", None) or getattr(signal, "SIGBREAK")  # noqa: B009 (Windows)
 
 
 def budget_of(config: Config) -> int | None:
-    """Return the memory budget in bytes; None for a run without a budget."""
+    """Return the memory budget in bytes, or None for a run without a budget."""
     return None if config.memory is None else parse_bytes("memory", config.memory)
 
 
 class _PassedError(BaseException):
-    """The budget was exceeded. The base is BaseException, so that no error handler inside the block catches it."""
+    """Raised if the budget is exceeded. The base is BaseException, so that handlers in the block do not catch it."""
 
 
 @contextmanager
 def within_budget(config: Config, device: torch.device, *, armed: bool = True) -> Iterator[None]:
-    """Stop the code in the block with a UserError when the run exceeds its memory budget.
+    """Inside a ``with`` block, stop the code with a UserError when the run exceeds its memory budget.
 
-    A thread polls the size of the process and interrupts the main thread, which stops between two operations. The files
-    of the run are kept, and the same command with a larger budget continues from the last checkpoint. Nested uses have
-    no effect. If `armed` is False, the code is stopped only after `stop_from_now_on`, because the message for a
-    prediction above the budget is more helpful.
+    A thread polls the memory of the process and interrupts the main thread, which stops between two operations. The
+    files of the run are kept, and the same command with a larger budget continues from the last checkpoint. Nested uses
+    have no effect.
+
+    If `armed` is False, the code is stopped only after a call of `stop_from_now_on`. This allows a caller to predict
+    the memory first, because the message for a prediction above the budget is more helpful.
 
     Raises:
         UserError: If the run exceeds the budget.
@@ -89,7 +91,7 @@ def within_budget(config: Config, device: torch.device, *, armed: bool = True) -
 
 
 def stop_from_now_on(config: Config) -> None:
-    """Arm the watch of `within_budget`, or raise UserError if the budget was already exceeded."""
+    """Allow `within_budget` to stop the code. Raise UserError if the budget was already exceeded."""
     watch = _Watch.running
     if watch is not None:
         if watch.seen:
@@ -112,20 +114,20 @@ class _Watch(threading.Thread):
     Near the budget, freed memory is returned to the system, because fragmentation makes the process grow slowly.
     """
 
-    #: The watch of this process; None if there is none.
+    #: The watch of this process, or None if no watch is running.
     running: _Watch | None = None
 
     def __init__(self, budget: int, armed: bool) -> None:
         super().__init__(name="memory budget", daemon=True)
-        #: Set at the end of the block. Pending interrupts then have no effect.
+        #: Set at the end of the ``with`` block. Afterwards, pending interrupts have no effect.
         self.ended = threading.Event()
         self._budget, self.armed = budget, armed
-        #: The largest size above the budget; 0 if the budget was not exceeded.
+        #: The largest memory above the budget in bytes, or 0 if the budget was not exceeded.
         self.seen = 0
         _Watch.running = self
 
     def run(self) -> None:
-        """Poll until the end."""
+        """Poll the memory until `end` is called."""
         process, released, size = psutil.Process(), 0.0, 0
         while not self.ended.wait(CLOSE_INTERVAL if size > _CLOSE * self._budget else INTERVAL):
             size = process.memory_info().rss

@@ -1,1 +1,1 @@
-"""Files and messages that a run writes."""
+"""Files that a run writes, and messages that it prints."""

@@ -1,6 +1,7 @@
-"""Atomic checkpoints, which survive a kill at any time. The previous checkpoint is kept.
+"""Write and read checkpoints. They are written atomically, so that a kill at any time leaves a complete checkpoint.
 
-Lightning writes through $TMPDIR and copies the file if that is another filesystem. A kill then leaves a partial file.
+The previous checkpoint is kept. Lightning's own plugin writes to $TMPDIR and copies the file if that folder is on
+another filesystem. If the process is killed during the copy, a partial file remains.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ from efficient_ft.record.formats import FORMAT, START_AGAIN, check_format
 log = logging.getLogger(__name__)
 
 NAME = "checkpoint.ckpt"
-#: File with the id of a run. Every checkpoint of the run contains the id as well.
+#: Name of the file that contains the id of a run. Every checkpoint of the run also contains the id.
 RUN_ID = "run_id"
-#: Key of the format number in a checkpoint.
+#: Key of a checkpoint under which the format number is stored.
 _FORMAT_KEY = "efficient_ft_format"
 
 
 def previous(path: Path) -> Path:
-    """Return the file that keeps the checkpoint before the one at `path`."""
+    """Return the path of the previous checkpoint, given the path of the last checkpoint."""
     return path.with_name(path.name + ".prev")
 
 
 def exists(path: Path) -> bool:
-    """Return True if a checkpoint exists. Between the two renames of a save, only the previous one exists."""
+    """Return True if a checkpoint exists. Between the two renames of a save, only the previous checkpoint exists."""
     return path.is_file() or previous(path).is_file()
 
 
 def read(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
-    """Load the checkpoint at `path`, or the previous one with a warning if the file is damaged.
+    """Load the checkpoint at `path`. If it is damaged, load the previous checkpoint and log a warning.
 
-    Code in the file is not executed. The checksums are compared, because `torch.load` would load a changed value.
+    Code in the file is not executed. The checksums are verified, because `torch.load` would accept changed values.
 
     Raises:
         OtherVersionError: If another version of this package wrote the checkpoint.
@@ -58,7 +59,7 @@ def read(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
             if damaged is not None:
                 raise ValueError(f"the checksum of {damaged} differs")
             checkpoint = torch.load(candidate, map_location=map_location, weights_only=True)
-        except Exception as error:  # a damaged file raises zip, pickle, EOF, key or value errors
+        except Exception as error:  # damaged files cause zip, pickle, EOF, key or value errors
             failures.append(f"{candidate}: {why_unreadable(error)}")
             continue
         if not _has_weights(checkpoint):
@@ -75,14 +76,14 @@ def read(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
 
 
 def noted_run(checkpoint: dict[str, Any]) -> str | None:
-    """Return the id of the run that wrote a checkpoint; None if the checkpoint has no id."""
+    """Return the id of the run that wrote a checkpoint, or None if the checkpoint has no id."""
     held = checkpoint.get("callbacks")
     states = held.values() if isinstance(held, dict) else ()
     return next((str(state[RUN_ID]) for state in states if isinstance(state, dict) and RUN_ID in state), None)
 
 
 def refuse_another_run(path: Path, checkpoint: dict[str, Any]) -> None:
-    """Raise UserError if the ids of the run and of the checkpoint at `path` differ."""
+    """Raise UserError if the checkpoint at `path` has a different id than the run."""
     file, found = path.with_name(RUN_ID), noted_run(checkpoint)
     noted = file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
     if found is not None and noted and noted != found:
@@ -93,7 +94,7 @@ def refuse_another_run(path: Path, checkpoint: dict[str, Any]) -> None:
 
 
 def _has_weights(checkpoint: Any) -> bool:
-    """Return True if the state is a mapping from names to tensors. ``_extra_state`` may have other types."""
+    """Return True if the checkpoint has a state dict that maps names to tensors. ``_extra_state`` may have any type."""
     held = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
     return isinstance(held, dict) and all(
         isinstance(name, str) and (isinstance(value, torch.Tensor) or name.endswith("_extra_state"))
@@ -102,7 +103,7 @@ def _has_weights(checkpoint: Any) -> bool:
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """Lightning's checkpoint plugin, which saves atomically, keeps the previous file, and loads with `read`."""
+    """Lightning plugin that writes checkpoints atomically, keeps the previous one, and loads them with `read`."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         target = Path(path)
@@ -110,7 +111,7 @@ class AtomicCheckpointIO(CheckpointIO):
         def write(temporary: Path) -> None:
             torch.save({**checkpoint, _FORMAT_KEY: FORMAT}, temporary)
             with open(temporary, "rb+") as file:
-                os.fsync(file.fileno())  # before the old checkpoint is renamed
+                os.fsync(file.fileno())  # the new file must be on disk before the old one is renamed
             if target.is_file():
                 os.replace(target, previous(target))
 

@@ -1,4 +1,4 @@
-"""Print the messages of a run in the first process, and format the tables at the end of a run."""
+"""Print the messages of a run in the first process, and format the tables that are printed at the end of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from efficient_ft.task import TASKS
 
 
 def rank() -> int:
-    """Return the rank of this process. Without a Trainer, it is read from the environment of the process."""
+    """Return the rank of this process. If there is no Trainer, the rank is read from environment variables."""
     return int(getattr(rank_zero_only, "rank", None) or 0)
 
 
@@ -27,11 +27,11 @@ def say(text: str) -> None:
 
 
 def quiet_lightning() -> None:
-    """Silence advice that does not apply to the loaders, checkpoints and frozen BatchNorm layers of this package."""
+    """Silence messages that do not apply to the loaders, checkpoints and frozen BatchNorm layers of this package."""
     logging.raiseExceptions = False  # a log file on a full disk must not cause a traceback
     for name in ("lightning.pytorch", "lightning.fabric", "lightning", "timm"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # warns about registrations by other libraries
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # it warns about other libraries
     for message in (
         ".*does not have many workers.*",
         ".*module\\(s\\) in eval mode at the start of training.*",
@@ -56,13 +56,14 @@ _COSTS = (
 
 
 def cost_table(cost: dict[str, Any], method: str, batch: int, sample: str = "image") -> str:
-    """Return the table of FLOPs, saved bytes, peak and step time, with columns for the baseline and the ratio.
+    """Return a table of FLOPs, saved bytes, peak memory and step time, with columns for the baseline and the ratio.
 
-    `cost` is a `record.results.CostReport`, `method` is the header of its column, and `sample` is image or text.
+    `cost` is a `record.results.CostReport`. `method` is the header of the column with the costs of the run. `sample` is
+    the noun for a sample: image or text.
     """
     baseline = cost.get("baseline")
     if baseline and all(baseline[group] == cost[group] for group in ("executed", "measured")):
-        baseline = None  # the run's own step
+        baseline = None  # the step of the baseline has the same cost
     rows = [["cost", method, *([baseline["name"], "ratio"] if baseline else [])]]
     for group, key, title, form in _COSTS:
         value = cost[group].get(key)
@@ -76,7 +77,7 @@ def cost_table(cost: dict[str, Any], method: str, batch: int, sample: str = "ima
 
 
 def memory_table(memory: dict[str, Any], batch: int) -> str:
-    """Return the table of the process memory before and during training, and of the tensors in a step."""
+    """Return a table of the process memory before and during training, and of the tensors in a training step."""
     growth, counted, device = memory["growth_bytes"], memory["counted_bytes"], memory["device"]
     rows = [
         ["memory", ""],
@@ -93,7 +94,7 @@ def memory_table(memory: dict[str, Any], batch: int) -> str:
 
 
 def results_text(results: dict[str, Any], folder: Path) -> str:
-    """Return the text at the end of a run for a `record.results.Results`."""
+    """Return the text that is printed at the end of a run. `results` is a `record.results.Results`."""
     config, accuracy = results["config"], results["accuracy"]
     method = "+".join(config["method"])
     sample = TASKS[config.get("task", "classification")].sample
@@ -127,7 +128,7 @@ def results_text(results: dict[str, Any], folder: Path) -> str:
 
 
 def _seen(limit: int, settings: dict[str, Any], data: dict[str, Any], sample: str) -> str:
-    """Return a note with the number of evaluated samples if `trainer.limit_eval_batches` limits it."""
+    """Return a note that states how many samples were evaluated with `trainer.limit_eval_batches`."""
     size = limit * (settings["eval_batch_size"] or settings["batch_size"])
     splits = {split: count for split, count in data.get("splits", {}).items() if split != "train"}
     each = [f"{min(size, count)} of {count} {split} {sample}s" for split, count in splits.items()]

@@ -1,4 +1,4 @@
-"""``model.safetensors``: the trained weights under timm's names, with the metadata needed to use them."""
+"""Write and read ``model.safetensors``: the trained weights under timm's names, and the metadata for using them."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def save(
     notes: dict[str, Any],
     methods: Sequence[Method] = (),
 ) -> None:
-    """Write `weights`, a state dict with timm's parameter names (`plain_state_dict`), with the metadata for `load`.
+    """Write the state dict `weights` with the metadata that `load` needs.
 
-    `class_names` is a list by output index, or a mapping from tasks to such lists. The metadata contain
-    the settings of methods that cannot be merged into the weights, and of the selection that chose the layers of
-    adapters.
+    The parameters have timm's names (`plain_state_dict`). `class_names` is a list in the order of the outputs, or a
+    mapping from tasks to such lists. The metadata contain the settings of methods that cannot be merged into the
+    weights. With adapters, they also contain the settings of the selection that chose the adapted layers.
     """
     adapted = any(m.axis == "adapters" and not m.merges for m in methods)
     added = [m for m in in_order(methods) if not m.merges or (adapted and m.axis == "selection")]
@@ -58,7 +58,7 @@ def save(
         **({} if model.encoder is None else {"encoder": model.encoder}),
         "model_kwargs": model.kwargs,
         "class_names": class_names,
-        "image_size": list(input.size),  # a single number of tokens for texts
+        "image_size": list(input.size),  # for texts, this list contains only the number of tokens
         "mean": list(input.mean),
         "std": list(input.std),
         "interpolation": input.interpolation,
@@ -74,7 +74,7 @@ def save(
     def write(temporary: Path) -> None:
         save_file(separate, temporary, metadata)
         _sort_metadata(temporary)
-        # safetensors creates files that only their owner can read. Apply the umask as for any other file.
+        # safetensors creates files that only their owner can read. Set the usual permissions according to the umask.
         umask = os.umask(0)
         os.umask(umask)
         temporary.chmod(0o666 & ~umask)
@@ -83,7 +83,7 @@ def save(
 
 
 def _sort_metadata(file: Path) -> None:
-    """Sort the metadata in a .safetensors file, because the library's order differs between processes."""
+    """Sort the metadata in a .safetensors file, because the order that the library writes differs between processes."""
     with open(file, "rb+") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))
@@ -95,7 +95,7 @@ def _sort_metadata(file: Path) -> None:
 
 
 def _without_shared_storages(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors that share a storage (tied weights, views), because the format does not support them."""
+    """Copy tensors that share a storage (tied weights, views), because the file format does not support sharing."""
     seen: set[int] = set()
     separate: dict[str, Tensor] = {}
     for name, weight in weights.items():
@@ -107,9 +107,9 @@ def _without_shared_storages(weights: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def load(run: Path, task: str | None = None) -> Trained:
-    """Load the trained network of a run, given its folder or its model.safetensors.
+    """Load the trained network of a run from its folder or its model.safetensors.
 
-    With several tasks, `task` is the task whose classes are returned; None for the first task.
+    With several tasks, `task` selects the classes of the result. None selects the first task.
 
     Raises:
         OtherVersionError: If the file names a method or a setting that this version does not know.
@@ -120,7 +120,7 @@ def load(run: Path, task: str | None = None) -> Trained:
     about = _checked(file, metadata)
     try:
         tokenizer = Tokenizer.loads(about.tokenizer) if about.tokenizer is not None else None
-    except Exception as error:  # the library raises plain Exceptions
+    except Exception as error:  # the tokenizers library raises plain Exceptions
         raise _altered(file, f"its {TOKENIZER} cannot be read ({first_line(error)})") from error
     size = tuple(about.image_size)
     height, width = size[0], size[-1]
@@ -186,7 +186,7 @@ def _metadata(run: Path, file: Path) -> dict[str, str]:
     return about
 
 
-#: Metadata that `Trained.notes` does not contain.
+#: Keys of the metadata that `Trained.notes` does not contain.
 _READ = ("format", "architecture", "encoder", "model_kwargs", "class_names", "image_size", "mean", "std",
          "interpolation", "added", "decoding", TOKENIZER)  # fmt: skip
 
@@ -241,7 +241,7 @@ class _About(BaseModel):
 
 
 def _checked(file: Path, metadata: dict[str, str]) -> _About:
-    """Validate the metadata of `file`."""
+    """Validate the metadata of `file`, and return them."""
     try:
         about = _About.model_validate(metadata)
         kind_named(about.task).check_notes(about.model_dump(), len(about.class_names))
@@ -263,7 +263,7 @@ def _altered(file: Path, why: str) -> UserError:
 
 
 def _require_same_shapes(file: Path, model: nn.Module) -> None:
-    """Raise UserError if tensors in a file have other shapes than the model, e.g. a head for other classes."""
+    """Raise UserError if a tensor has different shapes in the file and the model, e.g. a head for other classes."""
     own = model.state_dict()
     with safe_open(file, "pt") as opened:
         shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
@@ -274,7 +274,7 @@ def _require_same_shapes(file: Path, model: nn.Module) -> None:
 
 
 def _noted_method(file: Path, part: _Added) -> Method:
-    """Build a method that the metadata of `file` name, with its settings."""
+    """Build a method that is named in the metadata of `file`, with its settings."""
     name, settings = part.method, part.settings
     do = "Train again with this version, or use the version that wrote the file."
     if name not in METHODS:
@@ -290,7 +290,7 @@ def _noted_method(file: Path, part: _Added) -> Method:
 
 
 def require_finite(logits: Tensor) -> None:
-    """Raise UserError if an output is not finite."""
+    """Raise UserError if a value of `logits` is not finite."""
     if not bool(logits.isfinite().all()):
         raise UserError(
             "The network's outputs are not finite. The weights, mean or std in model.safetensors cannot be used."

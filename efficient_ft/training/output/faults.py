@@ -1,4 +1,4 @@
-"""Messages for system errors while a run writes into its folder, e.g. a full disk or a removed folder."""
+"""Messages for system errors that occur while a run writes into its folder, e.g. a full disk or a removed folder."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from efficient_ft.core.format import format_bytes
 from efficient_ft.record import config_file
 from efficient_ft.training.output import checkpoint
 
-#: Texts in errors of torch and safetensors for a failed write. These errors do not contain the system's error number.
+#: Substrings of the messages of torch and safetensors for a failed write. These errors have no system error number.
 _FAILED_WRITES = ("PytorchStreamWriter", "inline_container", "unexpected pos", "I/O error", "os error")
 
-#: Texts in errors of gloo after another process of the run has ended.
+#: Substrings of the messages of gloo after another process of the run has ended.
 _LOST_PROCESS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
 
 
 def _continues(folder: Path | None) -> str:
-    """Return a sentence that describes the effect of the same command. `folder` is None if it is not known."""
+    """Return a sentence that states what the same command would do. `folder` is None if it is not known."""
     if folder is None:
         return "The same command continues from the last checkpoint, or starts again if there is none."
     if checkpoint.exists(folder / checkpoint.NAME):
@@ -34,7 +34,7 @@ def _continues(folder: Path | None) -> str:
 
 
 def require_folder(folder: Path) -> None:
-    """Raise UserError if the run folder was removed, moved or replaced after the run started."""
+    """Raise UserError if the run folder was removed, moved or replaced after the start of the run."""
     if not (folder / config_file.NAME).is_file():
         raise UserError(
             f"{folder} is no longer the folder of this run: it was removed, moved or replaced while the run was writing"
@@ -44,10 +44,10 @@ def require_folder(folder: Path) -> None:
 
 
 def refuse_lost_process(error: BaseException) -> None:
-    """Stop if another process of the run has ended.
+    """Raise an error that ends this process if another process of the run has ended.
 
     Raises:
-        KeyboardInterrupt, TerminatedRun: If a signal asked this process to end as well.
+        KeyboardInterrupt, TerminatedRun: If a signal requested that this process also ends.
         UserError: If `error` reports a failed exchange with a process that has ended.
     """
     if "gloo" in str(error).lower() and any(text in str(error) for text in _LOST_PROCESS):
@@ -61,12 +61,13 @@ def refuse_lost_process(error: BaseException) -> None:
 
 @contextmanager
 def faults_of_the_system(folder: Path, begun: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Convert system errors in the run folder inside the block to a message that names the folder.
+    """Inside a ``with`` block, convert system errors in the run folder to error messages that name the folder.
 
     `begun` returns True if the run has written its configuration into the folder.
 
     Raises:
-        UserError: If the disk is full, the folder was removed, a permission is missing, or another process has ended.
+        UserError: If the disk is full, if the folder was removed, if a permission is missing, or if another process has
+            ended.
     """
     try:
         yield
@@ -83,7 +84,7 @@ def faults_of_the_system(folder: Path, begun: Callable[[], bool] = lambda: True)
 
 
 def _reason(error: Exception, folder: Path) -> str | None:
-    """Return a description of the system error; None for an error of another kind or in another place."""
+    """Return a description of the system error, or None for other errors and for errors in another folder."""
     if isinstance(error, OSError) and error.errno is not None:
         name = error.filename
         elsewhere = name is not None and folder.resolve() not in (place := Path(os.fsdecode(name)).resolve()).parents
@@ -99,6 +100,6 @@ def _reason(error: Exception, folder: Path) -> str | None:
 
 
 def free_space(folder: Path) -> str:
-    """Return a clause with the free space on a folder's disk. The folder need not exist."""
+    """Return a clause that states the free space on the disk of `folder`. The folder need not exist."""
     place = next((one for one in (folder, *folder.parents) if one.is_dir()), None)
     return "" if place is None else f"; {format_bytes(shutil.disk_usage(place).free)} are free"

@@ -1,4 +1,7 @@
-"""The run folder, with one run per folder and one process at a time. Files of earlier runs are never deleted."""
+"""The run folder. A folder belongs to one run, and one command at a time can use it.
+
+Files of earlier runs are never deleted.
+"""
 
 from __future__ import annotations
 
@@ -25,24 +28,24 @@ from efficient_ft.record.results import flatten
 from efficient_ft.training.output import checkpoint, export
 from efficient_ft.training.output.console import rank, say
 
-#: File that the training process locks. The operating system releases the lock when that process ends.
+#: Name of the file that the training process locks. The operating system releases the lock when that process ends.
 LOCK = ".lock"
-#: File with the digest of the training data (`data.listing.Listing.digest`). Digests of several tasks are joined by +.
+#: Name of the file with the digest of the data (`data.listing.Listing.digest`). Several digests are joined by +.
 IMAGES = "images"
-#: File with the hashes of the data and weights at the start of a run (`data.contents.Contents.record`).
+#: Name of the file with hashes of the data and weights at the start of a run (`data.contents.Contents.record`).
 CONTENTS = "contents.json"
-#: The folder and the log file that Hydra writes.
+#: Names of the folder and of the log files that Hydra writes.
 RECORD, LOGS = ".hydra", ("train.log",)
-#: Any of these files shows that a run was started in a folder.
+#: Names of files. If a folder contains one of these files, a run was started in the folder.
 _TRACES = (results.NAME, config_file.NAME, checkpoint.NAME, export.NAME, "metrics.jsonl")
-#: Files that a run writes. A folder with one of these names is rejected before training.
+#: Names of the files that a run writes. If one of them is the name of a folder, the run is rejected before training.
 _FILES = (*_TRACES, "metrics.csv", checkpoint.RUN_ID, IMAGES, CONTENTS, f"{checkpoint.NAME}.prev")
-#: Files that a run appends to. Links with these names are rejected. Other files replace a link.
+#: Files and folders to which a run appends. Links with these names are rejected. Other files replace a link.
 _APPENDED = ("metrics.jsonl", step_stats.NAME, "tensorboard", "wandb")
 
 
 def refuse_another_run(config: Config, folder: Path) -> None:
-    """Reject a folder that contains a run with other settings, unless ``resume=never`` moves that run away.
+    """Raise an error if the folder contains a run with other settings. With ``resume=never``, that run is moved later.
 
     Raises:
         OtherVersionError: If another version of this package wrote the folder.
@@ -60,9 +63,9 @@ def refuse_another_run(config: Config, folder: Path) -> None:
 
 
 def refuse_split_run(folder: Path) -> None:
-    """Raise UserError for a folder that contains a part of a run but no config.yaml, e.g. after an incomplete copy.
+    """Raise UserError if a folder contains a part of a run but no config.yaml, e.g. after an incomplete copy.
 
-    The folder to which an earlier run was moved is checked as well.
+    The folders to which earlier runs were moved are also checked.
     """
     folder = folder.absolute()
     places = [folder]
@@ -83,14 +86,14 @@ def refuse_split_run(folder: Path) -> None:
 
 
 def _traces(folder: Path) -> list[str]:
-    """Return the names of a run's files in a folder. Links and folders with these names do not count."""
+    """Return the names of the files of a run that a folder contains. Links and folders with these names are ignored."""
     return [name for name in _TRACES if (folder / name).is_file() and not (folder / name).is_symlink()]
 
 
 def refuse_changed_contents(folder: Path, contents: Contents) -> None:
-    """Raise UserError if a run's data or weights have changed since it began, or if their record is damaged."""
+    """Raise UserError if the data or weights have changed since the run began, or if their record is damaged."""
     file = folder / CONTENTS
-    if not file.is_file():  # an older version wrote no record
+    if not file.is_file():  # older versions wrote no record
         return
     try:
         changes = contents.changes(parse_json(file.read_text(encoding="utf-8")))
@@ -104,7 +107,7 @@ def refuse_changed_contents(folder: Path, contents: Contents) -> None:
 
 
 def refuse_other_images(config: Config, folder: Path, digest: str) -> None:
-    """Raise UserError if the images of the run in a folder have another digest, or if the record is damaged."""
+    """Raise UserError if the recorded digest of the images differs from `digest`, or if the record is damaged."""
     file = folder / IMAGES
     if not file.is_file():
         return
@@ -121,21 +124,28 @@ def refuse_other_images(config: Config, folder: Path, digest: str) -> None:
 
 
 class RunFolder:
-    """A run folder with the files written before the first step. `lock` is None except in the first process."""
+    """A run folder. It writes the files of a run before the first step, and can restore the previous state.
+
+    `lock` is None except in the first process.
+    """
 
     def __init__(self, path: Path, lock: FileLock | None) -> None:
         self.path, self._lock = path, lock
         #: `begun` is True after the configuration was written, and `trains` is True after the training has started.
         self.begun = self.trains = False
-        #: The folder to which an earlier run was moved, and the contents of the files before this command.
+        #: The folder to which an earlier run was moved, and the contents that the files had before `begin`.
         self._moved: Path | None = None
         self._before: dict[Path, bytes] | None = None
 
     def begin(self, config: Config, notes: Mapping[str, str], record: Callable[[], None]) -> None:
-        """Write config.yaml, `notes` (texts by file name) and the record of the command, after the input was checked.
+        """Write config.yaml, the files in `notes`, and the record of the command. The input must already be checked.
 
-        With ``resume=never``, an existing run folder is first moved away in a single rename. Existing notes are not
-        overwritten. `record` is called when the folder belongs to the run.
+        With ``resume=never``, an existing run folder is first moved away in a single rename.
+
+        Args:
+            config: the configuration of the run.
+            notes: mapping from file names to texts. Existing files are not overwritten.
+            record: function that writes the record of the command. It is called when the folder belongs to the run.
 
         Raises:
             UserError: If another process has taken the folder.
@@ -154,11 +164,11 @@ class RunFolder:
         record()
 
     def started(self) -> L.Callback:
-        """Return the callback that records the start of the training."""
+        """Return a callback that records the start of the training."""
         return LambdaCallback(on_train_start=lambda *_: setattr(self, "trains", True))
 
     def _small(self) -> list[Path]:
-        """Return the files that are written before the first step."""
+        """Return the paths of the files that are written before the first step."""
         named = [self.path / name for name in (config_file.NAME, IMAGES, CONTENTS, checkpoint.RUN_ID, *LOGS)]
         return [*named, *(self.path / RECORD).glob("*")]
 
@@ -182,7 +192,7 @@ class RunFolder:
         say(f"resume=never: the earlier run was moved to {shown_path(target)}.")
 
     def undo(self) -> None:
-        """Restore the folder to its state before `begin`. A new folder keeps its files, which the command removes."""
+        """Restore the state before `begin`. If the folder is new, its files are kept, and the command removes them."""
         if self._moved is not None:
             place = self._moved.with_name(self.path.resolve().name)
             shutil.rmtree(place)
@@ -191,7 +201,7 @@ class RunFolder:
             for file in self._small():
                 if file not in self._before:
                     file.unlink(missing_ok=True)
-                elif file.suffix == ".log":  # another handler may have it open
+                elif file.suffix == ".log":  # a log handler may have the file open
                     os.truncate(file, len(self._before[file]))
                 elif file.read_bytes() != self._before[file]:
                     file.write_bytes(self._before[file])
@@ -217,9 +227,10 @@ def _acquired(folder: Path) -> FileLock:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[RunFolder]:
-    """Lock the folder, so that no other process trains in it. The first DDP process locks the folder for all processes.
+    """Inside a ``with`` block, lock the folder, so that no other command trains in it.
 
-    If the block ends before the first step, the folder is restored.
+    The first process locks the folder for all processes of a run. If the block raises an exception before the first
+    step, the folder is restored.
 
     Raises:
         UserError: If another process holds the lock, if a folder has the name of a file of the run, or if a file that
@@ -240,7 +251,7 @@ def locked(folder: Path) -> Iterator[RunFolder]:
         yield held
     except BaseException:
         if not held.trains:
-            with suppress(OSError):  # the error that ended the run is more important
+            with suppress(OSError):  # an error of `undo` must not replace the error that ended the run
                 held.undo()
         raise
     finally:
@@ -248,7 +259,10 @@ def locked(folder: Path) -> Iterator[RunFolder]:
 
 
 def run_id(folder: Path) -> str:
-    """Return the run id for loggers. The folder and every checkpoint store the id, so that a resumed run keeps it."""
+    """Return the id of the run for loggers.
+
+    The id is stored in the folder and in every checkpoint, so that a resumed run keeps its id.
+    """
     state, file = folder / checkpoint.NAME, folder / checkpoint.RUN_ID
     if file.is_file() and (found := file.read_text(encoding="utf-8", errors="replace").strip()).isalnum():
         return found  # a damaged file is ignored, because the checkpoint contains the id

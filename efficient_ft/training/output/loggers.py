@@ -1,4 +1,4 @@
-"""The loggers wandb and TensorBoard, in addition to the CSV and JSONL files that every run writes."""
+"""Loggers (wandb and TensorBoard), in addition to the CSV and JSONL files that every run writes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from efficient_ft.training.output.console import say
 
 
 def start_loggers(config: Config, folder: Path, run_id: str, arguments: Sequence[str] = ()) -> list[Logger]:
-    """Start the chosen logger before training, so that a mistake in its settings is reported at once.
+    """Start the configured logger before training, so that mistakes in its settings are reported immediately.
 
-    A resumed run keeps its `run_id`. The run's name contains the `arguments` of the command line.
+    A resumed run keeps its `run_id`. By default, the name of the run in wandb contains the `arguments` of the command
+    line.
 
     Raises:
         UserError: If the logger's package is not installed, or if the logger cannot start.
@@ -35,7 +36,7 @@ def start_loggers(config: Config, folder: Path, run_id: str, arguments: Sequence
         if options.name == "tensorboard":
             from lightning.pytorch.loggers import TensorBoardLogger
 
-            # Settings are written with the results at the end. Until then, hp_metric would be a curve of -1.
+            # Settings are written with the results at the end. The default hp_metric would add a curve of the value -1.
             return [TensorBoardLogger(save_dir=folder, name="", version="tensorboard", default_hp_metric=False)]
         import wandb
         from lightning.pytorch.loggers import WandbLogger
@@ -51,13 +52,13 @@ def start_loggers(config: Config, folder: Path, run_id: str, arguments: Sequence
             id=run_id,
             resume="allow",
             save_dir=folder,
-            # offline=True would set WANDB_MODE for later jobs of a sweep in this process.
+            # offline=True would set WANDB_MODE, which also affects later jobs of a sweep in this process.
             mode="offline" if options.mode == "offline" else None,
             log_model=False,
             config=plain,
             settings=wandb.Settings(silent=True),  # warnings are still shown
         )
-        logger._wandb_init.pop("anonymous", None)  # Lightning passes it, and wandb warns about it
+        logger._wandb_init.pop("anonymous", None)  # Lightning passes this argument, and wandb warns about it
         define_metrics(logger.experiment)
         if not logger.experiment.offline:
             say(f"wandb: this run is shown at {logger.experiment.url}")
@@ -67,7 +68,7 @@ def start_loggers(config: Config, folder: Path, run_id: str, arguments: Sequence
         ) from error
     except UserError:
         raise
-    except Exception as error:  # wandb's own errors derive from several bases
+    except Exception as error:  # the errors of wandb have no common base class
         raise UserError(
             f"logger={options.name} cannot start: {(str(error).splitlines() or [''])[0]}"
             " Use logger.mode=offline, or log in first (wandb login)."
@@ -76,7 +77,7 @@ def start_loggers(config: Config, folder: Path, run_id: str, arguments: Sequence
 
 
 def _require_key(mode: str) -> None:
-    """Raise UserError for an online run without a key, because wandb itself waits 90 seconds for a key."""
+    """Raise UserError if an online run has no API key. Without this check, wandb would wait 90 seconds for a key."""
     if mode != "online" or os.environ.get("WANDB_MODE", "online") not in ("online", "shared"):
         return
     import wandb
@@ -93,10 +94,10 @@ def _require_key(mode: str) -> None:
 
 
 def run_name(methods: str, arguments: Sequence[str]) -> str:
-    """Return a readable name from the methods and from the last parts of the given settings.
+    """Return a readable name that consists of the methods and of the given settings without their prefixes.
 
-    ``method.lbp_wht.order=4 optim.lr=1e-3 seed=1`` becomes ``lbp_wht order=4 lr=1e-3 seed=1``. Option groups and paths
-    (``data=``, ``data.root=``) are omitted.
+    With the method ``lbp_wht``, ``method.lbp_wht.order=4 optim.lr=1e-3 seed=1`` becomes ``lbp_wht order=4 lr=1e-3
+    seed=1``. Option groups and paths (``data=``, ``data.root=``) are omitted.
     """
     settings = []
     for argument in arguments:
@@ -108,7 +109,7 @@ def run_name(methods: str, arguments: Sequence[str]) -> str:
 
 
 def define_metrics(experiment: Any) -> None:
-    """Set the summary value of each wandb metric: the highest accuracy, the lowest loss, and the last total."""
+    """Set which value of each metric wandb summarizes: the highest accuracy, the lowest loss, or the last total."""
     for split in ("val", "test"):
         experiment.define_metric(f"{split}_accuracy*", summary="max")
         experiment.define_metric(f"{split}_mean_iou", summary="max")
@@ -118,7 +119,7 @@ def define_metrics(experiment: Any) -> None:
 
 
 def summary_of(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values by which runs are compared: accuracy (also on test images, and published), cost and totals."""
+    """Return the values by which runs are compared: accuracies (including the published one), costs and totals."""
     keys = ("accuracy", "cost", "memory", "totals", "trainable_parameters", "total_parameters")
     summary = flatten({key: results[key] for key in keys if key in results})
     summary["accuracy.final"] = final_accuracy(results["accuracy"])
@@ -132,10 +133,10 @@ def summary_of(results: Mapping[str, Any]) -> dict[str, Any]:
 def write_summary(
     loggers: Sequence[Logger], results: Mapping[str, Any], text: str, step: int, samples: Sequence[Sample] = ()
 ) -> None:
-    """Write the results of a run and the `text` at its end to the loggers, and close the loggers.
+    """Write the results of a run and the `text` printed at its end to the loggers, and close the loggers.
 
-    wandb's summary and TensorBoard's table of hyperparameters receive accuracy, cost and totals. Both loggers receive
-    samples with predictions. TensorBoard also receives the text.
+    The accuracy, the costs and the totals are written to the summary of wandb and to TensorBoard's table of
+    hyperparameters. Both loggers receive samples with predictions. TensorBoard also receives the text.
     """
     for logger in loggers:
         experiment: Any = getattr(logger, "experiment", None)
@@ -173,7 +174,7 @@ def _write_board(board: Any, results: Mapping[str, Any], text: str, step: int, s
 
 
 def close_loggers(loggers: Sequence[Logger], failed: bool) -> None:
-    """Finish wandb runs, with exit code 1 if `failed`."""
+    """Finish wandb runs. The exit code is 1 if `failed` is True, otherwise 0."""
     for logger in loggers:
         experiment: Any = getattr(logger, "experiment", None)
         if hasattr(experiment, "finish"):

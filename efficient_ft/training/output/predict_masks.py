@@ -1,4 +1,4 @@
-"""Masks predicted by a segmentation network, as images."""
+"""Predict masks with a segmentation network, and convert them to images."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OPACITY = 0.5
 
 @torch.inference_mode()
 def predict_mask(model: nn.Module, image: Image.Image, input: InputSpec) -> np.ndarray:
-    """Return the class index of every pixel, uint8 (H, W), for an RGB image of any size."""
+    """Return the class index of every pixel of an RGB image, uint8 (H, W). The image may have any size."""
     device = next(model.parameters()).device
     pixels = Transform(InputSpec(input.size, input.mean, input.std)).normalize([image]).to(device)
     height, width = pixels.shape[-2:]
@@ -39,12 +39,13 @@ def predict_mask(model: nn.Module, image: Image.Image, input: InputSpec) -> np.n
 
 
 def mask_image(indices: np.ndarray, ids: Sequence[int], colors: Sequence[Sequence[int]] | None = None) -> Image.Image:
-    """Return a mask for saving as PNG, with the pixel values of the training masks.
+    """Return a mask image that can be saved as PNG. It has the same pixel values as the training masks.
 
     Args:
         indices: class indices (H, W).
-        ids: pixel values of the classes. An 8-bit image also has a palette of colors.
-        colors: class colors if the training masks are read by color. The image is then RGB.
+        ids: pixel value of each class. An 8-bit image also has a color palette.
+        colors: color of each class if the classes of the training masks are colors, otherwise None. With colors, the
+            image is RGB.
     """
     if colors:
         return Image.fromarray(np.asarray(colors, dtype=np.uint8)[indices])
@@ -59,23 +60,23 @@ def mask_image(indices: np.ndarray, ids: Sequence[int], colors: Sequence[Sequenc
 
 
 def overlay(image: Image.Image, indices: np.ndarray, count: int) -> Image.Image:
-    """Return the image blended with the colors of the predicted classes, given class indices (H, W)."""
+    """Return the image blended with the colors of the predicted classes. `indices` are class indices (H, W)."""
     colors = Image.fromarray(class_colors(count)[indices])
     return Image.blend(image, colors, _OPACITY)
 
 
-#: Name of the file with examples in a run folder.
+#: Name of the file in a run folder that shows example predictions.
 EXAMPLES = "predictions.png"
-#: Width of an example image in pixels.
+#: Width in pixels of each image in the examples.
 _WIDTH = 320
 
 
 def examples_image(
     model: nn.Module, pairs: Sequence[tuple[Image.Image, np.ndarray]], input: InputSpec, count: int
 ) -> Image.Image:
-    """Return a picture with one row per image: the image, its mask, and the predicted mask.
+    """Return a picture with one row for each image. A row shows the image, its mask, and the predicted mask.
 
-    Each pair consists of an image and a mask with class indices. Unlabeled pixels have the index 255.
+    Each pair consists of an image and a mask of class indices. Unlabeled pixels have the index 255.
     """
     rows = []
     for image, mask in pairs:
@@ -94,7 +95,7 @@ def examples_image(
 
 
 def write_examples(run: Path, images: SegmentationData, device: torch.device) -> None:
-    """Write `EXAMPLES` into a run folder: images with their masks and the masks predicted by its model.safetensors."""
+    """Write `EXAMPLES` into a run folder: some images, their masks, and the masks that model.safetensors predicts."""
     trained = export.load(run)
     found = examples_image(trained.model.to(device), images.examples(4), trained.input, images.num_classes)
     write_atomically(run / EXAMPLES, lambda file: found.save(file, format="png"))
