@@ -194,7 +194,7 @@ class MethodSession:
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters to pass to an optimizer (see `named_parameters`)."""
-        return [parameter for _, parameter in self.named_parameters()]
+        return [p for _, p in self.named_parameters()]
 
     @property
     def find_unused_parameters(self) -> bool:
@@ -225,8 +225,7 @@ class MethodSession:
 
         Raises:
             UserError: If the session is not open, if another step is running, or if the number has already been used.
-                Raised at the end of the block if a method adds a loss and `loss` was not called, or if a trained
-                parameter is missing from the optimizers.
+                At the end of the block, if `loss` is required and was not called, or if an optimizer lacks parameters.
         """
         if not self._open:
             raise UserError(

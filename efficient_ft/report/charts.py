@@ -30,8 +30,8 @@ class Series:
 class Panel:
     """A pair of axes whose labels contain units.
 
-    The values of `kind` are ``lines`` (with markers if there are few points), ``points``, ``bars`` and ``image``. A panel
-    of kind ``image`` has one series, whose values are the pixels of a square image, row by row.
+    The values of `kind` are ``lines`` (with markers if there are few points), ``points``, ``bars`` and ``image``. A
+    panel of kind ``image`` has one series, whose values are the pixels of a square image, row by row.
     """
 
     title: str

@@ -71,7 +71,7 @@ class Runs:
 
 
 def _mean(runs: Sequence[Run], of: Callable[[Run], float]) -> float:
-    """Return the mean of a quantity over runs that differ only in the seed.
+    """Return the mean of a quantity over runs that differ only in the seed. The latest run of each seed counts.
 
     Raises:
         UserError: If the runs differ in other settings or in their images.
