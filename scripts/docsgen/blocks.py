@@ -143,7 +143,10 @@ def printed_accuracies(name: str, group: str = "") -> str:
     with contextlib.redirect_stdout(io.StringIO()) as out:
         table_command.main([name, "--rows", rows, "--form", "markdown", "--columns", "accuracy"])
     shown = out.getvalue().replace("\n", "; ", 1).replace(":\n- ", ":\n\n- ")
-    return f"{shown}\nReported by the paper, not measured here: `efficient-ft table {name}`."
+    return (
+        f"{shown}\nThe paper reports these accuracies. They were not measured in this project. To print the complete"
+        f" table, run `efficient-ft table {name}`."
+    )
 
 
 # ---------------------------------------------------------------------------------------------- methods

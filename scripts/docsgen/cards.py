@@ -27,8 +27,8 @@ ORDER = ("selection", "backprop", "memory", "tokens", "patches", "adapters")
 
 #: The meaning of the setting `select`, which is not an argument of a constructor.
 SELECT = (
-    "the selection to use if the list of methods has none: `last_stage`, `all`, another selection, or `keep` (leaves"
-    " `requires_grad` unchanged)"
+    "selection that is used if the list of methods contains no selection: `last_stage`, `all`, a different selection,"
+    " or `keep` (does not change `requires_grad`)"
 )
 
 #: Measurements with plain full fine-tuning as baseline, and the labels of their recipes.
@@ -180,11 +180,11 @@ def cost(name: str) -> str:
     parts = []
     if counted:
         head = ["network", "recipe", *headings(COUNTED)]
-        title = f"Counted (the same on every machine; `{records.path('counted')}`):"
+        title = f"Counted costs, which are the same on every machine (record: `{records.path('counted')}`):"
         parts.append(f"{title}\n\n{table(head, counted, left=2)}")
     if measured:
         head = ["network, batch, machine", "recipe", *headings(MEASURED)]
-        parts.append(f"Measured:\n\n{table(head, measured, left=2)}")
+        parts.append(f"Measured costs:\n\n{table(head, measured, left=2)}")
     else:
         parts.append(
             "Step times are not recorded. `efficient-ft bench step` measures them ([guide](../guides/comparing.md))."

@@ -65,12 +65,12 @@ def time_to_accuracy(network: str) -> str:
             accuracy += f" [{100 * min(accuracies):.1f}…{100 * max(accuracies):.1f}]"
         reached = [f"{needed:.0f}", f"{base / needed:.1f}"] if needed < math.inf else ["not reached", "–"]
         rows.append([LABELS["curves"][name], *reached, f"{seconds(runs):.0f}", accuracy, str(len(runs))])
-    head = ["recipe", f"seconds to {100 * goal:.1f} %", "times faster", "seconds, all epochs"]
-    return table([*head, "accuracy after the last", "seeds"], rows)
+    head = ["recipe", f"seconds to {100 * goal:.1f} %", "times faster", "seconds for all epochs"]
+    return table([*head, "accuracy after the last epoch", "seeds"], rows)
 
 
 @block
 def time_to_accuracy_conditions(network: str) -> str:
     """State the conditions of the runs."""
     settings = records.load("accuracy")["networks"][network]["settings"]
-    return f"Settings: `{' '.join(settings)}`. {records.conditions('accuracy', 'one run at a time')}"
+    return f"Settings: `{' '.join(settings)}`. {records.conditions('accuracy', 'Only one run was executed at a time.')}"

@@ -21,6 +21,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, tex
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))
 
 
+def listed(items: Sequence[str]) -> str:
+    """Return items as a list in a sentence: a, b and c."""
+    return " and ".join(filter(None, (", ".join(items[:-1]), items[-1])))
+
+
 def times(ratio: float) -> str:
     """Return a ratio to the baseline: 1.09×, 0.50×."""
     return f"{ratio:.2f}×"
