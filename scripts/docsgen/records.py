@@ -72,7 +72,7 @@ def seconds(file: str, name: str, part: str = "step") -> float:
 
 
 def rounds(file: str) -> int:
-    """Return the number of timed rounds of a file."""
+    """Return the number of timed rounds of a record."""
     data = load(file)
     if data["kind"] == "loop":
         return len(data["jobs"]["default"]["bare loop"]["seconds"])

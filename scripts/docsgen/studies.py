@@ -53,7 +53,7 @@ def points(name: str) -> list[dict[str, Any]]:
 
 
 def front(of: Sequence[dict[str, Any]], cost: str) -> list[dict[str, Any]]:
-    """Return the Pareto front by rising cost: each other point with the same or a lower cost is less accurate."""
+    """Return the Pareto front, sorted by cost. Every other point with the same or a lower cost is less accurate."""
     best: list[dict[str, Any]] = []
     for one in sorted(of, key=lambda one: (one[cost], -one["accuracy"])):
         if not best or one["accuracy"] > best[-1]["accuracy"]:
@@ -64,9 +64,9 @@ def front(of: Sequence[dict[str, Any]], cost: str) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------ whole studies
 @block
 def study(name: str) -> str:
-    """Show each tuned row of a study: the learning rate, accuracy, and costs, with ratios to full fine-tuning.
+    """Show each tuned row of a study with its learning rate, accuracy and costs, and the ratios to full fine-tuning.
 
-    Seconds are left out: several runs shared the machine.
+    The column of seconds is omitted, because several runs shared the machine.
     """
     of = records(name)
     head, *rows = studies.study_table(of, list(of.study.rows))
