@@ -1,4 +1,4 @@
-"""Blocks between markers: projectors, layers, published tables, methods, conditions."""
+"""Generated blocks of the pages: projectors, layers, published tables, methods and conditions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from efficient_ft.papers.published import COSTS, published_table
 
 @block
 def conditions(*files: str) -> str:
-    """State how the files were measured."""
+    """State the conditions under which the records were measured."""
     return "\n\n".join(records.conditions(file) for file in files)
 
 
@@ -39,7 +39,7 @@ def projector(state: str, grid: int, method: str, order: int) -> dict:
 
 
 def error(result: dict, layer: str = "network", what: str = "error") -> float:
-    """Return the relative error of a gradient, the mean over the batches."""
+    """Return the relative error of a gradient as the mean over the batches."""
     return result["batch"][layer][what]["mean"]
 
 
@@ -48,7 +48,10 @@ BLOCKS["projectors-finetuning"] = lambda: _projectors("start", "middle", "end")
 
 
 def _projectors(*states: str) -> str:
-    """Return the relative error by projector: in one state with the cosine, in several separated by slashes."""
+    """Return a table of relative errors by projector.
+
+    For one state of the network, a cell also contains the cosine. For several states, slashes separate the errors.
+    """
     rows = []
     for grid in (7, 8, 14):
         for order in (4, 6):
@@ -69,7 +72,7 @@ def _projectors(*states: str) -> str:
 
 @block
 def projectors_layers() -> str:
-    """Show the relative error by kind of layer, in the trained network, 7×7, order 4."""
+    """Show the relative error for each kind of layer in the trained network with 7×7 tokens at order 4."""
     of = [projector("trained", 7, name, 4) for name in _PROJECTORS]
     rows = [[kind, *(f"{error(one, kind):.3f}" for one in of)] for kind in ("qkv", "proj", "fc1", "fc2")]
     return table(["layer", *_PROJECTORS.values()], rows)
@@ -77,7 +80,7 @@ def projectors_layers() -> str:
 
 @block
 def low_rank_layer() -> str:
-    """Show the backward pass of one linear layer, with the paper's speedups."""
+    """Show the time of the backward pass of one linear layer, and the published speedups."""
     speedups = {
         (row.columns["c_x"], row.columns["c_y"], f"order {row.columns['order']}"): row.costs.get("speedup_cpu", "")
         for row in published_table("lbp_wht/5").rows
@@ -98,7 +101,7 @@ def low_rank_layer() -> str:
 # ---------------------------------------------------------------------------------------------- published
 @block
 def published_rule(name: str) -> str:
-    """Show a table of the papers' costs and our count by the same rule."""
+    """Show a table of published costs and our count by the rule of the paper."""
     of = next(t for t in records.load("published")["tables"] if t["table"] == name)
     rows, unit = of["rows"], of["unit"]
     columns = [
@@ -122,7 +125,7 @@ def published_rule(name: str) -> str:
 
 @block
 def table_costs() -> str:
-    """Show by column how many printed costs our counts agree with."""
+    """Show for each column how many of the published costs agree with our counts."""
     cells = records.load("costs")["cells"]
     rows = []
     for column, name in COSTS.items():
@@ -138,18 +141,21 @@ def table_costs() -> str:
 
 @block
 def printed_accuracies(name: str, group: str = "") -> str:
-    """Show a table of reported accuracies, as ``efficient-ft table`` prints it."""
+    """Show a table of published accuracies in the form that ``efficient-ft table`` prints."""
     rows = ",".join(row.name for row in published_table(name).rows if row.name.startswith(group))
     with contextlib.redirect_stdout(io.StringIO()) as out:
         table_command.main([name, "--rows", rows, "--form", "markdown", "--columns", "accuracy"])
     shown = out.getvalue().replace("\n", "; ", 1).replace(":\n- ", ":\n\n- ")
-    return f"{shown}\nReported by the paper, not measured here: `efficient-ft table {name}`."
+    return (
+        f"{shown}\nThe paper reports these accuracies. They were not measured in this project. To print the complete"
+        f" table, run `efficient-ft table {name}`."
+    )
 
 
 # ---------------------------------------------------------------------------------------------- methods
 @block
 def methods(page: Path) -> str:
-    """Show every method with its axis and its card's summary."""
+    """Show every method with its axis and the first paragraph of its card."""
     rows = []
     for card in cards.all_cards():
         options = ", ".join(f"`{option}`" for option in card.options if option != card.name)
@@ -160,7 +166,7 @@ def methods(page: Path) -> str:
 
 @block
 def header(method: str) -> str:
-    """State the axis, options and class of a method."""
+    """State the axes, options and class of a method."""
     of = cards.card(method)
     options = ", ".join(f"`method={option}`" for option in of.options)
     return f"Axis: {of.axes}. Options: {options}. Class: `efficient_ft.methods.{METHODS[method].__name__}`."

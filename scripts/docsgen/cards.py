@@ -1,4 +1,4 @@
-"""The method cards, docs/methods/*.md: their titles, summaries, settings and costs."""
+"""Generated parts of the method cards, docs/methods/*.md: titles, summaries, settings and costs."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ ORDER = ("selection", "backprop", "memory", "tokens", "patches", "adapters")
 
 #: The meaning of the setting `select`, which is not an argument of a constructor.
 SELECT = (
-    "the selection to use if the list of methods has none: `last_stage`, `all`, another selection, or `keep` (leaves"
-    " `requires_grad` unchanged)"
+    "selection that is used if the list of methods contains no selection: `last_stage`, `all`, a different selection,"
+    " or `keep` (does not change `requires_grad`)"
 )
 
 #: Measurements with plain full fine-tuning as baseline, and the labels of their recipes.
@@ -38,7 +38,9 @@ MEASUREMENTS = {"memory": "memory", "memory_process": "memory_process", "tokens"
 
 @dataclass(frozen=True)
 class Card:
-    """A method's page: its YAML options (its own name first), its axes, its title and its first sentence."""
+    """Card of a method: its YAML options (beginning with the option that has the method's name), axes, title and
+    summary.
+    """
 
     name: str
     options: tuple[str, ...]
@@ -53,7 +55,7 @@ class Card:
 
 @cache
 def options_of() -> dict[str, tuple[str, ...]]:
-    """Return the options by method, first the option with the name of the method."""
+    """Return the options of each method, beginning with the option that has the name of the method."""
     found: dict[str, list[str]] = {}
     for file in sorted((configuration.CONF / "method").glob("*.yaml")):
         name = method_of(file)
@@ -64,7 +66,7 @@ def options_of() -> dict[str, tuple[str, ...]]:
 
 @cache
 def all_cards() -> list[Card]:
-    """Return every card, by axis and then by name."""
+    """Return all cards, sorted by axis and by name."""
     cards = [card(name) for name in options_of()]
     return sorted(cards, key=lambda c: (ORDER.index(c.axes.split(", ")[0]), "," in c.axes, c.name))
 
@@ -82,7 +84,7 @@ def card(name: str) -> Card:
 
 
 def by_axis() -> dict[str, list[Card]]:
-    """Return the cards by heading: an axis, or several."""
+    """Return the cards grouped by their heading: an axis, or "Several axes"."""
     found: dict[str, list[Card]] = {}
     for one in all_cards():
         found.setdefault("Several axes" if "," in one.axes else one.axes.capitalize(), []).append(one)
@@ -98,14 +100,14 @@ def navigation() -> str:
 
 
 def link(of: Card, page: Path) -> str:
-    """Return the address of a card as seen from a page."""
+    """Return the link to a card relative to a page."""
     return Path(os.path.relpath(of.file, page.parent)).as_posix()
 
 
 # ---------------------------------------------------------------------------------------------- settings
 @block
 def settings(name: str) -> str:
-    """Show the settings of a method, their types, defaults by option, and meanings."""
+    """Show the settings of a method with their types, defaults for each option, and meanings."""
     options = options_of()[name]
     values = {option: option_settings(configuration.CONF / "method" / f"{option}.yaml") for option in options}
     keys = list(dict.fromkeys(key for given in values.values() for key in given))
@@ -138,7 +140,7 @@ def _value(value: Any) -> str:
 
 
 def _kind(hint: Any) -> str:
-    """Return a type in words: integer, number, one of the names."""
+    """Return a description of a type in words, such as "integer" or a list of allowed names."""
     arguments, simple = typing.get_args(hint), {int: "integer", float: "number", bool: "true or false", str: "text"}
     if typing.get_origin(hint) is typing.Literal:
         return ", ".join(f"`{choice}`" for choice in arguments)
@@ -164,7 +166,7 @@ def _meanings(of: Any) -> dict[str, str]:
 
 
 def _arguments(doc: str) -> Iterator[tuple[str, str]]:
-    """Yield the arguments and their texts in the section ``Args:`` of a docstring."""
+    """Yield the names and descriptions in the ``Args:`` section of a docstring."""
     section = re.search(r"^Args:\n((?:[ ]{4}.*\n|\n)*)", inspect.cleandoc(doc) + "\n", re.MULTILINE)
     lines = textwrap.dedent(section[1]) if section else ""
     for names, text in re.findall(r"^([\w, ]+?)(?: \([^)]*\))?: (.*(?:\n[ ]+.*)*)", lines, re.MULTILINE):
@@ -175,16 +177,16 @@ def _arguments(doc: str) -> Iterator[tuple[str, str]]:
 # ---------------------------------------------------------------------------------------------- costs
 @block
 def cost(name: str) -> str:
-    """Show the counted and measured cost of a method, relative to full fine-tuning."""
+    """Show the counted and measured costs of a method and of full fine-tuning."""
     counted, measured = _counted(name), _measured(name)
     parts = []
     if counted:
         head = ["network", "recipe", *headings(COUNTED)]
-        title = f"Counted (the same on every machine; `{records.path('counted')}`):"
+        title = f"Counted costs, which are the same on every machine (record: `{records.path('counted')}`):"
         parts.append(f"{title}\n\n{table(head, counted, left=2)}")
     if measured:
         head = ["network, batch, machine", "recipe", *headings(MEASURED)]
-        parts.append(f"Measured:\n\n{table(head, measured, left=2)}")
+        parts.append(f"Measured costs:\n\n{table(head, measured, left=2)}")
     else:
         parts.append(
             "Step times are not recorded. `efficient-ft bench step` measures them ([guide](../guides/comparing.md))."
@@ -193,7 +195,7 @@ def cost(name: str) -> str:
 
 
 def _of(name: str, recipes: dict[str, Any]) -> list[str]:
-    """Return the names of the recipes whose list of methods has an option of the method."""
+    """Return the names of the recipes that use an option of the method."""
     options = set(options_of()[name])
     return [
         one

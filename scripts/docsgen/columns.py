@@ -1,4 +1,4 @@
-"""Tables of recipes: a row for each recipe of a record, and columns by name."""
+"""Tables of recipes with a row for each recipe of a record. The columns are selected by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _counted(file: str, name: str) -> float:
 
 
 def _trained_cosine(file: str, name: str) -> str:
-    """Return the cosine on the trained network. Recipes of `memory_process` that are not measured there are exact."""
+    """Return the cosine on the trained network. Recipes of `memory_process` without such a measurement are exact."""
     if file == "memory_process":
         gradient = LABELS["gradients_trained"].get(name)
         return records.cosine("gradient_bits", gradient) if gradient else "1"
@@ -86,7 +86,7 @@ TABLES: dict[str, tuple[str, str, tuple[str, ...]]] = {
 
 
 def recipes(table_name: str, *files: str) -> str:
-    """Return a table of `TABLES`; rows of the baseline ``full`` come from the first record only."""
+    """Return a table of `TABLES`. The row of the baseline ``full`` is taken only from the first record."""
     labels, columns, own = TABLES[table_name]
     files, shown = own or files, LABELS[labels]
     of = [(file, name) for file in files for name in records.load(file)["recipes"] if name in shown]
@@ -121,7 +121,7 @@ COUNTED, MEASURED = "parameters forward backward saved peak", "step time saved p
 
 
 def counted_rows(model: str, names: Sequence[str] | None = None) -> list[list[str]]:
-    """Return a row of counted costs for each recipe of a model, or for those named."""
+    """Return a row of counted costs for each recipe of a model, or for each recipe in `names`."""
     of = records.load("counted")["models"][model]["recipes"]
     chosen = of if names is None else names
     return [[command(of[n]["arguments"]), *cells("counted", f"{model}/{n}", COUNTED)] for n in chosen]
@@ -129,7 +129,7 @@ def counted_rows(model: str, names: Sequence[str] | None = None) -> list[list[st
 
 @block
 def memory_gpu() -> str:
-    """Show ViT-B/16 on a GPU, in fp32 and bf16."""
+    """Show time and memory of ViT-B/16 on a GPU in fp32 and bf16."""
     columns = "step time peak"
     rows = [
         [LABELS["memory_gpu"][name]]

@@ -1,4 +1,4 @@
-"""Options and settings as conf/ documents them."""
+"""Generated tables of the options and recipes in conf/."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 
 
 def comment(file: Path) -> str:
-    """Return the comment at the top of a file, without its package line."""
+    """Return the comment at the top of a file, without the package directive."""
     lines = []
     for line in file.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
@@ -22,14 +22,14 @@ def comment(file: Path) -> str:
 
 @block
 def options(group: str) -> str:
-    """Show the options of a configuration group, with the first lines of their files."""
+    """Show the options of a configuration group with the comments at the top of their files."""
     rows = [[f"`{file.stem}`", comment(file)] for file in sorted((CONF / group).glob("*.yaml"))]
     return table([group, "description"], rows, left=2)
 
 
 @block
 def recipes() -> str:
-    """Show the published settings by paper and network; data sets with the same settings share a row."""
+    """Show the recipes by paper and network. Data sets with the same settings share a row."""
     found: dict[tuple[str, str], list[str]] = {}
     for file in sorted((CONF / "recipe").glob("*/*.yaml")):
         about = comment(file)

@@ -1,4 +1,4 @@
-"""Time to accuracy: the curves of `scripts/time_to_accuracy.py`, and the time until each is near full fine-tuning."""
+"""Generated parts of the page on time to accuracy, from the curves that `scripts/time_to_accuracy.py` records."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ Curve = list[tuple[float, float]]
 
 
 def recipes(network: str, seeds_of: Sequence[str] = ()) -> dict[str, list[Curve]]:
-    """Return the runs of each recipe; with `seeds_of`, those with the seeds that all of these recipes have."""
+    """Return the runs of each recipe. If `seeds_of` is given, return only runs with seeds that all of these recipes
+    have.
+    """
     of = {name: recipe["runs"] for name, recipe in records.load("accuracy")["networks"][network]["recipes"].items()}
     seeds = [{run["seed"] for run in of[name]} for name in seeds_of]
     common = set.intersection(*seeds) if seeds else {run["seed"] for runs in of.values() for run in runs}
@@ -31,12 +33,15 @@ def last(runs: list[Curve]) -> list[float]:
 
 
 def seconds(runs: list[Curve]) -> float:
-    """Return the seconds of all epochs, the mean of the runs."""
+    """Return the time of all epochs in seconds, as the mean over the runs."""
     return statistics.mean(run[-1][0] for run in runs)
 
 
 def until(runs: list[Curve], accuracy: float) -> float:
-    """Return the mean seconds until an accuracy is reached at the end of an epoch; infinite if a run misses it."""
+    """Return the mean time in seconds until the end of the first epoch that reaches an accuracy.
+
+    The time is infinite if a run does not reach the accuracy.
+    """
     return statistics.mean(next((at for at, found in run if found >= accuracy), math.inf) for run in runs)
 
 
@@ -46,14 +51,14 @@ def mean(runs: list[Curve]) -> Curve:
 
 
 def target(network: str) -> float:
-    """Return the target accuracy: the record's share of full fine-tuning's last one."""
+    """Return the target accuracy: the share in the record, multiplied by the final accuracy of full fine-tuning."""
     share: float = records.load("accuracy")["share"]
     return share * statistics.mean(last(recipes(network)[BASELINE]))
 
 
 @block
 def time_to_accuracy(network: str) -> str:
-    """Show the recipes by the seconds that they need."""
+    """Show the recipes, sorted by the time until they reach the target accuracy."""
     goal, of = target(network), recipes(network)
     base = until(of[BASELINE], goal)
     assert base < math.inf, f"{network}: a run of {BASELINE} did not reach {goal:.1%}"
@@ -65,12 +70,12 @@ def time_to_accuracy(network: str) -> str:
             accuracy += f" [{100 * min(accuracies):.1f}…{100 * max(accuracies):.1f}]"
         reached = [f"{needed:.0f}", f"{base / needed:.1f}"] if needed < math.inf else ["not reached", "–"]
         rows.append([LABELS["curves"][name], *reached, f"{seconds(runs):.0f}", accuracy, str(len(runs))])
-    head = ["recipe", f"seconds to {100 * goal:.1f} %", "times faster", "seconds, all epochs"]
-    return table([*head, "accuracy after the last", "seeds"], rows)
+    head = ["recipe", f"seconds to {100 * goal:.1f} %", "times faster", "seconds for all epochs"]
+    return table([*head, "accuracy after the last epoch", "seeds"], rows)
 
 
 @block
 def time_to_accuracy_conditions(network: str) -> str:
-    """State the conditions of the runs."""
+    """State the settings and the conditions of the runs."""
     settings = records.load("accuracy")["networks"][network]["settings"]
-    return f"Settings: `{' '.join(settings)}`. {records.conditions('accuracy', 'one run at a time')}"
+    return f"Settings: `{' '.join(settings)}`. {records.conditions('accuracy', 'Only one run was executed at a time.')}"

@@ -1,4 +1,4 @@
-"""The figures of the documentation. Their numbers come from the records."""
+"""Figures of the documentation, drawn from the records."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ KINDS = {
 
 
 class Scale(NamedTuple):
-    """A horizontal axis: its title, and its ticks from end to end."""
+    """A horizontal axis with a title, and with ticks that span the axis."""
 
     title: str
     ticks: tuple[float, ...]
@@ -64,9 +64,9 @@ class Scale(NamedTuple):
 
 
 class Dots(NamedTuple):
-    """Rows of a dot plot: a label, a color, and a value for each scale. Values above a scale are drawn at its end.
+    """Data of a dot plot: each row has a label, a color, and one value for each scale.
 
-    Rows in `emphasized` are bold, with their values.
+    Values above the end of a scale are drawn at the end. Rows in `emphasized` are drawn in bold, with their values.
     """
 
     scales: Sequence[Scale]
@@ -148,7 +148,7 @@ def study_front() -> Dots:
 
 
 class Curves(NamedTuple):
-    """By network: the target accuracy, and each recipe's mean curve."""
+    """Target accuracy and mean curves of the recipes, for each network."""
 
     networks: dict[str, tuple[float, dict[str, list[tuple[float, float]]]]]
 
@@ -180,7 +180,7 @@ def time_to_accuracy() -> Curves:
 
 
 class Packages(NamedTuple):
-    """Layers of packages, from the bottom up, and by package those below that it imports directly."""
+    """Layers of packages from the lowest to the highest, and the lower packages that each package imports directly."""
 
     layers: list[list[str]]
     imports: dict[str, list[str]]
@@ -228,7 +228,7 @@ def wanted() -> Iterator[tuple[Path, str]]:
 
 
 def _svg(figure: Figure) -> str:
-    """Return a figure as SVG whose colors follow the reader's light or dark mode."""
+    """Return a figure as SVG with colors that follow the light or dark mode of the browser."""
     stream = io.StringIO()
     figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = stream.getvalue().partition("<svg")[2]

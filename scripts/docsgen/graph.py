@@ -1,4 +1,4 @@
-"""The packages of efficient_ft and their imports: for a picture, and a table."""
+"""Packages of efficient_ft and their imports, shown as a figure and a table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def doc(file: Path) -> str:
 
 @cache
 def imports() -> dict[str, frozenset[str]]:
-    """Return by package of efficient_ft: the other packages that its modules import."""
+    """Return, for each package of efficient_ft, the other packages that its modules import."""
     found: dict[str, set[str]] = {
         folder.name: set() for folder in PACKAGE.iterdir() if (folder / "__init__.py").is_file()
     }
@@ -34,7 +34,10 @@ def imports() -> dict[str, frozenset[str]]:
 
 
 def layers() -> list[list[str]]:
-    """Return the packages from the bottom up: each imports only packages of lower layers."""
+    """Return the layers of packages from the lowest to the highest.
+
+    Each package imports only packages of lower layers.
+    """
     left, done = dict(imports()), []
     while left:
         free = sorted(name for name, others in left.items() if not others & left.keys())

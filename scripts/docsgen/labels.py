@@ -12,7 +12,7 @@ LABELS: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("lab
 
 
 def command(arguments: Sequence[str]) -> str:
-    """Return arguments of the command line in short: the methods, then their settings without the methods' names."""
+    """Return arguments of a command line in a short form: the methods, and the settings without the method names."""
     methods, *settings = arguments
     short = [f"`{re.sub('^method.[a-z_]+.', '', setting)}`" for setting in settings]
     return ", ".join([f"`{methods.removeprefix('method=')}`", *short])

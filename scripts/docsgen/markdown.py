@@ -1,4 +1,4 @@
-"""Tables and numbers in Markdown, and the functions that markers call."""
+"""Functions that format tables and numbers in Markdown, and the registry of functions that markers call."""
 
 from __future__ import annotations
 
@@ -9,16 +9,25 @@ BLOCKS: dict[str, Callable[..., str]] = {}
 
 
 def block(function: Callable[..., str]) -> Callable[..., str]:
-    """Make a function available in markers under its own name, with - for _."""
+    """Register a function under its name for use in markers. Underscores in the name are replaced with hyphens."""
     BLOCKS[function.__name__.replace("_", "-")] = function
     return function
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, text_last: bool = False) -> str:
-    """Return a Markdown table. The first `left` columns, and a last column of text, are aligned to the left."""
+    """Return a Markdown table.
+
+    The first `left` columns are aligned to the left. If `text_last` is True, the last column is also aligned to the
+    left.
+    """
     last = len(head) - 1
     rule = ["---" if column < left or (text_last and column == last) else "---:" for column in range(len(head))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))
+
+
+def listed(items: Sequence[str]) -> str:
+    """Return items as a list in a sentence: a, b and c."""
+    return " and ".join(filter(None, (", ".join(items[:-1]), items[-1])))
 
 
 def times(ratio: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from typing import Any
 
 from docsgen import records
 from docsgen.labels import LABELS
@@ -28,9 +29,23 @@ def optimizer_states() -> str:
     """Show low-bit AdamW: largest steps, errors and bytes, relative to AdamW in 32 bits."""
     data = records.load("optimizer_states")
     cases = list(next(iter(data["optimizers"].values()))["cases"])
-    columns = [*cases, *(f"error, {case}" for case in (cases[0], *cases[-2:])), "last steps", "bytes", "ms"]
-    shown = report_text(data, columns, form="markdown")
-    return f"{shown}\n\n{records.conditions('optimizer_states')}"
+    errors = [*(f"error, {case}" for case in (cases[0], *cases[-2:])), "last steps", "bytes", "ms"]
+    largest, other = (_states(data, columns) for columns in (cases, errors))
+    return (
+        f"Largest step, divided by the largest step of torch's AdamW on the same gradients:\n\n{largest}\n\n"
+        "Relative error over all steps, norm of the last tenth of the steps divided by their norm with torch's AdamW,"
+        f" memory, and time of a step for a parameter of 768×3072 values:\n\n{other}\n\n"
+        f"{records.conditions('optimizer_states')}"
+    )
+
+
+def _states(data: dict[str, Any], columns: list[str]) -> str:
+    """Return a table of optimizers without its caption, and with the names of the cases in words."""
+    shown = report_text(data, columns, form="markdown").partition("\n\n")[2]
+    head, line, rows = shown.partition("\n")
+    for short, words in {"spread": "range", "late": "pause", "last steps, ": "norm of the last steps, "}.items():
+        head = head.replace(short, words)
+    return f"{head}{line}{rows}"
 
 
 @block
@@ -41,10 +56,13 @@ def allocators_conditions() -> str:
         f"{statistics.median(min(r[name]['seconds']) / min(r['keep']['seconds']) for r in recipes):.2f}× with `{name}`"
         for name in ("mimalloc", "tcmalloc")
     ]
-    conditions = records.conditions("allocators", "AdamW, each recipe and allocator in a separate process")
+    conditions = records.conditions(
+        "allocators",
+        "The optimizer is AdamW. Each combination of a recipe and an allocator runs in a separate process.",
+    )
     return (
-        f"{conditions} The shortest step of DeiT-S took, relative to the one with `keep`, the median over the recipes:"
-        f" {', '.join(ratios)}."
+        f"{conditions} The time of the shortest step of DeiT-S, relative to `keep`, is {' and '.join(ratios)} (median"
+        " over the recipes)."
     )
 
 
@@ -64,17 +82,17 @@ def plan_predictions() -> str:
     seconds = [case["planning_seconds"] for case in cases if "planning_seconds" in case]
     environment, twice = data["environment"], [case for case in cases if "first" in case]
     first = max((abs(case["step"][0] / case["step"][1] - 1) for case in twice), default=0)
-    where = f"{environment['device']}, {environment['threads']} threads, {environment['date'][:10]}"
+    where = f"an {environment['device']} with {environment['threads']} threads ({environment['date'][:10]})"
     text = (
-        f"{len(cases)} cases: in {len(trained)} the recommended recipe was trained. In the others nothing fit, or only"
-        f" recipes that lose more than a point or an unknown amount. **{above} of the"
-        f" {len(trained) + len(stopped)} runs exceeded their budget.** A plan took {statistics.median(seconds):.0f} s"
-        f" (median), {max(seconds):.0f} s at most, on {where}. {len(twice)} cases were measured twice: their step time"
-        f" was off by more than 15 % (by up to {100 * first:.0f} %), because the machine was slower for some minutes."
-        " The second measurement counts."
+        f"The recommended recipe was trained in {len(trained)} of {len(cases)} cases. In the other cases, no recipe fit"
+        " the budget, or the loss of accuracy of all recipes that fit was above one point or unknown. **The budget was"
+        f" exceeded in {above} of {len(trained) + len(stopped)} runs.** The median time of a plan was"
+        f" {statistics.median(seconds):.0f} s and the maximum {max(seconds):.0f} s, on {where}. {len(twice)} cases were"
+        f" measured twice, because the error of the step time was above 15 % (up to {100 * first:.0f} %) while the"
+        " machine was slower for some minutes. The table uses the second measurement."
     )
-    head = ["predicted", "off by, median", "90 % are off by at most", "largest"]
-    return f"{table(head, rows)}\n\n{text} Record: `{records.path('plans')}`, with both."
+    head = ["prediction", "error, median", "error, 90th percentile", "error, largest"]
+    return f"{table(head, rows)}\n\n{text} Record: `{records.path('plans')}`, which contains both measurements."
 
 
 @block

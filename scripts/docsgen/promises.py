@@ -36,14 +36,19 @@ def promises() -> str:
 def _result(form: str, held: dict[str, Any] | None) -> str:
     """Return one line about the last run of a form."""
     if held is None:
-        return f"Last {form} form: not run yet."
+        return f"The {form} form has not been run yet."
     failed, here = len(held["failed"]), held["environment"]
-    outcome = "passed" if not failed else f"{failed} failed: " + "; ".join(one["name"] for one in held["failed"])
+    trials = held["trials"]
+    outcome = (
+        f"The trial passed in {held['seconds']:.0f} s."
+        if trials == 1
+        else f"All {trials} trials passed. Their total time was {held['seconds']:.0f} s."
+    )
+    if failed:
+        outcome = f"{failed} of {trials} trials failed: {'; '.join(one['name'] for one in held['failed'])}."
     measured = "; ".join(f"{key.replace('_', ' ')} {_shown(key, value)}" for key, value in held["measured"].items())
     where = f"{str(here['date'])[:10]}, {here['device']}, torch {here['torch']}"
-    return f"Last {form} form ({where}): {held['trials']} trials, {outcome}; {held['seconds']:.0f} s of work." + (
-        f" Measured: {measured}." if measured else ""
-    )
+    return f"Last run of the {form} form ({where}): {outcome}" + (f" Measured values: {measured}." if measured else "")
 
 
 def _shown(key: str, value: float) -> str:

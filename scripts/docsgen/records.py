@@ -72,7 +72,7 @@ def seconds(file: str, name: str, part: str = "step") -> float:
 
 
 def rounds(file: str) -> int:
-    """Return the number of timed rounds of a file."""
+    """Return the number of timed rounds of a record."""
     data = load(file)
     if data["kind"] == "loop":
         return len(data["jobs"]["default"]["bare loop"]["seconds"])
@@ -96,22 +96,25 @@ def faster(file: str, name: str, part: str = "step") -> float:
 
 
 def conditions(file: str, how: str = "") -> str:
-    """Return the conditions of a measurement as sentences. `how` replaces the number of rounds."""
+    """Return the conditions of a measurement as sentences. `how` is a sentence that replaces the number of rounds."""
     data = load(file)
     environment = data["environment"]
     device, torch = environment["device"], environment["torch"].partition("+")[0]
-    facts = [device if "NVIDIA" in device else f"{device}, {environment['threads']} threads", f"torch {torch}"]
+    on_cpu = "NVIDIA" not in device
+    threads = f" with {environment['threads']} thread{'s' * (environment['threads'] != 1)}" if on_cpu else ""
+    facts = [f"torch {torch}"]
     facts += [data["dtype"]] if "dtype" in data else []
-    facts += [f"batch {data['batch']}"] if "batch" in data else []
-    facts += [how or f"medians of {rounds(file)} rounds, in turn", environment["date"][:10]]
+    facts += [f"batch size {data['batch']}"] if "batch" in data else []
+    text = f"Measured on {environment['date'][:10]} on an {device}{threads}, using {markdown.listed(facts)}."
+    text += f" {how or f'Times are medians of {rounds(file)} rounds, and each round measures all variants in turn.'}"
     allocator = environment.get("allocator", "system")
-    if "NVIDIA" not in device and allocator != "system":
-        facts.append("glibc keeping freed memory" if allocator.startswith("keeping") else allocator)
-    text = f"Measured on {', '.join(facts)}."
+    if on_cpu and allocator != "system":
+        kept = allocator.startswith("keeping")
+        text += " The allocator is glibc, which keeps freed memory." if kept else f" The allocator is {allocator}."
     if not how and environment.get("load", 0) > BUSY:
         text += (
-            f" The machine's load average was {environment['load']:.2f} at the start, above the {BUSY} at which"
-            " `efficient-ft bench` calls a machine busy: times are less certain than their ratios."
+            f" The load average of the machine was {environment['load']:.2f} at the start. `efficient-ft bench` treats"
+            f" a machine as busy above {BUSY}. The times are therefore less reliable than their ratios."
         )
     return f"{text} Record: `{path(file)}`."
 

@@ -53,7 +53,7 @@ def points(name: str) -> list[dict[str, Any]]:
 
 
 def front(of: Sequence[dict[str, Any]], cost: str) -> list[dict[str, Any]]:
-    """Return the Pareto front by rising cost: each other point with the same or a lower cost is less accurate."""
+    """Return the Pareto front, sorted by cost. Every other point with the same or a lower cost is less accurate."""
     best: list[dict[str, Any]] = []
     for one in sorted(of, key=lambda one: (one[cost], -one["accuracy"])):
         if not best or one["accuracy"] > best[-1]["accuracy"]:
@@ -64,9 +64,9 @@ def front(of: Sequence[dict[str, Any]], cost: str) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------ whole studies
 @block
 def study(name: str) -> str:
-    """Show each tuned row of a study: the learning rate, accuracy, and costs, with ratios to full fine-tuning.
+    """Show each tuned row of a study with its learning rate, accuracy and costs, and the ratios to full fine-tuning.
 
-    Seconds are left out: several runs shared the machine.
+    The column of seconds is omitted, because several runs shared the machine.
     """
     of = records(name)
     head, *rows = studies.study_table(of, list(of.study.rows))
@@ -87,12 +87,13 @@ def study_conditions(name: str) -> str:
         values = ", ".join(map(shown, tune.values))
         first = " and ".join(map(shown, tune.values[max(len(tune.values) // 2 - 1, 0) :][:2]))
         chosen = (
-            f"`{tune.setting}` of every row is searched over {values} with seed {tune.seed}. The search begins with"
-            f" {first}. It continues with the neighbors of the best value on the validation {of.study.sample}s, and of"
-            f" every value within {100 * NEAR:g} point of it. The best value is then run with"
+            f"For each row, `{tune.setting}` is selected from {values} with seed {tune.seed}. The search begins with"
+            f" {first}. It continues with the neighbors of the best value on the validation {of.study.sample}s, and"
+            f" with the neighbors of every value whose accuracy is within {100 * NEAR:g} point of the best accuracy."
+            " The runs with the selected value use"
         )
     else:
-        chosen = f"All rows use `{tune.setting}={shown(tune.values[0])}` and"
+        chosen = f"All rows use `{tune.setting}={shown(tune.values[0])}`. The runs use"
     seeds = f"seed{'s' * (len(of.study.seeds) > 1)} {', '.join(map(str, of.study.seeds))}"
     settings = f"Settings of all runs: `{' '.join(of.study.settings)}`. Machines: {'; '.join(machines)}."
     return f"{' '.join(of.study.about.split())}\n\n{chosen} {seeds}. {settings}"
