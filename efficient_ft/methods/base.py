@@ -182,9 +182,6 @@ class Method(ABC):
         training continues. An implementation must therefore not change `self`. It must find parts of the model by name,
         or through state that `_apply` stored on the modules, but not through references to modules. If `_apply` never
         changes the model, the body is empty.
-
-        Args:
-            model: model that `_apply` modified, or a deep copy of this model.
         """
 
     # ------------------------------------------------------------------ called by a training loop
@@ -210,13 +207,12 @@ class Method(ABC):
             self._watch.end()
 
     def total_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss to minimize. Call this method exactly once after each forward pass in training.
+        """Return `loss` plus the loss that the method adds, with shape ().
+
+        Call this method exactly once after each forward pass in training.
 
         Args:
             loss: mean loss of the forward pass, with shape ().
-
-        Returns:
-            `loss` plus the loss that the method adds, with shape ().
 
         Raises:
             UserError: If the method adds a loss, but no forward pass has computed this loss.
@@ -241,8 +237,7 @@ class Method(ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: B027
         """Load a state returned by `state_dict`, either before or after `apply`.
 
-        Args:
-            state_dict: state of a method with the same settings on a model with the same architecture.
+        The state must belong to a method with the same settings on a model with the same architecture.
         """
 
     # ------------------------------------------------------------------ called by users
@@ -257,9 +252,8 @@ class Method(ABC):
             model: image classifier that maps (B, C, H, W) to logits (B, classes), on any device. If no other attribute
                 of the model specifies the size of its images, the attribute ``image_size`` in pixels is used (default:
                 224).
-            classifier: full names of the classifier's modules. By default, timm's classifier is used. If `model` is a
-                larger module around a pretrained network, all parts outside of the network are treated as new, and
-                methods that freeze parameters train these parts.
+            classifier: full names of the classifier's modules (default: timm's classifier). If `model` contains a
+                pretrained network, parts outside of this network are treated as new and are always trained.
 
         Returns:
             The report of touched and skipped parts.
@@ -324,8 +318,8 @@ class Method(ABC):
     def remove(self, model: nn.Module) -> None:
         """Restore the modules, names and `requires_grad` of `model`. Trained values are kept.
 
-        The method itself returns to its initial state, so that it can be applied to a new model. Subclasses undo their
-        changes in `_remove`, because the attributes that `_apply` has set do not exist after this function.
+        The method itself returns to its initial state, so that it can be applied to a new model. Subclasses must undo
+        their changes in `_remove`, because attributes set by `_apply` are deleted.
 
         Args:
             model: model to which the method was applied. If several methods were applied, remove them in the reverse
@@ -358,10 +352,7 @@ class Method(ABC):
         return Needs.FIND_UNUSED_PARAMETERS in self.needs
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of the constructor with their values.
-
-        ``type(m)(**m.settings())`` is equivalent to ``m``.
-        """
+        """Return the arguments of the constructor. ``type(m)(**m.settings())`` is equivalent to ``m``."""
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
     def setting_error(self, setting: str, allowed: str, do: str | None = None) -> SettingError:
