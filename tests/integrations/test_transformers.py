@@ -16,13 +16,19 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import TimmWrapperConfig, TimmWrapperForImageClassification, Trainer, TrainingArguments
+from transformers import (
+    TimmWrapperConfig,
+    TimmWrapperForImageClassification,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.integrations.saving import decode, encode
 from efficient_ft.integrations.session import MethodSession
 from efficient_ft.integrations.transformers import MethodCallback
-from efficient_ft.methods import LBPWHT, LISA, SWAT, ALaST, Full, LastStage, LoRA, RepNet
+from efficient_ft.methods import LBPWHT, LISA, SWAT, ALaST, Full, LastStage, LoRA, Mesa, RepNet
 from efficient_ft.methods.base import Method
 from efficient_ft.optim import step_in_backward
 from efficient_ft.testing import CLASSES, MODELS, model_of
@@ -84,6 +90,25 @@ def test_a_trainer_that_never_trains_does_not_block_another_session(tmp_path: Pa
     with MethodSession(model.timm_model, methods), pytest.raises(UserError, match="Another session is open"):
         trainer.train()
     trainer.train()
+
+
+def test_a_trainer_built_during_training_does_not_end_the_step(tmp_path: Path) -> None:
+    model, callback = wrapped(), MethodCallback([LISA(num_layers=1)])
+
+    class Building(TrainerCallback):
+        def on_step_begin(self, args: TrainingArguments, *rest: Any, **kwargs: Any) -> None:
+            Trainer(model, args, callbacks=[callback])
+
+    Trainer(model, arguments(tmp_path), train_dataset=images_of(2), callbacks=[callback, Building()]).train()
+
+
+def test_methods_of_another_callback_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = wrapped()
+    trainer_of([LISA(num_layers=1)], tmp_path, model)
+    trainer = trainer_of([Mesa()], tmp_path, model)
+    with caplog.at_level("WARNING"):
+        trainer.train()
+    assert "runs no steps of method lisa" in caplog.text
 
 
 # ------------------------------------------------------------------------------------------------ training

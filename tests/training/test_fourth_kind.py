@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from efficient_ft.cli.hydra.compose import configured
 from efficient_ft.config import Config, ModelConfig
 from efficient_ft.config.kinds import RULES, KindRules
 from efficient_ft.config.schema import NETWORKS
+from efficient_ft.core.errors import UserError
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.models import factory
 from efficient_ft.planning.counting import Counter
@@ -155,6 +157,29 @@ def test_a_kind_adds_a_family_of_networks(monkeypatch: pytest.MonkeyPatch) -> No
     assert factory.missing_weights(model) == "no weights"
     for network in (kind.network(model, 3), kind.random_network(model, 3)):
         assert network(torch.zeros(2, 3, 4, 4)).shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("rules", "family", "message"),
+    [
+        (KindRules("numbers", (), networks=("linear_48",)), _Networks(), "KindRules.family of .* must be the name"),
+        (KindRules("text2", (), family="text", networks=("x",)), _Networks(), "got 'text'"),
+        (
+            KindRules("numbers", (), family="numbers", networks=("resnet18",)),
+            _Networks(),
+            "resnet18 of .* already exists",
+        ),
+        (KindRules("numbers", (), family="numbers", networks=("bert_tiny",)), _Networks(), "bert_tiny of .* already"),
+        (KindRules("numbers", (), networks=("linear_48",)), None, "names networks without a family"),
+    ],
+)
+def test_a_family_replaces_no_other(rules: KindRules, family: Any, message: str) -> None:
+    kind = type("Mine", (ClassificationKind,), {"rules": rules, "family": family})()
+    families, networks = dict(factory.FAMILIES), dict(NETWORKS)
+    with pytest.raises(UserError, match=message):
+        registry.register(kind)
+    assert (dict(factory.FAMILIES), dict(NETWORKS)) == (families, networks)
+    assert rules.name not in RULES
 
 
 class _CalledError(Exception):
