@@ -55,8 +55,9 @@ def missing(config: ModelConfig) -> str | None:
 
 
 def _refused_size(config: ModelConfig, cfg: PretrainedCfg) -> SettingError:
-    """Return the error for an image size that a network cannot process. The message suggests the next larger usable
-    size.
+    """Return the error for an image size that a network cannot process.
+
+    The message suggests the next larger usable size.
     """
     height, width = image_size(config, cfg)
     own = tuple(cfg.input_size[-2:])

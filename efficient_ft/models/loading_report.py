@@ -65,8 +65,9 @@ class LoadingReport:
         return lines
 
     def _left_out(self) -> str:
-        """Return a line that states the number of unused tensors for each reason, with the first components of some
-        names.
+        """Return a line that states the number of unused tensors for each reason, with some of their names.
+
+        Names are shortened to their first component.
         """
         groups: dict[str, Counter[str]] = {}
         for name, reason in self.left_out.items():

@@ -67,11 +67,10 @@ class Fit:
 def choose(
     config: ModelConfig, path: Path, contents: Contents, own: Collection[str], fit: Callable[[Contents, str], Fit]
 ) -> tuple[Contents, Fit]:
-    """Find the prefix of a file under which the tensors fit a network. `own` contains the names of the network's
-    tensors.
+    """Find the prefix of a file under which the tensors fit a network.
 
-    `model.weights_key` restricts the search to a part of the file. `fit` compares the tensors under a prefix with the
-    network.
+    `own` contains the names of the network's tensors. `model.weights_key` restricts the search to a part of the file.
+    `fit` compares the tensors under a prefix with the network.
 
     Returns:
         The contents that were searched, and the complete fit. If no fit is complete, the nearest fit is returned.

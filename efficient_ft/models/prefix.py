@@ -58,8 +58,9 @@ class _Call:
 
 
 class FrozenPrefix:
-    """The part of a network before a cut, in which no parameter is trained. `find_prefix` creates instances of this
-    class.
+    """The part of a network before a cut, in which no parameter is trained.
+
+    `find_prefix` creates instances of this class.
 
     Attributes:
         end: Name of the last module of the prefix.
