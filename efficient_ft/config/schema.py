@@ -1,4 +1,4 @@
-"""The schema of a run's configuration for pydantic. This module imports no other module of the package."""
+"""The pydantic schema of a run's configuration. This module does not import other modules of the package."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
-#: Maximum size of an image's side in pixels. A single larger image does not fit into memory.
+#: Maximum height and width of an image in pixels. A single larger image would not fit into memory.
 LARGEST_SIDE = 8192
 Side = Annotated[int, Field(ge=1, le=LARGEST_SIDE)]
 BatchSize = Annotated[int, Field(ge=1, le=65536)]
 Name = Annotated[str, Field(min_length=1)]
-#: A folder or file. Hydra reads a name such as ``2019`` as a number.
+#: A folder or file. Hydra reads a name such as ``2019`` as a number, which is converted back to text.
 Place = Annotated[Name, BeforeValidator(lambda given: str(given) if type(given) is int else given)]
 
 
@@ -35,18 +35,23 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, protected_namespaces=())
 
 
-#: The families of networks that kinds of other packages add, by ``model.name`` (`training.kinds.registry.register`).
+#: Families of the networks that other packages add with a kind, by ``model.name``; see `training.kinds.registry`.
 NETWORKS: dict[str, str] = {}
 
 
 class ModelConfig(Section):
-    """The network and its weights. `name` is a timm name, ``vit_digits`` or ``vit_micro``."""
+    """The network and its weights.
+
+    `name` is the name of a timm model, of a network of this package (e.g. ``vit_digits``), or of a segmentation network
+    or text classifier.
+    """
 
     name: Name
     pretrained: bool = True
     #: timm's name of the encoder, if `name` is a network of segmentation-models-pytorch.
     encoder: Name | None = None
-    #: Local file (.safetensors, .pth, .npz) with timm's names, which replaces the download.
+    #: Local file (.safetensors, .pth, .npz) with timm's names to load instead of downloading weights. For a text
+    #: classifier, the value may also be a folder.
     weights: Name | None = None
     #: Prefix of the names in `weights` to use if several parts of the file fit, e.g. ``teacher.backbone``.
     weights_key: Name | Annotated[int, Field(ge=0)] | None = None
@@ -58,11 +63,11 @@ class ModelConfig(Section):
     drop_rate: Fraction = 0.0
     #: Freeze the running statistics of BatchNorm during training.
     frozen_bn: bool = True
-    #: Initialize a new classifier to zero.
+    #: Initialize the parameters of a new classifier to zero.
     zero_head: bool = False
     #: Default selection for methods without a selection in their YAML file.
     select: Name = "last_stage"
-    #: Normalization per channel; null: the normalization in pretraining.
+    #: Mean and standard deviation of each channel for normalization; null: the values used in pretraining.
     mean: tuple[float, ...] | None = None
     std: tuple[Positive, ...] | None = None
     #: Additional arguments of ``timm.create_model``.
@@ -82,8 +87,8 @@ class ModelConfig(Section):
 class AugmentConfig(Section):
     """The transform of training images.
 
-    ``resize_crop`` resizes the image, crops a random part with the relative area `scale`, resizes the part to the input
-    size, and flips the part. ``none`` applies the transform of evaluation.
+    ``resize_crop`` resizes the image, crops a random part whose relative area is in the range `scale`, resizes this
+    part to the input size, and flips it. ``none`` applies the transform of evaluation.
     """
 
     name: Literal["resize_crop", "none"] = "resize_crop"
@@ -115,8 +120,8 @@ class MaskConfig(Section):
     colors: Annotated[dict[Name, Name | tuple[_Channel, _Channel, _Channel]], Field(min_length=1)] | None = None
     #: Read masks with a palette by index or by color; auto: by color if the classes have colors.
     palette: Literal["auto", "index", "color"] = "auto"
-    #: Orientation of the masks of images with an EXIF orientation: upright, or as the stored (raw) pixels; auto:
-    #: determined by the sizes.
+    #: Orientation of the masks of images with an EXIF orientation. upright: masks match the upright image; raw: masks
+    #: match the stored pixels; auto: determined from the sizes of the image and the mask.
     exif: Literal["auto", "upright", "raw"] = "auto"
     #: Names of the mask folder and the image folder; null: recognize the folders.
     folder: Name | None = None
@@ -129,16 +134,16 @@ class MaskConfig(Section):
     flip: bool = True
     #: Size (height, width) of resized images in evaluation in pixels; null: the original size.
     resize: tuple[Count, Count] | None = None
-    #: Evaluate on whole images, or on windows of the training size with averaged logits.
+    #: Evaluate on whole images, or on windows of the training size whose logits are averaged.
     evaluation: Literal["whole", "windows"] = "whole"
 
 
 class TextConfig(Section):
     """Settings of text data sets: the columns, format and labels of files."""
 
-    #: Column of the text, or the two columns of a pair of texts.
+    #: Column that contains the text, or the two columns that contain a pair of texts.
     columns: Annotated[list[Name], Field(min_length=1, max_length=2)] = ["text"]
-    #: Column of the class.
+    #: Column that contains the class.
     label: Name = "label"
     #: Names of all columns for tables without a header; null: the first line names the columns.
     names: Annotated[list[Name], Field(min_length=2)] | None = None
@@ -167,9 +172,9 @@ class DataConfig(Section):
     #: One of `DATA_NAMES`, or a data set registered by another package with its own kind of task.
     name: Annotated[Name, Field(json_schema_extra={"enum": [*DATA_NAMES]})]
     root: Name = "./data"
-    #: In a user's folder: follow links to targets outside of `root`; false: reject such links.
+    #: For a user's folder: follow links to targets outside of `root`; false: reject such links.
     follow_links: bool = False
-    #: In a user's folder: one or more folders per split, relative to `root`. The top folders in a split's folder are
+    #: For a user's folder: one or more folders for each split, relative to `root`. The folders directly inside are
     #: the classes. null: recognize the splits by name.
     splits: dict[Literal["train", "val", "test"], Place | Annotated[list[Place], Field(min_length=1)]] | None = None
     #: Gray values that map to black and white in images with more than 8 bits; null: 0 and 65535.
@@ -211,7 +216,8 @@ class OptimConfig(Section):
     #: Adam and AdamW only.
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     schedule: Literal["cosine", "constant"] = "cosine"
-    #: Number of warm-up steps, less than the number of optimizer steps; null: a quarter of the steps, and at most 100.
+    #: Number of warm-up steps. Must be less than the number of optimizer steps. null: a quarter of them, but at most
+    #: 100.
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
     #: Learning rate at the start of the warm-up, as a fraction of `lr`.
     warmup_start_factor: Annotated[float, Field(ge=0, le=1)] = 0.001
@@ -220,11 +226,11 @@ class OptimConfig(Section):
     label_smoothing: Fraction = 0.1
     #: Maximum norm of the whole gradient; null: no clipping.
     grad_clip_norm: Annotated[float, Field(ge=1e-6)] | None = 5.0
-    #: Factor of the classifier's learning rate, relative to `lr`.
+    #: Factor by which `lr` is multiplied for the classifier.
     head_lr_mult: Positive = 1.0
-    #: Factor of the learning rate per layer, from the head down; null: one learning rate for all layers.
+    #: Factor by which the learning rate is multiplied per layer away from the head; null: one rate for all layers.
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
-    #: Adam and AdamW only: bits per value of the two moments.
+    #: Adam and AdamW only: number of bits per value of the two moments.
     state_bits: Literal[32, 8, 4] = 32
     #: Update each parameter inside the backward pass and free its gradient. Requires grad_clip_norm=null.
     in_backward: bool = False
@@ -255,7 +261,7 @@ class TrainerConfig(Section):
     #: Numeric form of the frozen prefix. fp32: unchanged; folded: BatchNorm folded into convolutions; bf16: folded, in
     #: bfloat16; auto: the fastest form on this machine, see `models.prefix_form`.
     prefix: Literal["fp32", "folded", "bf16", "auto"] = "fp32"
-    #: Store the output of the frozen prefix; auto: if it saves time, see `training.features`.
+    #: Store the output of the frozen prefix; auto: only if this saves time. See `training.features`.
     cache_features: Literal["off", "auto", "on"] = "off"
     #: Number of augmented views of each image in stored features. Epoch e uses the view e modulo this number.
     views: Count = 4
@@ -273,28 +279,29 @@ class LoggerConfig(Section):
     project: Name = "efficient-ft"
     #: User or team in wandb; null: the logged-in user.
     entity: str | None = None
-    #: Group of the run; null: the name of the run folder's parent, which contains the methods.
+    #: Group of the run; null: the name of the run folder's parent, which consists of the names of the methods.
     group: str | None = None
     #: Name of the run; null: the methods and the settings on the command line.
     run_name: str | None = None
     tags: list[str] = Field(default_factory=list)
     job_type: Name = "train"
     mode: Literal["online", "offline"] = "online"
-    #: Optimizer steps between rows of train loss and learning rate; null: 50, or fewer for at least 20 rows.
+    #: Number of optimizer steps between records of the training loss and the learning rate; null: 50, or fewer for at
+    #: least 20 records.
     every_n_steps: Count | None = None
 
 
 class CostConfig(Section):
     """The cost report at the end of a run."""
 
-    #: Selection on the plain model (full, last_stage, head, …) for the comparison of costs, or none.
+    #: Selection (full, last_stage, head, …) that defines the baseline for the comparison of costs; none: no comparison.
     baseline: Name = "full"
     #: Maximum number of timed steps for the run and the baseline. Timing takes at most a tenth of the training time.
     steps: Count = 5
 
 
 class StepStatsConfig(Section):
-    """The recording of step statistics in step_stats.jsonl, in addition to the metrics."""
+    """Settings for recording step statistics in step_stats.jsonl, in addition to the metrics."""
 
     #: Interval in optimizer steps, starting with the first step; 0: no recording.
     interval: Annotated[int, Field(ge=0)] = 0
@@ -306,7 +313,7 @@ class Config(Section):
     `method` maps the name of each method to its settings: the constructor's arguments and `select`.
     """
 
-    #: The kind of task. Another package may add kinds, see `config.kinds`.
+    #: The kind of task. Other packages may add kinds; see `config.kinds`.
     task: Annotated[Name, Field(json_schema_extra={"enum": ["classification", "segmentation", "text"]})] = (
         "classification"
     )
@@ -336,22 +343,25 @@ class Config(Section):
     cost_only: bool = False
     #: Also print each module that a method changes or skips, and the notes in train.log.
     verbose: bool = False
-    #: Memory allocator of the process (Linux with glibc), see `core.allocator`.
+    #: Memory allocator of the process (Linux with glibc); see `core.allocator`.
     allocator: Literal["auto", "mimalloc", "tcmalloc", "keep", "system"] = "auto"
-    #: Memory budget of the run with a unit (4GB, 3.5GiB), see `training.memory.budget`; null: no budget.
+    #: Memory budget of the run with a unit (4GB, 3.5GiB); see `training.memory.budget`. null: no budget.
     memory: str | int | float | None = None
 
-    #: Settings of the options on the command line (model=, data=, ...); None without a command line.
+    #: Settings of the options that the command line selects (model=, data=, ...), or None if there are none.
     _options: dict[str, Any] | None = PrivateAttr(default=None)
 
     def with_options(self, options: dict[str, Any] | None) -> Config:
-        """Return a copy that stores the settings of the options on the command line for `changed`."""
+        """Return a copy that stores the settings of the options on the command line.
+
+        `changed` compares the configuration with these settings.
+        """
         copy = self.model_copy()
         copy._options = options
         return copy
 
     def changed(self) -> dict[str, Any]:
-        """Return the settings that differ from the options, or from the schema's defaults, by full name."""
+        """Return the settings that differ from the options or from the schema's defaults, by full name."""
         options = {} if self._options is None else flatten(self._options)
         given = flatten(self.model_dump(mode="json", exclude_defaults=True))
         return {

@@ -53,7 +53,10 @@ def stem_of(model: nn.Module) -> str | None:
 
 
 def stages_of(model: nn.Module) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    """Return the names of the blocks of each stage, the other modules of each stage, and the modules with the stages."""
+    """Return the names of the blocks of each stage, of the other modules of each stage, and of the containers.
+
+    A container is a module that contains blocks or stages.
+    """
     holder = holder_of(model)
     inside = f"{holder}." if holder else ""
     owner = model.get_submodule(holder)
