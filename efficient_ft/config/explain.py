@@ -210,7 +210,7 @@ REMOVED = {
 def refuse_removed(argument: str) -> None:
     """Raise a UserError if a command-line argument uses a removed setting or ``zip(...)``.
 
-    It states the replacement.
+    The message states the replacement.
     """
     key, _, value = argument.partition("=")
     if value.startswith("zip("):

@@ -66,7 +66,8 @@ class KindRules:
             raise SettingError(f"data.augment.{setting}", show(value), known, self.augmentation)
 
     def refuse_unsupported(self, config: Config, where: str) -> None:
-        """Raise a SettingError if features are stored, or a form of the prefix is set, and this is not supported.
+        """Raise a SettingError if the configuration stores features or sets a form of the prefix, and this is not
+        supported.
 
         `where` is appended to the constraint in the message.
         """

@@ -188,8 +188,8 @@ class _Inert:
     def __setstate__(self, state: Any) -> None: ...
 
 
-#: Standard types that replace custom mapping and list classes, by a part of the error message of torch for such a
-#: class.
+#: Standard types that replace custom mapping and list classes. The keys are parts of the error that torch raises for
+#: such a class.
 _STANDARD: dict[str, type] = {"Can only SETITEM": OrderedDict, "Can only append": list, "Can only extend": list}
 
 

@@ -141,7 +141,7 @@ def _votes(names: Collection[str], own: Collection[str]) -> Counter[str]:
 def _groups(names: Collection[str], size: int) -> list[str]:
     """Return the prefixes that many names share, starting with the shortest.
 
-    These prefixes are candidates if the names must be converted, and therefore do not match.
+    These prefixes are searched if the names in the file must be converted before they match names in the network.
     """
     counts: Counter[str] = Counter()
     for name in names:

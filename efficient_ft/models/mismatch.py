@@ -185,7 +185,7 @@ def _structure(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[s
 
 
 def _lists(fit: Fit) -> list[str]:
-    """Return a description for each kind of difference. It lists the tensors that differ."""
+    """Return one text for each kind of difference, which lists the tensors with this difference."""
     scalars = {name: words for name, words in fit.misshapen.items() if "single number" in words}
     shapes = [f"{name} ({words})" for name, words in (scalars or fit.misshapen).items()]
     parts = {"missing": fit.missing, "unexpected": fit.foreign, "of a different shape": shapes}

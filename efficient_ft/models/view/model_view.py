@@ -107,7 +107,9 @@ class ModelView:
         return next(iter(layouts)).grid
 
     def functions(self, name: str) -> frozenset[Callable[..., Any]] | None:
-        """Return the torch functions that the forward method of the module `name` calls directly, or None.
+        """Return the torch functions that the forward method of the module `name` calls directly.
+
+        The result is None if the method calls no torch functions.
 
         Raises:
             UserError: If the model cannot run on an input of `image_size`.

@@ -42,8 +42,8 @@ class Probed:
 
     Attributes:
         inputs: Input of every linear layer and convolution that was called.
-        reach: Attention modules that call a layer only after they are switched, by the name of the layer; see
-            `Layer.reach`.
+        reach: Attention modules that call a layer only if their `qkv_bias_separate` is True, by the name of the layer;
+            see `Layer.reach`.
         functions: Torch functions that the forward method of each module calls directly.
     """
 
