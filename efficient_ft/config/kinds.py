@@ -66,8 +66,7 @@ class KindRules:
             raise SettingError(f"data.augment.{setting}", show(value), known, self.augmentation)
 
     def refuse_unsupported(self, config: Config, where: str) -> None:
-        """Raise a SettingError if the configuration stores features or sets a form of the prefix, and this is not
-        supported.
+        """Raise a SettingError if stored features or the selected form of the prefix are not supported.
 
         `where` is appended to the constraint in the message.
         """

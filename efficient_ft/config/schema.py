@@ -88,7 +88,7 @@ class AugmentConfig(Section):
     """The transform of training images.
 
     ``resize_crop`` resizes the image, crops a random part whose relative area is in the range `scale`, resizes this
-    part to the input size, and flips it. ``none`` applies the transform of evaluation.
+    part to the input size, and flips half of the images. ``none`` applies the transform of evaluation.
     """
 
     name: Literal["resize_crop", "none"] = "resize_crop"

@@ -166,7 +166,7 @@ def _encoder_decoder(config: ModelConfig, classes: int, encoder: dict[str, Tenso
 
 
 def load(config: ModelConfig, classes: int, random: nn.Module) -> nn.Module:
-    """Build a network with weights for the whole network or with timm's weights for the encoder; see `create_model`."""
+    """Build a network with weights for all layers or only for its encoder; see `factory.create_model`."""
     path = fetch_weights(config, weights_cfg(config))
     if config.encoder is None:
         return _load_segformer(config, classes, path, random)

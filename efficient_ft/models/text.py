@@ -205,9 +205,9 @@ def require_fitting(tokenizer: Tokenizer, model: nn.Module) -> None:
 
 
 def portable(config: ModelConfig, model: nn.Module) -> ModelConfig:
-    """Return a `model` section that builds the architecture of `model` without local files.
+    """Return a `model` section that builds the architecture of `model` without other files.
 
-    `config` is the section that created `model`. It may name local files.
+    `config` is the section that created `model`. It may refer to a folder or a repository.
     """
     own = config.weights is not None and Path(config.weights).expanduser().is_dir()
     if config.name in TEXT_MODELS and not own:

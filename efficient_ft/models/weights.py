@@ -86,7 +86,7 @@ def match_timm(
     size = recorded_size(path)
     if size is not None:  # timm reads the shape of a non-square grid from its pretrained configuration
         overlay["input_size"] = (kwargs.get("in_chans", 3), *size)
-    # The replacement loads no weights. It captures timm's conversion function, and whether timm loads strictly.
+    # The replacement loads no weights. It captures timm's conversion function and the value of `strict`.
     caught: dict[str, Any] = {"filter_fn": None, "strict": True}
     with mock.patch.object(timm_builder, "load_pretrained", lambda *_, **given: caught.update(given)):
         model = build(config, kwargs, pretrained=True, pretrained_cfg_overlay=overlay)
