@@ -76,7 +76,7 @@ def _check_together(config: Config) -> None:
         raise SettingError("cost_only", "true", "false with evaluate=RUN", "Set only one of these settings.")
     if (model.mean is None) != (model.std is None):
         missing = "model.std" if model.std is None else "model.mean"
-        raise SettingError(missing, "null", "a list of numbers, one per channel, because the other one is set")
+        raise SettingError(missing, "null", "a list of numbers, one per channel, if model.mean or model.std is set")
     if model.mean is not None and model.std is not None and len(model.mean) != len(model.std):
         raise SettingError("model.std", list(model.std), f"a list of {len(model.mean)} numbers, as model.mean")
     if model.name in OWN_CLASSIFIERS[:2] and model.pretrained and model.weights is None:
@@ -129,7 +129,9 @@ def _check_data(key: str, data: DataConfig) -> None:
         raise SettingError(f"{key}.augment.scale", list(data.augment.scale), "[smallest, largest]")
     if data.augment.name == "none" and data.augment.resize != "input":
         allowed = f"input with {key}.augment.name=none"
-        raise SettingError(f"{key}.augment.resize", data.augment.resize, allowed, "It does not crop images.")
+        raise SettingError(
+            f"{key}.augment.resize", data.augment.resize, allowed, "This transform does not crop images."
+        )
 
 
 def _check_tasks(tasks: Mapping[str, DataConfig]) -> None:

@@ -115,7 +115,7 @@ RULES: dict[str, KindRules] = {
             "a segmentation network",
             "Choose model=segformer_b0, model=deeplabv3_mobilenetv2, or model=smp with model.encoder=NAME.",
         ),
-        augmentation="Masks have data.masks.zoom and data.masks.flip.",
+        augmentation="For masks, use data.masks.zoom and data.masks.flip.",
         unsupported={**_NO_PREFIX, "tokens": "Every position of the image requires its own features."},
     ),
     "text": _TextRules(

@@ -46,7 +46,7 @@ _SET_ELSEWHERE = {
     "encoder_name": "Set model.encoder instead.",
     "encoder_weights": "Set model.pretrained or model.weights instead.",
     "activation": "The loss takes logits.",
-    "aux_params": "There is no second output.",
+    "aux_params": "The network has only one output.",
 }
 
 

@@ -26,7 +26,7 @@ class Reason(Enum):
     SINGLE_POSITION = "a feature map with a single position"
     NO_TOKEN_DIMENSION = "an input without a token dimension"
     NO_GRID = "tokens without positions on a grid"
-    ROUTED = "its input consists of tokens routed from any image"
+    ROUTED = "its input consists of routed tokens of different images"
 
     FROZEN = "frozen by the selection"
     NOT_CHOSEN = "not chosen"
