@@ -1,4 +1,4 @@
-"""The configuration of a run: its schema, check and identity. Importing this package does not import torch."""
+"""The configuration of a run: its schema, validation and identity. Importing this package does not import torch."""
 
 from efficient_ft.config.check import check, validate
 from efficient_ft.config.explain import UnknownSetting, setting_names

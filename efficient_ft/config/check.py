@@ -1,4 +1,4 @@
-"""Convert a plain mapping to a checked `Config`. The first mistake raises one clear error."""
+"""Convert a plain mapping to a validated `Config`. The first invalid setting raises an error."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ from efficient_ft.core.units import parse_bytes, parse_seconds
 def check(plain: Mapping[str, Any]) -> Config:
     """Return the configuration that a nested mapping of settings describes.
 
-    `build_methods` checks the names and settings of methods, because it knows the constructors.
+    The names and settings of methods are not checked here. `build_methods` checks them, because it knows the
+    constructors.
 
     Args:
-        plain: Groups and settings as in config.yaml. Missing settings, and settings with the value ``???``, have the
+        plain: Groups and settings as in config.yaml. Settings that are missing or have the value ``???`` get the
             defaults of the schema.
 
     Raises:
-        SettingError: If a setting is invalid. The message for the first mistake contains the full key, the value, the
-            constraint, and the nearest known name.
+        SettingError: If a setting is invalid. The message for the first invalid setting contains its full key, its
+            value, the constraint, and the most similar known name.
     """
     if not isinstance(plain.get("method", {}), Mapping):
         raise SettingError("method", show(plain["method"]), "a mapping from a method's name to its settings")
     _refuse_sharding(plain)
     plain = _without_missing(plain)
-    # A YAML file that contains only a package directive composes to null.
+    # A method's YAML file that contains only a package directive is composed to null.
     plain = {**plain, "method": {k: {} if v is None else v for k, v in plain.get("method", {}).items()}}
     plain = {**plain, "tasks": {} if plain.get("tasks") is None else plain["tasks"]}
     if isinstance(plain["tasks"], Mapping) and all(isinstance(one, Mapping) for one in plain["tasks"].values()):
@@ -47,7 +48,7 @@ def check(plain: Mapping[str, Any]) -> Config:
 
 
 def _refuse_sharding(plain: Mapping[str, Any]) -> None:
-    """Reject strategies that shard parameters over the processes, and explain why."""
+    """Raise a SettingError with an explanation for strategies that shard parameters over the processes."""
     trainer = plain.get("trainer")
     strategy = str(trainer.get("strategy", "")) if isinstance(trainer, Mapping) else ""
     if re.match(r"(fsdp|deepspeed|model_parallel|zero)", strategy.lower()):
@@ -62,20 +63,20 @@ def _refuse_sharding(plain: Mapping[str, Any]) -> None:
 
 
 def _without_missing(value: Any) -> Any:
-    """Remove the entries with the value ``???``, which means missing in YAML."""
+    """Remove the entries with the value ``???``, which marks a missing value in YAML."""
     if not isinstance(value, Mapping):
         return value
     return {key: _without_missing(below) for key, below in value.items() if below != "???"}
 
 
 def _check_together(config: Config) -> None:
-    """Reject settings that exclude each other or have no effect together."""
+    """Raise a SettingError for settings that exclude each other or that have no effect together."""
     model, data, optim, trainer = config.model, config.data, config.optim, config.trainer
     if config.evaluate is not None and config.cost_only:
         raise SettingError("cost_only", "true", "false with evaluate=RUN", "Set only one of these settings.")
     if (model.mean is None) != (model.std is None):
         missing = "model.std" if model.std is None else "model.mean"
-        raise SettingError(missing, "null", "a list of numbers, one per channel, because the other one is set")
+        raise SettingError(missing, "null", "a list of numbers, one per channel, if model.mean or model.std is set")
     if model.mean is not None and model.std is not None and len(model.mean) != len(model.std):
         raise SettingError("model.std", list(model.std), f"a list of {len(model.mean)} numbers, as model.mean")
     if model.name in OWN_CLASSIFIERS[:2] and model.pretrained and model.weights is None:
@@ -89,7 +90,7 @@ def _check_together(config: Config) -> None:
     if config.tasks:
         _check_tasks(config.tasks)
     for setting, owners in (("momentum", ("sgd",)), ("betas", ("adamw", "adam")), ("state_bits", ("adamw", "adam"))):
-        # The default is valid, because every configuration that a run has written contains it.
+        # The default is accepted with every optimizer, because the configuration that a run writes contains it.
         value = getattr(optim, setting)
         if value != OptimConfig.model_fields[setting].default and optim.name not in owners:
             do = f"It belongs to optim={' or optim='.join(owners)}."
@@ -128,7 +129,9 @@ def _check_data(key: str, data: DataConfig) -> None:
         raise SettingError(f"{key}.augment.scale", list(data.augment.scale), "[smallest, largest]")
     if data.augment.name == "none" and data.augment.resize != "input":
         allowed = f"input with {key}.augment.name=none"
-        raise SettingError(f"{key}.augment.resize", data.augment.resize, allowed, "It does not crop images.")
+        raise SettingError(
+            f"{key}.augment.resize", data.augment.resize, allowed, "This transform does not crop images."
+        )
 
 
 def _check_tasks(tasks: Mapping[str, DataConfig]) -> None:
@@ -151,10 +154,10 @@ _Model = typing.TypeVar("_Model", bound=BaseModel)
 
 
 def validate(schema: type[_Model], plain: Mapping[str, Any], prefix: str) -> _Model:
-    """Return the settings `plain` of the group `prefix` as an instance of the pydantic model `schema`.
+    """Convert the settings in `plain` to an instance of the pydantic model `schema`.
 
-    The check is strict: it rejects "3" for 3 and true for 1. It accepts a list for a tuple. Raise a SettingError if a
-    setting is invalid.
+    `prefix` is the name of the group of settings. Validation is strict: "3" is not valid for 3, and true is not valid
+    for 1. However, a list is valid for a tuple. Raise a SettingError if a setting is invalid.
     """
     try:
         return schema.model_validate_json(json.dumps(plain, default=str), strict=True)

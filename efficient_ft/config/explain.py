@@ -1,4 +1,4 @@
-"""Error messages for settings with the constraint in words and the nearest known name."""
+"""Error messages for invalid settings. They state the constraint in words and suggest the most similar known name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def mistake(
 ) -> SettingError:
     """Convert the validation error that pydantic reports at `loc` to a SettingError.
 
-    The error names the deepest key that a user can set.
+    The error names the innermost key that a user can set.
     """
     whole = json_schema(schema)
     key, value, node = prefix, typing.cast(Any, plain), whole
@@ -49,7 +49,7 @@ def mistake(
     return SettingError(key, "an empty string" if value == "" else show(value), constraint)
 
 
-#: Names of a setting in other tools, for suggestions.
+#: Names of settings in other tools. If one of these names is used, the error message suggests the setting.
 _OTHER_NAMES = {
     "optim.lr": "learning_rate base_lr lr0 initial_lr max_lr",
     "optim.weight_decay": "wd l2 decay",
@@ -77,7 +77,10 @@ _OTHER_NAMES = {
 
 
 def _nearest(setting: str, known: Iterable[str], elsewhere: Iterable[str]) -> str:
-    """Return a hint with the setting most similar to an unknown name, or "". Names in other tools also count."""
+    """Return a hint with the setting that is most similar to an unknown name, or "" if no setting is similar.
+
+    The names of settings in other tools are also recognized.
+    """
     group, _, name = setting.rpartition(".")
     full = {other: target for target, others in _OTHER_NAMES.items() if target in elsewhere for other in others.split()}
     here = dict.fromkeys(known)
@@ -95,7 +98,8 @@ def _nearest(setting: str, known: Iterable[str], elsewhere: Iterable[str]) -> st
 class UnknownSetting(SettingError):
     """The error for a setting that does not exist.
 
-    `known` contains the names of the settings in the same group, and `elsewhere` the full names of other settings.
+    `known` contains the names of the settings in the same group, and `elsewhere` contains the full names of other
+    settings.
     """
 
     def __init__(self, setting: str, value: object, known: Iterable[str], elsewhere: Iterable[str] = ()):
@@ -108,7 +112,10 @@ class UnknownSetting(SettingError):
 
 
 def json_schema(schema: type[BaseModel]) -> dict[str, Any]:
-    """Return the JSON schema of `schema`, or only the names if JSON cannot express some types."""
+    """Return the JSON schema of the pydantic model `schema`.
+
+    If JSON cannot express some types, the result contains only the names of the settings.
+    """
     try:
         return schema.model_json_schema()
     except PydanticInvalidForJsonSchema:
@@ -139,12 +146,12 @@ def _leaves(node: dict[str, Any], whole: dict[str, Any], prefix: str = "") -> li
     return names
 
 
-#: Bounds of numbers by keyword in JSON schemas, with the sign for messages.
+#: Keywords for the bounds of numbers in JSON schemas, and the comparison operators for messages.
 _BOUNDS = (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<"))
 
 
 def _constraint(node: dict[str, Any], whole: dict[str, Any]) -> str:
-    """Return the constraint of a JSON schema node as words that follow "must be"."""
+    """Return the constraint of a JSON schema node as text that follows "must be"."""
     if "anyOf" in node:
         branches = [_constraint(resolved(branch, whole), whole) for branch in node["anyOf"]]
         simple = len(branches) == 2 and not any(", " in branch or " or " in branch for branch in branches)
@@ -174,7 +181,7 @@ def _constraint(node: dict[str, Any], whole: dict[str, Any]) -> str:
         case "object":
             below = node.get("additionalProperties")
             words = "a non-empty mapping" if node.get("minProperties") else "a mapping"
-            # A group is a mapping with fixed names, which other messages list.
+            # A group is a mapping with fixed names. Other messages list these names.
             inner = resolved(below, whole) if isinstance(below, dict) else {}
             if not inner:
                 return words
@@ -201,7 +208,10 @@ REMOVED = {
 
 
 def refuse_removed(argument: str) -> None:
-    """Raise a UserError with the replacement if a command-line argument uses a removed setting or ``zip(...)``."""
+    """Raise a UserError if a command-line argument uses a removed setting or ``zip(...)``.
+
+    The message states the replacement.
+    """
     key, _, value = argument.partition("=")
     if value.startswith("zip("):
         raise UserError(f"{argument}: zip(...) was removed. {_EXPERIMENT}.")

@@ -32,7 +32,7 @@ def fingerprint(config: Config) -> str:
         del what["trainer"]["views"], what["trainer"]["cache_dtype"]
     what["data"] = _content(config.data)
     if config.tasks:
-        # The order of the tasks matters, because they take turns in this order.
+        # The order of the tasks affects the result, because optimizer steps alternate between the tasks in this order.
         what["tasks"] = [[name, _content(data)] for name, data in config.tasks.items()]
         del what["data"]
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:8]
@@ -42,27 +42,28 @@ def _content(data: DataConfig) -> dict[str, Any]:
     """Return the settings of a data set that affect the result of a run."""
     what = data.model_dump(mode="json", exclude=_DATA_NO_EFFECT)
     if data.on_corrupt == "stop":
-        del what["max_pixels"]  # this setting only selects images to skip
+        del what["max_pixels"]  # without skipped images, this limit has no effect on the result
     # The path identifies a folder of images. A published data set is the same at every path.
     root = what.pop("root")
     return {**what, "root": os.path.normpath(root)} if data.name in OWN_FOLDERS else what
 
 
 def data_configs(config: Config) -> list[DataConfig]:
-    """Return the configuration of the run's data set, or of the data set of every task."""
+    """Return the configurations of the run's data sets. Without tasks, the run has one data set."""
     return list(config.tasks.values()) or [config.data]
 
 
 def image_folders(config: Config) -> list[str]:
-    """Return the folders of the run's data sets. The data set digits has no folder."""
+    """Return the folders of the run's data sets. The data set ``digits`` has no folder."""
     return [os.path.normpath(one.root) for one in data_configs(config) if one.name != "digits"]
 
 
 def run_folder(config: Config, methods: Sequence[str] | None = None) -> str:
     """Return the relative path ``outputs/DATA/MODEL/METHOD+METHOD/FINGERPRINT`` of a run's folder.
 
-    The path has forward slashes, and depends only on the configuration. With several tasks, DATA joins their names
-    with ``+``. `methods` replaces the names of the methods.
+    The path has forward slashes, and depends only on the configuration. With several tasks, DATA consists of the names
+    of the tasks, joined with ``+``. If `methods` is given, its names are used instead of the names of the configured
+    methods.
     """
     data: str = config.data.name
     if data in OWN_FOLDERS:

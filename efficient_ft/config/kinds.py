@@ -1,7 +1,7 @@
 """The rules of each kind of task: its data sets, its networks, and the settings that it does not support.
 
-Importing this module does not import torch. The objects in `training.kinds` train and evaluate. Another package adds a
-kind with an entry point for an object that the package passes to `training.kinds.registry.register`::
+Importing this module does not import torch. The objects in `training.kinds` implement training and evaluation. To add a
+kind, another package declares an entry point for an object that it passes to `training.kinds.registry.register`::
 
     [project.entry-points."efficient_ft.kinds"]
     regression = "image_regression.kind:regression"
@@ -19,7 +19,7 @@ from efficient_ft.config.schema import DATA_NAMES, Config, MaskConfig, ModelConf
 from efficient_ft.core.errors import SettingError
 from efficient_ft.core.packages import KINDS_GROUP
 
-#: Image classifiers that timm does not have.
+#: Image classifiers that this package adds to timm.
 OWN_CLASSIFIERS = ("vit_digits", "vit_micro", "proxyless_mobile")
 
 
@@ -30,15 +30,16 @@ class KindRules:
     Attributes:
         name: Value of ``task``.
         data: Names of the kind's data sets (``data.name``).
-        family: Family of the kind's networks, see `config.schema.ModelConfig.family`.
-        section: Section of ``data`` with the settings of the data sets (``masks`` or ``text``), or "".
-        section_words: Constraint of the section for messages.
-        data_words: Property of the data sets and a hint, for messages. None for the default kind, because its messages
-            name the setting ``task`` instead.
+        family: Family of the kind's networks; see `config.schema.ModelConfig.family`.
+        section: Section of ``data`` with the settings of the data sets (``masks`` or ``text``), or "" if there is none.
+        section_words: Text for messages that describes a valid section.
+        data_words: Property of the data sets and a hint, for messages. It is None for the default kind, because its
+            messages name the setting ``task`` instead.
         model_words: Property of the networks and a hint, for messages.
-        augmentation: Sentence that names the augmentation settings, or "" if ``data.augment`` applies.
-        unsupported: Hints for messages by unsupported feature: ``tasks`` (several data sets), ``cache_features``,
-            ``prefix`` (forms of the frozen prefix), ``tokens`` (methods that drop or merge tokens).
+        augmentation: Sentence that names the augmentation settings of the kind, or "" if ``data.augment`` applies.
+        unsupported: Features that are not supported, each with a hint for messages or None. The features are ``tasks``
+            (several data sets), ``cache_features``, ``prefix`` (forms of the frozen prefix) and ``tokens`` (methods
+            that drop or merge tokens).
         networks: Names of the networks (``model.name``) that the kind adds. Their family has the name of the kind.
     """
 
@@ -65,7 +66,10 @@ class KindRules:
             raise SettingError(f"data.augment.{setting}", show(value), known, self.augmentation)
 
     def refuse_unsupported(self, config: Config, where: str) -> None:
-        """Raise a SettingError for unsupported stored features or forms of the prefix. `where` ends the constraint."""
+        """Raise a SettingError if stored features or the selected form of the prefix are not supported.
+
+        `where` is appended to the constraint in the message.
+        """
         trainer = config.trainer
         if trainer.cache_features == "on" and "cache_features" in self.unsupported:
             known = f"off or auto {where}"
@@ -111,7 +115,7 @@ RULES: dict[str, KindRules] = {
             "a segmentation network",
             "Choose model=segformer_b0, model=deeplabv3_mobilenetv2, or model=smp with model.encoder=NAME.",
         ),
-        augmentation="Masks have data.masks.zoom and data.masks.flip.",
+        augmentation="For masks, use data.masks.zoom and data.masks.flip.",
         unsupported={**_NO_PREFIX, "tokens": "Every position of the image requires its own features."},
     ),
     "text": _TextRules(
@@ -136,7 +140,7 @@ SEVERAL = KindRules("several tasks", (), unsupported=_NOT_STORED)
 
 
 def rules_of(name: str) -> KindRules:
-    """Return the rules for ``task=NAME``, and load the package that adds the kind if necessary.
+    """Return the rules for ``task=NAME``. If necessary, load the package that adds the kind.
 
     Raise a SettingError if the kind is unknown.
     """
@@ -149,7 +153,7 @@ def rules_of(name: str) -> KindRules:
 
 
 def check_kind(config: Config) -> None:
-    """Raise a SettingError for a network or data set of another kind, or a setting that the kind does not support."""
+    """Raise a SettingError if the network or a data set belongs to another kind, or if a setting is not supported."""
     rules, data, model = rules_of(config.task), config.data, config.model
     of_data = _kind_of_data("data.name", data.name)
     for one in config.tasks:
@@ -175,7 +179,7 @@ def check_kind(config: Config) -> None:
 
 
 def _kind_of_data(setting: str, name: str) -> KindRules:
-    """Return the rules of the kind of a data set."""
+    """Return the rules of the kind to which a data set belongs."""
     for rules in RULES.values():
         if name in rules.data:
             return rules
@@ -183,7 +187,7 @@ def _kind_of_data(setting: str, name: str) -> KindRules:
 
 
 def _refuse_section(config: Config, others: Iterable[KindRules]) -> None:
-    """Reject settings that belong to data sets of `others`."""
+    """Raise a SettingError for settings that apply only to the data sets of the kinds in `others`."""
     for rules in others:
         settings = getattr(config.data, rules.section)
         if settings is not None:
@@ -194,7 +198,7 @@ def _refuse_section(config: Config, others: Iterable[KindRules]) -> None:
 
 
 def _refuse_setting_of_other_family(model: ModelConfig) -> None:
-    """Reject a setting of text classifiers or segmentation networks for an image classifier."""
+    """Raise a SettingError if an image classifier has a setting of text classifiers or segmentation networks."""
     for name, owners in (("max_length", "text classifiers"), ("encoder", "segmentation networks (model=smp)")):
         if getattr(model, name) is not None:
             import timm

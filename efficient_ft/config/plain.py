@@ -11,12 +11,12 @@ from efficient_ft.core.errors import UserError
 
 
 def plain(composed: DictConfig) -> dict[str, Any]:
-    """Return plain containers with resolved interpolations, without the settings of Hydra and the rows of a sweep.
+    """Return a composed configuration as plain containers with resolved interpolations.
 
-    Raise a UserError if an interpolation cannot be resolved.
+    The settings of Hydra and the rows of a sweep are removed. Raise a UserError if an interpolation cannot be resolved.
     """
     job = OmegaConf.masked_copy(composed, [str(key) for key in composed if key not in ("hydra", "rows")])
-    # Interpolations are resolved in the copy, because they refer only to the settings of the job.
+    # Interpolations can be resolved in the copy, because they refer only to the settings of the job.
     try:
         container = OmegaConf.to_container(job, resolve=True)
     except OmegaConfBaseException as error:
@@ -30,7 +30,7 @@ def plain(composed: DictConfig) -> dict[str, Any]:
 
 
 def sentence(error: Exception) -> str:
-    """Return the text of a Hydra or OmegaConf error without search paths and object types."""
+    """Return the message of a Hydra or OmegaConf error without search paths and object types."""
     texts = [str(error), *([str(error.__cause__)] if error.__cause__ is not None else [])]
     lines = [line.strip() for text in texts for line in text.splitlines()]
     kept = []

@@ -1,4 +1,4 @@
-"""The schema of a run's configuration for pydantic. This module imports no other module of the package."""
+"""The pydantic schema of a run's configuration. This module does not import other modules of the package."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
-#: Maximum size of an image's side in pixels. A single larger image does not fit into memory.
+#: Maximum height and width of an image in pixels. A single larger image would not fit into memory.
 LARGEST_SIDE = 8192
 Side = Annotated[int, Field(ge=1, le=LARGEST_SIDE)]
 BatchSize = Annotated[int, Field(ge=1, le=65536)]
 Name = Annotated[str, Field(min_length=1)]
-#: A folder or file. Hydra reads a name such as ``2019`` as a number.
+#: A folder or file. Hydra reads a name such as ``2019`` as a number, which is converted back to text.
 Place = Annotated[Name, BeforeValidator(lambda given: str(given) if type(given) is int else given)]
 
 
@@ -35,34 +35,39 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, protected_namespaces=())
 
 
-#: The families of networks that kinds of other packages add, by ``model.name`` (`training.kinds.registry.register`).
+#: Families of the networks that other packages add with a kind, by ``model.name``; see `training.kinds.registry`.
 NETWORKS: dict[str, str] = {}
 
 
 class ModelConfig(Section):
-    """The network and its weights. `name` is a timm name, ``vit_digits`` or ``vit_micro``."""
+    """The network and its weights.
+
+    `name` is the name of a timm model, of a network of this package (e.g. ``vit_digits``), or of a segmentation network
+    or text classifier.
+    """
 
     name: Name
     pretrained: bool = True
     #: timm's name of the encoder, if `name` is a network of segmentation-models-pytorch.
     encoder: Name | None = None
-    #: Local file (.safetensors, .pth, .npz) with timm's names, which replaces the download.
+    #: Local file (.safetensors, .pth, .npz) with timm's names to load instead of downloading weights. For a text
+    #: classifier, the value may also be a folder.
     weights: Name | None = None
     #: Prefix of the names in `weights` to use if several parts of the file fit, e.g. ``teacher.backbone``.
     weights_key: Name | Annotated[int, Field(ge=0)] | None = None
     #: Maximum number of tokens per text if `name` is a text classifier from `transformers`; longer texts are truncated.
     max_length: Annotated[int, Field(ge=8)] | None = None
-    #: Image size in pixels, or [height, width]; null: the image size of the pretrained weights.
+    #: Image size in pixels, or [height, width]. If null, the image size of the pretrained weights is used.
     image_size: Side | tuple[Side, Side] | None = None
     drop_path_rate: Fraction = 0.0
     drop_rate: Fraction = 0.0
     #: Freeze the running statistics of BatchNorm during training.
     frozen_bn: bool = True
-    #: Initialize a new classifier to zero.
+    #: Initialize the parameters of a new classifier to zero.
     zero_head: bool = False
     #: Default selection for methods without a selection in their YAML file.
     select: Name = "last_stage"
-    #: Normalization per channel; null: the normalization in pretraining.
+    #: Mean and standard deviation of each channel for normalization. If null, the values from pretraining are used.
     mean: tuple[float, ...] | None = None
     std: tuple[Positive, ...] | None = None
     #: Additional arguments of ``timm.create_model``.
@@ -82,8 +87,8 @@ class ModelConfig(Section):
 class AugmentConfig(Section):
     """The transform of training images.
 
-    ``resize_crop`` resizes the image, crops a random part with the relative area `scale`, resizes the part to the input
-    size, and flips the part. ``none`` applies the transform of evaluation.
+    ``resize_crop`` resizes the image, crops a random part whose relative area is in the range `scale`, resizes this
+    part to the input size, and flips half of the images. ``none`` applies the transform of evaluation.
     """
 
     name: Literal["resize_crop", "none"] = "resize_crop"
@@ -93,7 +98,7 @@ class AugmentConfig(Section):
     flip: bool = True
     #: Flip half of the images upside down.
     vertical_flip: bool = False
-    #: Number of the enabled transforms (crop and flips) to draw for each image; null: apply all.
+    #: Number of enabled transforms (crop and flips) to draw for each image. If null, all of them are applied.
     pick: Count | None = None
 
 
@@ -104,53 +109,57 @@ _Channel = Annotated[int, Field(ge=0, le=255)]
 class MaskConfig(Section):
     """Settings of segmentation data sets: folders, classes, pixel values without a label, and sizes."""
 
-    #: Names of the classes with the ids 0, 1, …; null: the names in the data set or in classes.txt.
+    #: Names of the classes with the ids 0, 1, …. If null, the names come from the data set or from classes.txt.
     classes: list[Name] | None = None
     #: Ids of pixels without a label, in addition to 255.
     ignored: list[MaskValue] = Field(default_factory=list)
-    #: Class name, class id, or ``void`` (no label) for each pixel value; ids: pixel values are class ids; null: as ids,
-    #: but ambiguous masks are rejected.
+    #: Class name, class id, or ``void`` (no label) for each pixel value. With ``ids``, pixel values are class ids. With
+    #: null, they are also class ids, but ambiguous masks are rejected.
     values: Annotated[dict[MaskValue, Name | int], Field(min_length=1)] | Literal["ids"] | None = None
-    #: Color of each class in color masks, [red, green, blue] or "#rrggbb"; ``void``: no label.
+    #: Color of each class in color masks, as [red, green, blue] or "#rrggbb". The name ``void`` means no label.
     colors: Annotated[dict[Name, Name | tuple[_Channel, _Channel, _Channel]], Field(min_length=1)] | None = None
-    #: Read masks with a palette by index or by color; auto: by color if the classes have colors.
+    #: Read masks with a palette by index or by color. With ``auto``, they are read by color if the classes have colors.
     palette: Literal["auto", "index", "color"] = "auto"
-    #: Orientation of the masks of images with an EXIF orientation: upright, or as the stored (raw) pixels; auto:
-    #: determined by the sizes.
+    #: Orientation of the masks of images with an EXIF orientation. With ``upright``, masks match the upright image.
+    #: With ``raw``, masks match the stored pixels. With ``auto``, the sizes of the image and the mask determine the
+    #: orientation.
     exif: Literal["auto", "upright", "raw"] = "auto"
-    #: Names of the mask folder and the image folder; null: recognize the folders.
+    #: Names of the mask folder and the image folder. If null, the folders are recognized automatically.
     folder: Name | None = None
     image_folder: Name | None = None
-    #: Read only masks whose file stem ends with this suffix; null: all masks.
+    #: Read only masks whose file stem ends with this suffix. If null, all masks are read.
     suffix: Name | None = None
     #: Range of the random scale factor of training images before the crop.
     zoom: tuple[Positive, Positive] = (0.5, 2.0)
     #: Flip half of the training images left to right.
     flip: bool = True
-    #: Size (height, width) of resized images in evaluation in pixels; null: the original size.
+    #: Size (height, width) in pixels to which images are resized in evaluation. If null, the original size is kept.
     resize: tuple[Count, Count] | None = None
-    #: Evaluate on whole images, or on windows of the training size with averaged logits.
+    #: Evaluate on whole images, or on windows of the training size whose logits are averaged.
     evaluation: Literal["whole", "windows"] = "whole"
 
 
 class TextConfig(Section):
     """Settings of text data sets: the columns, format and labels of files."""
 
-    #: Column of the text, or the two columns of a pair of texts.
+    #: Column that contains the text, or the two columns that contain a pair of texts.
     columns: Annotated[list[Name], Field(min_length=1, max_length=2)] = ["text"]
-    #: Column of the class.
+    #: Column that contains the class.
     label: Name = "label"
-    #: Names of all columns for tables without a header; null: the first line names the columns.
+    #: Names of all columns, for tables without a header. If null, the first line contains the names.
     names: Annotated[list[Name], Field(min_length=2)] | None = None
-    #: Delimiter between cells; null: determined by the file extension or the columns.
+    #: Delimiter between cells. If null, the delimiter is determined by the file extension or the columns.
     delimiter: Literal["comma", "semicolon", "tab", "pipe"] | None = None
-    #: Quotes enclose cells (true) or are plain characters (false); null: true for .csv and false for .tsv.
+    #: If true, quotes enclose cells. If false, quotes are plain characters. Null means true for .csv and false for
+    #: .tsv.
     quotes: bool | None = None
-    #: Python name of the file encoding (cp1252, utf-16-le); null: UTF-8, or the encoding of a byte order mark.
+    #: Python name of the file encoding, e.g. cp1252 or utf-16-le. If null, the encoding is UTF-8, or the encoding of a
+    #: byte order mark.
     encoding: Name | None = None
     #: Labels that mean "no label", in addition to empty labels and NaN.
     missing: list[str | int | float] = ["null", "NULL", "NA", "N/A"]
-    #: Merge labels that differ only in case (true) or keep them separate (false); null: reject such labels.
+    #: If true, labels that differ only in case are merged. If false, they are kept separate. If null, they are
+    #: rejected.
     ignore_case: bool | None = None
 
 
@@ -167,17 +176,17 @@ class DataConfig(Section):
     #: One of `DATA_NAMES`, or a data set registered by another package with its own kind of task.
     name: Annotated[Name, Field(json_schema_extra={"enum": [*DATA_NAMES]})]
     root: Name = "./data"
-    #: In a user's folder: follow links to targets outside of `root`; false: reject such links.
+    #: For a user's folder: follow links to targets outside of `root`. If false, such links are rejected.
     follow_links: bool = False
-    #: In a user's folder: one or more folders per split, relative to `root`. The top folders in a split's folder are
-    #: the classes. null: recognize the splits by name.
+    #: For a user's folder: one or more folders for each split, relative to `root`. The folders directly inside are the
+    #: classes. If null, the splits are recognized by name.
     splits: dict[Literal["train", "val", "test"], Place | Annotated[list[Place], Field(min_length=1)]] | None = None
-    #: Gray values that map to black and white in images with more than 8 bits; null: 0 and 65535.
+    #: Gray values that map to black and white in images with more than 8 bits. If null, the values are 0 and 65535.
     value_range: tuple[float, float] | None = None
     #: Maximum number of pixels of an image file. Larger images are rejected.
     max_pixels: Count = 178_956_970
     batch_size: BatchSize = 64
-    #: Batch size of evaluation; null: `batch_size`.
+    #: Batch size of evaluation. If null, `batch_size` is used.
     eval_batch_size: BatchSize | None = None
     num_workers: Annotated[int, Field(ge=0, le=256)] = 2
     #: Fraction of the training images held out for validation by a stratified and seeded split.
@@ -188,15 +197,16 @@ class DataConfig(Section):
     train_on_val: bool = True
     on_corrupt: Literal["stop", "skip"] = "stop"
     augment: AugmentConfig = AugmentConfig()
-    #: Settings of a segmentation data set; null: the data set has no masks.
+    #: Settings of a segmentation data set, or null for a data set without masks.
     masks: MaskConfig | None = None
-    #: Settings of a text data set; null: the data set has images.
+    #: Settings of a text data set, or null for a data set of images.
     text: TextConfig | None = None
     download: bool = True
-    #: Keep decoded and resized images on disk for later epochs and runs; auto: if there is enough space.
+    #: Keep decoded and resized images on disk for later epochs and runs. With ``auto``, they are kept if there is
+    #: enough space.
     keep_decoded: Literal["off", "auto", "on"] = "auto"
     decoded_folder: Name = "outputs/decoded"
-    #: Maximum size of decoded images on disk in bytes.
+    #: Maximum size of the decoded images on disk, in bytes or with a unit.
     decoded_limit: str | int | float = "4GB"
 
 
@@ -206,25 +216,26 @@ class OptimConfig(Section):
     name: Literal["adamw", "sgd", "adam"]
     lr: Annotated[float, Field(ge=1e-12)]
     weight_decay: NotNegative = 1e-5
-    #: SGD only.
+    #: Momentum of SGD. Other optimizers do not use it.
     momentum: Fraction = 0.9
-    #: Adam and AdamW only.
+    #: Decay rates of the two moments of Adam and AdamW. SGD does not use them.
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     schedule: Literal["cosine", "constant"] = "cosine"
-    #: Number of warm-up steps, less than the number of optimizer steps; null: a quarter of the steps, and at most 100.
+    #: Number of warm-up steps. Must be less than the number of optimizer steps. If null, a quarter of the optimizer
+    #: steps are warm-up steps, but at most 100.
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
     #: Learning rate at the start of the warm-up, as a fraction of `lr`.
     warmup_start_factor: Annotated[float, Field(ge=0, le=1)] = 0.001
     #: Learning rate at the end of the cosine schedule, as a fraction of `lr`.
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
     label_smoothing: Fraction = 0.1
-    #: Maximum norm of the whole gradient; null: no clipping.
+    #: Maximum norm of the whole gradient, or null for no clipping.
     grad_clip_norm: Annotated[float, Field(ge=1e-6)] | None = 5.0
-    #: Factor of the classifier's learning rate, relative to `lr`.
+    #: Factor by which `lr` is multiplied for the classifier.
     head_lr_mult: Positive = 1.0
-    #: Factor of the learning rate per layer, from the head down; null: one learning rate for all layers.
+    #: Factor by which the learning rate is multiplied per layer away from the head, or null for one rate in all layers.
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
-    #: Adam and AdamW only: bits per value of the two moments.
+    #: Number of bits per value of the two moments of Adam and AdamW.
     state_bits: Literal[32, 8, 4] = 32
     #: Update each parameter inside the backward pass and free its gradient. Requires grad_clip_norm=null.
     in_backward: bool = False
@@ -234,35 +245,37 @@ class TrainerConfig(Section):
     """Length, device and precision of the training."""
 
     epochs: Count
-    #: Maximum number of optimizer steps; -1: no limit.
+    #: Maximum number of optimizer steps, or -1 for no limit.
     max_steps: Annotated[int, Field(ge=-1)] = -1
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     accelerator: Literal["auto", "cpu", "gpu", "mps"] = "auto"
-    #: Number of processes on each node; auto: one process per GPU.
+    #: Number of processes on each node, or ``auto`` for one process per GPU.
     devices: Count | Literal["auto"] = 1
     #: Number of nodes, each with `devices` processes.
     num_nodes: Count = 1
-    #: auto: DistributedDataParallel for several processes; ddp: also for a single process.
+    #: With ``auto``, DistributedDataParallel is used for several processes. With ``ddp``, it is also used for one
+    #: process.
     strategy: Literal["auto", "ddp"] = "auto"
     #: Number of batches per optimizer step.
     grad_accum_steps: Count = 1
-    #: Use the channels-last memory format for convolutions; null: only on a CPU, where it is faster.
+    #: Use the channels-last memory format for convolutions. If null, it is used only on a CPU, where it is faster.
     channels_last: bool | None = None
     progress: bool = True
     deterministic: bool = False
-    #: Maximum number of batches in evaluation; null: all batches.
+    #: Maximum number of batches in evaluation, or null for all batches.
     limit_eval_batches: Count | None = None
-    #: Numeric form of the frozen prefix. fp32: unchanged; folded: BatchNorm folded into convolutions; bf16: folded, in
-    #: bfloat16; auto: the fastest form on this machine, see `models.prefix_form`.
+    #: Numeric form of the frozen prefix: unchanged (``fp32``), with BatchNorm folded into convolutions (``folded``),
+    #: folded and in bfloat16 (``bf16``), or the fastest form on this machine (``auto``); see `models.prefix_form`.
     prefix: Literal["fp32", "folded", "bf16", "auto"] = "fp32"
-    #: Store the output of the frozen prefix; auto: if it saves time, see `training.features`.
+    #: Store the output of the frozen prefix. With ``auto``, it is stored only if this saves time; see
+    #: `training.features`.
     cache_features: Literal["off", "auto", "on"] = "off"
-    #: Number of augmented views of each image in stored features. Epoch e uses the view e modulo this number.
+    #: Number of augmented views of each image in the stored features. Epoch e uses view e modulo this number.
     views: Count = 4
-    #: Data type of the stored features; int8: groups of 64 values with a minimum and a step size.
+    #: Data type of the stored features. With ``int8``, each group of 64 values has a minimum and a step size.
     cache_dtype: Literal["fp16", "fp32", "int8"] = "fp16"
     cache_folder: Name = "outputs/features"
-    #: Maximum size of stored features. Larger features are not stored.
+    #: Maximum size of the stored features, in bytes or with a unit. Larger features are not stored.
     cache_limit: str | int | float = "20GB"
 
 
@@ -271,32 +284,34 @@ class LoggerConfig(Section):
 
     name: Literal["none", "wandb", "tensorboard"] = "none"
     project: Name = "efficient-ft"
-    #: User or team in wandb; null: the logged-in user.
+    #: User or team in wandb, or null for the logged-in user.
     entity: str | None = None
-    #: Group of the run; null: the name of the run folder's parent, which contains the methods.
+    #: Group of the run. If null, the group is the name of the run folder's parent, which consists of the method names.
     group: str | None = None
-    #: Name of the run; null: the methods and the settings on the command line.
+    #: Name of the run. If null, the name consists of the methods and the settings on the command line.
     run_name: str | None = None
     tags: list[str] = Field(default_factory=list)
     job_type: Name = "train"
     mode: Literal["online", "offline"] = "online"
-    #: Optimizer steps between rows of train loss and learning rate; null: 50, or fewer for at least 20 rows.
+    #: Number of optimizer steps between records of the training loss and the learning rate. If null, the interval is
+    #: 50, or shorter so that there are at least 20 records.
     every_n_steps: Count | None = None
 
 
 class CostConfig(Section):
     """The cost report at the end of a run."""
 
-    #: Selection on the plain model (full, last_stage, head, …) for the comparison of costs, or none.
+    #: Selection (full, last_stage, head, …) that defines the baseline of the cost comparison, or none for no
+    #: comparison.
     baseline: Name = "full"
     #: Maximum number of timed steps for the run and the baseline. Timing takes at most a tenth of the training time.
     steps: Count = 5
 
 
 class StepStatsConfig(Section):
-    """The recording of step statistics in step_stats.jsonl, in addition to the metrics."""
+    """Settings for recording step statistics in step_stats.jsonl, in addition to the metrics."""
 
-    #: Interval in optimizer steps, starting with the first step; 0: no recording.
+    #: Interval of the records in optimizer steps, starting with the first step. If 0, nothing is recorded.
     interval: Annotated[int, Field(ge=0)] = 0
 
 
@@ -306,7 +321,7 @@ class Config(Section):
     `method` maps the name of each method to its settings: the constructor's arguments and `select`.
     """
 
-    #: The kind of task. Another package may add kinds, see `config.kinds`.
+    #: The kind of task. Other packages may add kinds; see `config.kinds`.
     task: Annotated[Name, Field(json_schema_extra={"enum": ["classification", "segmentation", "text"]})] = (
         "classification"
     )
@@ -322,36 +337,40 @@ class Config(Section):
     cost: CostConfig = CostConfig()
     step_stats: StepStatsConfig = StepStatsConfig()
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 233
-    #: auto: continue an interrupted run, and show the result of a finished run; never: start from the beginning.
+    #: With ``auto``, an interrupted run continues, and the result of a finished run is shown. With ``never``, the run
+    #: starts from the beginning.
     resume: Literal["auto", "never"] = "auto"
     #: Published accuracy of this run as a fraction, for the logger's summary.
     published: Annotated[float, Field(ge=0, le=1)] | None = None
     #: Number of jobs of a sweep (-m) that run at the same time.
     jobs: Count = 1
-    #: Maximum time of a job of a sweep (-m) in seconds, or with a unit (90s, 30min, 2h); null: no limit.
+    #: Maximum time of a job of a sweep (-m), in seconds or with a unit (90s, 30min, 2h), or null for no limit.
     job_timeout: str | Annotated[int, Field(strict=True)] | Annotated[float, Field(strict=True)] | None = None
-    #: Run folder to evaluate without training.
+    #: Folder of a run to evaluate without training.
     evaluate: str | None = None
     #: Print the cost without training.
     cost_only: bool = False
     #: Also print each module that a method changes or skips, and the notes in train.log.
     verbose: bool = False
-    #: Memory allocator of the process (Linux with glibc), see `core.allocator`.
+    #: Memory allocator of the process (Linux with glibc); see `core.allocator`.
     allocator: Literal["auto", "mimalloc", "tcmalloc", "keep", "system"] = "auto"
-    #: Memory budget of the run with a unit (4GB, 3.5GiB), see `training.memory.budget`; null: no budget.
+    #: Memory budget of the run with a unit (4GB, 3.5GiB), or null for no budget; see `training.memory.budget`.
     memory: str | int | float | None = None
 
-    #: Settings of the options on the command line (model=, data=, ...); None without a command line.
+    #: Settings of the options that the command line selects (model=, data=, ...), or None if there are none.
     _options: dict[str, Any] | None = PrivateAttr(default=None)
 
     def with_options(self, options: dict[str, Any] | None) -> Config:
-        """Return a copy that stores the settings of the options on the command line for `changed`."""
+        """Return a copy that stores the settings of the options on the command line.
+
+        `changed` compares the configuration with these settings.
+        """
         copy = self.model_copy()
         copy._options = options
         return copy
 
     def changed(self) -> dict[str, Any]:
-        """Return the settings that differ from the options, or from the schema's defaults, by full name."""
+        """Return the settings that differ from the options or from the schema's defaults, by full name."""
         options = {} if self._options is None else flatten(self._options)
         given = flatten(self.model_dump(mode="json", exclude_defaults=True))
         return {

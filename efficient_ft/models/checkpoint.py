@@ -23,7 +23,7 @@ from torch import Tensor
 from efficient_ft.core.errors import SettingError, UserError, why_unreadable
 
 _FORMS = "a complete weights file (.safetensors; .pth, .pt, .bin or .ckpt with tensors only; .npz for the ViT family)"
-#: Patterns of the first bytes of files that users often pass instead of weights, and the error message for each.
+#: Patterns for the first bytes of files that are often passed by mistake, and the error message for each pattern.
 _OTHER_FILES = (
     (rb"version https://git-lfs", "It is a Git LFS pointer instead of the file. Run git lfs pull"),
     (rb"\s*<(!doctype|html|\?xml)", "It is a web page: the download failed"),
@@ -32,25 +32,27 @@ _OTHER_FILES = (
     (rb"\x1f\x8b|BZh|7z\xbc|\xfd7zXZ|Rar!", "It is a compressed archive. Unpack it first"),
     (rb"\s*\{[^\0]*$", "It is a JSON file. Merge the shards that it lists into one .safetensors file"),
 )
-#: Names of files without weights that the Transformers trainer and Accelerate store next to the weights.
+#: Names of files that the Transformers trainer and Accelerate store next to the weights. These files contain no
+#: weights.
 _NO_WEIGHTS = re.compile(r"(optimizer|scheduler|scaler|training_args|rng_state|random_states|sampler)[\w.-]*$")
 #: Advice for a file that contains Python objects.
 _WEIGHTS_ALONE = (
     "Ask its author for the weights alone: safetensors.torch.save_model(model, FILE). Converting the file yourself"
     " executes the code that it contains, so do this only if you trust its source."
 )
-#: Maximum depth of nested mappings and lists that are searched.
+#: Maximum nesting depth of the mappings and lists that are searched for tensors.
 _DEPTH = 16
 
 
 @dataclass(frozen=True)
 class Contents:
-    """The tensors of a file.
+    """The tensors of a weights file.
 
     Attributes:
-        tensors: Tensors by full name. The full name joins the keys of nested mappings and lists with dots.
-        keys: Key of the nested mapping for each full name, or "" at the top level.
-        objects: Classes of the Python objects in the file that were not loaded.
+        tensors: Tensors by full name. A full name consists of the keys of the nested mappings and lists, joined with
+            dots.
+        keys: For each full name, the key of the nested mapping that contains the tensor, or "" for the top level.
+        objects: Names of the classes whose objects in the file were not loaded.
     """
 
     tensors: dict[str, Tensor]
@@ -58,18 +60,23 @@ class Contents:
     objects: tuple[str, ...] = ()
 
     def under(self, prefix: str) -> dict[str, Tensor]:
-        """Return the tensors whose full names start with `prefix`, without the prefix."""
+        """Return the tensors whose full names start with `prefix`. The prefix is removed from the names."""
         return {name[len(prefix) :]: value for name, value in self.tensors.items() if name.startswith(prefix)}
 
     def weights_under(self, prefix: str) -> dict[str, Tensor]:
-        """Return the usable tensors under `prefix`: floating-point tensors in fp32, and integer tensors unchanged."""
+        """Return the usable tensors under `prefix`.
+
+        Floating-point tensors are converted to fp32, and integer tensors are unchanged.
+        """
         values = self.under(prefix)
         usable = (name for name, v in values.items() if not v.is_floating_point() or why_unusable(v) is None)
         return {name: values[name].float() if values[name].is_floating_point() else values[name] for name in usable}
 
 
 def read_contents(path: Path) -> Contents:
-    """Read all tensors of a .safetensors, .pth, .pt, .bin, .ckpt or .npz file. The content determines the format.
+    """Read all tensors of a .safetensors, .pth, .pt, .bin, .ckpt or .npz file.
+
+    The content determines the format, except that an .npz file is recognized by its extension.
 
     Raises:
         SettingError: If the file does not exist, is damaged, or contains no tensors.
@@ -81,7 +88,7 @@ def read_contents(path: Path) -> Contents:
         why = _other_file(path, start)
         held, objects = _read(path, start) if why is None else (None, ())
     except Exception as error:  # torch, NumPy and safetensors raise many types of errors for a damaged file
-        damaged = isinstance(error, OSError) and error.errno == errno.EINVAL  # torch raises it for a truncated file
+        damaged = isinstance(error, OSError) and error.errno == errno.EINVAL  # torch reports this for a truncated file
         reason = "it is truncated or damaged" if damaged else why_unreadable(error).partition(". ")[0].rstrip(".")
         why = f"Reading it failed: {reason}"
         if "Python objects" in why:
@@ -112,7 +119,7 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def require_file(path: Path) -> None:
-    """Raise a SettingError unless the path is a file. The message for a folder lists the files to use instead."""
+    """Raise a SettingError unless `path` is a file. For a folder, the message states what to pass instead."""
     if os.path.isfile(path):  # pathlib raises an error for a name that is too long
         return
     do, shown = None, str(path)
@@ -136,7 +143,10 @@ def require_file(path: Path) -> None:
 
 
 def _other_file(path: Path, start: bytes) -> str | None:
-    """Return the error message for a file without weights, recognized by its first bytes; None for other files."""
+    """Return an error message if a file contains no weights, or None if it may contain weights.
+
+    Such a file is recognized by its first bytes `start` or, for a zip archive, by the names of its members.
+    """
     if not start:
         return "Reading it failed: it is empty"
     for pattern, sentence in _OTHER_FILES:
@@ -154,7 +164,7 @@ def _other_file(path: Path, start: bytes) -> str | None:
 
 
 def _read(path: Path, start: bytes) -> tuple[Any, tuple[str, ...]]:
-    """Return the object stored in a file, and the classes that were not loaded."""
+    """Return the object that is stored in a file, and the names of the classes whose objects were not loaded."""
     if start[8:9] == b"{":
         return load_file(path), ()
     if path.suffix == ".npz" or start[:6] == b"\x93NUMPY":
@@ -168,21 +178,29 @@ def _read(path: Path, start: bytes) -> tuple[Any, tuple[str, ...]]:
 
 
 class _Inert:
-    """Base class that replaces the classes in a pickle file. Its instances ignore arguments and state."""
+    """Base class of the classes that replace unknown classes in a pickle file.
+
+    Instances ignore the arguments of the constructor and their pickled state.
+    """
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def __setstate__(self, state: Any) -> None: ...
 
 
-#: Standard type that replaces a custom mapping or list class, by the text of the error that torch raises for the class.
+#: Standard types that replace custom mapping and list classes. The keys are parts of the error that torch raises for
+#: such a class.
 _STANDARD: dict[str, type] = {"Can only SETITEM": OrderedDict, "Can only append": list, "Can only extend": list}
 
 
 def _unpickle(path: Path) -> tuple[Any, tuple[str, ...]]:
-    """Read a file written by torch.save. Replace objects of classes that torch does not allow with inert objects."""
+    """Read a file written by `torch.save`, and replace objects of classes that torch does not allow with inert objects.
+
+    Returns:
+        The object that is stored in the file, and the names of the replaced classes.
+    """
     try:
-        with open(path, "rb") as opened:  # given a path, torch would check its suffix
+        with open(path, "rb") as opened:  # for a path, torch would check the file extension
             names = [str(name) for name in torch.serialization.get_unsafe_globals_in_checkpoint(opened)]
     except ValueError:  # the old format of torch.save, which is not a zip archive
         names = []
@@ -194,7 +212,7 @@ def _unpickle(path: Path) -> tuple[Any, tuple[str, ...]]:
                 held = torch.load(opened, map_location="cpu", weights_only=True)
             return held, tuple(names)
         except pickle.UnpicklingError as error:
-            # The object is a mapping or list of a custom class. The error names the inert class to replace.
+            # The file contains an object of a custom mapping or list class. The error names the inert class to replace.
             standard = next((kind for text, kind in _STANDARD.items() if text in str(error)), None)
             found = next((n for n, cls in inert.items() if issubclass(cls, _Inert) and repr(cls) in str(error)), None)
             if standard is None or found is None:
@@ -203,7 +221,7 @@ def _unpickle(path: Path) -> tuple[Any, tuple[str, ...]]:
 
 
 def _walk(held: Any, path: tuple[str, ...], above: tuple[int, ...] = ()) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield (key of the mapping, name, value) of each tensor in nested mappings and lists, without following cycles."""
+    """Yield (key of the mapping, name, value) for each tensor in nested mappings and lists. Cycles are not followed."""
     if isinstance(held, Tensor) and not path:
         yield "", "tensor", held
     if len(path) > _DEPTH or id(held) in above:
@@ -232,7 +250,7 @@ def _without_tensors(path: Path, held: Any, objects: tuple[str, ...]) -> Setting
 
 
 def why_unusable(tensor: Tensor) -> str | None:
-    """Return the reason why a tensor cannot be a weight, or None if it can be one."""
+    """Return the reason why a tensor cannot be used as a floating-point weight, or None if it can be used."""
     if tensor.is_quantized:
         return "quantized"
     if tensor.is_meta:

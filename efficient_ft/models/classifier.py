@@ -20,7 +20,7 @@ from efficient_ft.models.weights import load_weights, recorded_size
 
 __all__ = ["build", "input_of", "load", "missing"]
 
-#: Exceptions of a network that cannot process an image size. UserError is a ValueError.
+#: Exceptions that a network may raise for an image size that it cannot process. UserError is a subclass of ValueError.
 _FAILURES = (RuntimeError, AssertionError, ValueError, ArithmeticError, LookupError)
 
 
@@ -32,7 +32,7 @@ def build(config: ModelConfig, classes: int) -> nn.Module:
     except UserError:
         if config.image_size is not None:
             own = config.model_copy(update={"image_size": None})
-            build_timm(own, timm_kwargs(own, cfg, classes))  # raises an error if the size is not the reason
+            build_timm(own, timm_kwargs(own, cfg, classes))  # raises an error if the image size is not the reason
             raise _refused_size(config, cfg) from None
         raise
     _check_image_size(config, cfg, model)
@@ -55,7 +55,10 @@ def missing(config: ModelConfig) -> str | None:
 
 
 def _refused_size(config: ModelConfig, cfg: PretrainedCfg) -> SettingError:
-    """Return the error for an image size that a network cannot process. It suggests the next larger usable size."""
+    """Return the error for an image size that a network cannot process.
+
+    The message suggests the next larger usable size.
+    """
     height, width = image_size(config, cfg)
     own = tuple(cfg.input_size[-2:])
     sizes = [side for side in range(32, max(own), 32) if side > max(height, width)]
@@ -81,14 +84,14 @@ def _is_usable(config: ModelConfig, side: int) -> bool:
 
 
 def _record_input_size(config: ModelConfig, model: nn.Module) -> None:
-    """Set the input size in the model's `pretrained_cfg`. The model view runs the model at that size."""
+    """Store the input size in the model's `pretrained_cfg`. The model view runs the model with inputs of this size."""
     spec = input_of(config)
     record: Any = model.pretrained_cfg
     model.pretrained_cfg = {**record, "input_size": (len(spec.mean), *spec.size)}  # type: ignore[assignment]
 
 
 def _check_image_size(config: ModelConfig, cfg: PretrainedCfg, model: nn.Module) -> None:
-    """Reject an image size that the model fails to process, or that its patches do not cover completely."""
+    """Raise a SettingError if the model cannot process the image size, or if its patches do not cover the image."""
     own = tuple(cfg.input_size[-2:])
     size = image_size(config, cfg)
     if size == own and not any("patch" in name for name in config.kwargs):
@@ -98,7 +101,7 @@ def _check_image_size(config: ModelConfig, cfg: PretrainedCfg, model: nn.Module)
         with torch.no_grad(), _patches(model, size) as patches:
             model.eval()(torch.zeros(1, config.kwargs.get("in_chans", 3), *size))
     except _FAILURES as error:
-        if config.image_size is None:  # the patch size in the arguments is the reason
+        if config.image_size is None:  # the patch size in model.kwargs is the reason
             kwargs = ", ".join(f"{name}={value}" for name, value in config.kwargs.items())
             do = f"The model fails: {first_line(error)}"
             raise SettingError("model.kwargs", kwargs, f"valid arguments for {config.name}", do) from error
@@ -112,7 +115,7 @@ def _check_image_size(config: ModelConfig, cfg: PretrainedCfg, model: nn.Module)
 
 @contextmanager
 def _patches(model: nn.Module, size: tuple[int, int]) -> Iterator[list[tuple[int, int]]]:
-    """Record the patch sizes of layers with patches that do not cover images of `size` completely."""
+    """Record the patch size of each layer whose patches do not cover images of `size` completely."""
     found: list[tuple[int, int]] = []
 
     def look(layer: nn.Module, inputs: tuple[Any, ...]) -> None:

@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 
 
 class Family(Protocol):
-    """A family of networks. Each family is a module with these four functions.
+    """The interface of a family of networks. Each family is a module with these four functions.
 
-    `config` is the `model` section of the configuration, and `classes` the number of classes.
+    `config` is the `model` section of the configuration, and `classes` is the number of classes.
     """
 
     def input_of(self, config: ModelConfig) -> InputSpec:
@@ -35,30 +35,37 @@ class Family(Protocol):
         """Build a network with random weights."""
 
     def load(self, config: ModelConfig, classes: int, random: nn.Module) -> nn.Module:
-        """Build a network with the configured weights and a `LoadingReport`. `random` has random weights instead."""
+        """Build a network with the configured weights, and store a `LoadingReport` on it.
+
+        The function may load the weights into `random`, which is the same network with random weights.
+        """
 
     def missing(self, config: ModelConfig) -> str | None:
         """Return a message if weights or other files are missing; see `missing_weights`."""
 
 
-#: The families of networks by the value of `ModelConfig.family`.
+#: The families of networks. The keys are the values of `ModelConfig.family`.
 FAMILIES: dict[str, Family] = {"classification": classifier, "segmentation": segmentation, "text": text}
 
 
 def input_of(config: ModelConfig) -> InputSpec:
-    """Return the size, normalization and interpolation of a network's images, or the length of its texts.
+    """Return the input specification of a network.
+
+    For images, it contains the size, the normalization and the interpolation. For texts, it contains the maximum number
+    of tokens.
 
     Raises:
-        SettingError: If the model is unknown, or `model.mean` or `model.std` does not have one value per channel.
+        SettingError: If the model is unknown, or if `model.mean` or `model.std` does not have one value per channel.
     """
     return FAMILIES[config.family].input_of(config)
 
 
 def missing_weights(config: ModelConfig) -> str | None:
-    """Check if a model's weights are available, without downloading them.
+    """Check whether the weights of a model are available, without downloading them.
 
-    The function checks `model.weights` or the local caches, and then the network, for about
-    `core.network.PROBE_SECONDS` at most.
+    The function checks `model.weights`, or the local caches of published weights. If the caches do not contain the
+    weights, the function also checks whether they can be downloaded. This check takes at most about
+    `core.network.PROBE_SECONDS`.
 
     Returns:
         None if the weights are present, can be downloaded now, or are not required. Otherwise, a message that names the
@@ -80,13 +87,14 @@ def create_model(config: ModelConfig, num_classes: int | Mapping[str, int], *, r
 
     Args:
         config: The `model` section of the configuration.
-        num_classes: Number of outputs. A mapping from tasks to numbers of outputs creates a classifier per task (see
-            `models.tasks`). The weights apply to the first classifier, and the others are newly initialized.
+        num_classes: Number of outputs. If it is a mapping from tasks to numbers of outputs, the network has one
+            classifier per task (see `models.tasks`). The weights are loaded into the first classifier, and the other
+            classifiers are newly initialized.
         report: If True, log which weights were loaded. `loading_report` returns the report in any case.
 
     Raises:
-        UserError: If the name is unknown, the model rejects the arguments or the image size, or the weights cannot be
-            downloaded or do not fit.
+        UserError: If the name is unknown, if the model rejects the arguments or the image size, or if the weights
+            cannot be downloaded or do not fit.
     """
     if not isinstance(num_classes, int):
         model = create_model(config, next(iter(num_classes.values())), report=report)
@@ -114,12 +122,12 @@ def create_model(config: ModelConfig, num_classes: int | Mapping[str, int], *, r
 
 
 def random_model(config: ModelConfig, num_classes: int | Mapping[str, int]) -> nn.Module:
-    """Create the network with random weights even if the configuration names weights, e.g. to count its cost.
+    """Create the network with random weights even if the configuration names weights, for example to count its cost.
 
-    The arguments are the arguments of `create_model`.
+    See `create_model` for the arguments.
 
     Raises:
-        UserError: If the name is unknown, or the model rejects the arguments or the image size.
+        UserError: If the name is unknown, or if the model rejects the arguments or the image size.
     """
     if isinstance(num_classes, int):
         return FAMILIES[config.family].build(config, num_classes)

@@ -1,4 +1,7 @@
-"""BatchNorm layers with frozen statistics. All papers freeze the BatchNorm statistics of the pretrained model."""
+"""BatchNorm layers with frozen statistics.
+
+All papers that this package implements freeze the BatchNorm statistics of the pretrained model.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ from efficient_ft.ops.frozen import frozen_batch_norm
 
 
 class FrozenBatchNorm2d(nn.BatchNorm2d):
-    """`nn.BatchNorm2d` that uses its running statistics in training mode. Its weight and bias may still train."""
+    """An `nn.BatchNorm2d` that also uses its running statistics in training mode.
+
+    Its weight and bias remain trainable.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x (B, C, H, W) with the running statistics."""
@@ -23,7 +29,7 @@ class FrozenBatchNorm2d(nn.BatchNorm2d):
 
 
 class FrozenBatchNormAct2d(BatchNormAct2d):
-    """timm's `BatchNormAct2d` (normalization and activation) that uses its running statistics in training mode."""
+    """timm's `BatchNormAct2d` (normalization and activation) that also uses its running statistics in training mode."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x (B, C, H, W) with the running statistics, then apply dropout and the activation."""
@@ -40,15 +46,16 @@ def _frozen(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
     return F.batch_norm(*arguments, False, 0.0, norm.eps)
 
 
-#: Class with frozen statistics by layer class.
+#: Classes of layers with frozen statistics. The keys are the classes that they replace.
 FROZEN: dict[type, type] = {nn.BatchNorm2d: FrozenBatchNorm2d, BatchNormAct2d: FrozenBatchNormAct2d}
 
 
 def freeze_batch_norm(model: nn.Module) -> list[str]:
     """Freeze the BatchNorm statistics of `model`. Calling ``model.train()`` does not unfreeze them.
 
-    `nn.BatchNorm2d` and timm's `BatchNormAct2d` layers change their class. Other BatchNorm layers switch to evaluation
-    mode before each forward pass. The state dict does not change, and weights and biases still train.
+    The class of `nn.BatchNorm2d` layers and of timm's `BatchNormAct2d` layers is replaced by the corresponding class in
+    `FROZEN`. Other BatchNorm layers are switched to evaluation mode before each forward pass. The state dict does not
+    change, and weights and biases remain trainable.
 
     Returns:
         The names of the frozen layers.
@@ -68,7 +75,7 @@ def freeze_batch_norm(model: nn.Module) -> list[str]:
 
 
 def frozen_layers(model: nn.Module) -> list[str]:
-    """Return the names of the BatchNorm layers of `model` with frozen statistics."""
+    """Return the names of the BatchNorm layers of `model` whose statistics are frozen."""
     modules = model.named_modules()
     return [n for n, m in modules if type(m) in FROZEN.values() or _evaluate in m._forward_pre_hooks.values()]
 
@@ -85,7 +92,10 @@ def layers_without_statistics(model: nn.Module) -> list[str]:
 
 
 def unfreeze_batch_norm(model: nn.Module, names: Iterable[str]) -> None:
-    """Unfreeze the BatchNorm statistics of the layers `names`. Training mode updates the statistics again."""
+    """Unfreeze the BatchNorm statistics of the layers listed in `names`.
+
+    In training mode, the statistics of these layers are then updated again.
+    """
     classes = {frozen: plain for plain, frozen in FROZEN.items()}
     for module in map(model.get_submodule, names):
         module.__class__ = classes.get(type(module), type(module))

@@ -49,9 +49,9 @@ def missing_files(config: ModelConfig, cfg: PretrainedCfg) -> str | None:
 
 
 def fetch_weights(config: ModelConfig, cfg: PretrainedCfg) -> Path:
-    """Return `config.weights`, or the file of the pretrained weights, which is downloaded if necessary.
+    """Return the path of the weights: `config.weights`, or the file of the pretrained weights, downloaded if necessary.
 
-    Raise a UserError if there are no weights, or the download fails.
+    Raise a UserError if there are no pretrained weights, or if the download fails.
     """
     if config.weights is not None:
         return Path(config.weights).expanduser()
@@ -80,7 +80,7 @@ def fetch_weights(config: ModelConfig, cfg: PretrainedCfg) -> Path:
 
 
 def _hub_files(cfg: PretrainedCfg) -> tuple[str, str | None, tuple[str, ...]]:
-    """Return the repository, the revision, and the file names that timm tries."""
+    """Return the repository, the revision, and the names of the files that timm tries, in order."""
     repo, _, revision = str(cfg.hf_hub_id).partition("@")
     file = cfg.hf_hub_filename
     if not file:
@@ -89,13 +89,13 @@ def _hub_files(cfg: PretrainedCfg) -> tuple[str, str | None, tuple[str, ...]]:
 
 
 def cached_file(repository: str, names: Iterable[str], revision: str | None = None) -> Path | None:
-    """Return the first of the files `names` that the local cache of the hub contains, or None."""
+    """Return the path of the first file in `names` that the local cache of the hub contains, or None."""
     found = (try_to_load_from_cache(repository, name, revision=revision) for name in names)
     return next((Path(path) for path in found if isinstance(path, str)), None)
 
 
 def _cached(cfg: PretrainedCfg) -> Path | None:
-    """Return the weights in the local cache of the hub or of torch."""
+    """Return the path of the weights in the local cache of the hub or of torch, or None if they are not cached."""
     if cfg.hf_hub_id:
         repo, revision, names = _hub_files(cfg)
         return cached_file(repo, names, revision)

@@ -1,7 +1,7 @@
 """Entries of `transformers` configurations that name code. Such entries are ignored or rejected.
 
 `transformers` downloads and imports the kernels that ``config.json`` names (``attn_implementation: "owner/name"``) and
-the classes in ``auto_map``. A folder of weights is only data here, so this package does not load the code.
+the classes in ``auto_map``. This package treats a folder of weights as data, and does not load such code.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from efficient_ft.core.text import plain_line
 
 log = logging.getLogger(__name__)
 
-#: Entries that select an implementation, which may be a kernel on the hub. `transformers` has several spellings.
+#: Names of entries that select an implementation, which may be a kernel on the hub. `transformers` uses several names.
 _IMPLEMENTATION = re.compile(r"_*\w*implementations?(_internal|_autoset)?")
-#: Values that select an implementation in PyTorch.
+#: Values of these entries that select an implementation in PyTorch.
 _OWN = (None, "eager", "sdpa", True, False)
-#: Entries that name code or allow loading it.
+#: Other entries that name code, or that allow `transformers` to load code.
 _CODE = {"auto_map", "trust_remote_code", "custom_pipelines", "use_kernels", "kernel_config", "kernels",
          "custom_generate"}  # fmt: skip
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a configuration file without the entries that name code. Log these entries once per file.
+    """Read a configuration file, and remove the entries that name code. The removed entries are logged once per file.
 
     Raise a UserError if the file cannot be read, is not a mapping, or declares quantized weights.
     """
@@ -55,13 +55,13 @@ def without_code(held: Any) -> Any:
 
 
 def refuse_code(kwargs: dict[str, Any]) -> None:
-    """Raise a UserError if an entry of `model.kwargs`, or of a nested configuration, names code."""
+    """Raise a UserError if an entry of `model.kwargs`, or of a configuration nested in it, names code."""
     if named := next(names_of_code(kwargs), None):
         raise UserError(f"model.kwargs: {named} names code, which is not loaded. Leave it out.")
 
 
 def names_of_code(held: Any) -> Iterator[str]:
-    """Yield ``name=value`` of each entry that `without_code` removes."""
+    """Yield ``name=value`` for each entry that `without_code` removes."""
     for name, value in _entries(held):
         if _names_code(name, value):
             yield plain_line(f"{name}={value if isinstance(value, str) else json.dumps(value)}")[:100]
@@ -75,7 +75,7 @@ def _names_code(name: Any, value: Any) -> bool:
 
 
 def _entries(held: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the entries of all mappings in nested mappings and lists."""
+    """Yield the entries (name, value) of all mappings in nested mappings and lists."""
     if isinstance(held, dict):
         yield from held.items()
     for inner in held.values() if isinstance(held, dict) else held if isinstance(held, list) else ():

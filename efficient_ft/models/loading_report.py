@@ -1,4 +1,4 @@
-"""The report of the weights that a network loaded from a file. The network stores its report."""
+"""The report on loading the weights of a network from a file. The report is stored on the network."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COLUMNS = 100
 
 @dataclass(frozen=True)
 class LoadingReport:
-    """The result of loading a network from a file.
+    """The result of loading the weights of a network from a file.
 
     Attributes:
         path: Path of the file or folder.
@@ -24,9 +24,9 @@ class LoadingReport:
         prefix: Prefix that was removed from the names in that mapping.
         loaded: Number of tensors taken from the file.
         total: Number of tensors of the network.
-        left_out: Reasons why tensors of the file are not used, by full name in the file.
-        new_heads: Reasons why parts of the network are newly initialized, by name.
-        notes: Changes to the tensors, such as resized positions or merged channels.
+        left_out: Reasons why tensors of the file are not used, by the full name of the tensor in the file.
+        new_heads: Reasons why parts of the network are newly initialized, by the name of the part.
+        notes: Descriptions of changes to the tensors, such as resized position embeddings or merged channels.
         suspicious: Descriptions of tensors with implausible values.
     """
 
@@ -47,7 +47,7 @@ class LoadingReport:
     def lines(self, classes: int) -> list[str]:
         """Return the lines to log for a network with `classes` classes.
 
-        The lines list the loaded tensors, the unused tensors, and the new or changed parts.
+        The lines state the number of loaded tensors, the unused tensors, and the parts that are new or changed.
         """
         origin = [f"key '{self.key}'"] if self.key else []
         origin += [f"without the prefix '{self.prefix}'"] if self.prefix else []
@@ -65,7 +65,10 @@ class LoadingReport:
         return lines
 
     def _left_out(self) -> str:
-        """Return a line with the number of unused tensors per reason, and the first parts of some names."""
+        """Return a line that states the number of unused tensors for each reason, with some of their names.
+
+        Names are shortened to their first component.
+        """
         groups: dict[str, Counter[str]] = {}
         for name, reason in self.left_out.items():
             shown = name.removeprefix(f"{self.key}.") if self.key else name

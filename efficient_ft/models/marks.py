@@ -1,7 +1,7 @@
-"""The marks of the methods that were applied to a model.
+"""Records of the methods that were applied to a model.
 
-Every method adds one `Mark`, which is copied and pickled with the model. The view of a model uses the marks to find
-modules that methods added.
+Each applied method adds one `Mark` to the model. Marks are copied and pickled with the model. The view of a model uses
+the marks to find the modules that methods added.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ _MARKS = "efficient_ft_methods"
 
 @dataclass(frozen=True)
 class Mark:
-    """A record of one method on a model.
+    """A record of a method that was applied to a model.
 
     Attributes:
         method: Name of the method.
         key: Name and settings of the method (`Method.state_key`).
         axes: Axes of the method (values of `methods.Axis`).
-        adds: Additions of the method (values of `methods.Adds`).
-        conflicts: Reasons why other methods cannot be stacked with this one, by axis, addition or method name.
-        modules: Full names of modules that the method added. The view of the model excludes their layers.
-        routed: Full names of modules with routed input. The input tokens come from any image, without a grid.
+        adds: Additions of the method to the model or the training step (values of `methods.Adds`).
+        conflicts: Reasons why other methods cannot be combined with this method. The keys are axes, additions or names
+            of the other methods.
+        modules: Full names of the modules that the method added. The view of the model excludes their layers.
+        routed: Full names of modules whose input consists of routed tokens. The tokens may come from different images,
+            and have no grid.
     """
 
     method: str
@@ -39,17 +41,17 @@ class Mark:
 
 
 def marks_of(model: nn.Module) -> tuple[Mark, ...]:
-    """Return the marks of methods applied to `model`, in the order of application."""
+    """Return the marks of the methods that were applied to `model`, in the order of application."""
     return getattr(model, _MARKS, ())
 
 
 def add_mark(model: nn.Module, mark: Mark) -> None:
-    """Record a method on `model`."""
+    """Add a mark to `model`."""
     setattr(model, _MARKS, (*marks_of(model), mark))
 
 
 def remove_mark(model: nn.Module, key: str) -> None:
-    """Delete the mark with this key from `model`."""
+    """Remove the mark whose key is `key` from `model`."""
     rest = tuple(mark for mark in marks_of(model) if mark.key != key)
     if rest:
         setattr(model, _MARKS, rest)
@@ -58,9 +60,9 @@ def remove_mark(model: nn.Module, key: str) -> None:
 
 
 def added_modules(model: nn.Module) -> frozenset[str]:
-    """Return the full names of the adapter modules that marked methods or peft added to `model`.
+    """Return the full names of the adapter modules that methods of this package or peft added to `model`.
 
-    peft's layers list their additional modules in ``adapter_layer_names`` (``lora_A``, ``lora_B``, ...).
+    The layers of peft list their additional modules in ``adapter_layer_names`` (``lora_A``, ``lora_B``, ...).
     """
     names = {name for mark in marks_of(model) for name in mark.modules}
     for name, module in model.named_modules():
@@ -70,7 +72,7 @@ def added_modules(model: nn.Module) -> frozenset[str]:
 
 
 def routed_modules(model: nn.Module) -> frozenset[str]:
-    """Return the full names of modules with input that a method routes."""
+    """Return the full names of the modules whose input consists of tokens that a method routes."""
     return frozenset(name for mark in marks_of(model) for name in mark.routed)
 
 

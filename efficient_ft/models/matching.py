@@ -16,33 +16,34 @@ from efficient_ft.config.schema import ModelConfig
 from efficient_ft.core.errors import SettingError
 from efficient_ft.models.checkpoint import Contents
 
-#: Kind of prefix token by parameter name. Prefix tokens precede the patch tokens.
+#: Kinds of prefix tokens, by parameter name. Prefix tokens precede the patch tokens.
 PREFIX_TOKENS = {"cls_token": "class", "dist_token": "distillation", "reg_token": "register",
                  "register_tokens": "register"}  # fmt: skip
-#: Maximum numbers of candidate prefixes with matching names, and of candidate prefixes that many names share.
+#: Maximum number of candidate prefixes that are found by matching names, and of those that are found by shared
+#: prefixes.
 _BY_NAMES, _BY_STRUCTURE = 16, 24
-#: Name parts that torch.compile, FSDP and activation checkpointing insert.
+#: Parts that torch.compile, FSDP and activation checkpointing insert into the names of tensors.
 _WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-#: Key of the weights by key of the averaged weights, in checkpoints of timm's training script.
+#: Keys in checkpoints of timm's training script: the key of the averaged weights, and the key of the other weights.
 _AVERAGES = {"state_dict_ema": "state_dict", "model_ema": "model"}
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The comparison of a network with the tensors under one prefix of a file.
+    """The result of comparing a network with the tensors under one prefix of a file.
 
     Attributes:
-        prefix: Prefix of the full names.
-        taken: Tensors to load, by the network's names. A new head keeps the network's own tensors.
-        missing: Names in the network that the file does not contain.
-        misshapen: Descriptions of mismatched shapes or types, by name.
-        foreign: Names in the file that suggest a different variant of the network.
-        left_out: Reasons why tensors are not used, by name without the prefix.
-        new_heads: Reasons why classifiers must be initialized, by name.
+        prefix: Prefix of the full names in the file.
+        taken: Tensors to load, by their names in the network. For a new head, these are the network's own tensors.
+        missing: Names of the network's tensors that the file does not contain.
+        misshapen: Descriptions of mismatched shapes or data types, by name.
+        foreign: Names of tensors in the file that suggest a different variant of the network.
+        left_out: Reasons why tensors of the file are not used, by name without the prefix.
+        new_heads: Reasons why classifiers must be newly initialized, by name.
         notes: Descriptions of changes to tensors.
         error: Reason why the names could not be converted, or an empty string.
         loaded: Number of tensors taken from the file.
-        model: Network with these weights, if the comparison builds one.
+        model: Network with these weights, or None if the comparison does not build a network.
     """
 
     prefix: str
@@ -59,22 +60,23 @@ class Fit:
 
     @property
     def complete(self) -> bool:
-        """True if no tensor is missing, mismatched or foreign."""
+        """True if the names could be converted, and no tensor is missing, mismatched or foreign."""
         return not (self.error or self.missing or self.misshapen or self.foreign)
 
 
 def choose(
     config: ModelConfig, path: Path, contents: Contents, own: Collection[str], fit: Callable[[Contents, str], Fit]
 ) -> tuple[Contents, Fit]:
-    """Find the prefix under which a file fits a network with the tensor names `own`.
+    """Find the prefix of a file under which the tensors fit a network.
 
-    `model.weights_key` restricts the search, and `fit` compares the tensors under a prefix with the network.
+    `own` contains the names of the network's tensors. `model.weights_key` restricts the search to a part of the file.
+    `fit` compares the tensors under a prefix with the network.
 
     Returns:
-        The searched contents, and the complete fit, or the nearest fit if no fit is complete.
+        The contents that were searched, and the complete fit. If no fit is complete, the nearest fit is returned.
 
     Raises:
-        SettingError: If several parts of the file fit, or `model.weights_key` matches no part.
+        SettingError: If several parts of the file fit, or if `model.weights_key` matches no part.
     """
     return _search(config, path, _restricted(config, path, contents), own, fit)
 
@@ -82,7 +84,10 @@ def choose(
 def _search(
     config: ModelConfig, path: Path, searched: Contents, own: Collection[str], fit: Callable[[Contents, str], Fit]
 ) -> tuple[Contents, Fit]:
-    """Search as in `choose`. If no part fits, search again without the wrapper parts of the names."""
+    """Search the tensors for `choose`.
+
+    If no part fits, remove the parts that wrappers add to names, and search again.
+    """
     votes = _votes(searched.tensors, own)
     most = max(votes.values(), default=0)
     likely = [prefix for prefix, count in votes.most_common(_BY_NAMES) if count * 2 >= most]
@@ -125,7 +130,7 @@ def _restricted(config: ModelConfig, path: Path, contents: Contents) -> Contents
 
 
 def _votes(names: Collection[str], own: Collection[str]) -> Counter[str]:
-    """Count, for each prefix, the names in the file that equal a name in the network after removing the prefix."""
+    """For each prefix, count the names in the file that are names in the network after the prefix is removed."""
     votes: Counter[str] = Counter()
     for name in names:
         starts = [0, *(dot.end() for dot in re.finditer(r"\.", name))]
@@ -134,7 +139,10 @@ def _votes(names: Collection[str], own: Collection[str]) -> Counter[str]:
 
 
 def _groups(names: Collection[str], size: int) -> list[str]:
-    """Return the prefixes that many names share, the shortest first, for names that must be converted."""
+    """Return the prefixes that many names share, starting with the shortest.
+
+    These prefixes are searched if the names in the file must be converted before they match names in the network.
+    """
     counts: Counter[str] = Counter()
     for name in names:
         parts = name.split(".")
@@ -144,7 +152,7 @@ def _groups(names: Collection[str], size: int) -> list[str]:
 
 
 def _different(fits: Sequence[Fit]) -> list[Fit]:
-    """Return the fits without duplicates. A module that is registered twice causes duplicates."""
+    """Return the fits without duplicates, which occur if a module is registered twice."""
 
     def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
         return one.keys() == other.keys() and bool(one) and all(torch.equal(one[name], other[name]) for name in one)
@@ -157,7 +165,7 @@ def _different(fits: Sequence[Fit]) -> list[Fit]:
 
 
 def _average(fits: Sequence[Fit]) -> Fit | None:
-    """Return the fit of the averaged weights if timm's training script stored both sets."""
+    """Return the fit of the averaged weights if timm's training script stored averaged and other weights, or None."""
     if len(fits) != 2:
         return None
     for one, other in (fits, fits[::-1]):
@@ -191,10 +199,11 @@ def compare(
     offset: int = 0,
     lenient: bool = False,
 ) -> Fit:
-    """Compare the tensors `given` under a prefix of a file with the tensors `own` of a network.
+    """Compare tensors of a file, `given`, with the tensors of a network, `own`.
 
-    `heads` contains the names of the network's classifiers. `offset` is the number of additional classes at the start
-    of a published classifier. `lenient` is True if the network's library ignores the names of other variants.
+    `given` contains the tensors under `prefix`, by name without the prefix. `heads` contains the names of the network's
+    classifiers. `offset` is the number of additional classes at the start of a published classifier. `lenient` is True
+    if the network's library ignores names that belong to other variants of the network.
     """
     given = {n: v.reshape(()) if n in own and own[n].ndim == 0 and v.numel() == 1 else v for n, v in given.items()}
     new: dict[str, str] = {}
@@ -230,9 +239,10 @@ def compare(
 
 
 def fit_of_transformers(prefix: str, model: nn.Module, found: Mapping[str, Any], heads: Collection[str]) -> Fit:
-    """Return the fit of a network that `transformers` has loaded. `found` is the loading info.
+    """Return the fit of a network that `transformers` has loaded.
 
-    `prefix` is the prefix of the full names in the file, and `heads` names the parts that may be newly initialized.
+    `prefix` is the prefix of the full names in the file. `found` is the loading info that ``from_pretrained`` returns.
+    `heads` contains the names of the parts that may be newly initialized.
     """
     own = model.state_dict()
     shapes = {name: f"{'×'.join(map(str, was))} in the file, {'×'.join(map(str, now))} in the model"
@@ -255,7 +265,10 @@ def fit_of_transformers(prefix: str, model: nn.Module, found: Mapping[str, Any],
 def _fit_head(
     head: str, given: dict[str, Tensor], own: Mapping[str, Tensor], offset: int
 ) -> tuple[dict[str, Tensor], str | None]:
-    """Return the tensors to load, and the reason why the classifier must be initialized, or None if it fits."""
+    """Return the tensors to load, and the reason why the classifier must be newly initialized.
+
+    The reason is None if the classifier fits, or if the caller reports the wrong shapes.
+    """
     names = [name for name in own if name.startswith(f"{head}.")]
     here = [name for name in names if name in given]
     if not names or any(given[name].ndim != own[name].ndim or not given[name].ndim for name in here):
@@ -280,7 +293,10 @@ def _fit_head(
 
 
 def _reason(name: str, model: nn.Module, heads: Sequence[str], buffers: Collection[str]) -> str | None:
-    """Return the reason to ignore a tensor that the network lacks, or None if it suggests another network variant."""
+    """Return the reason to ignore a tensor that the network does not have.
+
+    The result is None if the tensor suggests a different variant of the network.
+    """
     first = name.partition(".")[0]
     if name.endswith(("total_ops", "total_params")):
         return "from a profiler"
@@ -300,12 +316,12 @@ def _reason(name: str, model: nn.Module, heads: Sequence[str], buffers: Collecti
 
 
 def shape(tensor: Tensor) -> str:
-    """Return the shape as text, e.g. "3×16×16", or "a single number"."""
+    """Return the shape of a tensor as text, e.g. "3×16×16", or "a single number"."""
     return "×".join(map(str, tensor.shape)) or "a single number"
 
 
 def split_prefix(contents: Contents, prefix: str) -> tuple[str, str]:
-    """Split the prefix of full names into the key of the nested mapping and the prefix of the names in the mapping."""
+    """Split a prefix of full names into the key of a nested mapping and the prefix of the names in this mapping."""
     key = next((contents.keys[name] for name in contents.tensors if name.startswith(prefix)), "")
     if key and not f"{prefix}.".startswith(f"{key}."):
         return prefix.rstrip("."), ""
@@ -319,5 +335,5 @@ def no_fit(config: ModelConfig, path: Path, details: str) -> SettingError:
 
 
 def some(names: Sequence[Any]) -> str:
-    """Return the first four names and the number of other names as text."""
+    """Return the first four names and the number of the remaining names as text."""
     return ", ".join(map(str, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -18,12 +18,12 @@ from efficient_ft.models.matching import PREFIX_TOKENS, Fit, compare, some
 
 #: Maximum number of models that the search for a fitting model builds on the meta device.
 _TRIED = 32
-#: Models to try first if the file's names belong to another family.
+#: Common models, which are tried first if the names in the file belong to a different family of models.
 _COMMON = ("resnet18", "resnet50", "deit_tiny_patch16_224", "vit_base_patch16_224", "swin_tiny_patch4_window7_224",
            "convnext_tiny", "efficientnet_b0", "mobilenetv2_100", "mobilenetv3_large_100", "resnet34", "resnet101",
            "deit_small_patch16_224", "deit_base_patch16_224", "vit_small_patch16_224", "densenet121", "vgg16",
            "regnety_016", "tf_efficientnet_lite0", "beit_base_patch16_224", "mixer_b16_224")  # fmt: skip
-#: Error message by name suffix of quantized, pruned or sharded weights.
+#: Error messages for quantized, pruned and sharded weights, by the suffix of their tensor names.
 _OTHER_FORMS = {
     "._packed_params.0": "It contains quantized weights. Save the weights of the network before quantization.",
     ".weight_orig": "It contains pruned weights and their masks. Merge them first:"
@@ -31,7 +31,7 @@ _OTHER_FORMS = {
     "_flat_param": "It contains weights that FSDP has flattened. Save a full state dict"
     " (torch: StateDictType.FULL_STATE_DICT).",
 }
-#: Argument that builds a variant of timm's ViT, by the name suffixes that identify the variant.
+#: Arguments that build variants of timm's ViT, by the suffixes of the tensor names that identify a variant.
 _FORM_ARGUMENTS = {(".ls1.gamma", ".ls2.gamma"): "init_values=1e-5", (".attn.qkv.bias",): "qkv_bias=false"}
 _INDEX = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")
 
@@ -47,8 +47,8 @@ def explain(
 ) -> str:
     """Explain in one or more sentences why the nearest part of a file does not fit the network `name`.
 
-    `own` contains the network's tensors, `heads` contains the names of the network's classifiers, and `setting` names
-    the settings that select another timm model.
+    `own` contains the network's tensors, and `heads` contains the names of the network's classifiers. `setting` is the
+    text for the settings that select a different timm model.
     """
     given = contents.under(fit.prefix)
     if any(".lora_" in one or ".base_layer." in one for one in contents.tensors):
@@ -93,7 +93,10 @@ def explain(
 
 
 def _tokens(given: Mapping[str, Tensor], own: Mapping[str, Tensor], *, positions: bool) -> list[str]:
-    """Return the difference in prefix tokens. If there is none and `positions` is True, compare the positions."""
+    """Return a description of the difference in prefix tokens.
+
+    If there is no difference and `positions` is True, describe the difference in position embeddings instead.
+    """
     theirs, ours = _prefix_tokens(given), _prefix_tokens(own)
     if theirs != ours:
         return [f"the file has {_words(theirs)}, the model has {_words(ours)}"]
@@ -113,7 +116,7 @@ def _tokens(given: Mapping[str, Tensor], own: Mapping[str, Tensor], *, positions
 
 
 def _prefix_tokens(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the number of prefix tokens by kind."""
+    """Return the number of prefix tokens of each kind."""
     present = {kind: tensors[name] for name, kind in PREFIX_TOKENS.items() if name in tensors}
     return {kind: value.shape[1] if value.ndim == 3 else 1 for kind, value in present.items()}
 
@@ -127,7 +130,7 @@ def _words(tokens: Mapping[str, int]) -> str:
 
 
 def _with_tokens(name: str, tokens: Mapping[str, int]) -> str:
-    """Return a sentence that lists timm models with these prefix tokens."""
+    """Return a sentence that lists timm models with these prefix tokens, or an empty string."""
     pattern = (
         f"*reg{tokens['register']}*" if "register" in tokens else "*distilled*" if "distillation" in tokens else ""
     )
@@ -137,7 +140,7 @@ def _with_tokens(name: str, tokens: Mapping[str, int]) -> str:
 
 
 def _with_argument(fit: Fit) -> str:
-    """Return a sentence with the argument that builds the file's variant of timm's ViT."""
+    """Return a sentence with the argument for the variant of timm's ViT in the file, or an empty string."""
     names = (*fit.missing, *fit.foreign)
     for ends, argument in _FORM_ARGUMENTS.items():
         if names and not fit.misshapen and all(one.endswith(ends) for one in names):
@@ -150,7 +153,7 @@ def _is_square(number: int) -> bool:
 
 
 def _positions(number: int, tokens: int) -> str:
-    """Return a description of position embeddings as a grid with or without prefix tokens."""
+    """Describe `number` position embeddings as a square grid of patches, with or without `tokens` prefix tokens."""
     for more in (tokens, 0):
         if _is_square(number - more):
             side = math.isqrt(number - more)
@@ -182,7 +185,7 @@ def _structure(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[s
 
 
 def _lists(fit: Fit) -> list[str]:
-    """Return lists of the tensors that differ."""
+    """Return one text for each kind of difference, which lists the tensors with this difference."""
     scalars = {name: words for name, words in fit.misshapen.items() if "single number" in words}
     shapes = [f"{name} ({words})" for name, words in (scalars or fit.misshapen).items()]
     parts = {"missing": fit.missing, "unexpected": fit.foreign, "of a different shape": shapes}
@@ -190,7 +193,7 @@ def _lists(fit: Fit) -> list[str]:
 
 
 def _depths(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the number of modules in each list of modules, by the list's name."""
+    """Return the number of modules in each module list, by the name of the list."""
     entries: dict[str, set[str]] = {}
     for name in tensors:
         for index in _INDEX.finditer(name):
@@ -199,7 +202,7 @@ def _depths(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _width(tensors: Mapping[str, Tensor]) -> int | None:
-    """Return the number of channels of the patch embedding or the tokens, or None."""
+    """Return the number of channels of the patch embedding or the tokens, or None if it is unknown."""
     for name in ("patch_embed.proj.weight", "cls_token", "pos_embed"):
         value = tensors.get(name)
         if value is not None and value.ndim >= 3:
@@ -210,13 +213,14 @@ def _width(tensors: Mapping[str, Tensor]) -> int | None:
 def suggestion(name: str, stem: str, contents: Contents, heads: tuple[str, ...]) -> str | None:
     """Return the name of a timm model that fits the tensors of a file, or None if a short search finds none.
 
-    The file's name without its extension is `stem`. The model `name` with the classifiers `heads` does not fit.
+    `name` is the name of the model that does not fit, and `heads` contains the names of its classifiers. `stem` is the
+    name of the file without its extension.
     """
     for other in itertools.islice(_by_likeness(name, stem, contents), _TRIED):
         try:
             with torch.device("meta"):
                 model = timm.create_model(other)
-        except Exception:  # some models compute with tensor values in their constructor
+        except Exception:  # some constructors read values, which meta tensors lack
             continue
         if _fits(model, contents, heads):
             return other
@@ -237,7 +241,7 @@ def _fits(model: nn.Module, contents: Contents, heads: tuple[str, ...]) -> bool:
 
 
 def _by_likeness(name: str, stem: str, contents: Contents) -> Iterator[str]:
-    """Yield the names of timm models in the order of similarity to the file's name and tensors."""
+    """Yield the names of timm models, starting with the models that are most likely to fit the file."""
     plain = name.partition(".")[0]
     ends = {full.rpartition(".")[2] for full in contents.tensors}
     hints = [word for token, word in (("dist_token", "distilled"), ("reg_token", "reg")) if token in ends]

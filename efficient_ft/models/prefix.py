@@ -1,9 +1,10 @@
-"""The frozen prefix of a network: all computations below the first trained layer.
+"""The frozen prefix of a network: all computations before the first trained layer.
 
 The output of a frozen prefix for an image is the same in every step, so it can be computed once and stored.
 `find_prefix` cuts the network after a module, and checks the cut by running the rest of the network from the stored
-output. The check runs the network's own forward pass. Modules below the cut return empty placeholders, and
-the last module below the cut returns the stored output. The check makes no assumptions about the architecture.
+output. In this check, the network runs its own forward pass, in which the modules before the cut return empty
+placeholders and the last of them returns the stored output. The check therefore makes no assumptions about the
+architecture.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.models.frozen_batch_norm import FROZEN
 from efficient_ft.models.prefix_form import Folds, Form, autocast_of, find_folds, replaced_forwards
 
-#: Number of candidate cuts, starting with the last one. Cuts in a residual branch or before a second use are invalid.
+#: Maximum number of cuts that are tried, starting with the last. Many cuts are invalid, e.g. in a residual branch.
 _TRIES = 12
-#: Exceptions that a network raises if it depends on values that placeholders replace.
+#: Exceptions that a network may raise if its forward pass depends on values that placeholders replace.
 _NOT_REPLACEABLE = (RuntimeError, TypeError, ValueError, AttributeError, IndexError)
 
 
@@ -39,33 +40,35 @@ class _Like:
     dtype: torch.dtype
 
     def empty(self, n: int, device: torch.device) -> Tensor:
-        """Return a tensor for `n` images that uses the memory of a single value."""
+        """Return a tensor for `n` images that only needs the memory of a single value."""
         return torch.zeros((), dtype=self.dtype, device=device).expand(n, *self.shape[1:])
 
 
 @dataclass
 class _Call:
-    """A call of a module, with the numbers of its first and last event, and its output."""
+    """A call of a module. `entered` and `left` are the numbers of the events at its start and end."""
 
     name: str
     entered: int
     left: int = -1
     output: Any = None
-    #: Dimensions of an output tensor in memory order.
+    #: Dimensions of the output tensor in memory order.
     order: tuple[int, ...] = ()
     carries_more: bool = False
 
 
 class FrozenPrefix:
-    """A network that is cut after a module. No parameter before the cut trains. `find_prefix` creates the prefix.
+    """The part of a network before a cut, in which no parameter is trained.
+
+    `find_prefix` creates instances of this class.
 
     Attributes:
         end: Name of the last module of the prefix.
         shape: Shape of the features of one image.
         dtype: Data type of the features.
         reason: Reason why the prefix ends, e.g. ``stages.3.blocks.0.norm1 trains``.
-        model: The network.
-        form: Form in which `features` runs the prefix, see `models.prefix_form`.
+        model: The whole network.
+        form: Form in which `features` runs the prefix; see `models.prefix_form`.
     """
 
     def __init__(
@@ -129,13 +132,13 @@ class FrozenPrefix:
         return features.permute(self._order).flatten(1)
 
     def from_rows(self, rows: Tensor) -> Tensor:
-        """Invert `to_rows`. Return features (B, ...) in the network's memory layout."""
+        """Convert rows (B, values) from `to_rows` back to features (B, ...) in the network's memory layout."""
         in_memory = rows.view(len(rows), *(self.shape[d - 1] for d in self._order[1:]))
         return in_memory.permute([self._order.index(d) for d in range(len(self._order))])
 
     @contextmanager
     def replaced(self, features: Tensor) -> Iterator[Tensor]:
-        """Make the network compute from `features` (B, ...) instead of its input in a ``with`` block.
+        """Context manager in which the network computes its output from `features` (B, ...) instead of from its input.
 
         Yields:
             An empty placeholder (B, C, H, W) to pass to the network as images.
@@ -164,7 +167,7 @@ def find_prefix(model: nn.Module, images: Tensor) -> FrozenPrefix:
     statistics, or returns a tensor with additional attributes.
 
     Args:
-        model: Network on the CPU in training mode, with all methods applied.
+        model: Network on the CPU in training mode, to which all methods have been applied.
         images: At least two images (B, C, H, W).
 
     Raises:
@@ -200,11 +203,11 @@ class _Trace:
         self._active: list[_Call] = []
         self._events = 0
         self._state = torch.get_rng_state()
-        #: The event before the first random number, and the module that draws it.
+        #: Number of the event before the first random number is drawn, and the name of the module that draws it.
         self._drawn: tuple[int, str] | None = None
 
     def run(self, images: Tensor) -> None:
-        """Record a forward pass of the model as in `_seeded`."""
+        """Record a forward pass of the model, which runs with the random numbers of `_seeded`."""
         handles = []
         for name, module in self._modules.items():
             handles.append(module.register_forward_pre_hook(lambda m, args, name=name: self._enter(name)))
@@ -240,7 +243,7 @@ class _Trace:
             call.carries_more = bool(vars(output))
 
     def first_that_matters(self) -> tuple[int, str]:
-        """Return the event before the first computation that differs between steps, and the reason."""
+        """Return the number of the event before the first computation that must run in every step, and the reason."""
         found = [(self._drawn[0], f"{self._drawn[1]} draws random numbers")] if self._drawn else []
         for call in self.calls:
             for name in self._own(call.name):
@@ -256,14 +259,17 @@ class _Trace:
         return min(found)
 
     def _own(self, called: str) -> list[str]:
-        """Return `called` and its submodules that were never called. `called` may use their parameters directly."""
+        """Return the module `called` and its submodules that were never called.
+
+        The forward method of `called` may use the parameters of these submodules directly.
+        """
         below = f"{called}." if called else ""
         uncalled = [name for name in self._modules if name.startswith(below) and name not in self.counts]
         return [called, *(n for n in uncalled if next((a for a in _ancestors(n) if a in self.counts), "") == called)]
 
 
 def _continues_in_evaluation(model: nn.Module, prefix: FrozenPrefix, images: Tensor) -> bool:
-    """Check the prefix in evaluation mode, because a network may compute differently in this mode."""
+    """Return True if the prefix is also valid in evaluation mode, in which a network may compute differently."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -275,7 +281,7 @@ def _continues_in_evaluation(model: nn.Module, prefix: FrozenPrefix, images: Ten
 
 @contextmanager
 def _restored_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore the values of buffers at the end of a ``with`` block. A forward pass may update statistics in buffers."""
+    """Restore the values of all buffers at the end of a ``with`` block, because a forward pass may update buffers."""
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         yield
@@ -285,7 +291,7 @@ def _restored_buffers(model: nn.Module) -> Iterator[None]:
 
 
 def _ancestors(name: str) -> list[str]:
-    """Return the names of the modules that contain `name`, the nearest first, without the network."""
+    """Return the names of the modules that contain `name`, starting with the innermost and excluding the network."""
     parts = name.split(".")
     return [".".join(parts[:k]) for k in range(len(parts) - 1, 0, -1)]
 
@@ -301,7 +307,7 @@ def _seeded(model: nn.Module, images: Tensor, start: Any = lambda: None) -> Tens
 
 
 def _continues(model: nn.Module, prefix: FrozenPrefix, images: Tensor, expected: Tensor) -> bool:
-    """Return True if the network computes the result `expected` from the stored output of the prefix."""
+    """Return True if the network computes the output `expected` from the stored output of the prefix."""
     try:
         rows = prefix.to_rows(prefix.features(images)).clone()
         with prefix.replaced(prefix.from_rows(rows)) as placeholder:

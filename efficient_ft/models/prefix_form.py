@@ -1,7 +1,8 @@
 """Faster forms of a frozen prefix, and the selection of a form by measurement.
 
-A frozen prefix does not require gradients. Folding a BatchNorm with frozen statistics into the preceding convolution
-saves a pass over the feature map. Matrix products can run in bfloat16 on processors with bfloat16 units.
+Faster forms are possible because a frozen prefix does not require gradients. Folding a BatchNorm with frozen statistics
+into the preceding convolution saves a pass over the feature map. On processors with bfloat16 units, matrix products can
+run in bfloat16.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from efficient_ft.models.frozen_batch_norm import FROZEN, FrozenBatchNormAct2d
 
-#: Maximum relative deviation of a form's output (Frobenius norm).
+#: Maximum relative deviation (Frobenius norm) of the output of each form from the output in fp32.
 ALLOWED = {"folded": 1e-3, "bf16": 0.05}
-#: Maximum time of a form relative to the best simpler form.
+#: A form is selected only if its time is at most this fraction of the time of the best simpler form.
 _WORTH = 0.9
 #: Number of timed rounds, after one warm-up round.
 _ROUNDS = 3
@@ -39,7 +40,7 @@ class Form(StrEnum):
 
 @contextmanager
 def replaced_forwards(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
-    """Replace the forward functions of modules in a ``with`` block."""
+    """Context manager that replaces the forward functions of modules."""
     changed: list[tuple[nn.Module, Any]] = []
     try:
         for module, forward in forwards:
@@ -55,7 +56,7 @@ def replaced_forwards(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) 
 
 
 class Folds:
-    """Pairs of a convolution and the following BatchNorm layer with frozen statistics, to fold into the convolution."""
+    """Pairs of a convolution and a BatchNorm layer with frozen statistics that can be folded into the convolution."""
 
     def __init__(self, pairs: Sequence[tuple[nn.Conv2d, _BatchNorm]]) -> None:
         self._pairs = list(pairs)
@@ -66,7 +67,7 @@ class Folds:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Run the model with folded layers in a ``with`` block without gradients."""
+        """Context manager in which the model runs with folded layers. Gradients must be disabled."""
         if not self._folded or self._folded[0][0].device != self._pairs[0][0].weight.device:
             self._folded = [folded(conv, norm) for conv, norm in self._pairs]
         forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
@@ -79,8 +80,8 @@ class Folds:
 def find_folds(model: nn.Module, run: Callable[[], Any]) -> Folds:
     """Find convolutions whose output is the input of a BatchNorm layer with frozen statistics.
 
-    `run` runs a forward pass of `model` or of a part of it. The search does not detect other uses of a convolution's
-    output. Compare the results before using the folds.
+    `run` runs a forward pass of `model` or of a part of it. The search does not detect whether the output of a
+    convolution is also used elsewhere. Therefore, compare the outputs with and without folding before using the result.
     """
     made: dict[int, tuple[nn.Conv2d, Tensor]] = {}  # keeps the outputs alive so that their ids are unique
     calls: Counter[nn.Module] = Counter()
@@ -115,7 +116,11 @@ def find_folds(model: nn.Module, run: Callable[[], Any]) -> Folds:
 
 @torch.no_grad()
 def folded(conv: nn.Conv2d, norm: _BatchNorm) -> tuple[Tensor, Tensor]:
-    """Return the weight (with the convolution's shape) and the bias (C_out,) of the folded convolution."""
+    """Fold a BatchNorm layer into a convolution.
+
+    Returns:
+        The weight, which has the shape of ``conv.weight``, and the bias (C_out,) of the folded convolution.
+    """
     assert norm.running_mean is not None
     assert norm.running_var is not None
     scale = (norm.running_var.double() + norm.eps).rsqrt()
@@ -129,14 +134,14 @@ def folded(conv: nn.Conv2d, norm: _BatchNorm) -> tuple[Tensor, Tensor]:
 
 
 def _rest(norm: _BatchNorm) -> Callable[[Tensor], Tensor]:
-    """Return the remaining function of a folded BatchNorm layer: its activation, or the identity."""
+    """Return the part of a BatchNorm layer that is not folded: its dropout and activation, or the identity."""
     if isinstance(norm, FrozenBatchNormAct2d):
         return lambda x: norm.act(norm.drop(x))
     return lambda x: x
 
 
 def autocast_of(form: Form, device: torch.device) -> Any:
-    """Return the autocast context for a form."""
+    """Return the autocast context manager for a form."""
     return torch.autocast(device.type, dtype=torch.bfloat16) if form is Form.BF16 else nullcontext()
 
 
@@ -145,10 +150,12 @@ def choose_form(
 ) -> tuple[Form, dict[str, float], dict[str, float]]:
     """Time the forms alternately, and select the fastest form with a sufficiently exact output.
 
-    `run` computes the features of a batch in a form. `forms` are in order of complexity and start with `Form.FP32`.
+    `run` computes the features of a batch in the given form. `forms` is in order of increasing complexity, starting
+    with `Form.FP32`.
 
     Returns:
-        The selected form, the median time of each form in seconds, and the deviation of each form's output from fp32.
+        The selected form, the median time of each form in seconds, and the deviation of the output of each form from
+        fp32.
     """
     outputs = {form: run(form).float() for form in forms}
     exact = outputs[Form.FP32]

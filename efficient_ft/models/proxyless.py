@@ -16,7 +16,8 @@ from timm.models._efficientnet_builder import decode_arch_def
 from timm.models.efficientnet import EfficientNet
 from torch import Tensor, nn
 
-#: Blocks of each stage: kernel size, stride, expansion, output channels.
+#: Blocks of each stage in timm's notation: repetitions (r), kernel size (k), stride (s), expansion (e), and channels
+#: (c).
 STAGES = [
     ["ds_r1_k3_s1_c16"],
     ["ir_r1_k5_s2_e3_c32", "ir_r1_k3_s1_e3_c32"],
@@ -44,7 +45,7 @@ default_cfgs = generate_default_cfgs(
         }
     }
 )
-#: Mapping from names in the release to timm's names, outside of blocks.
+#: Prefixes of names outside of the blocks: in the release, and in timm.
 _OUTSIDE = {
     "first_conv.conv.": "conv_stem.",
     "first_conv.bn.": "bn1.",
@@ -52,7 +53,7 @@ _OUTSIDE = {
     "feature_mix_layer.bn.": "bn2.",
     "classifier.linear.": "classifier.",
 }
-#: timm's names of the convolution and the BatchNorm of a layer, in a block with and without expansion.
+#: timm's names of the convolution and the BatchNorm of each layer in a block, first with and then without expansion.
 _EXPANDING = {
     "inverted_bottleneck": ("conv_pw", "bn1"), "depth_conv": ("conv_dw", "bn2"), "point_linear": ("conv_pwl", "bn3")
 }  # fmt: skip
@@ -61,11 +62,11 @@ _BLOCK = re.compile(r"blocks\.(\d+)\.mobile_inverted_conv\.(\w+)\.(conv|bn)\.(.+
 
 
 def timm_names(weights: dict[str, Tensor], *_: Any) -> dict[str, Tensor]:
-    """Rename the state dict of the ProxylessNAS release to timm's names.
+    """Rename the keys of a state dict of the ProxylessNAS release to timm's names.
 
-    The release also numbers blocks without weights, so blocks are matched by order. Unknown names do not change, and
-    loading the weights rejects these names. A state dict with timm's names is returned unchanged. Raise a ValueError if
-    the number of blocks differs, as in other networks of the release.
+    Blocks are matched by their order, because the numbering in the release includes blocks without weights. Unknown
+    names are not changed. They are rejected later, when the weights are loaded. A state dict with timm's names is
+    returned unchanged. Raise a ValueError if the number of blocks differs, as in other networks of the release.
     """
     if not any(name.startswith("first_conv.") for name in weights):
         return weights
@@ -93,7 +94,7 @@ def proxyless_mobile(pretrained: bool = False, **kwargs: Any) -> EfficientNet:
     own = {
         "block_args": decode_arch_def(STAGES),
         "stem_size": 32,
-        "norm_layer": partial(nn.BatchNorm2d, eps=1e-3),  # the value of the release
+        "norm_layer": partial(nn.BatchNorm2d, eps=1e-3),  # the value in the release
         "act_layer": nn.ReLU6,
     }
     return build_model_with_cfg(

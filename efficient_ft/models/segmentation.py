@@ -46,7 +46,7 @@ _SET_ELSEWHERE = {
     "encoder_name": "Set model.encoder instead.",
     "encoder_weights": "Set model.pretrained or model.weights instead.",
     "activation": "The loss takes logits.",
-    "aux_params": "There is no second output.",
+    "aux_params": "The network has only one output.",
 }
 
 
@@ -84,12 +84,12 @@ def weights_cfg(config: ModelConfig) -> PretrainedCfg:
 def build(config: ModelConfig, classes: int, encoder: dict[str, Tensor] | None = None) -> nn.Module:
     """Build a segmentation network for images (B, 3, H, W); see `factory.random_model`.
 
-    The network returns logits (B, classes, h, w), or an object that contains the logits. `encoder` contains weights of
-    the encoder with timm's names. By default, the weights are random.
+    The network returns logits (B, classes, h, w), or an object that contains the logits. `encoder` contains the weights
+    of the encoder under timm's names. If it is None, the encoder has random weights.
 
     Raises:
-        SettingError: If the network is unknown, or another setting determines an argument.
-        UserError: If a library is not installed, or the network rejects an argument.
+        SettingError: If the network is unknown, or if another setting determines an argument.
+        UserError: If a library is not installed, or if the network rejects an argument.
     """
     refuse_code(config.kwargs)
     for name in config.kwargs:
@@ -102,7 +102,7 @@ def build(config: ModelConfig, classes: int, encoder: dict[str, Tensor] | None =
 
 
 def _segformer_class(config: ModelConfig, classes: int) -> tuple[Any, Any]:
-    """Return Segformer's class in `transformers`, and its configuration."""
+    """Return the class of Segformer in `transformers`, and a configuration for this class."""
     try:
         import transformers
         from transformers import SegformerConfig, SegformerForSemanticSegmentation
@@ -159,14 +159,14 @@ def _encoder_decoder(config: ModelConfig, classes: int, encoder: dict[str, Tenso
         near = " or ".join(str(side) for side in (size[0] // stride * stride, -(-size[0] // stride) * stride) if side)
         allowed = f"a multiple of {stride} with model.name={config.name}"
         raise SettingError("model.image_size", config.image_size, allowed, f"Use {near}.")
-    if encoder is not None:  # timm stores the tensors in `pretrained_cfg`
+    if encoder is not None:  # remove the tensors, which timm has stored in `pretrained_cfg`
         stored: Any = network.encoder.model.pretrained_cfg  # type: ignore[union-attr]
         stored["state_dict"] = None
     return network
 
 
 def load(config: ModelConfig, classes: int, random: nn.Module) -> nn.Module:
-    """Build a network with its own weights, or with timm's weights for its encoder; see `factory.create_model`."""
+    """Build a network with weights for all layers or only for its encoder; see `factory.create_model`."""
     path = fetch_weights(config, weights_cfg(config))
     if config.encoder is None:
         return _load_segformer(config, classes, path, random)
@@ -191,7 +191,7 @@ def missing(config: ModelConfig) -> str | None:
 
 
 def _load_encoder(config: ModelConfig, classes: int, path: Path, own: Mapping[str, Tensor]) -> nn.Module:
-    """Build the network with timm's weights for its encoder."""
+    """Build the network with timm's weights for the encoder."""
     cfg = encoder_cfg(config)
     update: dict[str, Any] = {"name": config.encoder, "encoder": None, "image_size": None, "kwargs": {}}
     encoder = config.model_copy(update=update)
@@ -206,7 +206,7 @@ def _load_encoder(config: ModelConfig, classes: int, path: Path, own: Mapping[st
 
 
 def _load_segformer(config: ModelConfig, classes: int, path: Path, random: nn.Module) -> nn.Module:
-    """Load Segformer with `transformers`, which converts the tensor names of its earlier versions."""
+    """Load Segformer with `transformers`, which converts tensor names of earlier versions."""
     network, about = _segformer_class(config, classes)
     decoder, head = "decode_head", "decode_head.classifier"
 
@@ -226,7 +226,7 @@ def _load_segformer(config: ModelConfig, classes: int, path: Path, random: nn.Mo
 
 
 def _with_input_size(config: ModelConfig, network: nn.Module) -> nn.Module:
-    """Store the input size in `pretrained_cfg` for the model view, as timm does."""
+    """Store the input size in `pretrained_cfg`, as timm does. The model view reads the size from there."""
     size = input_of(config).size
     network.pretrained_cfg = {"architecture": config.name, "input_size": (3, *size)}  # type: ignore[assignment]
     return network

@@ -1,8 +1,9 @@
 """Small vision transformers for 32×32 images, registered with timm: `vit_digits` and `vit_micro`.
 
-Both models have a class token, an 8×8 token grid, and a convolutional stem. From scratch, a convolutional stem trains
-much faster than a linear patch embedding (Xiao et al., "Early convolutions help transformers see better", 2021). Both
-models are timm's VisionTransformer with timm's ConvStem, so their weights load into timm without this package.
+Both models have a class token, an 8×8 token grid, and a convolutional stem. When trained from scratch, a model with a
+convolutional stem learns much faster than a model with a linear patch embedding (Xiao et al., "Early convolutions help
+transformers see better", 2021). Both models are timm's VisionTransformer with timm's ConvStem, so their weights load
+into timm without this package.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ _DIGITS = {
 _MICRO = {**_DIGITS, "num_classes": 100, "mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
 default_cfgs = generate_default_cfgs({"vit_digits.untrained": _DIGITS, "vit_micro.untrained": _MICRO})
 
-#: Names in ConvStem by name in a Sequential stem (conv, BN, GELU, conv, BN, GELU, conv).
+#: Names of layers in ConvStem, by their names in a Sequential stem (conv, BN, GELU, conv, BN, GELU, conv).
 _SEQUENTIAL_STEM = {"net.0.": "backbone.0.conv.", "net.1.": "backbone.0.bn.", "net.3.": "backbone.1.conv.",
                     "net.4.": "backbone.1.bn.", "net.6.": "backbone.2.conv."}  # fmt: skip
 
 
 def _filter(state_dict: dict[str, torch.Tensor], model: VisionTransformer) -> dict[str, torch.Tensor]:
-    """Rename a Sequential stem to ConvStem's names, and apply timm's filter, which resizes position embeddings."""
+    """Rename the tensors of a Sequential stem to ConvStem's names, and resize position embeddings as timm does."""
     renamed = {}
     for key, value in state_dict.items():
         for old, new in _SEQUENTIAL_STEM.items():
@@ -58,7 +59,7 @@ def _create(variant: str, pretrained: bool, strides: tuple[int, ...], **kwargs: 
         stride=strides,
         act_layer=nn.GELU,
     )
-    # timm's default initialization (standard deviation 0.02) suits wide models. Narrow models learn slowly from it.
+    # Narrow models learn slowly with timm's default initialization (standard deviation 0.02), which suits wide models.
     kwargs.setdefault("weight_init", "jax")
     return build_model_with_cfg(
         VisionTransformer,

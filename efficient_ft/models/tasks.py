@@ -4,9 +4,9 @@
 >>> tasks.active = "pets"
 >>> model(images).shape  # (B, 37)
 
-Every module that differs between tasks, such as a classifier or a router of experts, is a `PerTask`. Its parameter
-names contain the task (``head.pets.weight``). All `PerTask` modules of a network share one `Tasks` object, which is
-copied and pickled with the network.
+Every module that differs between tasks, such as a classifier or a router of experts, is a `PerTask`. The names of its
+parameters contain the name of the task (``head.pets.weight``). All `PerTask` modules of a network share one `Tasks`
+object, which is copied and pickled with the network.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Tasks:
     """The tasks of a network, one of which is active.
 
     Args:
-        names: One or more unique names of letters, digits, ``_`` and ``-``, which become parts of parameter names.
+        names: One or more unique names that consist of letters, digits, ``_`` and ``-``. The names become parts of
+            parameter names.
 
     Raises:
         SettingError: If there are no names, or if names are repeated or invalid.
@@ -61,7 +62,7 @@ class Tasks:
 
 
 class PerTask(nn.ModuleDict):
-    """A container with one module per task, which runs the module of the active task.
+    """A container with one module per task. Its forward method runs the module of the active task.
 
     All `PerTask` modules of a network share the object `tasks`.
     """
@@ -82,7 +83,10 @@ def tasks_of(model: nn.Module) -> Tasks | None:
 
 
 def for_each_task(model: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
-    """Return a `PerTask` with the result of `make` for each task of `model`, or only the result for a single task."""
+    """Return a `PerTask` with one module from `make` for each task of `model`.
+
+    If `model` has a single task, return only the module.
+    """
     tasks = tasks_of(model)
     return make() if tasks is None else PerTask(tasks, {name: make() for name in tasks.names})
 
@@ -90,17 +94,17 @@ def for_each_task(model: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
 def give_heads(model: nn.Module, classes: Mapping[str, int], zero: bool = False) -> Tasks:
     """Replace the classifier of `model` with one classifier per task.
 
-    The first task with the model's number of classes keeps the model's classifier. The other classifiers are newly
-    initialized.
+    The first task whose number of classes equals that of the model keeps the model's classifier. The other classifiers
+    are newly initialized.
 
     Args:
-        model: A timm model without applied methods.
-        classes: Number of classes by task, in the order of the tasks.
+        model: A timm model to which no methods have been applied.
+        classes: Number of classes of each task, in the order of the tasks.
         zero: If True, initialize the parameters of new classifiers to 0.
 
     Raises:
-        SettingError: If names of tasks are invalid.
-        UserError: If the classifier cannot be replaced, or the network already has several tasks.
+        SettingError: If the name of a task is invalid.
+        UserError: If the classifier cannot be replaced, or if the network already has several tasks.
     """
     if tasks_of(model) is not None:
         raise UserError(f"{type(model).__name__} already has several tasks. Call give_heads once.")

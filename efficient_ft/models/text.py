@@ -37,8 +37,8 @@ def _bert(layers: int, width: int, heads: int) -> dict[str, Any]:
 
 
 _ROBERTA = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
-#: Repository on the hub, model type in `transformers`, and changes to the type's default arguments, by model name.
-#: bert_small and bert_tiny are from Turc et al., "Well-Read Students Learn Better", 2019.
+#: For each model name: repository on the hub, model type in `transformers`, and changes to the type's default
+#: arguments. bert_small and bert_tiny are from Turc et al., "Well-Read Students Learn Better", 2019.
 TEXT_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert_base": ("google-bert/bert-base-uncased", "bert", {}),
     "bert_small": ("google/bert_uncased_L-4_H-512_A-8", "bert", _bert(4, 512, 8)),
@@ -46,7 +46,7 @@ TEXT_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "distilbert_base": ("distilbert/distilbert-base-uncased", "distilbert", {}),
     "roberta_base": ("FacebookAI/roberta-base", "roberta", _ROBERTA),
 }
-#: Files of a repository or folder. A network needs one file of each group.
+#: Files of a repository or folder. A network needs one file of each group in `_NEEDED`.
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _NEEDED = (("config.json",), _WEIGHTS, ("tokenizer.json", "vocab.txt", "vocab.json"))
 _OPTIONAL = ("tokenizer_config.json", "special_tokens_map.json", "merges.txt", "added_tokens.json")
@@ -63,7 +63,7 @@ _SET_ELSEWHERE = {
 #: Exceptions that `transformers` raises for configurations and files that it cannot use.
 _REFUSALS = (ValueError, LookupError, TypeError, AttributeError, RuntimeError, AssertionError, ArithmeticError,
              MemoryError, StrictDataclassError)  # fmt: skip
-#: Maximum sizes of a network, by name in a `transformers` configuration.
+#: Maximum values of the sizes in a `transformers` configuration, by name.
 _SIZES = {
     **dict.fromkeys(("hidden_size", "dim", "d_model", "intermediate_size", "hidden_dim", "embedding_size"), 2**17),
     **dict.fromkeys(("num_hidden_layers", "n_layers", "num_attention_heads", "n_heads"), 2**10),
@@ -74,7 +74,7 @@ _ALTERNATIVES = "Or use model.weights=DIR, a local folder with these files."
 
 
 def input_of(config: ModelConfig) -> InputSpec:
-    """Return the maximum number of tokens per text."""
+    """Return the input specification of a text classifier, which contains the maximum number of tokens per text."""
     assert config.max_length is not None
     return InputSpec((config.max_length,), (), ())
 
@@ -112,7 +112,7 @@ def _random(config: ModelConfig, about: Any) -> nn.Module:
 
 
 def load(config: ModelConfig, classes: int, random: nn.Module | None = None) -> nn.Module:
-    """Build a text classifier with the weights of its repository, a folder or a file; see `factory.create_model`."""
+    """Build a text classifier with the weights of a repository, a folder or a file; see `factory.create_model`."""
     about, source = _architecture(config, classes), _local(config)
     if (source / "adapter_config.json").is_file():
         raise UserError(f"{source} contains an adapter. Merge it into its network first (peft: merge_and_unload()).")
@@ -173,7 +173,10 @@ def tokenizer_of(config: ModelConfig) -> Tokenizer:
 
 
 def _require_plain_tokenizer(folder: Path) -> None:
-    """Raise a UserError if a tokenizer's configuration names a file outside of the folder. Log code that it names."""
+    """Raise a UserError if the configuration of a tokenizer names a file outside of `folder`.
+
+    Entries of the configuration that name code are logged.
+    """
     if not (folder / "tokenizer_config.json").is_file():
         return
     for name, value in read_json(folder / "tokenizer_config.json").items():
@@ -187,12 +190,12 @@ _NO_ARCHITECTURE = (*_SET_ELSEWHERE, "architectures", "torch_dtype", "transforme
 
 
 def _is_argument(about: Any, name: str) -> bool:
-    """Return True if the `transformers` configuration `about` has a value with this name."""
+    """Return True if the `transformers` configuration `about` has a setting with this name."""
     return not name.startswith("_") and hasattr(about, name) and not callable(getattr(about, name))
 
 
 def require_fitting(tokenizer: Tokenizer, model: nn.Module) -> None:
-    """Raise a UserError if the network has no embedding for some tokens."""
+    """Raise a UserError if the tokenizer has tokens for which the network has no embedding."""
     table: nn.Embedding = model.get_input_embeddings()  # type: ignore[operator]
     if tokenizer.size > table.num_embeddings:
         raise UserError(
@@ -202,7 +205,10 @@ def require_fitting(tokenizer: Tokenizer, model: nn.Module) -> None:
 
 
 def portable(config: ModelConfig, model: nn.Module) -> ModelConfig:
-    """Return a `model` section that builds the network `model` of `config` without the files that `config` names."""
+    """Return a `model` section that builds the architecture of `model` without other files.
+
+    `config` is the section that created `model`. It may refer to a folder or a repository.
+    """
     own = config.weights is not None and Path(config.weights).expanduser().is_dir()
     if config.name in TEXT_MODELS and not own:
         return config
@@ -220,7 +226,7 @@ def missing(config: ModelConfig) -> str | None:
     """Return a message if files of a text classifier are missing; see `factory.missing_weights`."""
     if config.weights is not None:
         path = Path(config.weights).expanduser()
-        if os.path.isdir(path):  # pathlib raises an error for a name that is too long
+        if os.path.isdir(path):  # pathlib raises an error if the name is too long
             lacking = [" or ".join(group) for group in _NEEDED if not any((path / name).is_file() for name in group)]
             allowed = "a folder with config.json, model.safetensors and the files of the tokenizer"
             hint = f"It has no {', '.join(lacking)}."
@@ -251,13 +257,16 @@ def missing(config: ModelConfig) -> str | None:
 
 
 def _needed(config: ModelConfig) -> tuple[tuple[str, ...], ...]:
-    """Return the groups of files that the repository must provide."""
+    """Return the groups of files of which the repository must provide one file each."""
     has_weights = config.weights is not None or not config.pretrained
     return tuple(group for group in _NEEDED if not (has_weights and group == _WEIGHTS))
 
 
 def _repository(config: ModelConfig) -> str | None:
-    """Return the repository on the hub, or None for a model type. Raise a SettingError for other names."""
+    """Return the repository on the hub, or None if the model name is a model type.
+
+    Raise a SettingError for any other name.
+    """
     if config.name in TEXT_MODELS:
         return TEXT_MODELS[config.name][0]
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", config.name) and not Path(config.name).is_dir():
@@ -269,10 +278,10 @@ def _repository(config: ModelConfig) -> str | None:
 
 
 def _local(config: ModelConfig, tokenizer: bool = False) -> Path:
-    """Return the network's local folder, downloaded if necessary, or the file `model.weights`.
+    """Return the local folder of the network, downloaded if necessary, or the file `model.weights`.
 
-    With `tokenizer`, a file that does not contain a tokenizer is replaced by the repository's folder. Raise a UserError
-    if files are missing.
+    If `tokenizer` is True and the file does not contain a tokenizer, return the folder of the repository instead. Raise
+    a UserError if files are missing.
     """
     path = None if config.weights is None else Path(config.weights).expanduser()
     if path is not None and path.is_file() and not (tokenizer and TOKENIZER not in read_metadata(path)):
@@ -349,7 +358,7 @@ def _architecture(config: ModelConfig, classes: int) -> Any:
 
 
 def _read_architecture(config: ModelConfig, folder: Path) -> Any:
-    """Read the `transformers` configuration in a folder, without the entries that name code."""
+    """Read the `transformers` configuration in a folder. Entries that name code are ignored."""
     plain = read_json(folder / "config.json")
     known = _transformers(config).CONFIG_MAPPING
     kind = plain.get("model_type", config.name)
@@ -363,6 +372,6 @@ def _read_architecture(config: ModelConfig, folder: Path) -> Any:
 
 
 def _with_input_size(config: ModelConfig, model: nn.Module) -> nn.Module:
-    """Store the input size in `pretrained_cfg` for the model view, as timm does."""
+    """Store the input size in `pretrained_cfg`, as timm does. The model view reads the size from there."""
     model.pretrained_cfg = {"architecture": config.name, "input_size": input_of(config).size}  # type: ignore[assignment]
     return model

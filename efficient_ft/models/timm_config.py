@@ -28,9 +28,9 @@ SET_ELSEWHERE = {
 
 
 def pretrained_cfg(config: ModelConfig) -> PretrainedCfg:
-    """Return timm's pretrained configuration of a model (weights and input), or an empty one if timm has none.
+    """Return timm's pretrained configuration of a model, which describes its weights and its input.
 
-    Raise a SettingError if timm does not have the model or its tag.
+    If timm has none, the configuration is empty. Raise a SettingError if timm does not have the model or its tag.
     """
     name = config.name
     if not timm.is_model(name):
@@ -46,7 +46,7 @@ def pretrained_cfg(config: ModelConfig) -> PretrainedCfg:
 def timm_kwargs(config: ModelConfig, cfg: PretrainedCfg, num_classes: int) -> dict[str, Any]:
     """Return the arguments of `timm.create_model`, or raise a SettingError if an argument has a separate setting."""
     kwargs: dict[str, Any] = {"num_classes": num_classes}
-    # Only models whose weights depend on the image size take this argument. Other models work at any size.
+    # Only models whose weights depend on the image size accept this argument. Other models work at any size.
     if config.image_size is not None and cfg.fixed_input_size:
         kwargs["img_size"] = image_size(config, cfg)
     if config.drop_path_rate:
@@ -61,7 +61,7 @@ def timm_kwargs(config: ModelConfig, cfg: PretrainedCfg, num_classes: int) -> di
 
 def build(config: ModelConfig, kwargs: dict[str, Any], **more: Any) -> nn.Module:
     """Call `timm.create_model`, or raise a UserError if the model rejects the arguments."""
-    # With further arguments, the caller handles the errors of loading weights.
+    # With additional arguments, timm also loads weights. The caller handles errors in loading.
     refusals = (TypeError, ValueError, AssertionError, *(() if more else (ArithmeticError, LookupError, RuntimeError)))
     try:
         return timm.create_model(config.name, **kwargs, **more)
@@ -73,7 +73,7 @@ def build(config: ModelConfig, kwargs: dict[str, Any], **more: Any) -> nn.Module
 
 
 def image_size(config: ModelConfig, cfg: PretrainedCfg) -> tuple[int, int]:
-    """Return (H, W) in pixels. The default for `model.image_size` is the image size of the pretrained weights."""
+    """Return the image size (H, W) in pixels: `model.image_size`, or the image size of the pretrained weights."""
     size = cfg.input_size[-2:] if config.image_size is None else config.image_size
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
 

@@ -1,7 +1,7 @@
 """Load weights from a file into a timm model.
 
-Missing names, and names of another variant of the model, raise an error. Only a classifier with a different number of
-classes is replaced by a newly initialized one.
+Missing names, and names of a different variant of the model, raise an error. Only a classifier that is missing or does
+not fit is newly initialized instead.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from efficient_ft.models.matching import Fit, choose, compare, no_fit, some, spl
 from efficient_ft.models.mismatch import explain
 from efficient_ft.models.timm_config import build
 
-#: Running variances and weights above these values are reported as suspicious.
+#: Running variances and weights whose absolute values exceed these limits are reported as suspicious.
 _LARGE_VARIANCE, _LARGE_WEIGHT = 1e8, 1e6
-#: Values above this limit are rejected.
+#: Weights whose absolute values exceed this limit are rejected.
 _ABSURD = 1e15
 
 
@@ -53,7 +53,8 @@ def load_weights(
         path: Path of the file.
 
     Raises:
-        SettingError: If the file does not exist or cannot be read, or if no part or several parts of it fit the model.
+        SettingError: If the file does not exist or cannot be read, or if no part or more than one part of the file fits
+            the model.
     """
     if path.suffix == ".npz" and _is_jax(path):
         return _load_npz(config, kwargs, path)
@@ -73,11 +74,11 @@ def match_timm(
 ) -> tuple[Contents, Fit, nn.Module]:
     """Find the weights of a timm model in a file; see `load_weights`.
 
-    By default, the file must contain all names instead of only the names in `needed`. If the model is an encoder,
-    `decoder` is the configuration of its segmentation network.
+    The file must contain all names in `needed`, or all names of the model if `needed` is None. If the model is the
+    encoder of a segmentation network, `decoder` is the configuration of this network.
 
     Returns:
-        The searched contents, the fit, and a model for the fitting weights.
+        The contents that were searched, the fit, and a model into which the tensors of the fit can be loaded.
     """
     own = random.state_dict()
     heads = (cfg.classifier,) if isinstance(cfg.classifier, str) else tuple(cfg.classifier or ())
@@ -85,7 +86,7 @@ def match_timm(
     size = recorded_size(path)
     if size is not None:  # timm reads the shape of a non-square grid from its pretrained configuration
         overlay["input_size"] = (kwargs.get("in_chans", 3), *size)
-    # The replaced function loads no weights, and captures timm's conversion function and its strictness.
+    # The replacement loads no weights. It captures timm's conversion function and the value of `strict`.
     caught: dict[str, Any] = {"filter_fn": None, "strict": True}
     with mock.patch.object(timm_builder, "load_pretrained", lambda *_, **given: caught.update(given)):
         model = build(config, kwargs, pretrained=True, pretrained_cfg_overlay=overlay)
@@ -98,7 +99,7 @@ def match_timm(
             with _quiet():
                 converted = given if convert is None else _call(convert, dict(given), model)
             converted = _first_layer(converted, own, cfg)
-        except Exception as failure:  # timm's conversion functions expect weights of the same model
+        except Exception as failure:  # conversion functions may fail for weights of other models
             converted, error = given, first_line(failure).rstrip(".")
         result = compare(prefix, converted, own, model, heads, offset=cfg.label_offset or 0, lenient=lenient)
         left_out = {**result.left_out, **_dropped(given, converted)}
@@ -129,14 +130,14 @@ def report_of(path: Path, contents: Contents, fit: Fit, model: nn.Module) -> Loa
 def check_values(path: Path, weights: Mapping[str, Tensor], model: nn.Module) -> tuple[str, ...]:
     """Check for values that no trained network has.
 
-    Layer matrices and kernels with all values equal are suspicious. Biases, scales, tokens, positions and classifiers
-    are excluded, because they are often initialized to zero and may remain zero.
+    A matrix or kernel of a layer is suspicious if all its values are equal. Biases, scales, tokens, positions and
+    classifiers are excluded, because they are often initialized to zero and may remain zero.
 
     Returns:
-        Descriptions of suspicious values.
+        Descriptions of the suspicious values.
 
     Raises:
-        SettingError: If values are not finite or exceed 1e15, or if variances are negative.
+        SettingError: If values are not finite, if absolute values exceed 1e15, or if variances are negative.
     """
     floats = {name: value for name, value in weights.items() if value.is_floating_point() and value.numel()}
     variances = {name: value for name, value in floats.items() if name.endswith("running_var")}
@@ -158,7 +159,7 @@ def check_values(path: Path, weights: Mapping[str, Tensor], model: nn.Module) ->
     matrices = [
         name for name, p in model.named_parameters()
         if id(p) not in heads and name in floats and floats[name].ndim > 1 and floats[name].numel() > 1
-        and name.endswith("weight") and "token_type" not in name  # RoBERTa's published token types are zero
+        and name.endswith("weight") and "token_type" not in name  # RoBERTa's published token-type embedding is zero
     ]  # fmt: skip
     flat = [name for name in matrices if bool((floats[name] == floats[name].flatten()[0]).all())]
     zero = [name for name in flat if peaks[name] == 0]
@@ -172,7 +173,7 @@ def check_values(path: Path, weights: Mapping[str, Tensor], model: nn.Module) ->
 
 
 def _call(convert: Any, weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Convert weights as timm does. Some of timm's conversion functions take only the weights."""
+    """Call one of timm's conversion functions. Some of these functions take only the weights."""
     try:
         return dict(convert(weights, model))
     except TypeError:
@@ -181,7 +182,7 @@ def _call(convert: Any, weights: dict[str, Tensor], model: nn.Module) -> dict[st
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence timm's messages about resized tensors, because the loading report contains them."""
+    """Silence timm's messages about resized tensors, because the loading report already contains them."""
     log = logging.getLogger("timm")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -194,7 +195,11 @@ def _quiet() -> Iterator[None]:
 
 
 def _plain(given: dict[str, Tensor], own: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Convert tensors to fp32, and replace unusable tensors with zeros. Also return the reasons by name."""
+    """Convert floating-point tensors to fp32, and replace unusable tensors with zeros.
+
+    Returns:
+        The tensors, and the reasons why tensors are unusable, by name.
+    """
     unusable = {}
     plain = {}
     for name, value in given.items():
@@ -213,7 +218,7 @@ def _plain(given: dict[str, Tensor], own: Mapping[str, Tensor]) -> tuple[dict[st
 
 
 def _dropped(given: Mapping[str, Tensor], converted: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the reasons for the tensors that timm's conversion dropped, by name.
+    """Return the names of the tensors that timm's conversion dropped, each with the reason for the loading report.
 
     The result is empty if the conversion created new tensors, because these may contain the dropped tensors.
     """
@@ -226,7 +231,7 @@ def _dropped(given: Mapping[str, Tensor], converted: Mapping[str, Tensor]) -> di
 
 
 def _first_layer(weights: dict[str, Tensor], own: Mapping[str, Tensor], cfg: PretrainedCfg) -> dict[str, Tensor]:
-    """Adapt the first layers to the number of input channels, as timm does."""
+    """Adapt the weights of the first layers to the number of input channels of the model, as timm does."""
     names = (cfg.first_conv,) if isinstance(cfg.first_conv, str) else tuple(cfg.first_conv or ())
     for name in (f"{one}.weight" for one in names):
         if name not in weights or name not in own or weights[name].ndim != 4 or own[name].ndim != 4:
@@ -237,7 +242,7 @@ def _first_layer(weights: dict[str, Tensor], own: Mapping[str, Tensor], cfg: Pre
 
 
 def _changes(given: Mapping[str, Tensor], taken: Mapping[str, Tensor], new_heads: Mapping[str, str]) -> list[str]:
-    """Return descriptions of the shapes that the conversion changed."""
+    """Return descriptions of the changes that the conversion made to shapes."""
     heads = tuple(f"{head}." for head in new_heads)
     changed = [n for n, v in taken.items() if n in given and given[n].shape != v.shape and not n.startswith(heads)]
     words = []
@@ -254,16 +259,16 @@ def _changes(given: Mapping[str, Tensor], taken: Mapping[str, Tensor], new_heads
 
 
 def recorded_size(path: Path) -> tuple[int, int] | None:
-    """Return (H, W) in pixels of the training images recorded in a run's model.safetensors, or None."""
+    """Return the size (H, W) in pixels of the training images that a run's model.safetensors records, or None."""
     try:
         size = json.loads(read_metadata(path).get("image_size", "null"))
-    except (ValueError, RecursionError):  # reading the weights reports the error
+    except (ValueError, RecursionError):  # the error is reported when the weights are read
         return None
     return (size[0], size[1]) if isinstance(size, list) and [type(n) for n in size] == [int, int] else None
 
 
 def _is_jax(path: Path) -> bool:
-    """Return True if an archive of arrays is empty or contains names of the original JAX weights."""
+    """Return True if an .npz file contains names of the original JAX weights, or is empty."""
     require_file(path)
     try:
         with zipfile.ZipFile(path) as archive:

@@ -48,7 +48,7 @@ def refused(plain: dict[str, Any]) -> SettingError:
         ("model__image_size", [224, 0],
          "model.image_size must be an integer >= 1 and <= 8192, a list of 2 values, each"),
         ("model__std", [1.0],
-         "model.mean must be a list of numbers, one per channel, because the other one is set, got null."),
+         "model.mean must be a list of numbers, one per channel, if model.mean or model.std is set, got null."),
         ("optim__momentum", 0.5, "It belongs to optim=sgd."),
         ("optim__state_bits", 5, "optim.state_bits must be one of 32, 8, 4, got 5."),
         ("optim__in_backward", 1, "optim.in_backward must be true or false, got 1."),

@@ -207,7 +207,7 @@ def test_adapters_in_a_wrapped_network_train_its_head(make: Callable[[], Method]
     model = Wrapped(network, 1280)
     report = make().apply(model)
     assert model.head.weight.requires_grad
-    assert "inferred as new, because outside of backbone: head" in str(report)
+    assert "not part of backbone, and therefore treated as new: head" in str(report)
     assert not model.backbone.conv_stem.weight.requires_grad
 
 

@@ -1,7 +1,8 @@
 """The view of a model that methods use: stages, blocks, head, and the token layout of every layer's input.
 
-Methods do not depend on the architecture. The view reads attributes of the model, and runs one forward pass on fake
-tensors to record the input of each layer. The forward pass determines the grids. A token count alone is not sufficient.
+Methods use the view, so that they do not depend on the architecture. The view reads the attributes of the model, and
+runs one forward pass on fake tensors to record the input of each layer. The token grids are determined in this forward
+pass, because the number of tokens does not determine the grid.
 """
 
 from efficient_ft.models.view.head import state_classifier

@@ -1,7 +1,8 @@
-"""Find the head of a network and other new parts, which methods must not freeze at their random initialization.
+"""Find the head of a network and other newly initialized parts.
 
-timm models declare their classifier. In other networks, the head has a common name, or it is inferred from the parts
-around a pretrained network or after the blocks.
+Methods must not freeze these parts, because their weights are random. timm models declare their classifier. In other
+networks, the head is recognized by a common name. Otherwise, it is inferred: it consists of the parts outside of a
+pretrained network or after the blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from efficient_ft.core.errors import SettingError
 from efficient_ft.models.marks import is_inside
 from efficient_ft.models.view.structure import after, holder_of, is_norm, names_of, stages_of
 
-#: Name of the model attribute that stores the full names of the classifier's modules given by the user.
+#: Name of the model attribute that stores the full names of the classifier modules that the user has stated.
 _STATED = "efficient_ft_classifier"
 #: Names of the last layer in networks without timm's `get_classifier`. The first existing name is used.
 _CLASSIFIERS = ("segmentation_head", "decode_head.classifier", "classifier", "score")
@@ -33,8 +34,8 @@ class Head:
 
     Attributes:
         modules: Full names of the head's modules.
-        others: Full names of other modules and parameters around a pretrained network.
-        note: Phrase for reports that names the inferred parts, or an empty string.
+        others: Full names of other modules and parameters that are outside of the pretrained networks in the model.
+        note: Phrase for reports that names the inferred parts, or an empty string if no parts were inferred.
     """
 
     modules: tuple[str, ...] = ()
@@ -69,21 +70,24 @@ def head_of(model: nn.Module) -> Head:
 
 
 def _stated(model: nn.Module) -> list[nn.Module] | None:
-    """Return the modules from timm's `get_classifier`, or None if the method is missing or fails."""
+    """Return the modules from timm's `get_classifier`, or None if the model has no such method or if it fails."""
     get_classifier: Any = getattr(model, "get_classifier", None)
-    if get_classifier is None or not hasattr(type(model), "get_classifier"):  # a wrapper forwards the attribute
+    if get_classifier is None or not hasattr(type(model), "get_classifier"):  # a wrapper may forward the attribute
         return None
     try:
         found = get_classifier()
-    except AttributeError:  # another module has replaced timm's head
+    except AttributeError:  # the head of the timm model was replaced
         return None
     modules = list(found) if isinstance(found, tuple | list) else [found]
     return [m for m in modules if isinstance(m, nn.Module) and not isinstance(m, nn.Identity)]
 
 
 def networks_in(model: nn.Module) -> list[str]:
-    """Return the full names of the outermost pretrained networks in `model`, or [] if `model` is such a network."""
-    base = getattr(model, "base_model_prefix", "")  # in transformers, the network without its head
+    """Return the full names of the outermost pretrained networks in `model`.
+
+    The list is empty if `model` itself is such a network, or if there are none.
+    """
+    base = getattr(model, "base_model_prefix", "")  # in transformers, the attribute with the network without its head
     if base and isinstance(getattr(model, base, None), nn.Module):
         return [base]
     if _is_network(model):
@@ -96,7 +100,11 @@ def networks_in(model: nn.Module) -> list[str]:
 
 
 def _network_around_blocks(model: nn.Module) -> list[str]:
-    """Return the name of the outermost submodule with the blocks and the first convolution or embedding, if any."""
+    """Find the outermost submodule that contains the blocks and the first convolution or embedding.
+
+    Returns:
+        A list with the name of the submodule, or an empty list.
+    """
     first = next((n for n, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Embedding)), "")
     parts = holder_of(model).split(".")
     names = (".".join(parts[: depth + 1]) for depth in range(len(parts)))
@@ -112,7 +120,7 @@ def _is_network(module: nn.Module) -> bool:
 
 
 def _around(module: nn.Module, networks: Iterable[str], prefix: str = "") -> Iterator[str]:
-    """Yield the full names of the outermost modules and the parameters that are outside of the networks."""
+    """Yield the full names of the parameters and of the outermost modules that are outside of the networks."""
     yield from (f"{prefix}{name}" for name, _ in module.named_parameters(recurse=False))
     for name, child in module.named_children():
         full = f"{prefix}{name}"
@@ -132,7 +140,10 @@ def _without(model: nn.Module, name: str, known: frozenset[str]) -> list[str]:
 
 
 def _last_parts(model: nn.Module) -> tuple[str, ...]:
-    """Return the modules with names of heads and the modules after the blocks, without norms, or the last layer."""
+    """Return the modules with common names of heads, and the modules after the blocks except normalization layers.
+
+    If there are no such modules, return the last layer.
+    """
     followers = [name for name in after(model, stages_of(model)[2]) if not is_norm(model.get_submodule(name))]
     named = [name for name in _HEADS if _has_parameters(model, name)]
     if followers or named:
@@ -142,11 +153,14 @@ def _last_parts(model: nn.Module) -> tuple[str, ...]:
 
 
 def _note(parts: Iterable[str], networks: Iterable[str] = ()) -> str:
-    """Return the phrase about inferred parts around networks or inferred parts of the head, or an empty string."""
+    """Return the phrase for reports that names the inferred parts, or an empty string if there are none.
+
+    If `networks` are given, the parts are outside of these networks. Otherwise, the parts are the head.
+    """
     listed, held = ", ".join(parts), ", ".join(networks)
     if not listed:
         return ""
-    return f"inferred as new, because outside of {held}: {listed}" if held else f"inferred as the head: {listed}"
+    return f"not part of {held}, and therefore treated as new: {listed}" if held else f"inferred as the head: {listed}"
 
 
 def _has_parameters(model: nn.Module, name: str) -> bool:
@@ -157,7 +171,7 @@ def _has_parameters(model: nn.Module, name: str) -> bool:
 
 
 def state_classifier(model: nn.Module, classifier: str | Iterable[str]) -> None:
-    """Record the modules of the classifier on `model`. An empty value keeps the previous record.
+    """Store the names of the classifier modules on `model`. If `classifier` is empty, the stored names do not change.
 
     Raises:
         SettingError: If a module does not exist or has no parameters.

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 
 class Reason(Enum):
-    """The reason why a part of a model is not changed. The value is the text in reports.
+    """The reason why a method does not change a part of a model. The value of a member is the text for reports.
 
-    The view of the model determines the first group of reasons, and methods determine the second group. A method with
-    a different reason uses `OTHER` with a detail.
+    The first group contains the reasons that the view of the model determines. The second group contains the reasons
+    that methods determine. For any other reason, a method uses `OTHER` with a detail.
     """
 
     HEAD = "the head"
@@ -26,7 +26,7 @@ class Reason(Enum):
     SINGLE_POSITION = "a feature map with a single position"
     NO_TOKEN_DIMENSION = "an input without a token dimension"
     NO_GRID = "tokens without positions on a grid"
-    ROUTED = "its input consists of tokens routed from any image"
+    ROUTED = "its input consists of routed tokens of different images"
 
     FROZEN = "frozen by the selection"
     NOT_CHOSEN = "not chosen"
@@ -56,25 +56,28 @@ class Skipped:
         return self.detail or self.reason.value
 
 
-#: Number of projections that a fused layer combines, by a part of the layer's name.
+#: Number of projections that a fused layer combines. The keys are parts of layer names.
 _FUSED = {"qkv": 3, "kv": 2, "qk": 2}
 
 
 def projections_in(name: str) -> int:
-    """Return the number of projections that a layer combines in one matrix: 3 for ``qkv``, and 1 for most layers."""
-    # The second last part also counts, because a convolution in a conv-norm module is named ``qkv.c``.
+    """Return the number of projections that a layer combines in one matrix.
+
+    It is 3 for a layer that is named ``qkv``, and 1 for most layers.
+    """
+    # The second last part is also compared, because a convolution in a conv-norm module is named ``qkv.c``.
     return next((_FUSED[part] for part in name.split(".")[-2:] if part in _FUSED), 1)
 
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """The layout of grid positions in a layer's input.
+    """The layout of the token grid in a layer's input.
 
     Attributes:
         form: ``tokens`` (B, prefix + H·W, C), ``channels_last`` (B, H, W, C) or ``channels_first`` (B, C, H, W). In
             windowed attention, each window is a separate map (B·windows, H·W, C).
-        grid: Grid (H, W) at the model's image size. In the two map layouts, the input's shape determines the grid of
-            each step.
+        grid: Grid (H, W) at the model's image size. With ``channels_last`` and ``channels_first``, the shape of the
+            input determines the grid in each step.
         prefix: Number of class, distillation and register tokens before the grid.
     """
 
@@ -90,16 +93,17 @@ class TokenLayout:
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A linear layer or convolution.
+    """A linear layer or convolution of a model.
 
     Attributes:
         name: Full module name.
         module: The `nn.Linear` or `nn.Conv2d`.
         tokens: Layout of the input, or None if the input has no layout.
-        why_not: Reason why the input has no layout, or None.
+        why_not: Reason why the input has no layout, or None if it has one.
         in_attention: True if the layer belongs to an attention module.
-        reach: Full name of the attention module that calls this layer only if its `qkv_bias_separate` is True, or None.
-            By default, SwinV2, BEiT and EVA use the layer's weight directly.
+        reach: Full name of the attention module that calls this layer only if the module's attribute
+            `qkv_bias_separate` is True, or None for other layers. By default, SwinV2, BEiT and EVA use the weight of
+            such a layer directly.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The view of a model: the names of its parts, and the token layout of every layer."""
+"""The view of a model: the names of its parts, and the token layout of every layer's input."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ from efficient_ft.models.view.layers import Layer, Reason, Skipped
 from efficient_ft.models.view.probe import Probed, layout_of, probe, takes_tokens
 from efficient_ft.models.view.structure import above, after, parameters_under, stages_of, stem_of
 
-#: Modules excluded from the last stage. The papers trained EfficientFormerV2 without its downsampling.
+#: Modules that are excluded from the last stage. The papers do not train the downsampling of EfficientFormerV2.
 LAST_STAGE_WITHOUT = {"EfficientFormerV2": "downsample"}
-#: Pattern for classes of attention modules. It excludes blocks with attention and MLP (XCiT's ClassAttentionBlock).
+#: Pattern for the names of attention classes. It excludes blocks with attention and an MLP (XCiT's
+#: ClassAttentionBlock).
 _ATTENTION = re.compile(r"^(?!.*Block$).*(Attention|Attn|MHSA|GPSA|XCA|LiteMLA)")
-#: Image size (H, W) in pixels of a model that does not declare a size.
+#: Image size (H, W) in pixels for models that do not declare a size.
 _USUAL_SIZE = (224, 224)
 
 
 class ModelView:
-    """A model as seen by methods. All names are full module names in forward order.
+    """The view of a model that methods use. All names are full module names in forward order.
 
-    Creating the view reads the structure of the model. The first access to `layers` or `functions` runs a forward pass
-    on fake tensors. The view does not follow later changes: create a new view after changing the model.
+    Creating a view reads the structure of the model. The first access to `layers` or `functions` runs a forward pass on
+    fake tensors. Later changes to the model do not update the view. Create a new view after changing the model.
 
     Attributes:
         model: The model, which a view never changes.
-        image_size: Image size (H, W) in pixels of the forward pass, or (tokens,) for a text model.
-        stages: Blocks of each stage, in order. An isotropic transformer is divided into four equal stages.
-        stage_extras: Other modules of each stage (downsampling).
-        blocks: All blocks.
-        head: Modules of the classifier, see `models.view.head`.
-        outside: Other modules and parameters outside of a pretrained network in a larger module.
+        image_size: Image size (H, W) in pixels for the forward pass, or (tokens,) for a text model.
+        stages: Names of the blocks of each stage, in order. An isotropic transformer is divided into four equal stages.
+        stage_extras: Names of the other modules of each stage, e.g. downsampling.
+        blocks: Names of all blocks.
+        head: Names of the classifier's modules; see `models.view.head`.
+        outside: Names of other modules and parameters that are outside of the pretrained networks in the model.
         head_note: Phrase for reports about an inferred head. It is empty if the model or the user declares the head.
-        tail: Modules that run after the last stage (norms, decoder, head).
+        tail: Names of the modules that run after the last stage (norms, decoder, head).
         prefix_tokens: Number of class, distillation and register tokens.
     """
 
@@ -55,7 +56,7 @@ class ModelView:
 
     @property
     def name(self) -> str:
-        """The name of the timm architecture, or of the model's class."""
+        """The name of the timm architecture, or the class name of other models."""
         cfg = getattr(self.model, "pretrained_cfg", None) or {}
         return cfg.get("architecture") or type(self.model).__name__
 
@@ -106,7 +107,9 @@ class ModelView:
         return next(iter(layouts)).grid
 
     def functions(self, name: str) -> frozenset[Callable[..., Any]] | None:
-        """Return the torch functions that the forward of the module `name` calls directly, or None if it calls none.
+        """Return the torch functions that the forward method of the module `name` calls directly.
+
+        The result is None if the method calls no torch functions.
 
         Raises:
             UserError: If the model cannot run on an input of `image_size`.
@@ -126,7 +129,9 @@ class ModelView:
             ) from error
 
     def last_stage(self) -> tuple[str, ...]:
-        """Return the blocks and downsampling (see LAST_STAGE_WITHOUT) of the last stage, and all later modules.
+        """Return the blocks and other modules of the last stage, and all later modules.
+
+        `LAST_STAGE_WITHOUT` lists modules that are excluded.
 
         Raises:
             UserError: If no stages or blocks of the model are recognized.
@@ -155,9 +160,9 @@ def view(model: nn.Module, image_size: tuple[int, ...] | None = None) -> ModelVi
 def default_image_size(model: nn.Module) -> tuple[int, ...]:
     """Return the image size (H, W) in pixels that the model declares, or 224 × 224.
 
-    The patch embedding, the pretrained configuration or the model declares the size. In a larger module, the pretrained
-    network in the module declares the size. For a text model, the result is (tokens,), the recorded maximum number of
-    tokens or the number of positions.
+    The size is declared by the patch embedding, the pretrained configuration or an attribute of the model. If the model
+    contains a pretrained network, this network may also declare the size. For a text model, the result is (tokens,):
+    the maximum number of tokens in the pretrained configuration, or the number of positions.
     """
     return _stated_size(model) or _USUAL_SIZE
 
@@ -191,7 +196,10 @@ _PREFIX_TOKENS = re.compile(r"(^|\.)(cls_token|class_token|dist_token|distillati
 
 
 def prefix_tokens_of(model: nn.Module) -> int:
-    """Return the number of prefix tokens that the network declares, or the number of its token parameters."""
+    """Return the number of prefix tokens that the network declares.
+
+    If the network does not declare the number, count the tokens in its parameters.
+    """
     for network in _with_inner(model):
         stated = getattr(network, "num_prefix_tokens", None)
         if stated is not None or hasattr(network, "get_classifier"):

@@ -27,8 +27,8 @@ class Input:
 
     Attributes:
         shape: Shape of the tensor.
-        window: Window (h, w) of the windowed attention that contains the layer, or None.
-        maps: Grids of the preceding feature maps, the latest first.
+        window: Window (h, w) of the windowed attention that contains the layer, or None for other layers.
+        maps: Grids of the preceding feature maps, starting with the latest.
     """
 
     shape: tuple[int, ...]
@@ -42,8 +42,9 @@ class Probed:
 
     Attributes:
         inputs: Input of every linear layer and convolution that was called.
-        reach: Attention modules to switch so that they call a layer, by layer name (`Layer.reach`).
-        functions: Torch functions that each module's forward calls directly.
+        reach: Attention modules that call a layer only if their `qkv_bias_separate` is True, by the name of the layer;
+            see `Layer.reach`.
+        functions: Torch functions that the forward method of each module calls directly.
     """
 
     inputs: Mapping[str, Input]
@@ -60,7 +61,7 @@ class _Functions(TorchFunctionMode):
         self.found: defaultdict[str, set[Callable[..., Any]]] = defaultdict(set)
 
     def watch(self, name: str, module: nn.Module) -> None:
-        """Attribute calls in the forward of `module` to `name`."""
+        """Attribute the torch functions that the forward method of `module` calls to `name`."""
 
         def leave(*_: Any) -> None:
             self.running.pop()
@@ -75,7 +76,11 @@ class _Functions(TorchFunctionMode):
 
 
 def fake_copy(original: Any) -> tuple[FakeTensorMode, Any]:
-    """Copy one or several objects to fake tensors. Return the mode for running a copied model, and the copy."""
+    """Copy an object, such as a model or a tuple of several objects, with fake tensors instead of its tensors.
+
+    Returns:
+        The mode in which a copied model can run, and the copy.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with FakeCopyMode(mode):
         return mode, copy.deepcopy(original)
@@ -87,7 +92,10 @@ def takes_tokens(model: nn.Module) -> bool:
 
 
 def call(model: nn.Module, size: tuple[int, ...]) -> Any:
-    """Run a fake `model` on a batch of images of (H, W) pixels or texts of (L,) tokens, in the mode of the copy."""
+    """Run `model`, a fake copy, on a batch of images or texts. The mode of the copy must be active.
+
+    `size` is the image size (H, W) in pixels, or (L,) for texts of L tokens.
+    """
     if takes_tokens(model):
         ids = torch.zeros(BATCH, *size, device=next(model.parameters()).device, dtype=torch.long)
         return model(input_ids=ids, attention_mask=torch.ones_like(ids))
@@ -98,7 +106,7 @@ def call(model: nn.Module, size: tuple[int, ...]) -> Any:
 
 
 def in_words(size: tuple[int, ...]) -> str:
-    """Return the size of a model's input as words, for messages."""
+    """Return the size of a model's input as text for messages."""
     return f"texts of {size[0]} tokens" if len(size) == 1 else f"images of {size[0]}×{size[1]}"
 
 
@@ -182,7 +190,7 @@ def layout_of(
 
 
 def _window(model: nn.Module, name: str) -> tuple[int, int] | None:
-    """Return the window (h, w) of the windowed attention that contains a layer."""
+    """Return the window (h, w) of the windowed attention that contains a layer, or None for other layers."""
     for module in reversed(list(above(model, name))):
         window = getattr(module, "window_size", None)
         if "Attention" in type(module).__name__ and isinstance(window, tuple) and len(window) == 2:

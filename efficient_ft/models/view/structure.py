@@ -1,8 +1,9 @@
 """Find the stages, blocks, stem and normalization layers of a network by the names of its attributes.
 
-In most timm classifiers, the stages are attributes of the network. In some, they are attributes of a submodule
-(``body.layer1``). In models from `transformers` and segmentation-models-pytorch, the stages are inside an encoder
-(``encoder.model.blocks``, ``segformer.stages``, ``bert.encoder.layer``), followed by a decoder or classifier.
+In most timm classifiers, the stages are attributes of the network. In other classifiers, they are attributes of a
+submodule (``body.layer1``). In models from `transformers` and segmentation-models-pytorch, the stages are inside an
+encoder (``encoder.model.blocks``, ``segformer.stages``, ``bert.encoder.layer``), which is followed by a decoder or
+classifier.
 """
 
 from __future__ import annotations
@@ -26,13 +27,17 @@ def above(model: nn.Module, name: str) -> Iterator[nn.Module]:
 
 
 def names_of(model: nn.Module, modules: Iterable[nn.Module]) -> tuple[str, ...]:
-    """Return the full names of the given modules of a model."""
+    """Return the full names of `modules` in `model`."""
     wanted = {id(m) for m in modules}
     return tuple(name for name, m in model.named_modules() if id(m) in wanted)
 
 
 def stem_of(model: nn.Module) -> str | None:
-    """Return the name of the top-level module with the first convolution, or the convolution's name in an encoder."""
+    """Return the name of the stem, or None if the model has no convolution.
+
+    The stem is the top-level module that contains the first convolution. If this module also contains the blocks, the
+    stem is only the convolution.
+    """
     cfg = getattr(model, "pretrained_cfg", None) or {}
     first = cfg.get("first_conv")
     if isinstance(first, tuple | list):
@@ -48,7 +53,10 @@ def stem_of(model: nn.Module) -> str | None:
 
 
 def stages_of(model: nn.Module) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    """Return the names of each stage's blocks, each stage's other modules, and the modules that contain the stages."""
+    """Return the names of the blocks of each stage, of the other modules of each stage, and of the containers.
+
+    A container is a module that contains blocks or stages.
+    """
     holder = holder_of(model)
     inside = f"{holder}." if holder else ""
     owner = model.get_submodule(holder)
@@ -82,12 +90,15 @@ _NUMBERED = ("layer[1-8]", r"stages_\d", r"layers_\d", "s[1-8]", "stage[1-8]", r
 _BLOCKS_OF_STAGE = ("blocks", "transformer_encoder")
 #: Submodules of timm's classifiers that may contain the stages.
 _TIMM_HOLDERS = ("encoder", "body", "features")
-#: Maximum depth of an encoder in a network.
+#: Maximum nesting depth at which an encoder is searched in a network.
 _DEPTH = 2
 
 
 def holder_of(model: nn.Module) -> str:
-    """Return the full name of the encoder with the stages or blocks, or "" for the model itself or without stages."""
+    """Return the full name of the encoder that contains the stages or blocks.
+
+    The name is "" if the model itself contains them, or if no stages are found.
+    """
     if _containers(model):
         return ""
     names = [n for n, _ in model.named_modules() if n and n.count(".") < _DEPTH and not n.startswith("decode")]
@@ -108,11 +119,11 @@ def _containers(module: nn.Module) -> list[str]:
         return [_FEATURES]
     children = [name for name, _ in module.named_children()]
     series = ([n for n in children if re.fullmatch(form, n)] for form in _NUMBERED)
-    return next((names for names in series if names and names[0][-1] in "01"), [])  # exclude an incomplete series
+    return next((names for names in series if names and names[0][-1] in "01"), [])  # exclude a series without its start
 
 
 def _blocks_of(stage: nn.Module) -> tuple[str, nn.Module] | None:
-    """Return the module that lists a stage's blocks, with its name prefix in the stage; None for other modules."""
+    """Return the name prefix and the module that contains the blocks of a stage, or None if there is no such module."""
     for name in _BLOCKS_OF_STAGE:
         if isinstance(getattr(stage, name, None), nn.ModuleList | nn.Sequential):
             return f"{name}.", getattr(stage, name)
@@ -122,7 +133,10 @@ def _blocks_of(stage: nn.Module) -> tuple[str, nn.Module] | None:
 
 
 def _holds_blocks(stage: nn.Module) -> bool:
-    """Return True if a list contains blocks instead of mostly the layers of a single block (ConvMixer)."""
+    """Return True if a stage lists blocks.
+
+    Return False if most of the listed modules are the layers of a single block, as in ConvMixer.
+    """
     found = _blocks_of(stage)
     if found is None:
         return False
@@ -133,11 +147,11 @@ def _holds_blocks(stage: nn.Module) -> bool:
 def _split_stages(
     modules: list[tuple[str, nn.Module]], stages: tuple[str, ...] = ()
 ) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:
-    """Return the names of each stage's blocks, and of each stage's other modules.
+    """Return the names of the blocks of each stage, and of the other modules of each stage.
 
     `modules` contains the stages in order, and the modules between stages, which belong to the following stage.
-    `stages` names the stages. By default, every module that lists blocks is a stage. A named stage that does not list
-    blocks is a single block.
+    `stages` contains the names of the stages. If it is empty, every module that lists blocks is a stage. A named stage
+    that does not list blocks is a single block.
     """
     blocks: list[tuple[str, ...]] = []
     extras: list[tuple[str, ...]] = []
@@ -161,7 +175,7 @@ def _split_stages(
 
 
 def after(model: nn.Module, container: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the modules registered after the stages, first in the encoder and then at the top level."""
+    """Return the modules that are registered after the stages, first in the encoder and then at the top level."""
     found: list[str] = []
     around = container[0].split(".")[:-1] if container else []
     for depth in range(len(around), -1, -1):
@@ -180,11 +194,14 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return True if the class name of `module` is the name of a normalization layer."""
+    """Return True if `module` is a normalization layer according to the name of its class."""
     return _NORM.search(type(module).__name__) is not None
 
 
 def parameters_under(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return the parameters of the modules and parameters `names`, by full name."""
+    """Return the parameters of the modules that are listed in `names`, by full name.
+
+    `names` may also contain full names of parameters.
+    """
     prefixes = tuple(f"{name}." for name in names)
     return {n: p for n, p in model.named_parameters() if f"{n}.".startswith(prefixes)}
