@@ -1,7 +1,7 @@
-"""Run training steps on a copy of the model under the meter, with fake or real tensors.
+"""Run and count training steps of a copy of the model, on fake or real tensors.
 
-Fake tensors have shapes but no memory. A step takes seconds for any batch size, and its counts do not depend on the
-machine.
+Fake tensors have a shape but no memory. On fake tensors, a step takes a few seconds for any batch size, and its counts
+do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ WARMUP_IMAGES = 2
 
 @dataclass
 class WatchedStep:
-    """Counts of one step for the batch.
+    """Counts of one step for the whole batch.
 
     Attributes:
-        saved: bytes by storage of saved tensors that live after the forward pass, without parameters and buffers.
-        created: tensors by storage that the forward pass created and that live after it, without logits and loss.
+        saved: bytes of each storage that is saved for the backward pass and alive after the forward pass, by storage
+            id. Parameters and buffers are not included.
+        created: tensors that the forward pass created and that are alive after it, by storage id. Logits and loss are
+            not included.
         peak: peak of live tensor bytes, without the optimizer's state.
         largest: bytes of the largest tensor that an operation created.
-        layers: FLOPs by module; empty unless requested.
+        layers: FLOPs of each module, by name. Empty unless requested.
     """
 
     flops: dict[Phase, int]
@@ -54,10 +56,10 @@ class WatchedStep:
 
 
 class Probe:
-    """Copy a model and its methods, and run steps of the copy under the meter.
+    """Copy a model and its methods, and count steps of the copy.
 
-    Methods that are not applied yet are applied to the copy; `model` and `methods` are not changed. The state of the
-    optimizer, if there is one, is counted. Its step is counted only if it happens inside the backward pass.
+    Methods that are not applied yet are applied to the copy; `model` and `methods` are not changed. If there is an
+    optimizer, its state is counted. Its step is counted only if the optimizer steps inside the backward pass.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class Probe:
                 self.model, self.methods = _applied(plain, {})
 
     def warm_up(self) -> None:
-        """Take the methods' warm-up steps on a real copy, because their choices depend on values.
+        """Run the warm-up steps of the methods on a real copy, because the methods' choices depend on values.
 
         These steps run in fp32 for every precision. The choices are then the same on all machines, and processors
         without bf16 units are not slowed down.
@@ -97,10 +99,10 @@ class Probe:
     def watch(
         self, images: int, fake: bool, which: Sequence[tuple[int, bool]], layers: bool = False, backward: bool = True
     ) -> list[WatchedStep]:
-        """Run several steps of one copy with `images` samples under the meter, on `fake` or real tensors.
+        """Run and count several steps of one copy with `images` samples, on fake tensors if `fake` is True.
 
-        `which` has the number of each step, and True for unfused attention. If `layers`, FLOPs are also attributed to
-        modules. Without `backward`, each step ends after the loss.
+        `which` contains the number of each step, and True if attention runs without fused kernels in this step. If
+        `layers` is True, FLOPs are also attributed to modules. If `backward` is False, each step ends after the loss.
         """
         with FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext() as mode:
             model, methods = self.copy(mode)
@@ -145,7 +147,7 @@ class Probe:
         layers: bool,
         backward: bool,
     ) -> WatchedStep:
-        """Run forward, loss and backward under the meter."""
+        """Run and count the forward pass, the loss and the backward pass."""
         state = [*model.parameters(), *model.buffers()]
         tensors = [*tensors_of(batch[0]), batch[1]]
         model_state = storages(state)
