@@ -4,9 +4,9 @@ A step consists of the forward pass in training mode (with frozen BatchNorm stat
 It runs on fake tensors with the given batch size, on a copy of the model and its methods. The counts are:
 
 * **FLOPs** per image, separately for forward and backward. A multiply-add is 2 FLOPs. The formulas come from
-  torch.utils.flop_counter (`meter` corrects two of them); elementwise operations count 0. The FLOPs of attention are
-  counted without fused kernels, because these kernels differ between devices, and recompute the scores in the backward
-  pass.
+  torch.utils.flop_counter (`meter` corrects two of them); elementwise operations are not counted. The FLOPs of
+  attention are counted without fused kernels, because these kernels differ between devices, and recompute the scores in
+  the backward pass.
 * **Saved bytes** per image: the storages that autograd holds for the backward pass after the forward pass and the loss.
   Each storage is counted once, with its full size. Parameters, buffers and their views are not counted. Tensors that
   are computed from them (autocast copies of weights, cached constants) are counted, and so is the input batch if it is

@@ -43,7 +43,7 @@ class LayerFlops(NamedTuple):
 
 
 class LiveTensor(NamedTuple):
-    """Live tensor that an operation of the step created, with the shape and the size of its storage in bytes."""
+    """Live tensor created during the step: the operation that created it, its shape, and the bytes of its storage."""
 
     operation: str
     shape: tuple[int, ...]

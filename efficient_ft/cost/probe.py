@@ -69,7 +69,7 @@ class Probe:
         self.build_optimizer = build_optimizer
         #: Number of steps before the first counted one.
         self.steps_before = self.methods.warmup_steps
-        #: Model and methods before they are applied, which provide values; None if `model` has values.
+        #: Original model and unapplied methods, from which real copies are made, or None if `model` has values.
         self._plain: tuple[nn.Module, StepMethods] | None = None
         if not self.methods.all_applied:
             plain = self.model, self.methods
