@@ -16,7 +16,7 @@ from efficient_ft.models.view import view
 from efficient_ft.task import moved
 from efficient_ft.training.kinds.registry import kind_of
 
-#: Batch size.
+#: Number of images in the batch on which gradients are compared.
 IMAGES = 4
 
 
