@@ -175,7 +175,7 @@ def train(model: nn.Module, batches: Iterable[Batch], done: int, steps: int, opt
 
 
 def run_study(study: Study, size: int, say: Callable[[str], None] = lambda text: None) -> list[dict[str, Any]]:
-    """Measure one image size (in pixels): the trained network, and the start, middle and end of fine-tuning.
+    """Measure gradient errors at one image size: of the trained network, and at three points of fine-tuning.
 
     Raises:
         UserError: weights or images are missing, or there are too few images.

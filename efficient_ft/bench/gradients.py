@@ -58,8 +58,8 @@ def step_gradients(
         task: task that defines the logits and the loss.
 
     Returns:
-        Gradients of all parameters that have one, by their names in the plain model, and gradients of `inputs` as
-        ``input:NAME``.
+        The gradients of all parameters that have a gradient, by their names in the plain model, and the gradients of
+        `inputs` under the names ``input:NAME``.
     """
     found: Gradients = {}
 

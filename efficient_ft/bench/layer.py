@@ -127,7 +127,7 @@ def _functions(
 ) -> dict[str, Callable[..., Tensor]]:
     """Return the exact layer, and the low-rank layer of each order.
 
-    An order for which a run keeps the layer exact also has the exact layer.
+    If a run keeps the layer exact for an order, the exact layer is returned for this order.
     """
     low_rank = low_rank_linear if layout == "tokens" else low_rank_conv1x1
     exact = torch.nn.functional.linear if layout == "tokens" else torch.nn.functional.conv2d
@@ -188,9 +188,9 @@ def _profiled(
     """Profile a backward pass.
 
     Returns:
-        Times in seconds: ``products`` (matrix products and convolutions), ``passes`` (other operators) and ``rest``
-            (dispatch, Python, waiting). ``rate`` is the number of FLOPs per second of the products, and ``calls`` is
-            the number of operator calls.
+        The times ``products`` (matrix products and convolutions), ``passes`` (other operators) and ``rest`` (dispatch,
+        Python, waiting) in seconds, the number of FLOPs per second of the products (``rate``), and the number of
+        operator calls (``calls``).
     """
     on_gpu, wait = g.device.type == "cuda", waiter(g.device)
     with torch.autocast(g.device.type, dtype=dtype, enabled=dtype != torch.float32):

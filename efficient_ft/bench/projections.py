@@ -67,7 +67,7 @@ def _low_rank_layers(model: nn.Module) -> dict[str, LowRankLinear | LowRankConv2
 
 def _rank(layer: LowRankLinear | LowRankConv2d) -> int:
     how, (c_out, c_in) = layer.low_rank, layer.weight.shape[:2]
-    assert how.projector is not None  # set after the profiling steps
+    assert how.projector is not None  # the projector is set after the profiling steps
     return how.projector.projection(how.tokens.grid, how.tokens.prefix, (c_in, c_out)).rank
 
 

@@ -36,10 +36,9 @@ def format_seconds(value: float) -> str:
 def format_percent(fraction: float, sign: bool = False) -> str:
     """Format a fraction as a percentage: 0.93139 → ``93.14 %``.
 
-    If `sign` is True, positive values begin with a plus sign.
-
-    Values below 1 are never formatted as ``100 %``, and values above 0 are never formatted as ``0 %``. Two decimals are
-    shown, so that different accuracies on 10,000 samples can be distinguished.
+    If `sign` is True, positive values begin with a plus sign. Values below 1 are never formatted as ``100 %``, and
+    values above 0 are never formatted as ``0 %``. Two decimals are shown, so that different accuracies on 10,000
+    samples can be distinguished.
     """
     value = 100 * fraction
     value = min(value, 99.99) if value < 100 else value

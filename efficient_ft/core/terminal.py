@@ -107,9 +107,8 @@ class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
 def start_console(verbose: bool, first: bool = True) -> None:
     """Set up the console output of one of the package's programs.
 
-    If `verbose` is True, details are also printed.
-
-    If `first` is False (in additional processes of the same run), only errors are printed.
+    If `verbose` is True, details are also printed. If `first` is False (in additional processes of the same run), only
+    errors are printed.
     """
     level = (logging.DEBUG if verbose else logging.INFO) if first else logging.ERROR
     for handler in logging.getLogger().handlers:

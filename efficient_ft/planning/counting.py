@@ -52,7 +52,7 @@ class Counted:
 
 
 class Counter:
-    """Count recipes of the network that `config` names, with `num_classes` classes."""
+    """Count steps of recipes for the network that `config` names, with `num_classes` classes."""
 
     def __init__(self, config: Config, num_classes: int) -> None:
         self._config, self.classes = config, num_classes

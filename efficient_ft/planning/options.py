@@ -152,10 +152,9 @@ def with_front(options: list[Option]) -> list[Option]:
 def recommend(options: Sequence[Option], loss: float, step_limit: float | None) -> Option | None:
     """Return the fastest option of the best exactness class within the limits.
 
-    If several options are equally fast, the option that uses the least memory is returned.
-
-    `loss` is the maximum loss of test accuracy relative to full fine-tuning, in percentage points. `step_limit` is the
-    maximum time of a step in seconds.
+    If several options are equally fast, the option that uses the least memory is returned. `loss` is the maximum
+    loss of test accuracy relative to full fine-tuning, in percentage points. `step_limit` is the maximum time of a step
+    in seconds.
     """
 
     def allowed(o: Option) -> bool:

@@ -46,7 +46,7 @@ Attempt = Callable[[Sequence[str], int, float], Trial]
 
 #: Number of classes if there are no images (as in ImageNet).
 _UNKNOWN_CLASSES = 1000
-#: Safety factors for the predicted growth and for the growth measured in a trial. The resulting size must fit the budget.
+#: Safety factors for the predicted growth and for the growth measured in a trial. The product must fit the budget.
 MARGIN, TRIAL_MARGIN = 1.12, 1.1
 #: Default planning time in seconds, and its fractions for counting, timing and comparing gradients. The rest is left
 #: for starting and for trials.
@@ -68,7 +68,7 @@ class Limits:
         seconds: budget for the training time in seconds. If None, there is no limit.
         loss: maximum loss of test accuracy relative to full fine-tuning, in percentage points.
         split_batch: True if the batch may be split into micro-batches with accumulated gradients.
-        planning_seconds: time after which no further recipe is examined. The smallest recipes are always examined.
+        planning_seconds: time in seconds after which no further recipe is examined, except the smallest recipes.
     """
 
     memory_bytes: int
@@ -338,7 +338,7 @@ class _Planner:
         )
 
     def bound(self, option: Option) -> int:
-        """Return the budget that an option needs: its peak plus a margin on the growth, or its predicted peak if larger."""
+        """Return the budget that an option needs: its peak plus a margin, and at least the predicted peak."""
         margin = max(MARGIN, self.excess * TRIAL_MARGIN) if option.measured_bytes is None else TRIAL_MARGIN
         return max(round(option.peak_bytes + (margin - 1) * self._growth(option)), option.process_bytes)
 

@@ -31,7 +31,7 @@ _ENOUGH, _FEW = 3.0, 6
 def step_seconds(config: Config, counter: Counter, device: torch.device, images: int, max_seconds: float) -> float:
     """Return the time of one optimizer step in seconds, including all micro-batches.
 
-    If a timed step has fewer images than the batch, the time of its forward and backward passes is scaled. `counter`
+    If a timed step has fewer images than the batch, the time of its forward and backward passes is scaled up. `counter`
     provides the network. No further step begins after `max_seconds`.
 
     Raises:
