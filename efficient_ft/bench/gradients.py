@@ -45,7 +45,7 @@ def step_gradients(
     seed: int | None = None,
     task: Task = _CLASSIFICATION,
 ) -> StepGradients:
-    """Compute the gradients of a training step without updating parameters; BatchNorm statistics are frozen.
+    """Compute the gradients of a training step without updating parameters. BatchNorm statistics are frozen.
 
     Args:
         model: network for the task, which is set to training mode.

@@ -115,7 +115,7 @@ def _trains(module: nn.Module) -> bool:
 def measure_steps(
     recipes: Sequence[Recipe], configure: Configure, network: Network, *, rounds: int = 10, warmup: int = 2
 ) -> dict[str, Any]:
-    """Time and count training steps on random weights and images with each recipe; the first recipe is the baseline.
+    """Time and count training steps of each recipe on random weights and images. The first recipe is the baseline.
 
     On a CPU, all recipes except the baseline use channels-last memory, as runs do. `rounds` timed rounds follow
     `warmup` rounds. The result is a report for JSON and `tables.report_text`.

@@ -25,9 +25,9 @@ def refuse_in_backward(
 ) -> None:
     """Raise an error for the first incompatible setting. A setting is None if the training loop does not use it.
 
-    The settings concern clipping by the norm of all gradients, accumulation of gradients over several batches, loss scaling
-    (as with fp16), and averaging of gradients over several processes. `by` names the setting or the optimizer that
-    updates parameters inside the backward pass.
+    The settings control clipping by the norm of all gradients, accumulation of gradients over several batches, loss
+    scaling (as with fp16), and averaging of gradients over several processes. `by` names the setting or the optimizer
+    that updates parameters inside the backward pass.
 
     Raises:
         SettingError: a setting is incompatible.

@@ -80,7 +80,7 @@ class Lines:
 
     Args:
         rows: rows that determine the column widths: all rows, or samples of the same width.
-        header, left, columns, chosen: see `render`, which also documents the error.
+        header, left, columns, chosen: see `render`, which also describes the error.
 
     Attributes:
         fit: True if the columns fit the terminal. Otherwise, use `panels`.

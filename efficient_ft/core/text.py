@@ -102,9 +102,7 @@ def shortened(text: str, width: int) -> str:
 def wrapped(text: str, width: int, indent: str = "") -> list[str]:
     """Wrap each line of `text` to `width` terminal columns.
 
-    Lines are broken between words, or at separators inside long words.
-
-    All lines except the first one begin with `indent`.
+    Lines are broken between words, or at separators inside long words. Continuation lines begin with `indent`.
     """
     lines = []
     for line in text.split("\n"):
@@ -127,7 +125,7 @@ def wrapped(text: str, width: int, indent: str = "") -> list[str]:
 def filled(text: str, width: int, indent: str = "") -> list[str]:
     """Wrap a line to `width` terminal columns, and preserve its leading spaces. Words and paths are never broken.
 
-    All lines except the first one begin with `indent`.
+    Continuation lines begin with `indent`.
     """
     text = plain_text(text)
     body = text.lstrip(" ")

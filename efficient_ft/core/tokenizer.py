@@ -26,7 +26,8 @@ class Tokenizer:
 
     Args:
         tokenizer: tokenizer from the `tokenizers` library.
-        inputs: names of the network's inputs: ``input_ids``, ``attention_mask``, and optionally ``token_type_ids``.
+        inputs: names of the inputs of the network: ``input_ids``, ``attention_mask``, and optionally
+            ``token_type_ids``.
         pad: id and text of the padding token.
     """
 
@@ -66,7 +67,7 @@ class Tokenizer:
     def batch(self, texts: Sequence[Sequence[str]], max_length: int) -> dict[str, Tensor]:
         """Encode texts or pairs as int64 tensors (B, L), one for each name in `inputs`. L is at most `max_length`.
 
-        In a pair, the longer text is truncated first.
+        If a pair is too long, the longer text is truncated first.
         """
         self._tokenizer.enable_truncation(max_length, strategy="longest_first")
         try:

@@ -5,7 +5,7 @@ It runs on fake tensors with the given batch size, on a copy of the model and it
 
 * **FLOPs** per image, separately for forward and backward. A multiply-add is 2 FLOPs. The formulas come from
   torch.utils.flop_counter (`meter` corrects two of them); elementwise operations are not counted. The FLOPs of
-  attention are counted without fused kernels, because these kernels differ between devices, and recompute the scores in
+  attention are counted without fused kernels, because these kernels differ between devices and recompute the scores in
   the backward pass.
 * **Saved bytes** per image: the storages that autograd holds for the backward pass after the forward pass and the loss.
   Each storage is counted once, with its full size. Parameters, buffers and their views are not counted. Tensors that
@@ -16,7 +16,7 @@ It runs on fake tensors with the given batch size, on a copy of the model and it
   rounding of the allocator and the workspaces of kernels. The optimizer's state is *not* included. An optimizer that
   steps inside the backward pass also does so in this count: gradients are freed one by one, and the temporary tensors
   of the updates are counted.
-* **Optimizer bytes**: size of the optimizer's state after every parameter has been updated. This requires that an
+* **Optimizer bytes**: size of the optimizer's state after every parameter has been updated. It is counted only if an
   optimizer is given.
 
 If steps differ, for example because layers are sampled in each step, FLOPs and saved bytes are means over
@@ -173,7 +173,7 @@ def kept_after_forward(
     fake: bool = True,
     **options: Unpack[StepOptions],
 ) -> Kept:
-    """Check that the saved-tensors hook sees everything that is kept for the backward pass.
+    """Count what is kept for the backward pass in two ways, to check that the saved-tensors hook sees all of it.
 
     `live_bytes` is counted from the results of every operation, and `saved_bytes` independently by the hook.
 
@@ -209,7 +209,7 @@ def count(probe: Probe) -> Executed:
 
 
 def count_batch(probe: Probe, images: int, fake: bool) -> Executed:
-    """Count one step, or the mean over `cost_steps` steps. The peak is the maximum over these steps."""
+    """Return the counts of one step, or their means over `cost_steps` steps. The peak is the maximum over the steps."""
     steps = probe.methods.cost_steps
     watched = probe.watch(images, fake, [(step, unfused) for step in range(steps) for unfused in (True, False)])
     unfused, as_it_is = watched[::2], watched[1::2]

@@ -184,7 +184,7 @@ class Meter(TorchDispatchMode):
 
 
 class _Attribution:
-    """Attribution of the FLOPs of operations to modules.
+    """Attribute the FLOPs of operations to modules.
 
     In the forward pass, the FLOPs of an operation are attributed to the module whose weight is an operand. If there is
     no such module, they are attributed to the innermost running module. The first rule also covers SwinV2's qkv, whose

@@ -1,8 +1,9 @@
 """Predict the memory of a run from counts, for the setting ``memory``, plans and the out-of-memory message.
 
 A run has phases: it loads its network, trains, evaluates, reads images, evaluates the saved weights, and measures its
-cost. The tensors of each phase are counted here or by `cost.executed`. On a CPU, the predicted peak is the process size
-before the model is created plus the largest phase. On a GPU, it is the memory reserved on the device.
+cost. The tensors of each phase are counted in this module or by `cost.executed`. On a CPU, the predicted peak is the
+process size before the model is created plus the largest phase. On a GPU, the predicted peak is the memory reserved on
+the device.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ class Prediction:
     """Predicted memory of a run.
 
     Attributes:
-        base_bytes: process size before the model is created (interpreter and libraries); 0 on a GPU.
+        base_bytes: process size before the model is created (interpreter and libraries), or 0 on a GPU.
         phases: bytes of each phase in addition to `base_bytes`.
     """
 
@@ -198,7 +199,7 @@ def predict(demand: Demand, base_bytes: int, allocator: str, device: str) -> Pre
         allocator: allocator of the process, see `core.allocator.allocator_in_use`.
         device: type of the device. For types other than ``cuda``, the memory of the process is predicted.
     """
-    if device == "cuda":  # the factor 1.1 accounts for rounded sizes and kept blocks in the caching allocator
+    if device == "cuda":  # the factor 1.1 accounts for rounded sizes and unused blocks in the caching allocator
         forward = demand.evaluation
         training = demand.model_bytes + demand.batch_bytes + demand.step_bytes
         evaluation = demand.model_bytes + demand.optimizer_bytes + forward.batch_bytes + forward.peak_bytes

@@ -83,8 +83,8 @@ class Probe:
     def warm_up(self) -> None:
         """Run the warm-up steps of the methods on a real copy, because the methods' choices depend on values.
 
-        These steps run in fp32 for every precision. The choices are then the same on all machines, and processors
-        without bf16 units are not slowed down.
+        These steps always run in fp32, so that the choices are the same on all machines, and processors without bf16
+        units are not slowed down.
         """
         if not self.steps_before:
             return
@@ -127,7 +127,7 @@ class Probe:
             return 0 if optimizer is None else sum(storages(state_tensors(optimizer)).values())
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
-        """Build the optimizer for a copy, and take one optimizer step, which creates the state of every parameter."""
+        """Build the optimizer for a copy, and run one optimizer step, which creates the state of every parameter."""
         if self.build_optimizer is None:
             return None
         optimizer = self.build_optimizer(model)
@@ -192,14 +192,14 @@ class Probe:
 
 
 def _applied(plain: tuple[nn.Module, StepMethods], tensors: dict[int, Tensor]) -> tuple[nn.Module, StepMethods]:
-    """Copy a model and its methods, and apply them. `tensors` replaces the copies of tensors, by id."""
+    """Copy a model and its methods, and apply them. `tensors` maps ids of tensors to the copies to use."""
     model, methods = copy.deepcopy(plain, tensors)
     methods.apply(model)
     return model, methods
 
 
 def _on_meta(model: nn.Module) -> dict[int, Tensor]:
-    """Return copies of parameters and buffers on the meta device, by the originals' ids, for `copy.deepcopy`."""
+    """Return copies of the parameters and buffers on the meta device, by the ids of the originals."""
     copies: dict[int, Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if type(tensor) in (Tensor, nn.Parameter):
@@ -225,9 +225,9 @@ class FakeCopyOnCPU(FakeCopyMode):
 
 @contextlib.contextmanager
 def undisturbed(cuda: Sequence[torch.device] = ()) -> Iterator[None]:
-    """Enable gradients, disable autocast and collectives, and restore every global random state at the end.
+    """Enable gradients and disable autocast and collectives inside a ``with`` block, and restore global random states.
 
-    The random states of the CUDA devices in `cuda` are also restored.
+    The restored states include those of the CUDA devices in `cuda`.
     """
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:

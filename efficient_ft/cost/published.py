@@ -11,8 +11,8 @@ M is in bytes, values are in fp32, and operations are in forward order:
   included.
 * tmp: 4·(in + out) for a linear layer, 4·in + 4·out / groups for a convolution, and 4·in for other operations.
 * saved: 4·in for a linear layer, convolution or normalization with a trained weight. If a gradient flows through the
-  operation, the following values are also saved: in / 8 for ReLU and ReLU6, 4·in for other activations and softmax, and
-  both operands of a product of two activations (the output of softmax is counted only once).
+  operation, in / 8 is saved for ReLU and ReLU6, 4·in for other activations and softmax, and both operands for a product
+  of two activations (the output of softmax is counted only once).
 * residual: 4·(input of a block), while the branch that is later added to this input is computed.
 
 q, k and v count as three layers with separate inputs, even if they share one matrix. Elementwise sums and products,
@@ -171,11 +171,12 @@ def published(
     in_chans: int = 3,
     rule: Rule = TINYTL_RULE,
 ) -> Published:
-    """Apply the formula to one training step of `model`. Parameters with `requires_grad` train.
+    """Apply the formula to one training step of `model`. Parameters with `requires_grad` count as trained.
 
     Args:
-        model: classifier of images (B, in_chans, H, W), on any device; not changed. Methods of the memory axis have no
-            effect, because `keeping` describes the storage. Methods that drop tokens in evaluation have an effect.
+        model: classifier of images (B, in_chans, H, W), on any device. It is not changed. Methods of the memory axis
+            have no effect, because `keeping` describes the storage. Methods that drop tokens in evaluation have an
+            effect.
         batch_size: number of images in the batch.
         input_size: (H, W) of the images.
         keeping: storage of activations. It applies to the blocks of a model with attention (as in the papers, the patch
@@ -194,7 +195,7 @@ def published(
 
 
 def parameter_bytes(model: nn.Module) -> int:
-    """Return the bytes of the parameters: `VALUE` per trained parameter, 1 per frozen parameter."""
+    """Return the bytes of the parameters: `VALUE` for a trained parameter, and 1 for a frozen one."""
     return sum(p.numel() * (VALUE if p.requires_grad else 1) for p in model.parameters())
 
 
@@ -246,7 +247,7 @@ def operations(
     """List the operations of a forward pass on one image or text, in order. The pass runs on fake tensors.
 
     Args:
-        model, input_size, in_chans, rule: see `published`; `input_size` is (tokens,) for a text model.
+        model, input_size, in_chans, rule: see `published`. For a text model, `input_size` is (tokens,).
         blocks: names of the model's blocks. If None, the blocks that the model's view recognizes are used.
 
     Raises:
@@ -254,7 +255,7 @@ def operations(
         UserError: `model` cannot run on images of this size.
     """
     task = TextClassification() if takes_tokens(model) else Classification()
-    StepSpec(1, input_size, in_chans=in_chans, task=task)  # checks the sizes
+    StepSpec(1, input_size, in_chans=in_chans, task=task)  # raises an error if a size is out of range
     if blocks is None:
         blocks = view(model, tuple(input_size)).blocks
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.inference_mode(False), torch.enable_grad():
@@ -369,7 +370,7 @@ class _Trace(TorchFunctionMode):
         return own or bool(getattr(module, "fused_attn", False))
 
     def _product(self, a: Tensor, b: Tensor, size_a: int, macs: int) -> None:
-        """Add the product of two activations. Each is saved for the gradient of the other."""
+        """Record the product of two activations. Each activation is saved for the gradient of the other one."""
         saved = size_a * b.requires_grad + b.numel() * a.requires_grad
         self._add("attention", VALUE * (a.numel() + b.numel()), VALUE * saved, macs)
 

@@ -1,4 +1,4 @@
-"""Training step that is counted and timed: its settings, its methods, and the step itself.
+"""Training step for counting and timing: the settings, the methods, and the step itself.
 
 This module does not import methods: any object with the attributes listed in `StepMethods` can take part in a step.
 """
@@ -44,7 +44,7 @@ class StepSpec:
     Args:
         batch_size: number of samples in the batch.
         input_size: (height, width) of the images in pixels, or (tokens,) for texts.
-        precision: ``fp32``, or ``bf16`` or ``fp16`` for autocast to this dtype.
+        precision: ``fp32`` for no autocast, or ``bf16`` or ``fp16`` for autocast to this dtype.
         label_smoothing: label smoothing of the cross-entropy.
         in_chans: number of image channels.
         frozen_bn: if True, BatchNorm layers use their running statistics, as runs do by default.
@@ -82,7 +82,7 @@ class StepSpec:
         return AUTOCAST[self.precision]
 
     def example(self, batch_size: int, generator: torch.Generator | None = None) -> tuple[Inputs, Tensor]:
-        """Return random inputs and targets of class 0."""
+        """Return random inputs, and targets that all have class 0."""
         size = tuple(self.input_size)
         inputs = self.task.example_inputs(batch_size, self.in_chans, size, generator)
         return inputs, self.task.example_targets(batch_size, size)

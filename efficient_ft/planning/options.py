@@ -33,7 +33,7 @@ class Option:
             device.
         measured_bytes: the same peak, measured in a trial of the recipe, or None without a trial.
         step_seconds: time of an optimizer step in seconds, or None if it was neither measured nor estimated.
-        timed: True if the step was timed on this machine; False if the time is estimated from FLOPs.
+        timed: True if the step was timed on this machine. Otherwise, the time is estimated from FLOPs.
         fingerprint: fingerprint of the run's configuration, which identifies its results.
         cosine: cosine between the gradient and the exact gradient of the trained parameters, on the user's images. It
             is 1 if the recipe is exact, and None if it was not measured.
