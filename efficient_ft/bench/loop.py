@@ -76,7 +76,7 @@ class PacedLoader:
             start = time.perf_counter()
             yield batch
             self._wait()
-            asked = time.perf_counter()  # not reached after an epoch's last batch, which is therefore not timed
+            asked = time.perf_counter()  # not reached after the last batch of an epoch, which is therefore not timed
             self._times.data.append(data)
             self._times.bare.append(bare)
             self._times.framework.append(asked - start)
@@ -141,7 +141,7 @@ def _measure_job(config: Config, device: torch.device | str, rounds: int, warmup
         classes = class_count(config.data)
         assert classes is not None, "missing images were reported before"
         network, on_cpu = factory.random_model(config.model, classes), torch.device(device).type == "cpu"
-        # Channels-last as in the framework, because the loops are compared and not the memory formats.
+        # The plain loop also uses channels-last memory, because the loops are compared and not the memory formats.
         bare = build_step(config, network, device, config.data.batch_size, channels_last=on_cpu)
     times = Times()
     train_loader = ImageData.train_loader

@@ -175,7 +175,7 @@ def _reset_mark() -> bool:
         _CLEAR_REFS.write_text("5")
     except OSError:
         return False
-    # A kernel that ignores the request (gVisor) keeps an older, higher peak or has no mark.
+    # A kernel that ignores the request (gVisor) keeps an older, higher peak, or does not have a mark.
     mark = _system_mark()
     return mark is not None and mark - resident_bytes() < 2**22
 
