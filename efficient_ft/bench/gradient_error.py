@@ -118,9 +118,7 @@ def measure(model: nn.Module, compared: Sequence[Candidate], batches: Iterable[B
             candidate.total = _sum(candidate.total, approximate)
         if full_rank is None:
             all_bases = copy.deepcopy(model)
-            LBPWHT(order=15, as_published=True).apply(
-                all_bases
-            )  # a layer is projected even if its exact pass is cheaper
+            LBPWHT(order=15, as_published=True).apply(all_bases)  # projects even if it costs more than the exact pass
             approximate = step_gradients(all_bases, batch).gradients
             full_rank = error_and_cosine(exact, approximate, members["network"])[0]
     pooled = {g: k for g, k in members.items() if not k[0].startswith("input:")}

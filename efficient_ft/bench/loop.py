@@ -141,7 +141,7 @@ def _measure_job(config: Config, device: torch.device | str, rounds: int, warmup
         classes = class_count(config.data)
         assert classes is not None, "missing images were reported before"
         network, on_cpu = factory.random_model(config.model, classes), torch.device(device).type == "cpu"
-        # The plain loop also uses channels-last memory, because the loops are compared and not the memory formats.
+        # On a CPU, both loops use channels-last memory, so that only the loops differ and not the memory formats.
         bare = build_step(config, network, device, config.data.batch_size, channels_last=on_cpu)
     times = Times()
     train_loader = ImageData.train_loader
