@@ -9,6 +9,6 @@
 * `gradient_error`: gradient errors of low-rank backward passes on a trained network.
 
 The first six return a JSON-serializable report with the same fields as the files in ``benchmarks``; `tables` formats
-it. Times are medians with quartiles. FLOPs and bytes are counted from the executed operations. On
-CUDA, peaks are measured instead.
+it. Times are medians with quartiles. FLOPs and bytes are counted from the executed operations. On CUDA,
+peaks are measured instead.
 """
