@@ -64,8 +64,8 @@ def measure_gradients(
 ) -> dict[str, Any]:
     """Compare the gradients of recipes with the exact gradients.
 
-    The network has weights from the file `weights` with timm's names, or random weights. The batches contain images
-    from the class folders in `images`, or noise.
+    The weights of the network are read from the file `weights`, which uses timm's names. If `weights` is None, they are
+    random. The batches contain images from the class folders in `images`, or noise if `images` is None.
 
     Returns:
         The report, for JSON and `tables.report_text`.
@@ -176,7 +176,10 @@ def _record(
 
 
 def _statistics(by_kind: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, Any]:
-    """Return mean and range over the batches, by measure and kind of layer. "blocks" also lists all batches."""
+    """Return the mean and range over the batches for each measure and kind of layer.
+
+    The entry "blocks" also lists the value of each batch.
+    """
     found: dict[str, Any] = {}
     for column, title in enumerate(("error", "cosine")):
         values = {kind: [round(pair[column], 6) for pair in pairs] for kind, pairs in by_kind.items()}

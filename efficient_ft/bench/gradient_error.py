@@ -9,7 +9,7 @@ projections.
   batches. Groups are ``network`` (weights of all projected layers), each layer type (``qkv``, ``proj``, ...), ``rest``
   (all other parameters except the head: norms, biases, stem, position embedding), ``activations`` (gradients at the
   inputs of the blocks) and ``first block`` (the gradient that reaches the stem).
-* ``pooled``: the same for the summed gradient of all images.
+* ``pooled``: relative error and cosine of the gradient summed over all images.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
 from efficient_ft.models.view import view
 from efficient_ft.record.environment import environment
 
-#: States of the network: trained, and three points of fine-tuning.
+#: States of the network: trained, and at three points of fine-tuning.
 STATES = ("trained", "start", "middle", "end")
 
 
 @dataclass(frozen=True)
 class Study:
-    """Settings of a study, which the options of the command document.
+    """Settings of a study. The options of the command describe them.
 
-    Images are in FOLDER/CLASS/*, and classes are sorted. With `finetune`, gradients are also measured during
-    fine-tuning on FOLDER/train and FOLDER/test.
+    Images are read from FOLDER/CLASS/*, and classes are sorted by name. If `finetune` is a folder, gradients are also
+    measured during fine-tuning: the network is trained on FINETUNE/train, and gradients are measured on FINETUNE/test.
     """
 
     weights: Path
@@ -79,7 +79,10 @@ class Study:
 
 
 def groups(model: nn.Module) -> dict[str, list[str]]:
-    """Return the keys of `step_gradients` by group, see the module's docstring."""
+    """Return the keys of `step_gradients` in each group of gradients.
+
+    The groups are described at the top of this module.
+    """
     of_model = view(model)
     layers = [layer.name for layer in of_model.layers if layer.tokens is not None]
     weights = [f"{name}.weight" for name in layers]
@@ -93,11 +96,12 @@ def groups(model: nn.Module) -> dict[str, list[str]]:
 
 
 def measure(model: nn.Module, compared: Sequence[Candidate], batches: Iterable[Batch]) -> dict[str, Any]:
-    """Compute the candidates' scores, batch by batch.
+    """Compute the scores of the candidates for each batch.
 
     Returns:
-        ``top1``, the accuracy of the plain network, and ``full_rank``, the relative error with all bases (ortho). The
-        latter must be zero except for rounding, which shows that only the projection causes errors.
+        ``top1``, the accuracy of the plain network, and ``full_rank``, the relative error if all bases are used
+        (ortho). ``full_rank`` must be zero except for rounding errors. This shows that only the projection causes
+        errors.
     """
     members, blocks = groups(model), view(model).blocks
     accuracies: list[float] = []
@@ -114,7 +118,7 @@ def measure(model: nn.Module, compared: Sequence[Candidate], batches: Iterable[B
             candidate.total = _sum(candidate.total, approximate)
         if full_rank is None:
             all_bases = copy.deepcopy(model)
-            LBPWHT(order=15, as_published=True).apply(all_bases)  # projects even if the exact pass is cheaper
+            LBPWHT(order=15, as_published=True).apply(all_bases)  # projects even if it costs more than the exact pass
             approximate = step_gradients(all_bases, batch).gradients
             full_rank = error_and_cosine(exact, approximate, members["network"])[0]
     pooled = {g: k for g, k in members.items() if not k[0].startswith("input:")}
@@ -131,7 +135,7 @@ def _sum(total: Gradients, one: Gradients) -> Gradients:
 def records(
     model: nn.Module, compared: Sequence[Candidate], about: dict[str, Any], size: tuple[int, int], batch: int
 ) -> list[dict[str, Any]]:
-    """Return one record per candidate, with its executed backward FLOPs and those of the exact pass."""
+    """Return a record for each candidate, with the executed FLOPs of its backward pass and of the exact one."""
     plain = executed(model, batch, size).backward_flops
     made = []
     for c in compared:
@@ -171,7 +175,7 @@ def train(model: nn.Module, batches: Iterable[Batch], done: int, steps: int, opt
 
 
 def run_study(study: Study, size: int, say: Callable[[str], None] = lambda text: None) -> list[dict[str, Any]]:
-    """Measure one image size (in pixels): the trained network, and the start, middle and end of fine-tuning.
+    """Measure gradient errors at one image size: of the trained network, and at three points of fine-tuning.
 
     Raises:
         UserError: weights or images are missing, or there are too few images.
@@ -206,7 +210,7 @@ def run_study(study: Study, size: int, say: Callable[[str], None] = lambda text:
         return made
 
     training, held_out = (image_folder(study.finetune / part, config) for part in ("train", "test"))
-    torch.manual_seed(study.seed)  # the new head
+    torch.manual_seed(study.seed)  # determines the weights of the new head
     model = create_model(config, len(training.classes))
     for name in view(model).head:  # a new head is often zero, which blocks all gradients at the start
         nn.init.trunc_normal_(model.get_parameter(f"{name}.weight"), std=0.02)
@@ -225,7 +229,7 @@ def run_study(study: Study, size: int, say: Callable[[str], None] = lambda text:
 
 
 def read_records(file: Path) -> dict[str, Any]:
-    """Read records written by `save`. A missing file has no records.
+    """Read records written by `save`. If the file does not exist, there are no records.
 
     Raises:
         UserError: the file cannot be read, or was not written by `save`.
@@ -244,7 +248,7 @@ def read_records(file: Path) -> dict[str, Any]:
 
 
 def save(file: Path, study: Study, results: list[dict[str, Any]]) -> None:
-    """Write the records of the measured sizes, one per line. The file's records of other sizes are kept."""
+    """Write the records of the measured image sizes, one per line. Records of other sizes in the file are kept."""
     sizes = {r["image_size"] for r in results}
     settings = {k: v.name if isinstance(v, Path) else v for k, v in asdict(study).items()}
     here = {**environment(packages=("torch", "timm", "numpy")), "precision": "fp32"}
@@ -259,10 +263,9 @@ def save(file: Path, study: Study, results: list[dict[str, Any]]) -> None:
 
 
 def network_rows(results: Sequence[dict[str, Any]], state: str = "trained") -> tuple[list[str], list[list[Cell]]]:
-    """Return the relative error (cosine) of the whole network in a state, by grid and order in rows, and by method in
-    columns.
+    """Return the relative error (and cosine) of the gradient of the whole network in a state.
 
-    A star marks the smallest error in a row.
+    There is a row for each grid and order, and a column for each method. A star marks the smallest error in a row.
     """
     chosen = [r for r in results if r["state"] == state]
     names = list(dict.fromkeys(r["method"] for r in chosen))
@@ -282,7 +285,7 @@ def network_rows(results: Sequence[dict[str, Any]], state: str = "trained") -> t
 
 
 def group_rows(results: Sequence[dict[str, Any]], state: str = "trained") -> tuple[list[str], list[list[Cell]]]:
-    """Return the relative error by group of gradients in a state, with one row per grid, order and method."""
+    """Return the relative error of each group of gradients in a state, in rows by grid, order and method."""
     chosen = [r for r in results if r["state"] == state]
     names = list(chosen[0]["batch"])
     rows: list[list[Cell]] = []

@@ -1,4 +1,4 @@
-"""Gradients of one training step, the distance between two gradients, and batches of images for this comparison."""
+"""Compute the gradients of one training step, compare two gradients, and load batches of images."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Gradients = dict[str, Tensor]
 
 
 class StepGradients(NamedTuple):
-    """Gradients of one step, and the accuracy (the task's metric) on its batch."""
+    """Gradients of one step, and the task's metric (accuracy) on the batch of this step."""
 
     accuracy: float
     gradients: Gradients
@@ -45,7 +45,7 @@ def step_gradients(
     seed: int | None = None,
     task: Task = _CLASSIFICATION,
 ) -> StepGradients:
-    """Compute the gradients of a training step without updating parameters; BatchNorm statistics are frozen.
+    """Compute the gradients of a training step without updating parameters. BatchNorm statistics are frozen.
 
     Args:
         model: network for the task, which is set to training mode.
@@ -54,12 +54,12 @@ def step_gradients(
         step: number of the step for the methods.
         inputs: names of modules whose input gradients are also returned.
         precision: ``fp32``, ``bf16`` or ``fp16``.
-        seed: seed of torch's generators, set before the step; None: not set.
+        seed: seed of torch's generators, which is set before the step. If None, no seed is set.
         task: task that defines the logits and the loss.
 
     Returns:
-        Gradients of all parameters that have one, by their names in the plain model, and gradients of `inputs` as
-        ``input:NAME``.
+        The gradients of all parameters that have a gradient, by their names in the plain model, and the gradients of
+        `inputs` under the names ``input:NAME``.
     """
     found: Gradients = {}
 
@@ -100,7 +100,7 @@ def step_gradients(
 def error_and_cosine(
     exact: Mapping[str, Tensor], approximate: Mapping[str, Tensor], keys: Iterable[str]
 ) -> tuple[float, float]:
-    """Return the relative error ‖g̃ − g‖ / ‖g‖ and the cosine of the concatenated gradients `keys`.
+    """Return the relative error ‖g̃ − g‖ / ‖g‖ and the cosine of the concatenated gradients in `keys`.
 
     Keys without an exact gradient are ignored.
 
@@ -122,7 +122,7 @@ def error_and_cosine(
 
 
 def image_folder(folder: Path, config: ModelConfig) -> ImageFolder:
-    """Open FOLDER/CLASS/* (classes are sorted) with the evaluation transform of the network.
+    """Open the images in FOLDER/CLASS/* with the evaluation transform of the network. Classes are sorted by name.
 
     Raises:
         UserError: the folder does not exist, or has no class folders with images.

@@ -35,7 +35,7 @@ TABLE_5 = ("448,1792,7x7", "1792,448,7x7", "768,3072,7x7", "3072,768,7x7")
 _PROFILED = 8
 #: Names of operators that compute matrix products.
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution_backward"}
-#: Number of rows and columns in the matrix product that measures the processor's peak.
+#: Number of rows and columns of the matrices whose product measures the peak rate of the processor.
 _LARGE = 1024
 
 
@@ -125,7 +125,10 @@ def measure_layers(
 def _functions(
     shape: LayerShape, orders: Sequence[int], projector: str, padding: Padding, layout: str
 ) -> dict[str, Callable[..., Tensor]]:
-    """Return the exact layer, and the low-rank layer of each order, or the exact one if runs keep the layer exact."""
+    """Return the exact layer, and the low-rank layer of each order.
+
+    If a run keeps the layer exact for an order, the exact layer is returned for this order.
+    """
     low_rank = low_rank_linear if layout == "tokens" else low_rank_conv1x1
     exact = torch.nn.functional.linear if layout == "tokens" else torch.nn.functional.conv2d
     functions: dict[str, Callable[..., Tensor]] = {"exact": exact}
@@ -162,7 +165,7 @@ def _tensors(
 def _timed(
     function: Callable[..., Tensor], inputs: Sequence[Tensor], g: Tensor, dtype: torch.dtype
 ) -> Callable[[], dict[str, float]]:
-    """Return a function that runs forward and backward once and returns the seconds of each pass."""
+    """Return a function that runs forward and backward once and returns the time of each pass in seconds."""
     wait = waiter(g.device)
 
     def call() -> dict[str, float]:
@@ -185,8 +188,9 @@ def _profiled(
     """Profile a backward pass.
 
     Returns:
-        Seconds of `products` (matrix products and convolutions), of other `passes` over data, and of the `rest`
-        (dispatch, Python, waiting); FLOPs per second of the products (`rate`); number of operator `calls`.
+        The times ``products`` (matrix products and convolutions), ``passes`` (other operators) and ``rest`` (dispatch,
+        Python, waiting) in seconds, the number of FLOPs per second of the products (``rate``), and the number of
+        operator calls (``calls``).
     """
     on_gpu, wait = g.device.type == "cuda", waiter(g.device)
     with torch.autocast(g.device.type, dtype=dtype, enabled=dtype != torch.float32):
@@ -219,7 +223,7 @@ def _profiled(
 
 
 def _peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOPs per second of a large matrix product."""
+    """Return the number of FLOPs per second of a large matrix product."""
     a, b = (torch.randn(_LARGE, _LARGE, device=device, dtype=dtype) for _ in range(2))
     wait, seconds = waiter(device), []
     for _ in range(10):

@@ -24,13 +24,13 @@ from efficient_ft.models import factory
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.run import run
 
-#: Name of the unmodified job in conf/train.yaml.
+#: Name of the job that conf/train.yaml describes without overrides.
 DEFAULT_JOB = "default"
 
 
 @dataclass
 class Times:
-    """Seconds of each step in the plain loop and in the framework, and seconds of loading its batch."""
+    """Time in seconds of each step in the plain loop and in the framework, and of loading its batch."""
 
     bare: list[float] = field(default_factory=list)
     framework: list[float] = field(default_factory=list)
@@ -76,7 +76,7 @@ class PacedLoader:
             start = time.perf_counter()
             yield batch
             self._wait()
-            asked = time.perf_counter()  # not reached after an epoch's last batch, which is therefore not timed
+            asked = time.perf_counter()  # not reached after the last batch of an epoch, which is therefore not timed
             self._times.data.append(data)
             self._times.bare.append(bare)
             self._times.framework.append(asked - start)
@@ -85,7 +85,7 @@ class PacedLoader:
 
 
 class _EnoughSteps(Exception):
-    """Raised after the measured steps to stop the run."""
+    """Exception that stops the run after the measured steps."""
 
 
 def measure_loops(
@@ -102,9 +102,9 @@ def measure_loops(
 ) -> dict[str, Any]:
     """Time a step of the framework, a step of a plain loop, and the loading of its batch, for each job.
 
-    A job is `DEFAULT_JOB`, or a model in conf/model, all of whose parameters train. A job that runs its frozen part in
-    another form (`trainer.cache_features`, `trainer.prefix`) has no plain loop. The parameters are the options of the
-    command. The result is a report for JSON and `tables.report_text`.
+    A job is `DEFAULT_JOB`, or the name of a model in conf/model, all of whose parameters are then trained. A job whose
+    frozen part runs in another form (`trainer.cache_features`, `trainer.prefix`) is not compared with a plain loop. The
+    parameters are the options of the command. The result is a report for JSON and `tables.report_text`.
 
     Raises:
         UserError: a job is unknown, or images or settings cannot be used.
@@ -141,7 +141,7 @@ def _measure_job(config: Config, device: torch.device | str, rounds: int, warmup
         classes = class_count(config.data)
         assert classes is not None, "missing images were reported before"
         network, on_cpu = factory.random_model(config.model, classes), torch.device(device).type == "cpu"
-        # Channels-last as in the framework, because the loops are compared and not the memory formats.
+        # On a CPU, both loops use channels-last memory, so that only the loops differ and not the memory formats.
         bare = build_step(config, network, device, config.data.batch_size, channels_last=on_cpu)
     times = Times()
     train_loader = ImageData.train_loader

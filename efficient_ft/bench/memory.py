@@ -1,4 +1,4 @@
-"""Measure the memory of one recipe's training steps, counted and in this process, which runs only this recipe."""
+"""Count the memory of one recipe's training steps, and measure it in this process, which runs only this recipe."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def measure_memory(
     steps: int = 3,
     warmup: int = 2,
 ) -> dict[str, Any]:
-    """Take training steps on random weights and images, and measure the memory of this process.
+    """Run training steps on random weights and images, and measure the memory of this process.
 
     The process must not have run other steps, because memory kept by the allocator would hide the growth. The compiler
     of the packing kernels (numba) is loaded first, because its size does not depend on the batch. `optim` is an option
-    in conf/optim. On a CPU, `channels_last` selects channels-last memory, as in runs. The `warmup` steps follow those
-    that methods profile.
+    in conf/optim. On a CPU, `channels_last` selects channels-last memory, as in runs. The `warmup` steps run after the
+    steps that methods need for profiling.
 
     Returns:
         The record of the recipe, for `memory_report`.
@@ -92,7 +92,7 @@ def memory_report(
 ) -> dict[str, Any]:
     """Return the report of recipes measured by `measure_memory`, for JSON and `tables.report_text`.
 
-    The record of a recipe whose process failed is ``{"failure": REASON}``. A recipe can set a different precision.
+    The record of a recipe whose process failed is ``{"failure": REASON}``. A recipe can use a different precision.
     """
     sources = {record["memory"]["source"] for record in recipes.values() if "memory" in record}
     failed = [f"{name}: {record['failure']}" for name, record in recipes.items() if "failure" in record]

@@ -18,7 +18,7 @@ from efficient_ft.optim import LowBitAdamW, state_tensors
 BASELINE = "torch AdamW, 32 bits"
 #: Number of values in a row: two blocks of the low-bit format, or one block of torchao's 8-bit format.
 _WIDTH = 256
-#: Number of steps of a case without a pause, with a pause, and of the longest case.
+#: Number of steps in a case without a pause, in a case with a pause, and in the longest case.
 _STEPS, _PAUSED, _LONG = 60, 240, 3000
 _LR = 1e-3
 
@@ -28,7 +28,7 @@ Make = Callable[[list[nn.Parameter]], Optimizer]
 def measure_optimizers(device: torch.device | str = "cpu", *, rounds: int = 10, warmup: int = 2) -> dict[str, Any]:
     """Compare optimizers on gradients with a large spread, on channels whose gradients pause, and over many steps.
 
-    torchao and bitsandbytes are included if they are installed; torchao runs without its compiler. `rounds` steps of a
+    torchao and bitsandbytes are included if they are installed. torchao runs without compilation. `rounds` steps of a
     parameter of 768 × 3072 are timed, after `warmup` rounds. The result is a report for JSON and `tables.report_text`.
     For each optimizer and case, ``largest`` is the largest step relative to AdamW's largest step, ``error`` is the
     relative error of all steps, and ``size`` is the norm of the last tenth of the steps relative to AdamW's.
@@ -68,21 +68,21 @@ def optimizers() -> dict[str, Make]:
 
 
 def _cases() -> dict[str, Callable[[], Iterator[Tensor]]]:
-    """Return the gradients of each case."""
+    """Return a function that yields the gradients, for each case."""
     spreads = {f"spread 1e{d}": lambda d=d: _spread(d, _STEPS) for d in (2, 3, 4, 6)}
     late = {"late": lambda: _late(False), "late, one sign": lambda: _late(True)}
     return {**spreads, **late, f"{_LONG:,} steps": lambda: _spread(1, _LONG)}
 
 
 def _spread(decades: float, steps: int) -> Iterator[Tensor]:
-    """Yield Gaussian gradients whose magnitudes are spread over this many decades within a row."""
+    """Yield Gaussian gradients whose magnitudes are spread over `decades` powers of 10 within a row."""
     for step in range(steps):
         chance = torch.Generator().manual_seed(step)
         yield torch.randn(64, _WIDTH, generator=chance) * torch.logspace(0, -decades, _WIDTH)
 
 
 def _late(one_sign: bool) -> Iterator[Tensor]:
-    """Yield gradients in which every seventh channel is 0 during three quarters of the steps."""
+    """Yield gradients in which every seventh channel is 0 during the first three quarters of the steps."""
     for step, gradient in enumerate(_spread(2, _PAUSED)):
         if one_sign:
             gradient[:, ::7] = torch.logspace(0, -2, _WIDTH)[::7]
@@ -133,7 +133,7 @@ def _with_state(make: Make, device: torch.device) -> tuple[nn.Parameter, Optimiz
 
 
 def _bytes_per_value(makers: dict[str, Make], device: torch.device) -> dict[str, float]:
-    """Return the bytes of both moments over twice the number of values, without the step and codebooks (256 values)."""
+    """Return the mean number of bytes per value of the two moments, without the step and codebooks (256 values)."""
     sizes = {}
     for name, make in makers.items():
         weight, optimizer = _with_state(make, device)
@@ -143,7 +143,7 @@ def _bytes_per_value(makers: dict[str, Make], device: torch.device) -> dict[str,
 
 
 def _timed(make: Make, device: torch.device) -> Callable[[], dict[str, float]]:
-    """Return a function that takes a step and returns its seconds."""
+    """Return a function that runs a step and returns its time in seconds."""
     _, optimizer = _with_state(make, device)
     wait = waiter(device)
 

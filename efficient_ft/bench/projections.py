@@ -20,7 +20,7 @@ from efficient_ft.methods.backprop.low_rank import LowRankBackward, LowRankConv2
 from efficient_ft.models.view import view
 from efficient_ft.ops.projection import Grid, Projection, Tile, dct_rows
 
-#: Constructors of the compared methods, given the order and the number of batches that LHE profiles.
+#: Functions that construct the compared methods from the order and the number of batches that LHE profiles.
 METHODS: dict[str, Callable[[int, int], LowRankBackward]] = {
     "WHT reflect": lambda order, _: LBPWHT(order=order, padding="reflect"),
     "WHT zero": lambda order, _: LBPWHT(order=order, padding="zero"),
@@ -29,7 +29,7 @@ METHODS: dict[str, Callable[[int, int], LowRankBackward]] = {
     "DCT": lambda order, _: LBPDCT(order=order),
 }
 
-#: Bases computed from each layer's gradients, which are the limit of a calibrated method.
+#: Bases that are computed from the gradients of each layer. They show the limit of calibrated methods.
 HEADROOM = ("DCT by energy", "PCA of g_y", "PCA of x and g_y")
 
 
@@ -42,7 +42,7 @@ class Candidate:
         order: order of LP_L1, which determines the cost.
         model: network.
         method: method that is applied to the network.
-        flops: executed FLOPs of the backward pass per image; None if not counted yet.
+        flops: executed FLOPs of the backward pass per image, or None if they are not counted yet.
         scores: (relative error, cosine) of each batch, by group of gradients.
         total: sum of the gradients of all batches.
     """
@@ -67,7 +67,7 @@ def _low_rank_layers(model: nn.Module) -> dict[str, LowRankLinear | LowRankConv2
 
 def _rank(layer: LowRankLinear | LowRankConv2d) -> int:
     how, (c_out, c_in) = layer.low_rank, layer.weight.shape[:2]
-    assert how.projector is not None  # set after the profiling steps
+    assert how.projector is not None  # the projector is set after the profiling steps
     return how.projector.projection(how.tokens.grid, how.tokens.prefix, (c_in, c_out)).rank
 
 
@@ -102,12 +102,14 @@ class OwnBasis:
     rows: np.ndarray
 
     def projection(self, grid: Grid, prefix: int, channels: tuple[int, int]) -> Projection:
-        """Return the projection onto the rows; `channels` is not used."""
+        """Return the projection onto the rows. `channels` is not used."""
         return Projection.from_tiles([Tile(np.arange(grid[0] * grid[1]), self.rows, self.rows)], grid, prefix)
 
 
 def headroom(model: nn.Module, orders: Sequence[int], profiling: Sequence[Batch]) -> list[Candidate]:
-    """Copy `model` with bases computed from each layer's inputs and gradients (`HEADROOM`), with the rank of the DCT.
+    """Copy `model` with each kind of bases in `HEADROOM`, computed from each layer's inputs and gradients.
+
+    The rank of the bases is the rank of the DCT with the same order.
 
     Raises:
         UserError: a projected layer is not a linear layer over (B, tokens, C).

@@ -20,11 +20,11 @@ from efficient_ft.core.packages import configuration_folders, method_of
 if TYPE_CHECKING:
     import torch
 
-#: Function that returns the checked configuration of a run with random weights, given a model (from conf/model or timm;
-#: None: model of the default job) and overrides as on the command line.
+#: Function that returns the checked configuration of a run with random weights. Its arguments are the name of a model
+#: in conf/model or timm (None: the model of the default job), and overrides as on the command line.
 Configure = Callable[[str | None, Sequence[str]], Config]
 
-_COMMA = r",(?![^\[]*\])"  # not within brackets
+_COMMA = r",(?![^\[]*\])"  # a comma that is not inside brackets
 _PLUS = r"\+(?![^\[]*\])"
 
 
@@ -32,8 +32,8 @@ _PLUS = r"\+(?![^\[]*\])"
 class Network:
     """Network (an option in conf/model, or a timm model), batch and device of a benchmark.
 
-    `image_size` is the side length in pixels; None: default of the model. A recipe can set a different precision. If
-    `unfused`, attention runs without timm's fused kernel.
+    `image_size` is the side length in pixels, or None for the default of the model. A recipe can use a different
+    precision. If `unfused` is True, attention runs without timm's fused kernel.
     """
 
     model: str
@@ -62,7 +62,8 @@ class Recipe:
 def parse_recipe(text: str, conf: Path) -> Recipe:
     """Parse ``[NAME=]METHOD[:KEY=VALUE,...][+METHOD...]``.
 
-    `conf` has this package's configuration groups. Folders of other packages are found automatically.
+    `conf` is the folder with the configuration groups of this package. Folders of other packages are found
+    automatically.
 
     Raises:
         UserError: `text` does not have this form, or another package's method does not have configuration files.
@@ -104,6 +105,6 @@ def parse_recipes(texts: Sequence[str], conf: Path) -> list[Recipe]:
 
 
 def _package(option: str, folders: Iterable[Path]) -> str:
-    """Return the name under which a method's settings are stored; variants of a method share the name."""
+    """Return the name under which a method's settings are stored. Variants of a method share the name."""
     files = (folder / "method" / f"{option}.yaml" for folder in folders)
     return next((method_of(file) for file in files if file.is_file()), None) or option

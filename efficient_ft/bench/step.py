@@ -30,7 +30,7 @@ from efficient_ft.training.optimizer import build_optimizer
 
 
 class PartsTimer:
-    """Time training steps by parts, and time plain inference of their frozen prefix.
+    """Time the parts of training steps, and plain inference of their frozen prefix.
 
     The prefix ends at the first executed module that has a trainable parameter. Inference runs `plain`, a copy of the
     model without methods, in evaluation mode and without a graph, up to this module.
@@ -39,15 +39,17 @@ class PartsTimer:
     def __init__(self, step: TrainingStep, plain: nn.Module) -> None:
         self.step, self._plain, self._wait = step, plain.to(step.device).eval(), waiter(step.device)
         self._entered = 0.0
-        #: Name of the module that ends the frozen prefix; None if no prefix can be timed.
+        #: Name of the module that ends the frozen prefix, or None if no prefix can be timed.
         self.prefix = self._find_prefix()
         if self.prefix is not None:
             step.model.get_submodule(self.prefix).register_forward_pre_hook(self._enter)
             plain.get_submodule(self.prefix).register_forward_pre_hook(self._stop)
 
     def _find_prefix(self) -> str | None:
-        """Return the module that ends the prefix; None without one in both models, or if trainable parameters change
-        per step.
+        """Return the name of the module that ends the prefix.
+
+        The result is None if there is no prefix, if the module does not exist in both models, or if the trainable
+        parameters can change in each step.
         """
         if self.step.methods.cost_steps > 1:
             return None
@@ -77,7 +79,7 @@ class PartsTimer:
         raise _PrefixEnds
 
     def __call__(self) -> dict[str, float]:
-        """Take one step and return the seconds of each part."""
+        """Run one step and return the time of each part in seconds."""
         seconds = {}
         dtype = self.step.spec.dtype
         if self.prefix is not None:
@@ -103,7 +105,7 @@ class PartsTimer:
 
 
 class _PrefixEnds(Exception):
-    """Raised at the end of the prefix to end the plain model's forward pass."""
+    """Exception that ends the forward pass of the plain model at the end of the prefix."""
 
 
 def _trains(module: nn.Module) -> bool:
@@ -113,7 +115,7 @@ def _trains(module: nn.Module) -> bool:
 def measure_steps(
     recipes: Sequence[Recipe], configure: Configure, network: Network, *, rounds: int = 10, warmup: int = 2
 ) -> dict[str, Any]:
-    """Time and count training steps on random weights and images with each recipe; the first recipe is the baseline.
+    """Time and count training steps of each recipe on random weights and images. The first recipe is the baseline.
 
     On a CPU, all recipes except the baseline use channels-last memory, as runs do. `rounds` timed rounds follow
     `warmup` rounds. The result is a report for JSON and `tables.report_text`.
@@ -192,15 +194,15 @@ def build_step(
 def _replace(
     config: Config, network: nn.Module, methods: Sequence[Method], device: torch.device
 ) -> Callable[[Tensor], AbstractContextManager[Tensor]] | None:
-    """Return the function that replaces the images for `trainer.prefix` and `trainer.cache_features`; None: no
-    function.
+    """Return the function that replaces the images for `trainer.prefix` and `trainer.cache_features`.
 
-    Stored features belong to the batch and are in memory. They are decoded in each step and not read from disk.
+    The result is None if neither setting changes the input of the network. Stored features are those of the batch. They
+    are kept in memory, and are decoded in each step but not read from disk.
     """
     options = config.trainer
     if options.prefix == "fp32" and options.cache_features != "on":
         return None
-    freeze_batch_norm(network)  # the default of `StepSpec`; live statistics would end the prefix
+    freeze_batch_norm(network)  # the default of `StepSpec`; BatchNorm in training mode would end the prefix
     prefix = run_prefix(config, network, methods)
     measure_form(config, prefix, device)
     if options.cache_features != "on":
@@ -218,7 +220,7 @@ def _replace(
 
 @contextmanager
 def unfused_attention() -> Iterator[None]:
-    """Make models created in the block compute attention without the fused kernel."""
+    """Let models that are created inside the ``with`` block compute attention without the fused kernel."""
     before, experimental = use_fused_attn(), use_fused_attn(experimental=True)
     set_fused_attn(False)
     try:

@@ -30,7 +30,7 @@ RATIOS = "ms: median [quartiles]; ×: recipe / baseline, so 0.50× the time is h
 #: Name, rank (see `core.sheet.Column`) and cells of each column.
 _Columns = list[tuple[str, int, list[Cell]]]
 
-#: Formats columns as a table.
+#: Function that formats columns as a table.
 _Format = Callable[[_Columns], str]
 
 
@@ -191,8 +191,9 @@ def _layer_profile(peak: float, functions: Mapping[str, Any]) -> str:
         times = [format_digits(profile[part] * 1e3, 3) for part in ("products", "passes", "rest")]
         rows.append([name, times[0], f"{profile['rate'] / 1e9:.0f}", *times[1:], f"{profile['calls']:.0f}"])
     below = (
-        f"products: matrix products and convolutions (one of 1024³ reaches {peak / 1e9:.0f} GFLOP/s here); passes:"
-        " other operators; rest: dispatch, Python; calls: of operators"
+        f"A matrix product of size 1024³ reaches {peak / 1e9:.0f} GFLOP/s on this machine. products: time of matrix"
+        " products and convolutions; passes: time of other operators; rest: time of dispatch and Python; calls: number"
+        " of operator calls"
     )
     return f"{table(rows)}\n{paragraph(below)}"
 

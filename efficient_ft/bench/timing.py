@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-#: Seconds by name and part, one value for each round.
+#: Times in seconds by name and part, with one value for each round.
 Rounds = dict[str, dict[str, list[float]]]
 
 
 def alternate(calls: Mapping[str, Callable[[], dict[str, float]]], rounds: int, warmup: int) -> Rounds:
     """Run all functions once per round, so that machine drift affects all of them equally.
 
-    Each function returns the seconds of its parts. `warmup` rounds precede the `rounds` timed ones.
+    Each function returns the time of each of its parts in seconds. The `rounds` timed rounds follow `warmup` rounds.
     """
     seconds: Rounds = {name: {} for name in calls}
     for number in range(warmup + rounds):
@@ -28,7 +28,7 @@ def alternate(calls: Mapping[str, Callable[[], dict[str, float]]], rounds: int, 
 
 
 def quartiles(values: Sequence[float]) -> dict[str, float]:
-    """Return the median, quartiles and mean."""
+    """Return the median, quartiles and mean of `values`."""
     if len(values) == 1:
         return {"median": values[0], "q1": values[0], "q3": values[0], "mean": values[0]}
     q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
@@ -38,7 +38,7 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
 def summary(seconds: Rounds, baseline: str) -> dict[str, dict[str, Any]]:
     """Summarize times by name and part: median, quartiles, mean, and all values (``seconds``).
 
-    ``times_faster`` has the same statistics of baseline / recipe, both from the same round.
+    ``times_faster`` contains the same statistics of the ratio baseline / recipe within each round.
     """
     out: dict[str, dict[str, Any]] = {name: {} for name in seconds}
     for name, parts in seconds.items():
@@ -50,5 +50,5 @@ def summary(seconds: Rounds, baseline: str) -> dict[str, dict[str, Any]]:
 
 
 def waiter(device: torch.device | str) -> Callable[[], None]:
-    """Return a function that waits for the work of `device`; on a CPU, the function does nothing."""
+    """Return a function that waits for the work of `device`. On a CPU, the function does nothing."""
     return torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None

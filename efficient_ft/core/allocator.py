@@ -1,10 +1,11 @@
 """Select the memory allocator of the process.
 
-glibc unmaps large activations when they are freed, and the next step pays for page faults. Settings that keep freed
-memory are faster. With these settings, however, small tensors that live until the backward pass fragment glibc's heap,
-and a process uses up to four times its live bytes. tcmalloc and mimalloc keep and reuse freed memory. tcmalloc wastes
-the least memory (`benchmarks/allocators_*.json`), but no Python package contains it. Both must be loaded before the
-first allocation, so the program re-executes once with the library in ``LD_PRELOAD``.
+By default, glibc returns the memory of large activations to the system when they are freed, so that every step causes
+page faults. Steps are faster if glibc is set to keep freed memory. However, small tensors that live until the backward
+pass then fragment its heap, and a process can use up to four times the size of its live tensors. tcmalloc and mimalloc
+also keep freed memory for reuse. tcmalloc wastes the least memory (`benchmarks/allocators_*.json`), but no Python
+package contains it. Both must be loaded before the first allocation. The program therefore executes itself again with
+the library in ``LD_PRELOAD``.
 
 These functions change the process, so only programs call them. Importing the library has no effect on the allocator.
 """
@@ -26,14 +27,14 @@ from efficient_ft.core.errors import SettingError
 
 log = logging.getLogger(__name__)
 
-# From glibc's malloc.h.
+# Constants from glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
 
 #: Values of the setting ``allocator``.
 CHOICES = ("auto", "mimalloc", "tcmalloc", "keep", "system")
 
-#: Name in `allocator_in_use` of glibc after `keep_freed_memory`.
+#: Value of `allocator_in_use` after glibc was set to keep freed memory.
 KEEPING = "keeping freed memory (glibc)"
 
 #: File names and installation hints of the allocators, in the order in which ``auto`` tries them.
@@ -65,7 +66,7 @@ def keep_freed_memory() -> bool:
     """Make glibc keep freed memory. Call this function before the first tensor is created.
 
     Returns:
-        True if the settings took effect; False without glibc (macOS, Windows, musl).
+        True if the settings took effect. They require glibc, which macOS, Windows and musl systems do not have.
     """
     global _kept
     if not _glibc():
@@ -77,17 +78,17 @@ def keep_freed_memory() -> bool:
 
 
 def restart_with(choice: str, setting: str = "allocator") -> None:
-    """Re-execute this program with the allocator `choice` preloaded; return if this is not needed or not possible.
+    """Execute this program again with the allocator `choice` preloaded, or return if this is not needed or possible.
 
-    The process keeps its id and terminal; `use_allocator` then logs the restart. Child processes inherit the allocator.
-    The program does not restart if:
+    The process keeps its id and its terminal, and child processes inherit the allocator. `use_allocator` logs the
+    restart. The program does not restart if:
 
     * the process is not one of this package's programs (a notebook, a test, another script);
     * it runs under a debugger or profiler;
     * torch is already loaded, or an allocator is already preloaded.
 
     Args:
-        choice: one of `CHOICES`; ``auto``: the first available allocator that loads, or none.
+        choice: one of `CHOICES`. ``auto`` selects the first available allocator that loads, or none.
         setting: name of the setting, for error messages.
 
     Raises:
@@ -110,7 +111,7 @@ def use_allocator(choice: str, setting: str = "allocator") -> str:
     """Set up the allocator `choice` in this process, before the first tensor is created.
 
     Args:
-        choice: one of `CHOICES`; ``auto`` keeps freed memory unless an allocator is preloaded.
+        choice: one of `CHOICES`. ``auto`` sets glibc to keep freed memory, unless another allocator is preloaded.
         setting: name of the setting, for error messages.
 
     Returns:
@@ -148,7 +149,7 @@ def _glibc() -> bool:
 
 
 def _preloaded() -> str | None:
-    """Return the allocator that is mapped into this process; None if there is none."""
+    """Return the name of the allocator that was preloaded into this process, or None if there is none."""
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:  # not Linux
@@ -162,7 +163,7 @@ def _mapped(maps: str) -> str | None:
 
 
 def _may_restart() -> bool:
-    """Return True in a program of this package that has not done any work yet."""
+    """Return True if this process is a program of this package that can be executed again, see `restart_with`."""
     main = sys.modules.get("__main__")
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     module = spec is not None and spec.name == "efficient_ft.__main__"

@@ -1,9 +1,9 @@
 """Thread-local context for packing, tokens, recomputation and local execution.
 
-A value that is set here applies to code that the same thread runs in the ``with`` block. On CUDA, autograd runs the
-backward pass in separate threads with default values, and a recomputed forward pass enters its contexts again. State
-that moves from block to block of a model is attached to tensors instead (`efficient_ft.ops.tokens.attach_tokens`), so
-that recomputation restores it.
+A value set by `set_context` applies to code that the same thread runs inside the ``with`` block. On CUDA, autograd runs
+the backward pass in separate threads, which begin with the default values. A forward pass that is recomputed there
+enters its contexts again. State that is passed from one block of a model to the next is attached to tensors instead
+(`efficient_ft.ops.tokens.attach_tokens`), so that recomputation restores it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ import torch
 
 
 class Context(threading.local):
-    """Fields of a thread, with their defaults.
+    """Fields of the context and their default values. Each thread has its own values.
 
     Attributes:
-        packing: innermost packing mode (`efficient_ft.ops.saving.PackedOperations`); None: no packing.
-        tokens: record (`efficient_ft.ops.tokens.Tokens`) of the current layer's input tokens; None: all tokens.
+        packing: innermost packing mode (`efficient_ft.ops.saving.PackedOperations`), or None if tensors are not packed.
+        tokens: record (`efficient_ft.ops.tokens.Tokens`) of the tokens that the current layer receives, or None if it
+            receives all tokens.
         token_reduction_suspended: if True, blocks do not drop or merge tokens.
-        local_only: if True, this process takes steps that the other processes do not take.
+        local_only: if True, this process runs steps that the other processes do not run, so `all_reduce_sum` returns
+            its input.
         short_reports: if True, reports from `apply` omit values that must be counted.
     """
 
@@ -34,13 +36,13 @@ class Context(threading.local):
     short_reports: bool = False
 
 
-#: Fields of the current thread.
+#: Context, whose fields have separate values in each thread.
 context = Context()
 
 
 @contextmanager
 def set_context(field: str, value: Any) -> Iterator[None]:
-    """Set one field of `context` in the ``with`` block, and restore its previous value at the end."""
+    """Set one field of `context` inside a ``with`` block, and restore its previous value at the end."""
     before = getattr(context, field)
     setattr(context, field, value)
     try:
@@ -50,5 +52,5 @@ def set_context(field: str, value: Any) -> Iterator[None]:
 
 
 def is_recomputing() -> bool:
-    """Return True while a forward pass runs inside backward (recomputation, by this package or by torch)."""
+    """Return True inside the backward pass, where a forward pass is a recomputation (by this package or by torch)."""
     return torch._C._current_graph_task_id() != -1

@@ -11,23 +11,24 @@ from efficient_ft.core.context import context, set_context
 
 
 def local_only() -> AbstractContextManager[None]:
-    """Make `all_reduce_sum` local in a ``with`` block, for steps that only one process takes (such as a cost count)."""
+    """Let `all_reduce_sum` return its input inside a ``with`` block, for steps that only one process runs."""
     return set_context("local_only", True)
 
 
 def rank() -> int:
-    """Return the rank of this process; 0 without a process group."""
+    """Return the rank of this process, or 0 without a process group."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def all_reduce_sum(values: Tensor) -> Tensor:
-    """All-reduce (sum). Collective: every process must call it.
+    """Sum a tensor over all processes (all-reduce). Every process must call this function.
 
     Args:
         values: tensor whose shape is the same in all processes; it is not changed.
 
     Returns:
-        The sum over all processes, on CUDA with the nccl backend. Without a process group or in `local_only`, `values`.
+        The sum over all processes. It is on a CUDA device if the backend is nccl. Without a process group or inside
+        `local_only`, `values` is returned.
     """
     if context.local_only or not (dist.is_available() and dist.is_initialized()):
         return values

@@ -1,7 +1,7 @@
 """Errors that a user can fix. Each message names the setting, the constraint, the value and a remedy.
 
-Mistakes inside this package raise assertions. This module does not import torch, because configurations are checked
-before torch is imported.
+Errors in the code of this package are reported by assertions instead. This module does not import torch, because
+configurations are checked before torch is imported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class UserError(ValueError):
 
 
 class DivergedError(UserError):
-    """Error for a training loss that is not finite. A study records it as a result of the settings."""
+    """Error that is raised if the training loss is not finite. A study records it as a result of the settings."""
 
 
 class SettingError(UserError):
@@ -27,7 +27,7 @@ class SettingError(UserError):
         setting: full name of the setting on the command line, e.g. ``method.lbp_wht.order``.
         value: invalid value.
         allowed: constraint (``"an integer >= 1"``), or the allowed values.
-        do: sentence with a remedy; None if `allowed` is sufficient.
+        do: sentence that describes a remedy, or None if `allowed` is sufficient.
     """
 
     def __init__(self, setting: str, value: object, allowed: str | Iterable[str], do: str | None = None):
@@ -60,7 +60,7 @@ def why_unreadable(error: BaseException) -> str:
 
 
 def replace_unprintable() -> None:
-    """Print ``?`` instead of failing for characters that the terminal or file cannot encode."""
+    """Make output streams print ``?`` for characters that they cannot encode, instead of raising an error."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
@@ -68,10 +68,10 @@ def replace_unprintable() -> None:
 
 @contextmanager
 def single_values() -> Iterator[None]:
-    """Context manager that explains BatchNorm's error for one value per channel, and names the settings to change.
+    """Replace BatchNorm's error for one value per channel by a message that names the settings to change.
 
     Raises:
-        UserError: a batch of one image reached such a layer.
+        UserError: a BatchNorm layer received a batch with one value per channel (one image).
     """
     try:
         yield
@@ -85,10 +85,12 @@ def single_values() -> Iterator[None]:
 
 
 class TerminatedRun(SystemExit):
-    """Exit after a signal other than SIGINT. The exit status is 128 plus the signal's number, as in shells.
+    """Exception that ends the process after a signal other than SIGINT.
+
+    The exit status is 128 plus the signal's number, as in shells.
 
     Args:
-        number: number of the signal; default: SIGTERM.
+        number: number of the signal. Default: 15 (SIGTERM).
     """
 
     def __init__(self, number: int = 15) -> None:

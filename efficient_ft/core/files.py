@@ -1,7 +1,7 @@
 """Write files atomically, and never through a link.
 
-A file is complete even after a kill or a power failure. In a shared folder, a link could redirect a write to another
-file that belongs to the user.
+A file remains complete even if the process is killed or the power fails. Links are not followed, because another user
+of a shared folder could create a link that redirects a write to a different file of this user.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import IO, Any
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.terminal import shown_path
 
-#: Prefix and suffix of the name of a temporary folder.
+#: Prefix and suffix of the names of temporary folders.
 _TEMPORARY = (".efficient_ft.", ".tmp")
-#: Path prefixes of process streams, which cannot be replaced.
+#: Prefixes of paths that refer to streams of the process. A stream cannot be replaced by a file.
 _STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` create a temporary file, sync the file to disk, and rename it to `path`.
+    """Call `write` to create a temporary file, sync the file to disk, and rename it to `path`.
 
-    The temporary file has the same name as `path`. It is created in a new folder next to `path`, which only this user
-    can enter, and has the permissions of any new file. A link at `path` is replaced, and its target is not changed.
+    The temporary file has the same name as `path` and the default permissions of new files. It is created in a new
+    folder next to `path` that only this user can enter. A link at `path` is replaced, and its target is not changed.
     Devices and pipes, such as ``/dev/stdout``, are written directly.
     """
     if _is_stream(path):
@@ -69,7 +69,9 @@ def remove_temporary(folder: Path) -> None:
 
 
 def open_file(path: Path, mode: str, buffering: int = -1) -> IO[Any]:
-    """Open a file for writing, but not through a link. `mode` and `buffering` are passed to `open`; text is UTF-8.
+    """Open a file for writing, unless `path` is a link.
+
+    `mode` and `buffering` are passed to `open`. Text is encoded as UTF-8.
 
     Raises:
         UserError: `path` is a link.
@@ -97,7 +99,7 @@ def refuse_link(path: Path) -> None:
 
 def _remove_folder(private: Path) -> None:
     """Remove a folder and its files, but not subfolders. Errors are ignored."""
-    with suppress(OSError):  # an error from writing is more important
+    with suppress(OSError):  # must not hide an error that occurred while writing
         for file in private.iterdir():
             file.unlink()
         private.rmdir()
@@ -120,7 +122,7 @@ def _not_a_link(path: str, flags: int) -> int:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a rename in `folder` durable, which Windows does not support."""
+    """Sync `folder` to disk, so that a rename in it survives a power failure. Windows does not support this."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except OSError:

@@ -6,7 +6,7 @@ import math
 
 
 def format_number(value: float, unit: str = "", step: int = 1000) -> str:
-    """Format a number with three digits and a prefix: 1234567 → ``1.23 M``; with ``step=1024``: ``1.18 Mi``."""
+    """Format a number with three digits and a unit prefix: 1234567 → ``1.23 M``; with ``step=1024``: ``1.18 Mi``."""
     prefixes = ["", "k", "M", "G", "T", "P"] if step == 1000 else ["", "Ki", "Mi", "Gi", "Ti", "Pi"]
     power = 0
     while abs(value) >= 999.5 and power < len(prefixes) - 1:
@@ -34,10 +34,11 @@ def format_seconds(value: float) -> str:
 
 
 def format_percent(fraction: float, sign: bool = False) -> str:
-    """Format a fraction as a percentage: 0.93139 → ``93.14 %``. If `sign`, positive values begin with a plus.
+    """Format a fraction as a percentage: 0.93139 → ``93.14 %``.
 
-    Values below 1 are never ``100 %``, and values above 0 are never ``0 %``. Two decimals distinguish accuracies over
-    10,000 samples.
+    If `sign` is True, positive values begin with a plus sign. Values below 1 are never formatted as ``100 %``, and
+    values above 0 are never formatted as ``0 %``. Two decimals are shown, so that different accuracies on 10,000
+    samples can be distinguished.
     """
     value = 100 * fraction
     value = min(value, 99.99) if value < 100 else value
@@ -60,7 +61,7 @@ def bytes_setting(value: float) -> str:
 
 
 def format_digits(value: float, digits: int = 4) -> str:
-    """Format a number with significant digits and no prefix, for a column whose header names the unit: ``1203``."""
+    """Format a number with `digits` significant digits and no prefix, if the header names the unit: ``1203``."""
     if not value or not math.isfinite(value):
         return f"{value:g}"
     return f"{value:.{max(0, digits - 1 - math.floor(math.log10(abs(value))))}f}"

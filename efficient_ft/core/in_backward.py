@@ -23,10 +23,11 @@ def refuse_in_backward(
     scaling: Wrong | None = None,
     processes: Wrong | None = None,
 ) -> None:
-    """Raise an error for the first incompatible setting. None means that the training loop does not use the feature.
+    """Raise an error for the first incompatible setting. A setting is None if the training loop does not use it.
 
-    The features are clipping by the norm of all gradients, accumulation of gradients over several batches, loss scaling
-    (as with fp16), and averaging of gradients over several processes. `by` names what steps inside the backward pass.
+    The settings control clipping by the norm of all gradients, accumulation of gradients over several batches, loss
+    scaling (as with fp16), and averaging of gradients over several processes. `by` names the setting or the optimizer
+    that updates parameters inside the backward pass.
 
     Raises:
         SettingError: a setting is incompatible.

@@ -20,10 +20,10 @@ class InputSpec:
 
     Args:
         size: (height, width) in pixels, or (tokens,) with the maximum number of tokens in a text.
-        mean: mean per channel (red, green, blue, or gray) for values in [0, 1]; empty for texts.
-        std: standard deviation per channel for values in [0, 1]; empty for texts.
+        mean: mean of each channel (red, green, blue, or gray) for pixel values in [0, 1]. Empty for texts.
+        std: standard deviation of each channel for pixel values in [0, 1]. Empty for texts.
         interpolation: name in torchvision's `InterpolationMode`, e.g. ``bicubic``.
-        tokenizer: tokenizer for texts; None: tokenizer of the model.
+        tokenizer: tokenizer for texts. If None, the tokenizer of the model is used.
     """
 
     size: tuple[int, ...]

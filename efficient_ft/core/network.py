@@ -9,7 +9,7 @@ import urllib.parse
 import urllib.request
 from typing import Any
 
-#: Number of seconds after which a URL counts as unreachable, including name resolution.
+#: Time limit in seconds, including name resolution. A URL that takes longer counts as unreachable.
 PROBE_SECONDS = 8.0
 
 # Exceptions raised when opening or reading a URL.
@@ -41,7 +41,8 @@ def unreachable(url: str, size: int | None = None, accept_404: bool = False) -> 
         accept_404: if True, a host that answers 404 counts as reachable, because it may use another name for the file.
 
     Returns:
-        None if the host answers within `PROBE_SECONDS`, otherwise the reason with the host and the proxy.
+        None if the URL can be fetched. Otherwise a message with the host, the proxy and the reason, e.g. that the host
+        did not answer within `PROBE_SECONDS`.
     """
     answer: list[str | None] = []
     # The request runs in a thread, because name resolution ignores socket timeouts.
@@ -65,7 +66,7 @@ def reason_of(error: Exception) -> str:
 
 def _ask(url: str, size: int | None, accept_404: bool) -> str | None:
     try:
-        # The GET is closed after the headers. HEAD is not used, because some hosts refuse it.
+        # The GET request is closed after the headers are received. HEAD is not used, because some hosts refuse it.
         with open_url(url, PROBE_SECONDS) as response:
             length = response.headers.get("Content-Length")
     except _ERRORS as error:

@@ -1,6 +1,6 @@
-"""Packages that add methods or kinds of task: the groups of their entry points, and their configuration files.
+"""Find the packages that add methods or kinds of task, by their entry points, and their configuration files.
 
-A package declares a method by an entry point, and ships the method's settings as YAML in ``conf/method``::
+A package declares each method as an entry point, and contains its settings as a YAML file in ``conf/method``::
 
     [project.entry-points."efficient_ft.methods"]
     every_nth = "every_nth_method.method:EveryNth"      # every_nth_method/conf/method/every_nth.yaml
@@ -28,10 +28,10 @@ KINDS_GROUP = "efficient_ft.kinds"
 
 
 def configuration_folders() -> dict[str, list[Path]]:
-    """Return the configuration folders of all installed packages with methods or kinds of task, by distribution.
+    """Return the configuration folders of all installed packages that add methods or kinds of task, by package name.
 
     Raises:
-        UserError: a method does not have a YAML file, or its YAML file does not name the method.
+        UserError: a package cannot be found, a method has no YAML file, or the YAML file does not name the method.
     """
     folders: dict[str, list[Path]] = {}
     for entry in (*sorted(entry_points(group=GROUP)), *sorted(entry_points(group=KINDS_GROUP))):
@@ -47,7 +47,7 @@ def configuration_folders() -> dict[str, list[Path]]:
 
 
 def method_files(folders: Mapping[str, list[Path]]) -> Iterator[tuple[str, str, Path]]:
-    """Yield the package, method and file of each option of ``method`` in `folders`."""
+    """Yield the package name, method name and YAML file of each option of the group ``method`` in `folders`."""
     for package, places in folders.items():
         for folder in places:
             for file in sorted((folder / "method").glob("*.yaml")):
@@ -57,14 +57,17 @@ def method_files(folders: Mapping[str, list[Path]]) -> Iterator[tuple[str, str, 
 
 
 def option_settings(file: Path) -> dict[str, Any]:
-    """Return the settings of an option's YAML file, merged with the base options that its defaults name."""
+    """Return the settings in an option's YAML file, merged with those of the base options in its ``defaults``."""
     own = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     bases = [file.with_name(f"{base}.yaml") for base in own.pop("defaults", ())]
     return {key: value for base in bases if base.is_file() for key, value in option_settings(base).items()} | own
 
 
 def method_of(file: Path) -> str | None:
-    """Return the method in a YAML file's line ``# @package method.NAME``; variants of a method share the name."""
+    """Return NAME from the line ``# @package method.NAME`` of a YAML file, or None without such a line.
+
+    Variants of a method share the name.
+    """
     found = re.search(r"^# @package method\.(\w+)\s*$", file.read_text(encoding="utf-8"), re.MULTILINE)
     return found[1] if found else None
 

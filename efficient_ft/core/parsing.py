@@ -1,4 +1,4 @@
-"""Parser for JSON and YAML from untrusted files. Every fault raises `ValueError`."""
+"""Parse JSON and YAML from untrusted files. Every error in a file raises `ValueError`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import yaml
 
 from efficient_ft.core.errors import first_line
 
-#: Maximum number of values of a YAML text after aliases are expanded. A text of 300 bytes can expand to billions.
+#: Maximum number of values of a YAML text after aliases are expanded. A text of 300 bytes can expand to billions of
+#: values.
 MOST_VALUES = 1_000_000
 _TOO_DEEP = "it is nested too deeply"
 
@@ -32,7 +33,9 @@ def parse_json(
 
 
 def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
-    """Parse a YAML text that has one document and no tags that name code, with a safe loader.
+    """Parse a YAML text with a safe loader.
+
+    The text must contain exactly one document, and no tags that refer to code.
 
     Raises:
         ValueError: the text is not valid YAML, has an invalid value, is nested too deeply, is self-referential, or has
@@ -58,7 +61,10 @@ def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> An
 
 
 def _values(node: yaml.Node, known: dict[int, int]) -> int:
-    """Count the values of a node after aliases are expanded; `known` has the counts by node id (0: being counted)."""
+    """Count the values of a node after aliases are expanded.
+
+    `known` maps the id of a node to its count, or to 0 while the node is being counted.
+    """
     found = known.get(id(node))
     if found == 0:
         raise ValueError("it contains itself")

@@ -29,38 +29,38 @@ def resident_bytes() -> int:
     return psutil.Process().memory_info().rss
 
 
-#: Highest mark before the last reset.
+#: Highest value of the high-water mark before its last reset.
 _earlier_peak = 0
 
 
 def lifetime_peak_bytes() -> int:
     """Return the highest resident memory of this process since it started (``VmHWM``).
 
-    Peaks before `HighWaterMark` reset the system's mark are included.
+    The result includes peaks that occurred before `HighWaterMark` reset the system's mark.
     """
     return max(_earlier_peak, _system_mark() or 0, resident_bytes())
 
 
 def memory_limit_bytes(root: Path = Path("/")) -> int:
-    """Return the memory available to this process: the machine's memory, or a lower cgroup limit of its container.
+    """Return the total memory for this process: the machine's memory, or a lower cgroup limit of its container.
 
     On Linux, the limits of the process's control group and of all its parents apply (cgroup v2 ``memory.max``, v1
-    ``memory.limit_in_bytes``). Tests pass a different `root` of the file system.
+    ``memory.limit_in_bytes``). `root` is the root of the file system, which tests replace.
     """
     return min([psutil.virtual_memory().total, *_cgroup_limits(root)])
 
 
 def room_bytes() -> int:
-    """Return the maximum size of this process: its current size plus free memory.
+    """Return the size to which this process can grow, in bytes: its current size plus the free memory.
 
-    The limits of `memory_limit_bytes` and `process_limit_bytes` also apply.
+    The result does not exceed the limits of `memory_limit_bytes` and `process_limit_bytes`.
     """
     free = resident_bytes() + psutil.virtual_memory().available
     return min(memory_limit_bytes(), free, process_limit_bytes() or free)
 
 
 def process_limit_bytes() -> int | None:
-    """Return the maximum size that ``ulimit -v`` and ``-d`` allow for this process; None without limits."""
+    """Return the maximum size that ``ulimit -v`` and ``-d`` allow for this process, or None without limits."""
     if sys.platform == "win32":
         return None
     import resource
@@ -87,11 +87,11 @@ def _cgroup_limits(root: Path) -> Iterator[int]:
         top = mounted / "memory" if controllers else mounted
         own = (top / path.lstrip("/")).resolve()
         name = "memory.limit_in_bytes" if controllers else "memory.max"
-        # In a container, the path may be the host's path. The mounted root is then the container's group.
+        # In a container, this may be the path on the host. In this case, the mounted root is the container's group.
         groups = [own, *own.parents] if own.is_dir() and own.is_relative_to(top.resolve()) else [top]
         for group in groups:
             with suppress(OSError, ValueError):
-                yield int((group / name).read_text())  # not a number without a limit ("max" in v2)
+                yield int((group / name).read_text())  # without a limit, the value is not a number ("max" in v2)
             if group == top.resolve():
                 break
 
@@ -106,7 +106,8 @@ class HighWaterMark:
         peak_bytes: highest resident memory since the start, set at the end. Memory freed before the start is not
             included.
         source: `RESET` if the system's mark was read, `SAMPLED` if a thread sampled the size. Sampling can miss a peak
-            shorter than its interval, unless it is the process's highest peak so far and the system records it.
+            that is shorter than the sampling interval, unless the peak is the highest since the process started and the
+            system records it.
     """
 
     def __init__(self) -> None:
@@ -116,7 +117,7 @@ class HighWaterMark:
 
     @property
     def growth_bytes(self) -> int:
-        """Peak minus the size at the start."""
+        """Growth of the resident memory: the peak minus the size at the start."""
         return self.peak_bytes - self.before_bytes
 
     def start(self) -> None:
@@ -128,7 +129,7 @@ class HighWaterMark:
 
     def stop(self) -> None:
         """End the measurement and set `peak_bytes`."""
-        # The kernel's counters are exact only to a few pages, so the current size is another lower bound.
+        # The kernel's counters can be off by a few pages, so the current size is used as another lower bound.
         peak = _system_mark() if self._sampler is None else self._sampler.stop()
         self.peak_bytes = max(peak or 0, resident_bytes(), self.before_bytes)
 
@@ -157,7 +158,7 @@ class _Sampler(threading.Thread):
             self._peak = max(self._peak, process.memory_info().rss)
 
     def stop(self) -> int:
-        """Stop, and return the highest sampled size, or the process's lifetime peak if it rose during sampling."""
+        """Stop sampling. Return the highest sampled size, or the process's lifetime peak if it rose during sampling."""
         self._ended.set()
         self.join()
         now = _system_mark()
@@ -167,20 +168,20 @@ class _Sampler(threading.Thread):
 
 
 def _reset_mark() -> bool:
-    """Reset the high-water mark to the current size. Returns False if this is not possible."""
+    """Reset the high-water mark to the current size. Return False if this is not possible."""
     global _earlier_peak
     _earlier_peak = max(_earlier_peak, _system_mark() or 0)
     try:
         _CLEAR_REFS.write_text("5")
     except OSError:
         return False
-    # A kernel that ignores the request (gVisor) keeps an older, higher peak or has no mark.
+    # A kernel that ignores the request (gVisor) keeps an older, higher peak, or does not have a mark.
     mark = _system_mark()
     return mark is not None and mark - resident_bytes() < 2**22
 
 
 def _system_mark() -> int | None:
-    """Return the peak size of this process since its start or a reset; None if the system does not record it."""
+    """Return the peak size of this process since its start or last reset, or None if the system does not record it."""
     if sys.platform == "win32":
         return psutil.Process().memory_info().peak_wset
     if sys.platform == "darwin":
@@ -209,16 +210,16 @@ def release_freed_memory() -> None:
             use(getattr(program, name))
 
 
-#: mimalloc's option `mi_option_purge_delay`, and a delay in milliseconds that is long enough to return memory rarely.
+#: Number of mimalloc's option `mi_option_purge_delay`, and a delay of one minute in milliseconds.
 _PURGE_DELAY, _RARELY = 15, 60_000
 
 
 @contextmanager
 def return_freed_memory_on_request() -> Iterator[None]:
-    """Let `release_freed_memory` return memory that is freed in the block, with every supported allocator.
+    """Let `release_freed_memory` return memory that is freed inside a ``with`` block, for every supported allocator.
 
-    This package configures mimalloc to keep freed memory permanently. In the block, mimalloc keeps it for one minute or
-    until `release_freed_memory` is called.
+    This package configures mimalloc to keep freed memory permanently. Inside the block, mimalloc keeps freed memory for
+    one minute, or until `release_freed_memory` is called.
     """
     program = None if sys.platform == "win32" else ctypes.CDLL(None)
     if program is None or not hasattr(program, "mi_option_set"):

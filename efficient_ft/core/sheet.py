@@ -21,13 +21,15 @@ DATA = ("csv", "json")
 
 @dataclass(frozen=True)
 class Column:
-    """Display options of a column for people. CSV and JSON files contain its name and its raw values.
+    """Display options of a column in tables for people.
+
+    CSV and JSON files contain the name and the raw values of the column instead.
 
     Attributes:
-        rank: priority of omission: columns with the highest rank are omitted first if the table does not fit the
-            terminal; 0: never omitted.
-        show: function that formats a value.
-        title: header; empty: name of the column.
+        rank: if the table does not fit the terminal, columns with the highest rank are omitted first. Columns with rank
+            0 are never omitted.
+        show: function that formats a value, or None for the default format.
+        title: header of the column. If empty, the name of the column is used.
         words: if True, the column is aligned to the left and its cells are wrapped.
     """
 
@@ -49,12 +51,12 @@ def render(
 
     Args:
         header: names of the columns.
-        rows: cells of each row; None: an empty cell. Numbers remain numbers in CSV and JSON.
+        rows: cells of each row. None is an empty cell. Numbers remain numbers in CSV and JSON.
         form: one of `FORMS`.
         left: number of leading columns that contain words.
-        columns: display options by name, in display order; other columns follow.
-        chosen: columns to show in addition to the first one: names, titles, or parts of them; ``["all"]``: all columns.
-            If empty, files contain all columns, and a terminal shows non-empty columns that fit.
+        columns: display options by column name, in display order. Columns without options follow.
+        chosen: columns to show in addition to the first one: names, titles, or parts of names or titles. ``["all"]``
+            shows all columns. If empty, files contain all columns, and a terminal shows the non-empty columns that fit.
 
     Raises:
         SettingError: a word in `chosen` does not occur in any name or title.
@@ -77,11 +79,11 @@ class Lines:
     """Table for the terminal whose rows can be printed one at a time.
 
     Args:
-        rows: all rows, or samples of the same width.
-        header, left, columns, chosen: see `render`, which also documents the error.
+        rows: rows that determine the column widths: all rows, or samples of the same width.
+        header, left, columns, chosen: see `render`, which also describes the error.
 
     Attributes:
-        fit: True if the columns fit the terminal; otherwise use `panels`.
+        fit: True if the columns fit the terminal. Otherwise, use `panels`.
     """
 
     def __init__(
@@ -113,11 +115,11 @@ class Lines:
         return self._layout.head()
 
     def row(self, row: Sequence[Cell]) -> str:
-        """Return the lines of a row with all columns."""
+        """Return the lines of a row. `row` has the cells of all columns, including omitted columns."""
         return self._layout.row(self._cells(row))
 
     def foot(self) -> list[str]:
-        """Return a list with one line that names the omitted columns; empty if no column is omitted."""
+        """Return a list with a line that names the omitted columns, or an empty list if no column is omitted."""
         return [_not_shown(self._hidden)] if self._hidden else []
 
     def panels(self) -> str:

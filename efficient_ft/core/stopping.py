@@ -1,4 +1,4 @@
-"""Termination signals: their numbers, the signals received so far, and workers that ignore them."""
+"""Handle termination signals: install handlers, record received signals, and ignore the signals in workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from efficient_ft.core.errors import TerminatedRun
 TERMINATING: tuple[int, ...] = tuple(
     int(number)
     for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU")
-    if (number := getattr(signal, name, None)) is not None  # Windows only has SIGTERM
+    if (number := getattr(signal, name, None)) is not None  # Windows has only SIGTERM
 )
 #: All termination signals.
 STOPPING = (int(signal.SIGINT), *TERMINATING)
@@ -25,7 +25,7 @@ asked: list[int] = []
 def answer(handler: Callable[[int, Any], None]) -> dict[int, Any]:
     """Install `handler` for all termination signals, and return the previous handlers by signal.
 
-    SIGHUP remains ignored if ``nohup`` has set it to be ignored.
+    If SIGHUP is already ignored (as with ``nohup``), it remains ignored.
     """
     before = {}
     for number in STOPPING:
@@ -56,7 +56,7 @@ def leave_to_parent(_: int = 0) -> None:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Wait for SIGTERM from the process `parent`, or for any SIGTERM after `parent` has ended, and end this process."""
+    """End this process after a SIGTERM from the process `parent`, or after any SIGTERM if `parent` has ended."""
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent and os.getppid() == parent:
         pass
     os._exit(0)

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.text import filled, plain_text, printable, terminal_width
 
-#: Maximum width of prose, for readability.
+#: Maximum width of prose in columns, for readability.
 _WIDEST_PROSE = 120
 #: Placeholder for spaces in a path while its line is wrapped.
 _SPACE = "\ue000"
@@ -29,7 +29,10 @@ def colored(stream: TextIO) -> bool:
 
 
 def shown_path(path: str | os.PathLike[str]) -> str:
-    """Format a path for a message: relative if it is below the current folder. Lines are not broken inside a path."""
+    """Format a path for a message.
+
+    A path below the current folder becomes relative. Lines are not broken inside the path.
+    """
     whole = Path(path)
     with suppress(OSError, ValueError):  # the path is outside the current folder, or the folder was removed
         whole = whole.absolute().relative_to(Path.cwd())
@@ -102,9 +105,10 @@ class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def start_console(verbose: bool, first: bool = True) -> None:
-    """Set up the console output of one of the package's programs. If `verbose`, details are printed.
+    """Set up the console output of one of the package's programs.
 
-    If not `first` (an additional process of the same run), only errors are printed.
+    If `verbose` is True, details are also printed. If `first` is False (in additional processes of the same run), only
+    errors are printed.
     """
     level = (logging.DEBUG if verbose else logging.INFO) if first else logging.ERROR
     for handler in logging.getLogger().handlers:

@@ -14,7 +14,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def plain_text(text: str) -> str:
-    r"""Escape the control characters of `text` as ``\x1b``, except line feeds and tabs."""
+    r"""Replace control characters of `text` by escapes such as ``\x1b``, except line feeds and tabs."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
@@ -23,7 +23,8 @@ def plain_line(text: str) -> str:
     return plain_text(text).replace("\n", "\\x0a").replace("\t", "\\x09")
 
 
-#: First characters of cells that spreadsheets evaluate, and the pattern of numbers, which can begin in the same way.
+#: First characters of cells that spreadsheets evaluate, and the pattern of numbers, which can begin with the same
+#: characters.
 _FORMULA = re.compile("[=+\\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-](inf|nan)?")
 #: Characters that begin a link, code, a tag or a cell in Markdown and HTML.
@@ -41,7 +42,7 @@ def csv_cell(text: str) -> str:
 
 
 def json_plain(text: str) -> str:
-    """Replace the control characters in JSON by JSON escapes, for a terminal."""
+    """Replace control characters in JSON by JSON escapes, so that a terminal does not interpret them."""
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
@@ -51,17 +52,17 @@ def markdown_text(text: str) -> str:
     return plain.replace("&", "&amp;").replace("<", "&lt;")
 
 
-#: Width of a line without a terminal.
+#: Line width if the output is not a terminal.
 WITHOUT_TERMINAL = 100
 
 
 def printable(path: str | os.PathLike[str]) -> str:
-    """Return a printable path. Bytes that cannot be decoded (from old archives) become a replacement character."""
+    """Return a printable path. Bytes that are not UTF-8 (as in old archives) become replacement characters."""
     return os.fspath(path).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def terminal_width(stream: TextIO | None = None, least: int = 80) -> int:
-    """Return the width of lines: ``COLUMNS``, the width of the terminal, or 100 without a terminal.
+    """Return the line width: ``COLUMNS`` if it is set, otherwise the width of the terminal, or 100 without a terminal.
 
     The width is at least `least`, because tables cannot be narrower. `stream` is the standard output by default.
     """
@@ -75,7 +76,10 @@ def terminal_width(stream: TextIO | None = None, least: int = 80) -> int:
 
 
 def display_width(text: str) -> int:
-    """Return the number of terminal columns: two per wide character, none per combining or invisible character."""
+    """Return the width of `text` in terminal columns.
+
+    A wide character takes two columns, and a combining or invisible character takes none.
+    """
     if text.isascii():
         return len(text)
     shown = (sign for sign in text if unicodedata.category(sign) not in ("Mn", "Me", "Cf"))
@@ -83,7 +87,7 @@ def display_width(text: str) -> int:
 
 
 def padded(text: str, width: int, left: bool = True) -> str:
-    """Pad `text` with spaces to `width` terminal columns, on the right (`left`) or on the left."""
+    """Pad `text` with spaces to `width` terminal columns, on the right if `left` is True, otherwise on the left."""
     space = " " * (width - display_width(text))
     return text + space if left else space + text
 
@@ -96,9 +100,9 @@ def shortened(text: str, width: int) -> str:
 
 
 def wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    """Break each line of `text` at `width` terminal columns: between words, or at separators inside long words.
+    """Wrap each line of `text` to `width` terminal columns.
 
-    All lines except the first one begin with `indent`.
+    Lines are broken between words, or at separators inside long words. Continuation lines begin with `indent`.
     """
     lines = []
     for line in text.split("\n"):
@@ -119,9 +123,9 @@ def wrapped(text: str, width: int, indent: str = "") -> list[str]:
 
 
 def filled(text: str, width: int, indent: str = "") -> list[str]:
-    """Wrap a line to `width` terminal columns, and preserve its leading spaces. Words, such as paths, are never broken.
+    """Wrap a line to `width` terminal columns, and preserve its leading spaces. Words and paths are never broken.
 
-    All lines except the first one begin with `indent`.
+    Continuation lines begin with `indent`.
     """
     text = plain_text(text)
     body = text.lstrip(" ")
@@ -163,17 +167,17 @@ def table(
     whole: Sequence[int] = (),
     width: int | None = None,
 ) -> str:
-    """Align columns in lines that fit the terminal.
+    """Format a table with aligned columns whose lines fit the terminal.
 
     A column is as wide as its widest cell. If the table is too wide, headers and columns of words are wrapped. If it is
     still too wide, it is divided into several tables that share the first column.
 
     Args:
-        rows: header and lines. Missing cells are empty.
+        rows: header and rows. Missing cells are empty.
         left: indices of the word columns, which are aligned to the left. Other columns are aligned to the right.
-        rule: character of the line below the header; empty: no line.
+        rule: character of the line below the header. If empty, there is no line.
         whole: indices of columns that are never wrapped, such as paths.
-        width: maximum width of a line; None: width of the terminal.
+        width: maximum width of a line. If None, the width of the terminal is used.
     """
     limit = terminal_width() if width is None else width
     count = max(len(row) for row in rows)
@@ -203,7 +207,7 @@ class Layout:
     """Column widths of a table whose lines are printed one at a time.
 
     Args:
-        rows: header, and all rows or samples of the same width.
+        rows: header, and rows that determine the column widths: all rows, or samples of the same width.
         left, rule, whole, width: see `table`.
     """
 
@@ -221,7 +225,7 @@ class Layout:
         self._sizes = least_widths(rows, left=left, whole=whole)
         room = self._limit - len(_GAP) * (len(self._sizes) - 1)
         columns = list(zip(*rows, strict=True))
-        # Widen columns first until their cells fit in one line, then until their headers do.
+        # First widen columns until their cells fit on one line, then until their headers also fit.
         for part in (slice(1, None), slice(0, None)):
             wanted = [max(map(display_width, column[part]), default=0) for column in columns]
             for i in sorted(range(len(wanted)), key=lambda i: wanted[i] - self._sizes[i]):
@@ -256,7 +260,7 @@ class Layout:
 
 
 def least_widths(rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,), whole: Sequence[int] = ()) -> list[int]:
-    """Return the minimum width of each column of a `table`. Columns of numbers and paths require their widest cell."""
+    """Return the minimum width of each column of a `table`. Columns of numbers and paths must fit their widest cell."""
     found = []
     for i, (header, *cells) in enumerate(zip(*rows, strict=True)):
         body = max(map(display_width, cells), default=0)

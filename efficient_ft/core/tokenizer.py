@@ -26,7 +26,8 @@ class Tokenizer:
 
     Args:
         tokenizer: tokenizer from the `tokenizers` library.
-        inputs: names of the network's inputs: ``input_ids``, ``attention_mask``, and optionally ``token_type_ids``.
+        inputs: names of the inputs of the network: ``input_ids``, ``attention_mask``, and optionally
+            ``token_type_ids``.
         pad: id and text of the padding token.
     """
 
@@ -47,7 +48,7 @@ class Tokenizer:
         return self._tokenizer.get_vocab_size()
 
     def measure(self, texts: Sequence[Sequence[str]]) -> tuple[list[int], list[int]]:
-        """Return two counts for each text or pair: its tokens, including special tokens, and its unknown tokens."""
+        """Return the number of tokens (with special tokens) and the number of unknown tokens of each text or pair."""
         unknown = self._unknown()
         found = [encoding.ids for encoding in self._encode(texts)]
         return [len(ids) for ids in found], [ids.count(unknown) for ids in found]
@@ -57,16 +58,16 @@ class Tokenizer:
         return self._tokenizer.num_special_tokens_to_add(texts > 1)
 
     def _unknown(self) -> int | None:
-        """Return the id of the unknown token; None if the vocabulary has none."""
+        """Return the id of the unknown token, or None if the vocabulary has none."""
         model = json.loads(self._tokenizer.to_str())["model"]
         if model.get("unk_id") is not None:  # Unigram
             return int(model["unk_id"])
         return self._tokenizer.token_to_id(model["unk_token"]) if model.get("unk_token") else None
 
     def batch(self, texts: Sequence[Sequence[str]], max_length: int) -> dict[str, Tensor]:
-        """Encode texts or pairs. Returns int64 tensors (B, L) by the names in `inputs`; L is at most `max_length`.
+        """Encode texts or pairs as int64 tensors (B, L), one for each name in `inputs`. L is at most `max_length`.
 
-        In a pair, the longer text is truncated first.
+        If a pair is too long, the longer text is truncated first.
         """
         self._tokenizer.enable_truncation(max_length, strategy="longest_first")
         try:

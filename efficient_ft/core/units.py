@@ -36,11 +36,12 @@ def parse_bytes(setting: str, value: object) -> int:
 
 
 def parse_seconds(setting: str, value: object, plain: bool = False) -> float:
-    """Convert a time such as ``2h``, ``90min`` or ``1h30min`` to seconds. If `plain`, a number without a unit is
-    allowed.
+    """Convert a time such as ``2h``, ``90min`` or ``1h30min`` to seconds.
+
+    If `plain` is True, a number without a unit is allowed.
 
     Raises:
-        SettingError: the value is not one or more positive numbers with units. The message names `setting`.
+        SettingError: the value does not consist of positive numbers with units. The message names `setting`.
     """
     if plain and isinstance(value, int | float) and not isinstance(value, bool):
         value = f"{value:.6f}s"

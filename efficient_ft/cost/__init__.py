@@ -1,9 +1,9 @@
-"""Cost of a training step, counted or measured in four ways that are never mixed.
+"""Determine the cost of a training step in four ways. Results of different ways are never mixed.
 
 * executed: FLOPs and bytes of the executed operations, which are the same on any machine;
-* measured: time, alternately with a baseline's step;
-* process: memory of the process;
-* published: formulas from the papers.
+* measured: time of the step, measured alternately with the step of a baseline;
+* process: resident memory of the process;
+* published: costs computed with the formulas of the papers.
 """
 
 from efficient_ft.cost.executed import Executed, Kept, executed, kept_after_forward, layer_flops

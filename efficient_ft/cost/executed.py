@@ -4,19 +4,23 @@ A step consists of the forward pass in training mode (with frozen BatchNorm stat
 It runs on fake tensors with the given batch size, on a copy of the model and its methods. The counts are:
 
 * **FLOPs** per image, separately for forward and backward. A multiply-add is 2 FLOPs. The formulas come from
-  torch.utils.flop_counter (`meter` corrects two of them); elementwise operations count 0. Attention is counted unfused,
-  because a fused backward pass recomputes the scores inside one kernel, and kernels differ between devices.
+  torch.utils.flop_counter (`meter` corrects two of them); elementwise operations are not counted. The FLOPs of
+  attention are counted without fused kernels, because these kernels differ between devices and recompute the scores in
+  the backward pass.
 * **Saved bytes** per image: the storages that autograd holds for the backward pass after the forward pass and the loss.
-  Each storage counts once, in full. Parameters, buffers and their views do not count. Tensors computed from them do
-  (autocast's weight copies, cached constants), and so does the input batch if it is saved. Attention runs as in the
-  model.
-* **Peak** of live tensor bytes of the batch in forward and backward: parameters, buffers, the batch, gradients and
-  recomputed tensors. torch.cuda.max_memory_allocated reports the same plus the allocator's rounding and the kernels'
-  workspaces. The optimizer's state is *not* included. An optimizer that steps inside the backward pass also does so
-  here: gradients are freed one by one, and the temporaries of its updates count.
-* **Optimizer bytes**: the optimizer's state after every parameter has been updated, if an optimizer is given.
+  Each storage is counted once, with its full size. Parameters, buffers and their views are not counted. Tensors that
+  are computed from them (autocast copies of weights, cached constants) are counted, and so is the input batch if it is
+  saved. Attention uses the same kernels as in the model.
+* **Peak** of the bytes of all live tensors in the forward and backward pass of the batch, including parameters,
+  buffers, the batch, gradients and recomputed tensors. torch.cuda.max_memory_allocated reports the same bytes plus the
+  rounding of the allocator and the workspaces of kernels. The optimizer's state is *not* included. An optimizer that
+  steps inside the backward pass also does so in this count: gradients are freed one by one, and the temporary tensors
+  of the updates are counted.
+* **Optimizer bytes**: size of the optimizer's state after every parameter has been updated. It is counted only if an
+  optimizer is given.
 
-If steps differ (layers sampled per step), the counts are means over ``cost_steps`` steps, which the methods declare.
+If steps differ, for example because layers are sampled in each step, FLOPs and saved bytes are means over
+``cost_steps`` steps, and the peak is the maximum over these steps. The methods declare ``cost_steps``.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ __all__ = ["AUTOCAST", "Executed", "Kept", "count", "executed", "kept_after_forw
 
 ON_FAKE_TENSORS = "fake tensors"
 
-#: Batch size of the largest real run that replaces fake tensors for a model that cannot run on them.
+#: Batch size of the largest real run that is counted if a model cannot run on fake tensors.
 FEW = 8
 
 
@@ -49,12 +53,12 @@ class Executed:
         backward_flops: FLOPs of the backward pass, per image, including recomputation.
         saved_bytes: bytes saved for the backward pass, per image.
         peak_bytes: peak of live tensor bytes in forward and backward for the batch, including the model.
-        model_bytes: parameters and buffers, included in the peak.
-        batch_bytes: images and labels, included in the peak.
+        model_bytes: bytes of the parameters and buffers, which are included in `peak_bytes`.
+        batch_bytes: bytes of the images and labels, which are included in `peak_bytes`.
         batch_size: number of images in the batch.
-        counted_on: ``"fake tensors"``; for a model that does not support them, a description of the real runs from
+        counted_on: ``"fake tensors"``, or, for a model that does not support them, a description of the real runs from
             which the counts were extrapolated to `batch_size`, and the reason.
-        optimizer_bytes: bytes of the optimizer's state; None if no optimizer was given.
+        optimizer_bytes: bytes of the optimizer's state, or None if no optimizer was given.
         largest_bytes: bytes of the largest tensor that an operation creates for the batch.
     """
 
@@ -80,7 +84,7 @@ class Executed:
         return self.peak_bytes - self.model_bytes - self.batch_bytes
 
     def as_dict(self) -> dict[str, float | int | str | None]:
-        """Return the attributes, for JSON."""
+        """Return the attributes as a dict for JSON."""
         return asdict(self)
 
 
@@ -89,8 +93,8 @@ class Kept:
     """Bytes alive after a forward pass, counted in two ways by `kept_after_forward`.
 
     Attributes:
-        saved_bytes: live storages of the forward pass that the saved-tensors hook saw.
-        live_bytes: live storages of the forward pass, without the outputs.
+        saved_bytes: bytes of the live storages that the forward pass created and that the saved-tensors hook saw.
+        live_bytes: bytes of all live storages that the forward pass created, without the outputs.
         hidden: live tensors that the hook did not see. Empty unless a method bypasses ``save_for_backward``.
     """
 
@@ -114,10 +118,10 @@ def executed(
         model: classifier from images (B, in_chans, H, W) to logits (B, classes), on any device.
         batch_size: number of images in the batch.
         input_size: (H, W) of the images in pixels.
-        methods: methods of the run, applied to `model` or not yet applied, see `StepMethods`. Methods with
-            ``warmup_steps`` take these steps on a real copy with two random images, so that the count covers a settled
-            step.
-        build_optimizer: function that builds the run's optimizer for a model. None: no optimizer is counted.
+        methods: methods of the run, which may already be applied to `model`, see `StepMethods`. If methods have
+            ``warmup_steps``, these steps run first, on a real copy with two random images, so that a step after the
+            warm-up is counted.
+        build_optimizer: function that builds the run's optimizer for a model. If None, no optimizer is counted.
         options: ``precision``, ``label_smoothing``, ``in_chans``, ``frozen_bn``: see `StepSpec`.
 
     Raises:
@@ -141,9 +145,10 @@ def layer_flops(
     """Count the FLOPs per image and the calls of each module in one training step.
 
     Every linear and convolutional layer has an entry, which is zero if the layer is not reached. Other modules that run
-    matrix products (attention) also have one. FLOPs are attributed to the module whose weight is used; ``calls`` counts
-    calls of its ``forward``. A layer whose weight is used by its parent (SwinV2's qkv) has FLOPs but no calls. The sums
-    over all modules equal the counts of `executed`, which also documents the arguments and errors.
+    matrix products (attention) also have an entry. FLOPs are attributed to the module whose weight is used, and
+    ``calls`` is the number of calls of its ``forward``. A layer whose weight is used by its parent (SwinV2's qkv) has
+    FLOPs but no calls. The sums over all modules equal the counts of `executed`. See `executed` for the arguments and
+    errors.
 
     Returns:
         Counts by full module name.
@@ -155,7 +160,7 @@ def layer_flops(
             return probe.watch(batch_size, True, [(0, True)], layers=True)[0].layers
         except UserError:
             raise
-        except Exception:  # fake tensors are not supported, see `count`
+        except Exception:  # the model does not support fake tensors, see `count`
             return probe.watch(min(batch_size, FEW), False, [(0, True)], layers=True)[0].layers
 
 
@@ -168,7 +173,7 @@ def kept_after_forward(
     fake: bool = True,
     **options: Unpack[StepOptions],
 ) -> Kept:
-    """Check that the saved-tensors hook sees everything that is kept for the backward pass.
+    """Count what is kept for the backward pass in two ways, to check that the saved-tensors hook sees all of it.
 
     `live_bytes` is counted from the results of every operation, and `saved_bytes` independently by the hook.
 
@@ -195,7 +200,7 @@ def count(probe: Probe) -> Executed:
         return count_batch(probe, images, fake=True)
     except UserError:
         raise
-    except Exception as error:  # fake tensors are not supported; the model's own error is raised again below
+    except Exception as error:  # if the model itself fails, the real run raises the error again
         reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
     if images <= FEW:
         return replace(count_batch(probe, images, fake=False), counted_on=f"a real run ({reason})")
@@ -204,7 +209,7 @@ def count(probe: Probe) -> Executed:
 
 
 def count_batch(probe: Probe, images: int, fake: bool) -> Executed:
-    """Count one step, or the mean over `cost_steps` steps. The peak is the maximum over these steps."""
+    """Return the counts of one step, or their means over `cost_steps` steps. The peak is the maximum over the steps."""
     steps = probe.methods.cost_steps
     watched = probe.watch(images, fake, [(step, unfused) for step in range(steps) for unfused in (True, False)])
     unfused, as_it_is = watched[::2], watched[1::2]
@@ -222,7 +227,10 @@ def count_batch(probe: Probe, images: int, fake: bool) -> Executed:
 
 
 def _extrapolate(half: Executed, few: Executed, images: int, reason: str) -> Executed:
-    """Extrapolate linearly from two small batches: exact for FLOPs and saved bytes, approximate for the peak."""
+    """Extrapolate linearly from two small batches.
+
+    The result is exact for FLOPs and saved bytes, and approximate for the peak.
+    """
 
     def total(a: float, b: float) -> float:
         return b + (b - a) * (images - FEW) / (FEW - FEW // 2)

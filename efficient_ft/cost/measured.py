@@ -1,4 +1,4 @@
-"""Time and peak memory of training steps on this machine, measured alternately with a baseline."""
+"""Measure the time and peak memory of training steps on this machine, alternately with a baseline."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from efficient_ft.cost.step import BuildOptimizer, StepOptions, StepSpec, Traini
 
 @dataclass(frozen=True)
 class Measured:
-    """Measured cost of a step on this machine. Compare it only with another result of the same call.
+    """Measured cost of a step on this machine. Compare it only with other results of the same call.
 
     Attributes:
-        step_seconds: median seconds of a step (forward, loss, backward, optimizer).
-        peak_bytes: on CUDA, the most bytes allocated in forward and backward (torch.cuda.max_memory_allocated),
-            including the model and the batch but not the optimizer's state and other tensors. On other devices, the
-            executed peak, which counts the same tensors.
-        seconds: seconds of each timed step, in order.
+        step_seconds: median time of a step (forward, loss, backward, optimizer) in seconds.
+        peak_bytes: on CUDA, the largest number of bytes allocated in forward and backward
+            (torch.cuda.max_memory_allocated), including the model and the batch, but not the optimizer's state and
+            other tensors. On other devices, the executed peak, which counts the same tensors.
+        seconds: time of each timed step in seconds, in order.
     """
 
     step_seconds: float
@@ -38,7 +38,7 @@ class Measured:
     seconds: tuple[float, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the attributes, for JSON."""
+        """Return the attributes as a dict for JSON."""
         return asdict(self)
 
 
@@ -63,16 +63,18 @@ def time_steps(
     """Time calls alternately (A B A B ...), so that machine drift affects all recipes equally.
 
     Args:
-        recipes: functions that take one step, by name. A CUDA or MPS device is synchronized.
+        recipes: functions that each run one step, by name. A CUDA or MPS device is synchronized before and after each
+            call.
         steps: number of timed rounds.
         warmup: number of rounds before the timed ones.
-        max_seconds: time after which no further round begins, in seconds. At least one round is timed. None: no limit.
+        max_seconds: time limit in seconds, after which no further round begins. At least one round is timed. If None,
+            there is no limit.
 
     Returns:
-        Seconds of each call, by name.
+        The time of each timed call in seconds, by name.
 
     Raises:
-        SettingError: `steps` is below 1.
+        SettingError: `steps` is less than 1.
     """
     require_positive("steps", steps)
     wait: Callable[[], object] = lambda: None  # noqa: E731
@@ -113,24 +115,25 @@ def compare(
 ) -> dict[str, Cost]:
     """Count and time a step of a run, alternately with a baseline, which is plain full fine-tuning by default.
 
-    Steps run on copies with random images. The run's model, methods and random states are not changed. If memory or
-    time is too short, the result contains counts and a note but no times. There are 13 parameters, because each recipe
-    has a model, methods and an optimizer.
+    Steps run on copies with random images. The run's model, methods and random states are not changed. If there is not
+    enough memory or time, the result contains counts and a note, but no times. There are 13 parameters, because both
+    the run and the baseline have a model, methods and an optimizer.
 
     Args:
         model: model of the run.
         methods: methods of the run, see `StepMethods`.
-        baseline: function that builds the baseline's model, whose weights do not matter. None: no baseline.
-        baseline_methods: methods of the baseline, usually a selection. Without a selection, the model's trainable
-            parameters are trained.
+        baseline: function that builds the baseline's model, whose weights do not matter. If None, there is no baseline.
+        baseline_methods: methods of the baseline, usually a method that selects parameters. Without such a method, the
+            parameters that require gradients are trained.
         batch_size: number of images in the batch.
         input_size: (H, W) of the images in pixels.
-        steps: number of timed steps per recipe; 0: count only.
-        max_seconds: time after which no further round of steps begins, in seconds. None: no limit.
+        steps: number of timed steps of each recipe. If 0, steps are counted but not timed.
+        max_seconds: time limit in seconds, after which no further round of steps begins. If None, there is no limit.
         device: device of the timed steps.
-        build_optimizer: function that builds the run's optimizer for a model. None: AdamW.
-        baseline_optimizer: function that builds the baseline's optimizer. None: `build_optimizer`.
-        room: function that returns the bytes by which the process may grow on a CPU. None: free memory of the machine.
+        build_optimizer: function that builds the run's optimizer for a model. If None, AdamW is used.
+        baseline_optimizer: function that builds the baseline's optimizer. If None, `build_optimizer` is used.
+        room: function that returns the number of bytes by which the process may grow on a CPU. If None, the free memory
+            of the machine is used.
         options: ``precision``, ``label_smoothing``, ``in_chans``, ``frozen_bn``, ``grad_clip_norm``: see `StepSpec`.
 
     Returns:
@@ -179,11 +182,13 @@ def compare(
 
 
 def _lack_of_memory(counted: Executed, held: int, free: int | None, room: Callable[[], int] | None) -> str | None:
-    """Return the reason why a step does not fit in memory; None if it fits.
+    """Return the reason why a step does not fit in memory, or None if it fits.
 
-    `held` are the bytes of the other recipes, and `free` the bytes that were free before the first recipe.
+    `held` is the number of bytes that the other recipes hold, and `free` is the number of bytes that were free before
+    the first recipe.
     """
-    # Weights and two moments stay allocated between the turns of a recipe. Activations and gradients are freed.
+    # The weights and two moments of a recipe stay allocated while other recipes run. Activations and gradients are
+    # freed.
     needed = held + 2 * counted.model_bytes + counted.peak_bytes
     if room is not None:
         step_bytes = counted.step_peak_bytes + (counted.optimizer_bytes or 0)
@@ -195,7 +200,7 @@ def _lack_of_memory(counted: Executed, held: int, free: int | None, room: Callab
 
 
 def _started(probe: Probe, device: torch.device) -> TrainingStep | str:
-    """Build a training step and take it once; return an error message if memory runs out."""
+    """Build a training step and run it once. Return an error message if memory runs out."""
     step = TrainingStep(
         *probe.copy(None),
         probe.spec,
@@ -211,7 +216,7 @@ def _started(probe: Probe, device: torch.device) -> TrainingStep | str:
 
 
 def _free_bytes(device: torch.device) -> int | None:
-    """Return the bytes that can still be allocated on `device`; None if unknown."""
+    """Return the number of bytes that can still be allocated on `device`, or None if it is unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type != "cpu":

@@ -1,4 +1,4 @@
-"""Count FLOPs by phase and layer, live bytes and their peak, and bytes saved for backward in one training step.
+"""Count the FLOPs of each phase and layer, the live bytes and their peak, and the saved bytes of a training step.
 
 The counts come from the executed operations and the live storages. The meter therefore works for any model and method,
 on real and fake tensors.
@@ -25,12 +25,12 @@ aten = torch.ops.aten
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Return the identity of a tensor's storage, which views share. It is unique while the storage is alive."""
+    """Return an id of a tensor's storage, which is unique while the storage is alive. Views share the id."""
     return tensor.untyped_storage()._cdata
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return the bytes of each storage of `tensors`. Views of one storage count once."""
+    """Return the size in bytes of each storage of `tensors`. Views of the same storage are counted once."""
     return {storage_id(t): t.untyped_storage().nbytes() for t in tensors}
 
 
@@ -43,7 +43,7 @@ class LayerFlops(NamedTuple):
 
 
 class LiveTensor(NamedTuple):
-    """Live tensor created during the step: its operation, its shape, and the bytes of its storage."""
+    """Live tensor created during the step: the operation that created it, its shape, and the bytes of its storage."""
 
     operation: str
     shape: tuple[int, ...]
@@ -54,14 +54,14 @@ def _conv_backward_flops(grad: Tensor, x: Tensor, w: Tensor, *args: Any, out_val
     """Count the FLOPs of a convolution's backward pass: each of the two gradients costs as much as the forward pass.
 
     The formula in torch.utils.flop_counter counts the weight gradient of a grouped convolution once per *pair* of
-    groups, which is C times too much for a depthwise layer.
+    groups, which is C times too much for a depthwise layer with C channels.
     """
     transposed, wanted = args[4], args[7]
     positions = prod(x.shape[2:]) if transposed else prod(grad.shape[2:])
     return 2 * x.shape[0] * positions * prod(w.shape) * (bool(wanted[0]) + bool(wanted[1]))
 
 
-#: Backward passes of fused attention.
+#: Operations of the backward pass of fused attention.
 _ATTENTION_BACKWARD = {
     getattr(aten, f"{name}_backward")
     for name in (
@@ -74,13 +74,13 @@ _ATTENTION_BACKWARD = {
 
 
 def operation_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Count the FLOPs of an operation with the formulas of torch.utils.flop_counter; 0 for elementwise operations.
+    """Return the FLOPs of an operation by the formulas of torch.utils.flop_counter, or 0 for elementwise operations.
 
-    Two formulas are corrected: the backward passes of convolutions and of fused attention. The latter counts four
-    products, like unfused attention, without the scores that the kernel recomputes.
+    The formulas of the backward passes of convolutions and of fused attention are corrected. For fused attention, four
+    products are counted, as for unfused attention, but not the recomputation of the scores in the kernel.
 
     Args:
-        func: executed overload.
+        func: executed operator overload.
         args, kwargs: arguments of the operation.
         out: result of the operation.
     """
@@ -97,19 +97,19 @@ def operation_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
 
 
 class Meter(TorchDispatchMode):
-    """Count FLOPs and live bytes within a ``with`` block; ``with meter.phase("backward"): ...`` sets the phase.
+    """Count FLOPs and live bytes inside a ``with`` block. ``with meter.phase("backward"): ...`` sets the phase.
 
     Args:
-        resident: tensors that live throughout the step (parameters, buffers, the batch). They count in `live` and
-            `peak` from the start. Other tensors that existed before the step are added at their first use.
-        layers: model to whose modules FLOPs are attributed (`layer_flops`). None: FLOPs are not attributed.
+        resident: tensors that live throughout the step (parameters, buffers, the batch). They are included in `live`
+            and `peak` from the start. Other tensors that existed before the step are added at their first use.
+        layers: model to whose modules FLOPs are attributed (`layer_flops`). If None, FLOPs are not attributed.
         outside: tensors that are not counted.
 
     Attributes:
-        live: bytes of the storages that are alive.
+        live: total size of the live storages in bytes.
         peak: largest value of `live` after any operation, when both its operands and its results are alive.
         largest: bytes of the largest tensor created by an operation.
-        flops: FLOPs of the batch by phase; a multiply-add is 2 FLOPs.
+        flops: FLOPs of the batch in each phase. A multiply-add is 2 FLOPs.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Meter(TorchDispatchMode):
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """Attribute the FLOPs of the block to `phase`."""
+        """Attribute the FLOPs counted inside the ``with`` block to `phase`."""
         before, self._phase = self._phase, phase
         try:
             yield
@@ -137,11 +137,11 @@ class Meter(TorchDispatchMode):
             self._phase = before
 
     def created(self) -> dict[int, LiveTensor]:
-        """Return the live tensors that operations of this step created, by storage."""
+        """Return the live tensors that operations of this step created, by the id of the storage."""
         return {key: made for key, (_, made) in self._tracked.items() if made is not None}
 
     def layer_flops(self, images: int) -> dict[str, LayerFlops]:
-        """Return FLOPs by module name, divided by `images`, and stop attributing FLOPs."""
+        """Return the FLOPs of each module divided by `images`, by module name, and stop attributing FLOPs."""
         assert self._layers is not None
         return self._layers.table(images)
 
@@ -170,7 +170,7 @@ class Meter(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         for operand in tree_leaves((args, kwargs)):
-            if isinstance(operand, Tensor):  # an untracked operand is a constant cached before the step
+            if isinstance(operand, Tensor):  # an operand that is not tracked yet is a constant cached before the step
                 self._track(operand, None)
         for result in tree_leaves(out):
             if isinstance(result, Tensor):
@@ -184,13 +184,14 @@ class Meter(TorchDispatchMode):
 
 
 class _Attribution:
-    """Attribution of the FLOPs of operations to modules.
+    """Attribute the FLOPs of operations to modules.
 
-    In the forward pass, FLOPs belong to the module whose weight is an operand (this also covers SwinV2's qkv, whose
-    ``forward`` is never called), or else to the innermost running module. In the backward pass, an autograd node has
-    the sequence number of its forward operation. Everything that the node computes, including custom Functions, belongs
-    to the layer that created it. Module hooks on gradients, as in torch.utils.module_tracker, would miss layers whose
-    input does not require gradients.
+    In the forward pass, the FLOPs of an operation are attributed to the module whose weight is an operand. If there is
+    no such module, they are attributed to the innermost running module. The first rule also covers SwinV2's qkv, whose
+    ``forward`` is never called. In the backward pass, an autograd node has the sequence number of its forward
+    operation. All FLOPs of the node, including those of custom Functions, are attributed to the layer that created the
+    node. Module hooks on gradients, as in torch.utils.module_tracker, would miss layers whose input does not require
+    gradients.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -226,7 +227,7 @@ class _Attribution:
 
     def add(self, packet: Any, args: tuple[Any, ...], out: Any, flops: int, phase: Phase) -> None:
         """Attribute one operation."""
-        if packet in (aten._to_copy, aten.clone):  # a weight's copy for autocast counts as the weight
+        if packet in (aten._to_copy, aten.clone):  # an autocast copy of a weight counts as the weight
             owner = self._owner_of(args[0])
             if owner is not None:
                 self._copies[storage_id(out)] = owner
@@ -284,5 +285,5 @@ class SavedTensors:
         self._hooks.__exit__(*exc)
 
     def alive(self) -> dict[int, int]:
-        """Return the bytes of each storage that is still saved. A saved view counts as its full storage."""
+        """Return the size in bytes of each storage that is still saved. A saved view counts as its full storage."""
         return {key: nbytes for key, (ref, nbytes) in self._seen.items() if ref() is not None}

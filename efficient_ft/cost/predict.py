@@ -1,8 +1,9 @@
 """Predict the memory of a run from counts, for the setting ``memory``, plans and the out-of-memory message.
 
 A run has phases: it loads its network, trains, evaluates, reads images, evaluates the saved weights, and measures its
-cost. The tensors of each phase are counted here or by `cost.executed`. On a CPU, the predicted peak is the process size
-before the model is created plus the largest phase. On a GPU, it is the memory reserved on the device.
+cost. The tensors of each phase are counted in this module or by `cost.executed`. On a CPU, the predicted peak is the
+process size before the model is created plus the largest phase. On a GPU, the predicted peak is the memory reserved on
+the device.
 """
 
 from __future__ import annotations
@@ -25,32 +26,34 @@ from efficient_ft.task import tensors_of
 from efficient_ft.task.base import at_size
 
 #: Constants of `predicted_growth` by allocator: fixed bytes (loaded code, memory of threads), scratch (temporaries of
-#: kernels and the allocator, in units of the largest tensor), and factor (memory that the allocator cannot reuse).
-#: They were fitted with `bench memory` on an EPYC with two threads, for full fine-tuning and 4-bit activations of nine
-#: networks (DeiT-S, ViT-Ti, ViT-B, SwinV2-T, ConvNeXt-T, ResNet-50, MobileNetV2, MobileViT-S, EfficientFormer-L1).
-#: Predictions differ from the measured growth by -5 % to +15 % with tcmalloc, and by -8 % to +18 % with mimalloc (five
-#: networks). `benchmarks/plans_cpu.json` covers other networks and recipes. If glibc keeps freed memory, its heap
-#: fragments to up to four times the counted bytes.
+#: kernels and the allocator, in units of the largest tensor), and a factor on the counted bytes (memory that the
+#: allocator cannot reuse). They were fitted with `bench memory` on an EPYC with two threads, for full fine-tuning and
+#: 4-bit activations of nine networks (DeiT-S, ViT-Ti, ViT-B, SwinV2-T, ConvNeXt-T, ResNet-50, MobileNetV2, MobileViT-S,
+#: EfficientFormer-L1). Predictions differ from the measured growth by -5 % to +15 % with tcmalloc, and by -8 % to +18 %
+#: with mimalloc (five networks). `benchmarks/plans_cpu.json` covers other networks and recipes. If glibc keeps freed
+#: memory, its heap fragments to up to four times the counted bytes.
 _GROWTH = {
     "tcmalloc": (40 * 2**20, 2.0, 1.0),
     "mimalloc": (50 * 2**20, 3.0, 1.06),
     "system": (64 * 2**20, 4.0, 1.03),
     KEEPING: (64 * 2**20, 4.0, 3.0),
 }
-#: Margins on the predicted growth: a factor, and bytes for code and lists that a run loads late.
+#: Margins on the predicted growth: a factor, and a number of bytes for the code and lists that a run loads later.
 _SAFETY, RUN_ONLY = 1.06, 24 * 2**20
-#: Memory for loading weights, relative to the weights: two networks, the file's tensors, and its mapped pages.
+#: Memory for loading weights, relative to the size of the weights: two networks, the tensors of the file, and its
+#: mapped pages.
 _LOADING = 3.5
-#: Scratch during evaluation, for every allocator.
+#: Scratch during evaluation in units of the largest tensor, for every allocator.
 _FORWARD_SCRATCH = 1.75
-#: Batch size of the real run that replaces fake tensors for a network that cannot run on them in evaluation.
+#: Batch size of the real run that is counted if a network cannot run on fake tensors in evaluation.
 _FEW = 2
 
 
 def predicted_growth(counted_bytes: int, largest_bytes: int, allocator: str) -> int:
     """Predict the growth of the process in a training step, in bytes (`ProcessMemory.growth_bytes` on a CPU).
 
-    The prediction is fixed + scratch · largest tensor + factor · counted bytes, with constants for each allocator.
+    The prediction is fixed + scratch · largest tensor + factor · counted bytes, with constants that depend on the
+    allocator.
 
     Args:
         counted_bytes: ``Executed.step_peak_bytes`` plus the optimizer's state.
@@ -86,7 +89,10 @@ class Forward:
 
 
 def _forward_bytes(forward: Forward, allocator: str) -> int:
-    """Return the bytes of evaluating a batch. Without gradients, few large tensors are alive and scratch is smaller."""
+    """Return the memory for evaluating a batch, in bytes.
+
+    Without gradients, fewer large tensors are alive at the same time, so less scratch memory is needed.
+    """
     scratch = min(1.0, _FORWARD_SCRATCH / _GROWTH[allocator][1])
     return forward.batch_bytes + bounded_growth(forward.peak_bytes, round(scratch * forward.largest_bytes), allocator)
 
@@ -96,17 +102,18 @@ class Demand:
     """Counted bytes for each phase of a run.
 
     Attributes:
-        weights_bytes: parameters and buffers of the network, without additions by methods.
-        model_bytes: parameters and buffers of the network with its methods.
+        weights_bytes: size of the network's parameters and buffers, without those that methods add.
+        model_bytes: size of the network's parameters and buffers, including those that methods add.
         batch_bytes: size of a training batch.
-        step_bytes: peak of a training step without model and batch, but with optimizer state and accumulated gradients.
+        step_bytes: peak of a training step, including optimizer state and accumulated gradients, but not the model and
+            the batch.
         largest_bytes: size of the largest tensor that an operation of the step creates.
         optimizer_bytes: size of the optimizer's state, which is included in `step_bytes`.
         gradient_bytes: size of the gradients that live between micro-batches.
         evaluation: counts of an evaluation batch.
         load_bytes: memory for reading and decoding a training batch in this process.
         evaluation_load_bytes: memory for reading and decoding an evaluation batch.
-        examples: counts of predicting one example in its original size after training.
+        examples: counts for the prediction of one example at its original size after training.
         examples_load_bytes: memory for reading all examples.
         inspection_bytes: memory for decoding samples before training.
         pretrained: True if the weights are read from a file.
@@ -165,8 +172,8 @@ class Prediction:
     """Predicted memory of a run.
 
     Attributes:
-        base_bytes: process size before the model is created (interpreter and libraries); 0 on a GPU.
-        phases: additional bytes of each phase.
+        base_bytes: process size before the model is created (interpreter and libraries), or 0 on a GPU.
+        phases: bytes of each phase in addition to `base_bytes`.
     """
 
     base_bytes: int
@@ -179,7 +186,7 @@ class Prediction:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak of the process, or of the memory reserved on the device."""
+        """Peak memory of the process or, on a GPU, peak of the memory reserved on the device."""
         return self.base_bytes + self.phases[self.phase]
 
 
@@ -187,12 +194,12 @@ def predict(demand: Demand, base_bytes: int, allocator: str, device: str) -> Pre
     """Predict the memory of a run.
 
     Args:
-        demand: counts of its phases.
-        base_bytes: resident bytes before the model is created, with the libraries that the run loads later.
+        demand: counted bytes for each phase of the run.
+        base_bytes: resident bytes before the model is created, including the libraries that the run loads later.
         allocator: allocator of the process, see `core.allocator.allocator_in_use`.
         device: type of the device. For types other than ``cuda``, the memory of the process is predicted.
     """
-    if device == "cuda":  # the factor 1.1 accounts for rounded sizes and kept blocks in the caching allocator
+    if device == "cuda":  # the factor 1.1 accounts for rounded sizes and unused blocks in the caching allocator
         forward = demand.evaluation
         training = demand.model_bytes + demand.batch_bytes + demand.step_bytes
         evaluation = demand.model_bytes + demand.optimizer_bytes + forward.batch_bytes + forward.peak_bytes
@@ -211,7 +218,7 @@ def count_evaluation(
         spec: settings of the training step. Only the task, the channels and the precision are used.
         batch_size: number of samples in the batch.
         size: (H, W) of the images, or (L,) of texts.
-        methods: methods that change evaluation.
+        methods: methods that have an effect in evaluation.
     """
     probe = Probe(network, methods, replace(spec, batch_size=batch_size))
     with undisturbed():
@@ -219,7 +226,7 @@ def count_evaluation(
             return _forward(probe, batch_size, size, fake=True)
         except UserError:
             raise
-        except Exception:  # fake tensors are not supported
+        except Exception:  # the model does not support fake tensors
             few = min(batch_size, _FEW)
             return _forward(probe, few, size, fake=False).scaled(batch_size / few)
 

@@ -1,7 +1,7 @@
-"""Run training steps on a copy of the model under the meter, with fake or real tensors.
+"""Run and count training steps of a copy of the model, on fake or real tensors.
 
-Fake tensors have shapes but no memory. A step takes seconds for any batch size, and its counts do not depend on the
-machine.
+Fake tensors have a shape but no memory. On fake tensors, a step takes a few seconds for any batch size, and its counts
+do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ WARMUP_IMAGES = 2
 
 @dataclass
 class WatchedStep:
-    """Counts of one step for the batch.
+    """Counts of one step for the whole batch.
 
     Attributes:
-        saved: bytes by storage of saved tensors that live after the forward pass, without parameters and buffers.
-        created: tensors by storage that the forward pass created and that live after it, without logits and loss.
+        saved: bytes of each storage that is saved for the backward pass and alive after the forward pass, by storage
+            id. Parameters and buffers are not included.
+        created: tensors that the forward pass created and that are alive after it, by storage id. Logits and loss are
+            not included.
         peak: peak of live tensor bytes, without the optimizer's state.
         largest: bytes of the largest tensor that an operation created.
-        layers: FLOPs by module; empty unless requested.
+        layers: FLOPs of each module, by name. Empty unless requested.
     """
 
     flops: dict[Phase, int]
@@ -54,10 +56,10 @@ class WatchedStep:
 
 
 class Probe:
-    """Copy a model and its methods, and run steps of the copy under the meter.
+    """Copy a model and its methods, and count steps of the copy.
 
-    Methods that are not applied yet are applied to the copy; `model` and `methods` are not changed. The state of the
-    optimizer, if there is one, is counted. Its step is counted only if it happens inside the backward pass.
+    Methods that are not applied yet are applied to the copy; `model` and `methods` are not changed. If there is an
+    optimizer, its state is counted. Its step is counted only if the optimizer steps inside the backward pass.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class Probe:
         self.build_optimizer = build_optimizer
         #: Number of steps before the first counted one.
         self.steps_before = self.methods.warmup_steps
-        #: Model and methods before they are applied, which provide values; None if `model` has values.
+        #: Original model and unapplied methods, from which real copies are made, or None if `model` has values.
         self._plain: tuple[nn.Module, StepMethods] | None = None
         if not self.methods.all_applied:
             plain = self.model, self.methods
@@ -79,10 +81,10 @@ class Probe:
                 self.model, self.methods = _applied(plain, {})
 
     def warm_up(self) -> None:
-        """Take the methods' warm-up steps on a real copy, because their choices depend on values.
+        """Run the warm-up steps of the methods on a real copy, because the methods' choices depend on values.
 
-        These steps run in fp32 for every precision. The choices are then the same on all machines, and processors
-        without bf16 units are not slowed down.
+        These steps always run in fp32, so that the choices are the same on all machines, and processors without bf16
+        units are not slowed down.
         """
         if not self.steps_before:
             return
@@ -97,10 +99,10 @@ class Probe:
     def watch(
         self, images: int, fake: bool, which: Sequence[tuple[int, bool]], layers: bool = False, backward: bool = True
     ) -> list[WatchedStep]:
-        """Run several steps of one copy with `images` samples under the meter, on `fake` or real tensors.
+        """Run and count several steps of one copy with `images` samples, on fake tensors if `fake` is True.
 
-        `which` has the number of each step, and True for unfused attention. If `layers`, FLOPs are also attributed to
-        modules. Without `backward`, each step ends after the loss.
+        `which` contains the number of each step, and True if attention runs without fused kernels in this step. If
+        `layers` is True, FLOPs are also attributed to modules. If `backward` is False, each step ends after the loss.
         """
         with FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext() as mode:
             model, methods = self.copy(mode)
@@ -125,7 +127,7 @@ class Probe:
             return 0 if optimizer is None else sum(storages(state_tensors(optimizer)).values())
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
-        """Build the optimizer for a copy, and take one optimizer step, which creates the state of every parameter."""
+        """Build the optimizer for a copy, and run one optimizer step, which creates the state of every parameter."""
         if self.build_optimizer is None:
             return None
         optimizer = self.build_optimizer(model)
@@ -145,7 +147,7 @@ class Probe:
         layers: bool,
         backward: bool,
     ) -> WatchedStep:
-        """Run forward, loss and backward under the meter."""
+        """Run and count the forward pass, the loss and the backward pass."""
         state = [*model.parameters(), *model.buffers()]
         tensors = [*tensors_of(batch[0]), batch[1]]
         model_state = storages(state)
@@ -190,14 +192,14 @@ class Probe:
 
 
 def _applied(plain: tuple[nn.Module, StepMethods], tensors: dict[int, Tensor]) -> tuple[nn.Module, StepMethods]:
-    """Copy a model and its methods, and apply them. `tensors` replaces the copies of tensors, by id."""
+    """Copy a model and its methods, and apply them. `tensors` maps ids of tensors to the copies to use."""
     model, methods = copy.deepcopy(plain, tensors)
     methods.apply(model)
     return model, methods
 
 
 def _on_meta(model: nn.Module) -> dict[int, Tensor]:
-    """Return copies of parameters and buffers on the meta device, by the originals' ids, for `copy.deepcopy`."""
+    """Return copies of the parameters and buffers on the meta device, by the ids of the originals."""
     copies: dict[int, Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if type(tensor) in (Tensor, nn.Parameter):
@@ -223,9 +225,9 @@ class FakeCopyOnCPU(FakeCopyMode):
 
 @contextlib.contextmanager
 def undisturbed(cuda: Sequence[torch.device] = ()) -> Iterator[None]:
-    """Enable gradients, disable autocast and collectives, and restore every global random state at the end.
+    """Enable gradients and disable autocast and collectives inside a ``with`` block, and restore global random states.
 
-    The random states of the CUDA devices in `cuda` are also restored.
+    The restored states include those of the CUDA devices in `cuda`.
     """
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:

@@ -1,9 +1,9 @@
 """Process memory (RSS) of training steps, for comparison with counted bytes.
 
-Growth is the highest resident memory during a step minus the size before the *first* step: an allocator that keeps
-freed memory already holds it when a later step begins. Growth contains activations, gradients, temporaries, the
-optimizer's state, and memory that the allocator cannot reuse. The model and the batch exist before. The counted
-equivalent is ``Executed.step_peak_bytes`` plus the optimizer's state.
+Growth is the highest resident memory during a step minus the size before the *first* step, because an allocator that
+keeps freed memory still holds it when a later step begins. Growth includes activations, gradients, temporaries, the
+optimizer's state, and memory that the allocator cannot reuse. It does not include the model and the batch, which exist
+before the first step. The counted equivalent is ``Executed.step_peak_bytes`` plus the optimizer's state.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ProcessMemory:
         source: method of measurement, see `core.process_memory.HighWaterMark`.
         first_step: number of the first measured step, from 0. Earlier steps are warm-up.
         steps: number of measured steps.
-        device: memory of the CUDA device; None on other devices.
+        device: memory of the CUDA device, or None on other devices.
     """
 
     before_bytes: int
@@ -53,7 +53,7 @@ class ProcessMemory:
 
     @property
     def growth_bytes(self) -> int:
-        """Growth of the process; on CUDA, growth of the memory reserved on the device."""
+        """Growth of the process or, on CUDA, growth of the memory reserved on the device."""
         if self.device is not None:
             return self.device.reserved_bytes - self.device.before_bytes
         return self.peak_bytes - self.before_bytes
@@ -103,7 +103,10 @@ class StepMemory:
         self.stop()
 
     def measured(self, warmup: int) -> ProcessMemory | None:
-        """Return the memory of all steps after the first `warmup`, or at least of the last step; None without steps."""
+        """Return the memory of the steps after the first `warmup` steps, but at least of the last step.
+
+        The result is None if there are no steps.
+        """
         if not self._peaks:
             return None
         first = min(warmup, self.steps - 1)

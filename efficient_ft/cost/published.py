@@ -1,4 +1,4 @@
-"""Costs by the papers' formulas.
+"""Compute the costs of a training step with the formulas of the papers.
 
 Memory follows the formula of TinyTL (Cai et al., NeurIPS 2020), which Back Razor and BSR also use in their tables.
 Multiply-adds follow BSR.
@@ -10,20 +10,22 @@ M is in bytes, values are in fp32, and operations are in forward order:
 * parameters: 4 bytes for a trained parameter, 1 byte for a frozen one. Gradients, optimizer state and buffers are not
   included.
 * tmp: 4·(in + out) for a linear layer, 4·in + 4·out / groups for a convolution, and 4·in for other operations.
-* saved: 4·in for a linear layer, convolution or normalization with a trained weight. If a gradient passes, in / 8 for
-  ReLU and ReLU6, 4·in for other activations and softmax, and both operands for a product of two activations (the output
-  of softmax is saved only once).
-* residual: 4·(older operand of a later sum, which is a block's input) while the younger operand is computed.
+* saved: 4·in for a linear layer, convolution or normalization with a trained weight. If a gradient flows through the
+  operation, in / 8 is saved for ReLU and ReLU6, 4·in for other activations and softmax, and both operands for a product
+  of two activations (the output of softmax is counted only once).
+* residual: 4·(input of a block), while the branch that is later added to this input is computed.
 
 q, k and v count as three layers with separate inputs, even if they share one matrix. Elementwise sums and products,
-pooling, resizing, dropout and the choice of tokens count nothing.
+pooling, resizing, dropout and the choice of tokens are not counted.
 
-BSR ("Block Selective Reprogramming", CVPR Workshops 2024) counts one matrix as one layer, and no residual. In a block
-of N tokens with d values and H heads, full training stores 4 · (16 N d + H N²) bytes. A frozen block through which a
-gradient passes stores 4 · (7 N d + H N²) bytes. A block that drops tokens has fewer tokens from its second
-normalization on. BSR's "FLOPs" are the multiply-adds of all products in the forward pass, including frozen layers.
+BSR ("Block Selective Reprogramming", CVPR Workshops 2024) counts q, k and v in one matrix as one layer, and has no
+residual term. In a block of N tokens with d values and H heads, full training stores 4 · (16 N d + H N²) bytes. A
+frozen block through which a gradient passes stores 4 · (7 N d + H N²) bytes. A block that drops tokens has fewer tokens
+from its second normalization on. BSR's "FLOPs" are the multiply-adds of all products in the forward pass, including
+frozen layers.
 
-These costs are not those of an executed step (`executed`). They are for comparison with a paper's own column.
+These costs differ from the costs of an executed step (`executed`). They are only for comparison with the values in a
+paper.
 """
 
 from __future__ import annotations
@@ -79,8 +81,8 @@ def back_razor(sparsity: float, value_bytes: int = 2, norm_bytes: int | None = N
     Args:
         sparsity: fraction of dropped values, >= 0 and < 1.
         value_bytes: bytes per stored value: 2 in half precision (ViT), 4 in fp32 (Table 1), 1 with Mesa.
-        norm_bytes: bytes per value stored by a normalization; None: `value_bytes`. It is 4 for Back Razor@90% and @95%
-            of ViT-B.
+        norm_bytes: bytes per value that a normalization stores. If None, `value_bytes` is used. It is 4 for Back
+            Razor@90% and @95% of ViT-B.
 
     Raises:
         SettingError: a value is out of range.
@@ -121,10 +123,10 @@ class Operation:
         name: full name of the module that runs the operation or owns its weight.
         kind: ``product`` (of activations and weights), ``attention`` (two products and softmax), ``norm``,
             ``activation`` or ``relu``.
-        tmp: input and output during the operation.
-        saved: saved bytes without packing; one bit per element for ``relu``.
+        tmp: size of the input and the output, which exist during the operation.
+        saved: saved bytes without packing. For ``relu``, one bit per element is saved.
         macs: multiply-adds.
-        residual: inputs of blocks stored during the operation.
+        residual: size of the block inputs that are stored during the operation.
         in_block: True in a block; False in the stem, the final normalization or the head.
     """
 
@@ -139,12 +141,12 @@ class Operation:
 
 @dataclass(frozen=True)
 class Published:
-    """Training memory and operations by a paper's formula.
+    """Training memory and multiply-adds according to the formula of a paper.
 
     Attributes:
         parameter_bytes: bytes of the parameters.
-        activation_bytes: bytes per image at the operation with the peak.
-        peak_at: name of that operation.
+        activation_bytes: peak of the activation bytes per image.
+        peak_at: name of the operation at which the peak is reached.
         macs: multiply-adds of the forward pass for one image, including the head.
         batch_size: number of images.
     """
@@ -169,11 +171,12 @@ def published(
     in_chans: int = 3,
     rule: Rule = TINYTL_RULE,
 ) -> Published:
-    """Apply the formula to one training step of `model`. Parameters with `requires_grad` train.
+    """Apply the formula to one training step of `model`. Parameters with `requires_grad` count as trained.
 
     Args:
-        model: classifier of images (B, in_chans, H, W), on any device; not changed. Methods of the memory axis have no
-            effect, because `keeping` describes the storage. Methods that drop tokens in evaluation have an effect.
+        model: classifier of images (B, in_chans, H, W), on any device. It is not changed. Methods of the memory axis
+            have no effect, because `keeping` describes the storage. Methods that drop tokens in evaluation have an
+            effect.
         batch_size: number of images in the batch.
         input_size: (H, W) of the images.
         keeping: storage of activations. It applies to the blocks of a model with attention (as in the papers, the patch
@@ -192,7 +195,7 @@ def published(
 
 
 def parameter_bytes(model: nn.Module) -> int:
-    """Return the bytes of the parameters: `VALUE` per trained parameter, 1 per frozen parameter."""
+    """Return the bytes of the parameters: `VALUE` for a trained parameter, and 1 for a frozen one."""
     return sum(p.numel() * (VALUE if p.requires_grad else 1) for p in model.parameters())
 
 
@@ -202,7 +205,7 @@ def peak(running: Sequence[Operation], keeping: Keeping = DENSE, dense: str | No
     Args:
         running: operations in forward order.
         keeping: storage of activations, see `published`.
-        dense: pattern for names of additional operations that stay dense.
+        dense: regular expression for the names of further operations that stay dense.
     """
     everywhere = not any(op.kind == "attention" for op in running)
     earlier, most, at = 0.0, 0.0, ""
@@ -241,18 +244,18 @@ def operations(
     rule: Rule = TINYTL_RULE,
     blocks: Sequence[str] | None = None,
 ) -> list[Operation]:
-    """List the operations of one forward pass on one image or text, in order, on fake tensors.
+    """List the operations of a forward pass on one image or text, in order. The pass runs on fake tensors.
 
     Args:
-        model, input_size, in_chans, rule: see `published`; `input_size` is (tokens,) for a text model.
-        blocks: names of the model's blocks; None: blocks recognized by its view.
+        model, input_size, in_chans, rule: see `published`. For a text model, `input_size` is (tokens,).
+        blocks: names of the model's blocks. If None, the blocks that the model's view recognizes are used.
 
     Raises:
         SettingError: an image size or number of channels is out of range.
         UserError: `model` cannot run on images of this size.
     """
     task = TextClassification() if takes_tokens(model) else Classification()
-    StepSpec(1, input_size, in_chans=in_chans, task=task)  # checks the sizes
+    StepSpec(1, input_size, in_chans=in_chans, task=task)  # raises an error if a size is out of range
     if blocks is None:
         blocks = view(model, tuple(input_size)).blocks
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.inference_mode(False), torch.enable_grad():
@@ -283,8 +286,8 @@ class _Trace(TorchFunctionMode):
         self._owner: dict[int, str] = {}
         self._running: list[str] = []
         self._blocks = frozenset(blocks)
-        # Number of operations when a storage was last written. The tensors are kept alive, which costs nothing on
-        # fake tensors, so that no storage is reused.
+        # Number of recorded operations when each storage was last written. The tensors are kept alive, which costs
+        # nothing on fake tensors, so that no storage is reused.
         self._made = {storage_id(x): 0 for x in inputs}
         self._held = list(inputs)
         self._probabilities: set[int] = set()
@@ -367,7 +370,7 @@ class _Trace(TorchFunctionMode):
         return own or bool(getattr(module, "fused_attn", False))
 
     def _product(self, a: Tensor, b: Tensor, size_a: int, macs: int) -> None:
-        """Add the product of two activations. Each is saved for the gradient of the other."""
+        """Record the product of two activations. Each activation is saved for the gradient of the other one."""
         saved = size_a * b.requires_grad + b.numel() * a.requires_grad
         self._add("attention", VALUE * (a.numel() + b.numel()), VALUE * saved, macs)
 

@@ -10,12 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from efficient_ft.cost.meter import operation_flops
 
-#: Approximate maximum number of counted batches if the cost of a step changes. They are evenly spaced.
+#: Approximate maximum number of counted batches if the cost of a step changes. The counted batches are evenly spaced.
 COUNTED_BATCHES = 1000
 
 
 class FlopsCounter(TorchDispatchMode):
-    """Count the FLOPs of the operations that run within a ``with`` block, as `flops`."""
+    """Count the FLOPs of the operations that run inside a ``with`` block. The sum is the attribute `flops`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class RunFlops:
     same cost, one batch of each kind is counted and the sum is exact. Otherwise, every n-th batch is counted.
 
     Args:
-        batches: number of batches in the training.
+        batches: number of training batches in the run.
         same: True if all batches of a kind have the same cost.
 
     Attributes:
@@ -55,7 +55,7 @@ class RunFlops:
         """Begin a batch before its forward pass.
 
         Args:
-            number: number of the batch in the training, from 0.
+            number: number of the training batch in the run, from 0.
             kind: key for everything that the cost depends on, such as shape and data set.
         """
         self.close()

@@ -1,4 +1,4 @@
-"""Training step that is counted and timed: its settings, its methods, and the step itself.
+"""Training step for counting and timing: the settings, the methods, and the step itself.
 
 This module does not import methods: any object with the attributes listed in `StepMethods` can take part in a step.
 """
@@ -20,7 +20,7 @@ from efficient_ft.cost.meter import storages
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
 from efficient_ft.task import Classification, Inputs, Task, moved, tensors_of
 
-#: Autocast type of each precision; None: no autocast.
+#: Autocast dtype of each precision, or None for no autocast.
 AUTOCAST: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -44,11 +44,12 @@ class StepSpec:
     Args:
         batch_size: number of samples in the batch.
         input_size: (height, width) of the images in pixels, or (tokens,) for texts.
-        precision: ``fp32``, or ``bf16`` or ``fp16`` for autocast to that type.
+        precision: ``fp32`` for no autocast, or ``bf16`` or ``fp16`` for autocast to this dtype.
         label_smoothing: label smoothing of the cross-entropy.
         in_chans: number of image channels.
         frozen_bn: if True, BatchNorm layers use their running statistics, as runs do by default.
-        grad_clip_norm: maximum norm of the gradient of all parameters; None: no clipping. Clipping is not counted.
+        grad_clip_norm: maximum norm of the gradient of all parameters. If None, the gradient is not clipped. The cost
+            of clipping is not counted.
         task: task that defines the logits and the loss.
 
     Raises:
@@ -77,11 +78,11 @@ class StepSpec:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Autocast type; None: no autocast."""
+        """Autocast dtype, or None for no autocast."""
         return AUTOCAST[self.precision]
 
     def example(self, batch_size: int, generator: torch.Generator | None = None) -> tuple[Inputs, Tensor]:
-        """Return random inputs and targets of class 0."""
+        """Return random inputs, and targets that all have class 0."""
         size = tuple(self.input_size)
         inputs = self.task.example_inputs(batch_size, self.in_chans, size, generator)
         return inputs, self.task.example_targets(batch_size, size)
@@ -203,8 +204,8 @@ class TrainingStep:
         spec: settings of the step.
         device: device of the step.
         first_step: number of the first step.
-        build_optimizer: function that builds an optimizer for the model. None: AdamW.
-        replace: function that returns a context manager, which replaces the inputs of the forward pass. None: the
+        build_optimizer: function that builds an optimizer for the model. If None, AdamW is used.
+        replace: function that returns a context manager, which replaces the inputs of the forward pass. If None, the
             inputs are not replaced.
     """
 
@@ -243,7 +244,8 @@ class TrainingStep:
             _, self._loss = forward_and_loss(self.model, self.methods, inputs, self.labels, self.spec)
 
     def _adamw(self, model: nn.Module) -> torch.optim.Optimizer:
-        # Fused as in runs: the foreach implementation creates temporary tensors as large as the parameters.
+        # As in runs, AdamW is fused, because the foreach implementation creates temporary tensors as large as the
+        # parameters.
         fused = self.device.type in ("cpu", "cuda") and self.spec.dtype is None
         return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, fused=fused)
 
@@ -270,7 +272,7 @@ class TrainingStep:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Size of the optimizer's state in bytes; 0 before the first step."""
+        """Size of the optimizer's state in bytes, or 0 before the first step."""
         return 0 if self._optimizer is None else optimizer_state_bytes(self._optimizer)
 
     def cuda_peak(self) -> int:

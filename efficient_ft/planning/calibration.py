@@ -30,7 +30,7 @@ FILE = "plans.jsonl"
 
 
 def record(plan: Plan, folder: Path) -> None:
-    """Append the predictions of a plan's options to the file in `folder`, the folder of runs, if it is writable."""
+    """Append the predictions of a plan's options to `FILE` in `folder` (the folder of runs), if it is writable."""
     lines = [
         json.dumps(
             {
@@ -59,7 +59,7 @@ def calibration(folders: Sequence[Path]) -> list[dict[str, Any]]:
     """Return the latest prediction and the measurement of each finished run that was planned.
 
     Raises:
-        UserError: one of `folders`, the folders of runs, has no plans.
+        UserError: one of `folders` (the folders of runs) contains no plans.
     """
     found = []
     for folder in folders:
@@ -76,7 +76,7 @@ def calibration(folders: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def _predictions(file: Path) -> dict[str, dict[str, Any]]:
-    """Read the latest prediction of each run, by its fingerprint. A damaged file raises a UserError."""
+    """Read the latest prediction of each run, by the run's fingerprint. A damaged file raises a UserError."""
     found = {}
     try:
         for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):

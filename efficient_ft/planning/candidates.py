@@ -21,14 +21,16 @@ class Candidate:
         methods: options of the group ``method``.
         settings: settings of the methods and the optimizer, as on the command line.
         exactness: declared exactness class of the updates.
-        added: exactness class of the methods that the plan adds to the user's methods; None if the user named no
+        added: exactness class of the methods that the plan adds to the user's methods, or None if the user named no
             methods.
-        evidence: evidence that the updates are exact, for each part.
-        row: row of the finished studies with the loss of accuracy, without the memory method; None: not studied.
+        evidence: for each part of the recipe, the evidence that the updates are exact.
+        row: row of the finished studies that shows the loss of accuracy of the recipe without its memory method, or
+            None if it was not studied.
         in_backward: True if the optimizer steps inside the backward pass.
         state_bits: bits of the optimizer's moments.
         micro_batches: number of micro-batches with accumulated gradients.
-        time_factor: step time with the memory method relative to the same FLOPs without it (bench step).
+        time_factor: step time with the memory method, relative to a step without it that executes the same FLOPs
+            (measured with ``bench step``).
     """
 
     methods: tuple[str, ...]
@@ -81,8 +83,9 @@ _EXACT_IF: dict[str, dict[str, Any]] = {"full": {"train_norms": True}, "compact"
              "checkpointing": {"input_dtype": "same"}}  # fmt: skip
 _IN_BACKWARD_EVIDENCE = "steps in backward: each parameter has its complete gradient, and no gradient is clipped"
 
-#: Memory axis: options, settings, exactness, and time relative to the same FLOPs without them (DeiT-S, batch 16, on two
-#: EPYC cores with AVX-512). A plan measures the time of its preferred recipes instead.
+#: Recipes of the memory axis: options, settings, exactness class, and step time relative to a step without the options
+#: that executes the same FLOPs. Times were measured with DeiT-S and batch size 16 on two EPYC cores with AVX-512. For
+#: its preferred recipes, a plan measures the time instead.
 _MEMORY: tuple[tuple[tuple[str, ...], tuple[str, ...], Exactness, float], ...] = (
     ((), (), Exactness.EXACT, 1.0),
     (("compact",), (), Exactness.EXACT, 1.05),
@@ -95,11 +98,13 @@ _MEMORY: tuple[tuple[tuple[str, ...], tuple[str, ...], Exactness, float], ...] =
 )
 #: The smallest recipes. A plan always examines them first, to find out whether any recipe can fit.
 SMALLEST = (("head",), ("last_stage",))
-#: Index of the memory method for stacks that train a part or compute less: the near exact method with the least memory.
+#: Index of the memory method that is combined with stacks that train a part of the network or compute less. It is the
+#: near exact method that uses the least memory.
 _OF_STACKS = (3,)
 #: Indices of memory methods that are also examined with an optimizer that steps inside the backward pass.
 _IN_BACKWARD = (1, 2, 3, 6)
-#: Optimizer axis: bits, in backward, exactness.
+#: Recipes of the optimizer axis: bits of the moments, True if the optimizer steps inside the backward pass, and
+#: exactness class.
 _OPTIMIZER: tuple[tuple[Literal[32, 8, 4], bool, Exactness], ...] = (
     (32, False, Exactness.EXACT),
     (32, True, Exactness.EXACT),
@@ -114,7 +119,8 @@ _OF_BITS = {32: Exactness.EXACT, 8: Exactness.NEAR, 4: Exactness.APPROXIMATE}
 def candidates(config: Config, blocks: int, chosen: Sequence[str] = (), memory: bool = True) -> list[Candidate]:
     """Return the recipes to examine for a run with `blocks` blocks: the smallest recipes, then the most useful ones.
 
-    All recipes contain the methods that the user has `chosen`. If `memory`, they are combined with memory methods.
+    All recipes contain the user's methods, which are listed in `chosen`. If `memory` is True, they are combined with
+    memory methods.
     """
     stacks = [_named(config, chosen)] if chosen else list(_stacks(blocks))
     found: list[tuple[float, Candidate]] = []
@@ -155,7 +161,7 @@ def _named(config: Config, chosen: Sequence[str]) -> Candidate:
 
 
 def _evidence(name: str, settings: Mapping[str, Any]) -> str:
-    """Return the evidence that a method with these settings is exact; empty without evidence."""
+    """Return the evidence that a method with these settings is exact, or an empty string if there is none."""
     if settings.get("select", "keep") not in ("keep", "all"):
         return ""
     if name in _EXACT_IF:
@@ -197,7 +203,7 @@ def _value(value: object) -> str:
 
 
 def split(candidate: Candidate, config: Config) -> Iterator[Candidate]:
-    """Yield `candidate` with 2, 4, 8, ... micro-batches; nothing if its optimizer steps inside the backward pass."""
+    """Yield `candidate` with 2, 4, 8, ... micro-batches, unless its optimizer steps inside the backward pass."""
     if candidate.in_backward:
         return
     if not config.model.frozen_bn:  # BatchNorm statistics depend on the micro-batch
@@ -210,7 +216,7 @@ def split(candidate: Candidate, config: Config) -> Iterator[Candidate]:
 
 
 def _stacks(blocks: int) -> Iterator[Candidate]:
-    """Yield the stacks without a memory method. The first stack trains all parameters exactly."""
+    """Yield the stacks of methods without a memory method. The first stack trains all parameters exactly."""
     part, near = Exactness.PART, Exactness.APPROXIMATE
     upper = f"[{','.join(map(str, range(blocks // 2, blocks)))}]"
     yield Candidate(("full",), (), Exactness.EXACT, evidence=(EVIDENCE["full"],), row="full")
@@ -229,9 +235,10 @@ def _stacks(blocks: int) -> Iterator[Candidate]:
 
 
 def _with_optimizers(candidate: Candidate, config: Config, backward: bool) -> Iterator[Candidate]:
-    """Yield the recipe with each possible optimizer, inside the backward pass only if `backward`.
+    """Yield the recipe with each possible optimizer.
 
-    An optimizer that the user chose is not changed.
+    Optimizers that step inside the backward pass are included only if `backward` is True. If the user chose an
+    optimizer, it is not changed.
     """
     optim, trainer = config.optim, config.trainer
     own = Candidate(()).state_bits != optim.state_bits or optim.in_backward

@@ -16,7 +16,7 @@ from efficient_ft.models.view import view
 from efficient_ft.task import moved
 from efficient_ft.training.kinds.registry import kind_of
 
-#: Batch size.
+#: Number of images in the batch on which gradients are compared.
 IMAGES = 4
 
 
@@ -41,10 +41,9 @@ class Closeness:
         self._seed = config.seed
 
     def cosine(self, config: Config) -> float | None:
-        """Return the cosine between the gradients of the recipe and the exact gradients of the network's trained
-        parameters.
+        """Return the cosine between the gradients of the recipe and the exact gradients of the trained parameters.
 
-        Returns None if no parameter of the network trains, or if the recipe cannot take a step.
+        The result is None if no parameter of the network is trained, or if the recipe cannot run a step.
         """
         model, methods = copy.deepcopy(self._plain), build_methods(config)
         try:

@@ -30,7 +30,8 @@ class Counted:
 
     Attributes:
         resident_bytes: bytes of the model and the batch, which exist before the step.
-        step_bytes: additional peak bytes, including the optimizer's state and accumulated gradients.
+        step_bytes: peak bytes of the step in addition to `resident_bytes`, including the optimizer's state and
+            accumulated gradients.
         largest_bytes: bytes of the largest tensor that an operation creates.
         optimizer_bytes: bytes of the optimizer's state, included in `step_bytes`.
         flops: FLOPs of the step.
@@ -51,7 +52,7 @@ class Counted:
 
 
 class Counter:
-    """Count recipes of the network that `config` names, with `num_classes` classes."""
+    """Count steps of recipes for the network that `config` names, with `num_classes` classes."""
 
     def __init__(self, config: Config, num_classes: int) -> None:
         self._config, self.classes = config, num_classes
@@ -83,7 +84,7 @@ class Counter:
         return replace(counted, step_bytes=counted.step_bytes - counted.optimizer_bytes + small, optimizer_bytes=small)
 
     def _share(self, config: Config, bits: int) -> float:
-        """Return the bytes of the optimizer state with `bits` bits relative to 32 bits, for all parameters."""
+        """Return the size of the optimizer state with `bits` bits relative to 32 bits, for all parameters."""
         if bits not in self._shares:
             sizes = []
             for of in (32, bits):
@@ -134,7 +135,7 @@ class Counter:
 
 
 class RunPhases:
-    """Demands of a plan's recipes: the counts of each recipe, and the evaluation and reading that all recipes share.
+    """Memory demands of a plan's recipes: the counts of each recipe, and the shared demand of evaluation and reading.
 
     Evaluation is counted once for each batch size, on the network without methods. `base` is the run without a recipe.
     """
@@ -146,7 +147,7 @@ class RunPhases:
         self._shared: dict[str, Demand] = {}
 
     def demand(self, config: Config, counted: Counted) -> Demand:
-        """Return the demand of the run `config` with the counts of its step."""
+        """Return the memory demand of the run `config`, whose step has the counts `counted`."""
         key = config.model_dump_json(include={"data", "trainer"})
         if key not in self._shared:
             self._shared[key] = self._predictor.around(config)

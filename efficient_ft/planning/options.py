@@ -11,12 +11,12 @@ from pathlib import Path
 from efficient_ft.methods.declarations import Exactness
 from efficient_ft.planning.counting import Counted
 
-#: Minimum cosine with the exact gradient for a gradient that counts as near exact.
+#: Minimum cosine between a gradient and the exact gradient for which the gradient counts as near exact.
 CLOSE = 0.98
 #: Recipes whose step times differ by less than this factor count as equally fast.
 _TIE = 1.03
-#: JSON file of accuracy losses relative to full fine-tuning, in percentage points: row -> study -> loss (written by
-#: `scripts/docs.py --record lost`).
+#: JSON file with accuracy losses relative to full fine-tuning, in percentage points. It maps row -> study -> loss and
+#: is written by `scripts/docs.py --record lost`.
 _STUDIES = Path(__file__).with_name("studies.json")
 
 
@@ -29,18 +29,19 @@ class Option:
         arguments: all command-line arguments of the run.
         exactness: declared or measured exactness class of the updates.
         counted: counts of a step.
-        process_bytes: predicted peak of the process; on a GPU, of the memory reserved on the device.
-        measured_bytes: the same peak, measured in a trial of the recipe; None without a trial.
-        step_seconds: seconds of an optimizer step; None if neither timed nor estimated.
-        timed: True if the step was timed on this machine; False if the time is estimated from FLOPs.
+        process_bytes: predicted peak memory of the process or, on a GPU, predicted peak of the memory reserved on the
+            device.
+        measured_bytes: the same peak, measured in a trial of the recipe, or None without a trial.
+        step_seconds: time of an optimizer step in seconds, or None if it was neither measured nor estimated.
+        timed: True if the step was timed on this machine. Otherwise, the time is estimated from FLOPs.
         fingerprint: fingerprint of the run's configuration, which identifies its results.
-        cosine: cosine between the gradient and the exact gradient of the trained parameters, on the user's images; 1 if
-            exact; None if not measured.
-        added: exactness class of the methods that the plan adds to the user's methods; None if the user named no
+        cosine: cosine between the gradient and the exact gradient of the trained parameters, on the user's images. It
+            is 1 if the recipe is exact, and None if it was not measured.
+        added: exactness class of the methods that the plan adds to the user's methods, or None if the user named no
             methods.
-        evidence: evidence that the updates are exact, for each part.
-        points_lost: loss of test accuracy relative to full fine-tuning, in percentage points, by study; without the
-            memory method.
+        evidence: for each part of the recipe, the evidence that the updates are exact.
+        points_lost: loss of test accuracy of the recipe without its memory method, relative to full fine-tuning, in
+            percentage points, by study.
         on_front: True if the option is on the Pareto front of peak, step time and exactness.
     """
 
@@ -82,14 +83,14 @@ class Option:
 
 @dataclass(frozen=True)
 class Excluded:
-    """Recipe that is not an option.
+    """Recipe that is not an option, because it cannot be used, exceeds the budget, or was not examined.
 
     Attributes:
         name: name in tables.
         reason: reason why the recipe cannot be used.
-        process_bytes: budget that the recipe needs; None if it was not counted.
-        exactness: exactness class of the updates; None if the recipe was not counted.
-        examined: False if the planning time limit was reached first. The recipe may then be possible.
+        process_bytes: budget that the recipe needs, or None if it was not counted.
+        exactness: exactness class of the updates, or None if the recipe was not counted.
+        examined: False if the planning time limit was reached first. In this case, the recipe might be usable.
     """
 
     name: str
@@ -108,15 +109,16 @@ def _lost() -> dict[str, dict[str, float]]:
 def points_lost(row: str | None) -> dict[str, float]:
     """Return the loss of test accuracy relative to full fine-tuning in each finished study of this project.
 
-    Losses are in percentage points, and negative if the recipe is better. A recipe that was not studied has none.
+    Losses are in percentage points, and negative if the recipe is better. For a recipe that was not studied, the result
+    is empty.
     """
     return {} if row is None else dict(_lost().get(row, {}))
 
 
 def with_cosine(option: Option, cosine: float | None, whole: bool = True) -> Option:
-    """Return the inexact option with its measured cosine, if there is one, and the resulting exactness class.
+    """Return an inexact option with its measured `cosine`, and with the exactness class that follows from the cosine.
 
-    `whole` is True if all parameters of the network train.
+    If `cosine` is None, the option is not changed. `whole` is True if all parameters of the network train.
     """
     if cosine is None:
         return option
@@ -148,10 +150,11 @@ def with_front(options: list[Option]) -> list[Option]:
 
 
 def recommend(options: Sequence[Option], loss: float, step_limit: float | None) -> Option | None:
-    """Return the fastest option of the best class within the limits, or the smallest one if several are equally fast.
+    """Return the fastest option of the best exactness class within the limits.
 
-    `loss` is the maximum loss of test accuracy relative to full fine-tuning, in percentage points. `step_limit` is the
-    maximum time of a step in seconds.
+    If several options are equally fast, the option that uses the least memory is returned. `loss` is the maximum
+    loss of test accuracy relative to full fine-tuning, in percentage points. `step_limit` is the maximum time of a step
+    in seconds.
     """
 
     def allowed(o: Option) -> bool:

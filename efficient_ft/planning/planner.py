@@ -44,17 +44,18 @@ Configure = Callable[[Sequence[str]], Config]
 #: the number of classes and a limit in seconds, and raises a UserError if the process fails.
 Attempt = Callable[[Sequence[str], int, float], Trial]
 
-#: Number of classes without images to count them (as in ImageNet).
+#: Number of classes if there are no images (as in ImageNet).
 _UNKNOWN_CLASSES = 1000
-#: Factors on the predicted growth and on the growth measured in a trial. The product must fit the budget.
+#: Safety factors for the predicted growth and for the growth measured in a trial. The product must fit the budget.
 MARGIN, TRIAL_MARGIN = 1.12, 1.1
-#: Default planning time in seconds, and the shares of counting, timing and comparing gradients. The rest is left for
-#: starting and for trials.
+#: Default planning time in seconds, and its fractions for counting, timing and comparing gradients. The rest is left
+#: for starting and for trials.
 PLANNING = 60.0
 _COUNTING, _TIMING, _COMPARING = 0.4, 2 / 15, 2 / 15
-#: Maximum seconds of a timed step, for most recipes and for the recommended one. Larger batches are timed in part.
+#: Maximum time of a timed step in seconds, for most recipes and for the recommended one. If a step would take longer,
+#: it is timed with a part of its batch.
 _STEP, _FINAL_STEP = 0.7, 4.0
-#: Maximum seconds of a trial and of a step in a trial, and the maximum number of trials of a plan.
+#: Maximum time of a trial and of a step in a trial, in seconds, and the maximum number of trials of a plan.
 _TRIAL, _TRIED_STEP, _TRIALS = 9.0, 4.0, 2
 
 
@@ -63,11 +64,11 @@ class Limits:
     """Limits of a plan.
 
     Args:
-        memory_bytes: budget for the resident memory of the process; on a GPU, for the memory reserved on the device.
-        seconds: budget for the training time; None: no limit.
+        memory_bytes: budget for the resident memory of the process or, on a GPU, for the memory reserved on the device.
+        seconds: budget for the training time in seconds. If None, there is no limit.
         loss: maximum loss of test accuracy relative to full fine-tuning, in percentage points.
         split_batch: True if the batch may be split into micro-batches with accumulated gradients.
-        planning_seconds: time after which no further recipe is examined. The smallest recipes are always examined.
+        planning_seconds: time in seconds after which no further recipe is examined, except the smallest recipes.
     """
 
     memory_bytes: int
@@ -87,14 +88,14 @@ class Plan:
         base_bytes: memory of the process before the model is created (interpreter and libraries).
         allocator: allocator of the process.
         device: device of the run.
-        options: recipes that fit, by exactness and step time.
+        options: recipes that fit, sorted by exactness class and step time.
         excluded: other recipes.
-        recommended: recommended option; None if no recipe is within the limits.
-        smallest_bytes: smallest budget for which an examined recipe would fit.
-        smallest: name of that recipe.
-        steps: number of optimizer steps of the run; None without images.
-        seconds: duration of planning.
-        planning_seconds: limit of the planning time.
+        recommended: recommended option, or None if no recipe is within the limits.
+        smallest_bytes: smallest budget that would suffice for one of the examined recipes.
+        smallest: name of the recipe that needs the smallest budget.
+        steps: number of optimizer steps of the run, or None without images.
+        seconds: duration of planning in seconds.
+        planning_seconds: limit of the planning time in seconds.
     """
 
     memory_bytes: int
@@ -134,7 +135,7 @@ class Examined:
         number: number of the recipe, from 1.
         of: total number of recipes.
         name: name of the recipe.
-        needed_bytes: budget that the recipe needs; None if it cannot be used with this network.
+        needed_bytes: budget that the recipe needs, or None if the recipe cannot be used with this network.
         fits: True if the budget is sufficient.
     """
 
@@ -157,9 +158,9 @@ def make_plan(
 ) -> Plan:
     """Plan a run, as described at the top of this module.
 
-    The run has these `settings`, without methods unless `chosen` names the options of the group ``method`` that every
-    recipe keeps. The recommended recipe is tried with `attempt`, if given. `say` receives the current step, and `ready`
-    each examined recipe.
+    `settings` are the settings of the run. They contain methods only if `chosen` lists options of the group ``method``,
+    which every recipe keeps. If `attempt` is given, it tries the recommended recipe. `say` is called with a description
+    of the current step of planning, and `ready` is called with each examined recipe.
 
     Raises:
         UserError: a setting cannot be used, or the model cannot be built.
@@ -222,7 +223,7 @@ def make_plan(
 
 @dataclass
 class _Planner:
-    """Shared state of a plan's candidates."""
+    """State that the candidates of a plan share."""
 
     settings: list[str]
     configure: Configure
@@ -235,7 +236,7 @@ class _Planner:
     phases: RunPhases
     sizes: LibrarySizes = field(default_factory=LibrarySizes)
     configs: dict[str, Config] = field(default_factory=dict)
-    #: Growth measured in trials that did not fit, relative to the predicted growth. It is assumed for all recipes.
+    #: Ratio of the measured to the predicted growth in trials that did not fit. This ratio is assumed for all recipes.
     excess: float = 1.0
 
     def examine(
@@ -247,8 +248,9 @@ class _Planner:
         say: Callable[[str], None],
         ready: Callable[[Examined], None],
     ) -> tuple[list[tuple[Candidate, Option]], list[Excluded]]:
-        """Count the candidates until the first of `times`, or the second one while no fitting candidate can be
-        recommended.
+        """Count the candidates until a deadline.
+
+        The deadline is the first of `times`, or the second one while none of the fitting candidates can be recommended.
 
         Returns:
             The usable candidates with their options, and the excluded candidates.
@@ -309,14 +311,14 @@ class _Planner:
             )
 
     def option(self, candidate: Candidate) -> Option:
-        """Count a candidate and predict its memory, as its run does."""
+        """Count a candidate and predict its memory, in the same way as its run."""
         own = candidate.arguments(self.base)
         settings = [s for s in self.settings if not (self.chosen and s.startswith("method="))]
         taken = {argument.partition("=")[0] for argument in own}
         settings = [s for s in settings if s.partition("=")[0] not in taken]
         config = self.configure([*settings, *own])
         methods = build_methods(config)
-        # The libraries are measured before counting, which also loads them.
+        # The size of the libraries is measured before counting, because counting also loads them.
         added = 0 if self.device.type == "cuda" else self.sizes(libraries(config.optim.state_bits, methods))
         counted = self.counter(config, methods)
         self.configs[candidate.name] = config
@@ -338,12 +340,12 @@ class _Planner:
         )
 
     def bound(self, option: Option) -> int:
-        """Return the budget that an option needs: its peak plus a margin on the growth, but at least its prediction."""
+        """Return the budget that an option needs: its peak plus a margin, and at least the predicted peak."""
         margin = max(MARGIN, self.excess * TRIAL_MARGIN) if option.measured_bytes is None else TRIAL_MARGIN
         return max(round(option.peak_bytes + (margin - 1) * self._growth(option)), option.process_bytes)
 
     def _growth(self, option: Option) -> int:
-        """Return the growth of the process in a step, without model and batch."""
+        """Return the growth of the process in a step, without the model and the batch."""
         return option.peak_bytes - self.base_bytes - option.counted.resident_bytes
 
     def fits(self, option: Option, memory_bytes: int) -> bool:
@@ -428,13 +430,13 @@ class _Planner:
         return None, options, refused
 
     def above_budget(self, option: Option) -> Excluded:
-        """Return the option as an excluded recipe."""
+        """Return an option that exceeds the budget as an excluded recipe."""
         bound = self.bound(option)
         how = "may use" if option.measured_bytes is None else "used, in a trial and including a margin,"
         return Excluded(option.name, f"its process {how} {format_bytes(bound)}", bound, option.exactness)
 
     def _trial_seconds(self, option: Option, memory_bytes: int) -> float | None:
-        """Return the limit of a trial in seconds; None if its steps are too long or free memory is too low."""
+        """Return the time limit of a trial in seconds, or None if steps take too long or too little memory is free."""
         if option.step_seconds is None or option.step_seconds > _TRIED_STEP:
             return None
         room = min(memory_limit_bytes() - resident_bytes(), psutil.virtual_memory().available)

@@ -26,8 +26,8 @@ CLASSES = {
 def plan_text(plan: Plan, *, every: bool = False, columns: Sequence[str] = ()) -> str:
     """Return the table of the options, the recommendation, and the excluded recipes with reasons.
 
-    If `every`, all options are shown instead of the Pareto front of peak, step time and exactness. `columns`: see
-    `core.sheet.render`.
+    If `every` is True, all options are shown instead of the Pareto front of peak, step time and exactness. `columns` is
+    described in `core.sheet.render`.
     """
     where = "the GPU" if plan.device.startswith("cuda") else "the process"
     lines = [
@@ -76,7 +76,7 @@ def _legend(shown: Sequence[Option]) -> str:
 
 
 def _recommendation(plan: Plan) -> list[str]:
-    """Return the recommended recipe, its command and the number of compared recipes, or why there is none."""
+    """Return the recommended recipe, its command and the number of compared recipes, or why none is recommended."""
     left = len(plan.not_examined)
     if plan.recommended is not None:
         lines = wrapped(f"Recommended: {plan.recommended.name}", terminal_width(), "  ")
@@ -106,7 +106,7 @@ def _recommendation(plan: Plan) -> list[str]:
 
 
 def _more(plan: Plan) -> str:
-    """Return a sentence on how to examine the remaining recipes; empty if all recipes were examined."""
+    """Return a sentence on how to examine the remaining recipes, or an empty string if all recipes were examined."""
     left = len(plan.not_examined)
     if not left:
         return ""
@@ -127,7 +127,7 @@ def _command(words: Sequence[str]) -> list[str]:
 
 
 def _excluded(plan: Plan) -> list[str]:
-    """Return texts about the recipes that are not possible, by reason, and the recipes that were not examined."""
+    """Return texts that list the recipes that are not possible, by reason, and the recipes that were not examined."""
     texts = []
     impossible = [one for one in plan.excluded if one.examined]
     if impossible:

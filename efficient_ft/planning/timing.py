@@ -23,14 +23,15 @@ from efficient_ft.training.trainer import on_device, use_channels_last
 
 #: Maximum number of timed steps, for a plan and in a trial.
 STEPS, TRIAL_STEPS = 8, 60
-#: A trial ends early after this many seconds and steps. Several steps are needed, because a process grows at first.
+#: A trial ends early after this time in seconds and this number of steps. Several steps are needed, because the process
+#: grows during the first steps.
 _ENOUGH, _FEW = 3.0, 6
 
 
 def step_seconds(config: Config, counter: Counter, device: torch.device, images: int, max_seconds: float) -> float:
-    """Return the seconds of one optimizer step, including all micro-batches.
+    """Return the time of one optimizer step in seconds, including all micro-batches.
 
-    If a timed step has fewer images than the batch, the time of its forward and backward passes is scaled. `counter`
+    If a timed step has fewer images than the batch, the time of its forward and backward passes is scaled up. `counter`
     provides the network. No further step begins after `max_seconds`.
 
     Raises:
@@ -67,8 +68,9 @@ class Trial:
     """Memory and time of a recipe's optimizer steps, measured in a separate process.
 
     Attributes:
-        peak_bytes: peak of the process minus its size before the model; on a GPU, bytes reserved on the device.
-        step_seconds: median seconds of the measured steps.
+        peak_bytes: peak size of the process minus its size before the model is created or, on a GPU, bytes reserved on
+            the device.
+        step_seconds: median time of the measured steps in seconds.
         steps: number of measured steps.
     """
 
@@ -78,7 +80,7 @@ class Trial:
 
 
 def try_recipe(config: Config, num_classes: int, max_seconds: float) -> Trial:
-    """Take optimizer steps with full batches, and measure their time and the memory of this process.
+    """Run optimizer steps with full batches, and measure their time and the memory of this process.
 
     The process must not have run other steps, because memory kept by the allocator would hide the growth. After one
     measured step, no further step begins after `max_seconds`.
