@@ -265,7 +265,7 @@ def test_a_loop_that_reads_stored_features(
         ("gradient --model vit_digits --weights no_such_file.pth full", "no_such_file"),
         ("gradient --model vit_digits --classes 10 head", "no parameter of the blocks"),
         ("layer --shape 3,4", "--shape must be of the form C_IN,C_OUT,HxW, got 3,4."),
-        ("layer --orders 2,16", "--orders must be integers from 1 to 15, got 2,16."),
+        ("layer --orders 2,16", "--orders must be integers from 1 to 15, got 16."),
         ("layer --device warp", "--device must be cpu, cuda or cuda:N, got warp."),
         ("memory --model vit_digits --device meta full", "--device must be cpu, cuda or cuda:N, got meta."),
         ("step --model vit_digits --threads 100000 full", "on this machine, got 100000."),
