@@ -20,6 +20,7 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.process_memory import HighWaterMark, lifetime_peak_bytes, release_freed_memory, resident_bytes
 from efficient_ft.cost import Demand, Forward, Prediction, predict
 from efficient_ft.models import factory
+from efficient_ft.training.callbacks.recorder import stop_on_interrupt
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory import budget
 from efficient_ft.training.memory import watch as memory_watch
@@ -226,6 +227,21 @@ def test_the_guard_stops_between_two_operations_and_leaves_nothing_behind() -> N
         work()
     assert signal.getsignal(memory_watch._SIGNAL) is before
     assert not any(thread.name == "memory budget" for thread in threading.enumerate())
+
+
+def test_a_slurm_job_above_its_budget_is_not_requeued(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    recorder: Any = SimpleNamespace(stop_requested=None, handler=None)
+    config = of_run(memory="1MB")
+
+    def work() -> None:
+        with within_budget(config, torch.device("cpu")), stop_on_interrupt(recorder):
+            for _ in range(300):
+                time.sleep(0.01)
+
+    with pytest.raises(UserError, match="memory=1MB"):
+        work()
+    assert recorder.stop_requested is None
 
 
 def test_a_request_to_stop_that_comes_while_the_watch_ends_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:

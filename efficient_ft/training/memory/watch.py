@@ -31,8 +31,9 @@ _CLOSE = 0.85
 _NEAR, _RELEASE_INTERVAL = 0.97, 0.5
 #: Seconds until a run that did not stop is interrupted again. An interrupt is lost if it arrives in a finalizer.
 _AGAIN = 5.0
-#: The signal that interrupts the main thread.
-_SIGNAL: signal.Signals = getattr(signal, "SIGUSR2", None) or getattr(signal, "SIGBREAK")  # noqa: B009 (Windows)
+#: The signal that interrupts the main thread. In a Slurm job, SIGUSR1 and SIGUSR2 request a requeue, so they are not
+#: suitable.
+_SIGNAL: signal.Signals = getattr(signal, "SIGURG", None) or getattr(signal, "SIGBREAK")  # noqa: B009 (Windows)
 
 
 def budget_of(config: Config) -> int | None:
