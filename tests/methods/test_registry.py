@@ -140,9 +140,9 @@ def test_a_method_without_settings_needs_no_constructor(fresh: registry.Registry
     [
         ("None", "must return an Applied, got None"),
         ('Applied("other", view.blocks)', "must report the method's own name, got 'other'"),
-        ('Applied(self.name, ("no.such",))', "names that the model has in Applied.touched, got 'no.such'"),
-        ('Applied(self.name, view.blocks, modules=("x",))', "names that the model has in Applied.modules, got 'x'"),
-        ('Applied(self.name, view.blocks, routed=("x",))', "names that the model has in Applied.routed, got 'x'"),
+        ('Applied(self.name, ("no.such",))', "list only names of the model in Applied.touched, got 'no.such'"),
+        ('Applied(self.name, view.blocks, modules=("x",))', "list only names of the model in Applied.modules, got 'x'"),
+        ('Applied(self.name, view.blocks, routed=("x",))', "list only names of the model in Applied.routed, got 'x'"),
     ],
 )
 def test_a_report_that_breaks_the_contract_is_refused_by_name(

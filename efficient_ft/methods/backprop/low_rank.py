@@ -1,7 +1,7 @@
 """Base class of the methods with a low-rank backward pass, and the layers that it changes.
 
-A method changes only the class of a layer. The module object, its parameter names and its forward pass in evaluation
-remain the same, so that the changed model can be copied, pickled, saved and restored.
+Such a method changes only the class of each affected layer. The module object, its parameter names and its forward pass
+in evaluation remain the same, so that the changed model can be copied, pickled, saved and restored.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _records(module: nn.Linear | nn.Conv2d, x: Tensor) -> bool:
 def _of_kept(whole: Any, tokens: Tokens, prefix: int, x: Tensor) -> SubsetProjection:
     """Return the projection for the remaining tokens.
 
-    It is cached, so that all layers with the same tokens share it.
+    The projection is cached and shared by all layers with the same tokens.
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
@@ -157,7 +157,7 @@ class LowRankBackward(Method):
             method is never called stay exact.
         profiles: if True, layers initially run the exact backward pass, and the subclass sets their projectors after
             the profile.
-        skip: parts of names. Layers whose names contain one of these parts stay exact (see `methods.skip`).
+        skip: parts of layer names. Layers whose names contain one of these parts stay exact (see `methods.skip`).
         fused: if True, GELU and a frozen BatchNorm before it are fused into one operation on a CPU (see
             `methods.fused_gelu`). If None, this applies only to networks with BatchNorm before GELU.
 

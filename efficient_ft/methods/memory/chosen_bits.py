@@ -13,11 +13,11 @@ from this relation. On a trained small ViT, the sum of the changes is within 5 %
 tensors are rounded. Finally, bits are assigned to the tensors for which they reduce the sum most.
 
 If a part is frozen in a profiling step (for example, by `lisa` or `uniform_layers`), its tensors are not measured in
-this step, because their effect on the gradients of other parts does not predict their effect on the part's own
-gradient.
+this step, because the effect of these tensors on other gradients does not predict their effect on the gradient of the
+part.
 
 ActNN (Chen et al., ICML 2021) and GACT (Liu et al., ICML 2022) select bits based on the sensitivity of the variance of
-the gradient. Measuring the change relative to each part is our extension.
+the gradient. These papers do not measure the change relative to each part.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _IN_VAIN = 16
 
 
 def bits_per_value(form: Form) -> float:
-    """Return the number of bits per packed value. The minimum and the step of the group are included proportionally."""
+    """Return the number of bits per packed value, including its share of the group's minimum and step."""
     bits, group = form
     return bits + 32 / group
 

@@ -44,7 +44,7 @@ SOFTMAX = (Tensor.softmax, torch.softmax, F.softmax)
 
 
 class Attention(TorchFunctionMode):
-    """Context manager that records the attention of the class token, from fused attention or from the softmax.
+    """Context manager that records the attention of the class token, in fused and in unfused attention.
 
     Args:
         prefix: number P of prefix tokens. The first prefix token is the class token.
@@ -100,7 +100,7 @@ class TokenForward(OwnForward):
         self.method_name, self.prefix, self.positions, self.last = place
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if any(isinstance(inner, TokenForward) for inner in self.all_inside()):  # another method has replaced it
+        if any(isinstance(inner, TokenForward) for inner in self.all_inside()):  # an inner one handles the record
             result: Tensor = self.within(x, *args, **kwargs)
             return result
         x, tokens = pop_tokens(x)
@@ -242,7 +242,7 @@ class TokenMethod(Method):
                 )
 
     def refuse_unfit_model(self, view: ModelView) -> None:
-        """Raise the error of `refuse_other_blocks` for the first block if all blocks raise an error."""
+        """Raise the error of `refuse_other_blocks` for the first block if that function rejects every block."""
         errors = []
         for name in view.blocks:
             try:
