@@ -473,7 +473,7 @@ def trainable(model: nn.Module) -> dict[str, bool]:
 
 
 def make_trainable(model: nn.Module, wanted: Mapping[str, bool]) -> None:
-    """Set `requires_grad` of the parameters whose names are keys of `wanted`. Free the gradients of frozen parameters."""
+    """Set `requires_grad` of the parameters named in `wanted`, and free the gradients of frozen parameters."""
     for name, parameter in model.named_parameters():
         if name in wanted:
             parameter.requires_grad_(wanted[name])

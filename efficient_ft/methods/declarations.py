@@ -20,7 +20,7 @@ class Axis(StrEnum):
 
     @property
     def does(self) -> str:
-        """Phrase that states in a message what methods on this axis do."""
+        """Phrase that states in messages what methods on this axis do."""
         return _DOES[self]
 
 

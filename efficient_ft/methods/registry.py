@@ -124,7 +124,7 @@ def _load(entry: EntryPoint) -> None:
     if isinstance(method, type) and getattr(method, "name", None) != entry.name:
         raise UserError(
             f"Package {distribution}: the entry point {entry.name} refers to a class with the name"
-            f" {getattr(method, 'name', None)!r}. Both must be equal."
+            f" {getattr(method, 'name', None)!r}. The two names must be the same."
         )
     known = _registered.get(entry.name)
     if known is not None and known[0] is method:  # `register` has recorded its module name as the distribution

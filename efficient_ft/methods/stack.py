@@ -95,7 +95,7 @@ def _refuse_recomputation(methods: Sequence[_Method], model: nn.Module) -> None:
         if Axis.MEMORY in method.axes:
             why = "recomputation keeps no activations that the method could pack"
         elif Adds.LOSS in method.adds:
-            why = "the second forward pass would count its loss again"
+            why = "the recomputation would add the method's loss again"
         if why is not None:
             raise UserError(
                 f"method {method.name}: this {type(model).__name__} uses its own checkpointing, and {why}. Call"

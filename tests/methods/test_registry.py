@@ -88,7 +88,7 @@ def test_a_decorated_method_of_a_package_has_its_distributions_name(fresh: regis
         (("class Nothing(Method)", "class Nothing"), "is not a subclass of"),
         (('axis = Axis.MEMORY', "pass"), "`axis` must be one of selection, adapters, .* got None"),
         (('axis = Axis.MEMORY', 'axis = "memmory"'), "`axis` must be one of .* got 'memmory'"),
-        (('name = "nothing"', 'name = "Nothing!"'), "Both must be equal"),
+        (('name = "nothing"', 'name = "Nothing!"'), "two names must be the same"),
         (("def _remove", "def _restore"), "does not implement `_remove`"),
         (("self.n = n", "self.m = n"), "does not store the setting `n`"),
         (("self.n = n", "raise ValueError(n)"), "its constructor fails with the defaults: ValueError: 1"),

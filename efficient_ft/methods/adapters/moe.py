@@ -246,11 +246,11 @@ class MoE(ExpertsMethod):
     """Replace the feed-forward networks of the listed blocks by experts (BSR, CVPR Workshops 2024, Section 5.2).
 
     A linear gate without bias, followed by a softmax, computes the probability of each expert for each token. The gate
-    is initialized with zeros. The ``top_k`` most probable experts of a token run, and their outputs are summed,
-    weighted by the probabilities. If probabilities are equal, the expert with the lower index is preferred. As
-    published, the ``top_k`` probabilities are not normalized. The initial output is therefore top_k / num_experts times
-    the output of the feed-forward network. With ``norm_topk_prob``, the initial output is unchanged. An expert that
-    receives no tokens in a step does not run, and its gradients are None.
+    is initialized with zeros. For each token, the ``top_k`` most probable experts run, and the sum of their outputs,
+    weighted by the probabilities, is returned. If probabilities are equal, the expert with the lower index is
+    preferred. As published, the ``top_k`` probabilities are not normalized. The initial output is therefore top_k /
+    num_experts times the output of the feed-forward network. With ``norm_topk_prob``, the initial output is unchanged.
+    An expert that receives no tokens in a step does not run, and its gradients are None.
 
     The first expert is the model's own feed-forward network and keeps its parameter names. The other experts
     (``….mlp.experts.…``) are copies of the first one. The copies and the gates (``….mlp.gate.…``) cannot be merged.

@@ -39,10 +39,9 @@ from efficient_ft.ops.tokens import Tokens, current_tokens
 class LowRank:
     """Projector, token layout and profile of a changed layer.
 
-    `projector` is None while the layer is profiled with the exact backward pass. `energy` contains, for each WHT basis,
-    the fraction of the energy of the output gradient g_y, summed over all profiled backward passes. It has shape (8, 8)
-    and dtype float64 and is on the CPU. Fractions give all backward passes the same weight, regardless of the loss
-    scale.
+    `projector` is None while the layer is profiled with the exact backward pass. `energy` (8, 8) is the fraction of the
+    energy of the output gradient g_y in each WHT basis, summed over all profiled backward passes. It is a float64
+    tensor on the CPU. Fractions give all backward passes the same weight, regardless of the loss scale.
     """
 
     projector: Projector | None

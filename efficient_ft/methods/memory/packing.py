@@ -233,11 +233,11 @@ class ActivationPacking(PartwiseMethod):
             if forward.networks and with_position_network(forward.policy).attention != forward.policy.attention
         ]
         if finer:
-            notes.append(f"8 bits for q, k, v and softmax in {within(finer)} while its position network is trained")
+            notes.append(f"8 bits for q, k, v and softmax in {within(finer)}, where a position network is trained")
         kept = _dense_bytes(model, view, packing)
         named = [f"{name} {format_bytes(size)}" for name, size in sorted(kept.items(), key=lambda x: -x[1])]
         if named:
-            notes.append(f"dense inside packed parts, per image: {', '.join(named)}")
+            notes.append(f"saved without packing, per image: {', '.join(named)}")
         return tuple(notes)
 
 

@@ -277,7 +277,7 @@ def scheduled(r: int, inflect: float, blocks: int) -> list[int]:
 
     The number changes linearly from (1 − inflect)·r in the first block to (1 + inflect)·r in the last block. The mean
     over the blocks is r. Two blocks at the same distance from the middle merge exactly 2·r tokens in total. Halves are
-    rounded to even, and `inflect` is interpreted as a decimal fraction.
+    rounded to even. `inflect` is used as an exact decimal number, without binary rounding errors.
     """
     slope = 0 if blocks == 1 else Fraction(str(inflect)) / (blocks - 1)
     return [round(r + r * slope * (2 * block - blocks + 1)) for block in range(blocks)]
