@@ -32,9 +32,9 @@ class LBPWHT(LowRankBackward):
 
     Args:
         bases: rule that selects R of the 64 bases (i, j). ``l1``: i + j ≤ order − 1 (order 1–15, where R =
-            order(order+1)/2 up to order 8). ``linf``: max(i, j) ≤ order − 1 (order 1–8, where R = order²). ``lhe``: as
-            many bases as ``l1``, namely those with the highest energy in the output gradient g_y of each layer, summed
-            over the first `profile_steps` steps. These steps run the exact backward pass.
+            order(order+1)/2 up to order 8). ``linf``: max(i, j) ≤ order − 1 (order 1–8, where R = order²). ``lhe``: the
+            bases with the highest energy in the output gradient g_y of each layer, as many as ``l1`` selects. The
+            energy is summed over the first `profile_steps` steps, which run the exact backward pass.
         order: order of the low-pass selection. The paper recommends 4 (R = 10) to 6 (R = 21).
         padding: padding for grids whose height or width is not a multiple of 8. ``ortho`` and ``zero`` are exact at
             full rank. ``reflect`` (as published) is not exact at any rank.

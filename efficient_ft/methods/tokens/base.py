@@ -79,7 +79,7 @@ class Place(NamedTuple):
     """Properties of a block's position in a model.
 
     `prefix` is the number of prefix tokens, and `positions` is the number of positions H · W in the grid of patch
-    tokens. If `last` is True, the output of the block receives no record of tokens.
+    tokens. If `last` is True, no record of tokens is attached to the output of the block.
     """
 
     method_name: str
@@ -252,8 +252,9 @@ class TokenMethod(Method):
         raise errors[0]
 
     def refuse_fixed_tokens(self, view: ModelView, run: Callable[[nn.Module, Tensor, int], None]) -> None:
-        """Raise UserError unless each block accepts tokens (B, N, C) for any N. The check runs copies of the blocks on
-        fake tensors.
+        """Raise UserError unless each block accepts tokens (B, N, C) for any N.
+
+        The check runs copies of the blocks on fake tensors.
 
         Args:
             view: view of a model that has blocks and meets `Needs.TOKEN_GRID`.

@@ -36,8 +36,8 @@ class _Budget:
     """Budget of one block.
 
     `value` is the budget b, and `before` is the value of Δ in the previous step. `change` is the sum of ‖CLS_l −
-    CLS_{l−1}‖² over the images of the current step, and `images` is the number of these images. The tensor `change` is
-    reused in all steps.
+    CLS_{l−1}‖² over the images of the current step, and `images` is the number of these images. The same tensor
+    `change` is used in all steps.
     """
 
     value: float
