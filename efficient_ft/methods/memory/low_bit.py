@@ -46,8 +46,8 @@ class LowBit(ActivationPacking):
         profile_steps: number of optimizer steps in the profile of ``bits=auto``. Such a step takes longer by about half
             a step for each packed tensor, and temporarily stores two additional gradients.
         group: number of values per group. Must be a multiple of 8 up to 65536. The minimum and the step add 32 / group
-            bits to each value. If None, 64 is used, or 40 with ``bits=2``. With ``bits=auto``, 64, 128 or 256 is then
-            selected for each tensor.
+            bits to each value. If None, the number is 64, or 40 with ``bits=2``. With ``bits=auto`` and None, 64, 128
+            or 256 is selected for each tensor.
         rounding: ``nearest``, which has a smaller error, or ``stochastic``, which is unbiased (as in ActNN).
         attention: ``fused`` saves q, k and v and recomputes attention from these tensors with torch's fused kernel.
             ``unfused`` saves q, k, v and the output of the softmax.
