@@ -271,7 +271,7 @@ def _position_networks(view: ModelView, part: str, parts: Sequence[str]) -> list
 
 
 def _runs_packed(view: ModelView, name: str) -> bool:
-    """Return False if the layer is a normalization and none of the functions that it calls has a packed version."""
+    """Return False if the layer is a normalization that calls torch functions, but none with a packed version."""
     functions = view.functions(name)
     if functions is None or not is_norm(view.model.get_submodule(name)):
         return True
