@@ -1,4 +1,4 @@
-"""Checks of models, added losses and optimizers that are used by sessions and callbacks."""
+"""Checks of models, added losses and optimizers for sessions and callbacks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from efficient_ft.optim import steps_in_backward
 log = logging.getLogger(__name__)
 #: Classes that wrap or compile a module. Methods must be applied before a module is wrapped or compiled.
 _WRAPPERS = ("OptimizedModule", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
-#: Mapping from models to the sessions that are open on them.
+#: Mapping from each model to its open session.
 OPENED: WeakKeyDictionary[nn.Module, ref[Any]] = WeakKeyDictionary()
 
 

@@ -140,9 +140,7 @@ class MethodCallback(Callback):
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raise an error if an optimizer was created before the methods were applied, or is not compatible with the
-        Trainer.
-        """
+        """Check that the optimizers were created after the methods were applied and are compatible with the Trainer."""
         session = self._applied()
         session.check_optimizers(trainer.optimizers)
         clip, accumulate = trainer.gradient_clip_val, trainer.accumulate_grad_batches

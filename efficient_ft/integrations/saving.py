@@ -22,7 +22,7 @@ from efficient_ft.models.marks import added_modules, is_inside
 
 #: Metadata key of files that contain a trained part. The value is a JSON object with the attributes of `About`.
 _KEY = "efficient_ft_trained_part"
-#: Key of the values of a tensor in an encoded state.
+#: Key under which an encoded state stores the values of a tensor.
 _TENSOR = "__tensor__"
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _MALFORMED = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError)
@@ -30,7 +30,7 @@ _MALFORMED = (LookupError, TypeError, ValueError, ArithmeticError, AttributeErro
 
 @dataclass(frozen=True)
 class About:
-    """Metadata of a trained part.
+    """Metadata of the trained part of a model.
 
     Attributes:
         methods: ``state_key`` of each method.
@@ -45,7 +45,7 @@ class About:
 
 @dataclass(frozen=True)
 class Content:
-    """Content of a file. Tensors are on the CPU. `about` is None unless the file contains a trained part."""
+    """Content of a file. Tensors are on the CPU. `about` is None if the file does not contain a trained part."""
 
     path: Path
     tensors: dict[str, Tensor]
@@ -53,7 +53,10 @@ class Content:
 
 
 def names_of_trained_part(model: nn.Module, trains: Iterable[nn.Parameter]) -> list[str]:
-    """Return the names of the trained part's tensors in ``model.state_dict()``. See `MethodSession.save`."""
+    """Return the names of the tensors in ``model.state_dict()`` that belong to the trained part.
+
+    See `MethodSession.save`.
+    """
     own, added = {id(p) for p in trains}, added_modules(model)
     parameters = {id(p) for p in model.parameters()}
     frozen = set(frozen_layers(model))

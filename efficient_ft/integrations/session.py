@@ -220,12 +220,12 @@ class MethodSession:
         The step contains the forward pass, `loss`, the backward pass and ``optimizer.step()``.
 
         Args:
-            number: number of the optimizer step, counted from 0 across all epochs. The number must be equal on all
+            number: number of the optimizer step, counted from 0 across all epochs. The number must be the same on all
                 processes. A block with the number of an unfinished step continues this step (gradient accumulation).
 
         Raises:
             UserError: If the session is not open, if another step is running, or if the number has already been used.
-                At the end of the block, if `loss` is required and was not called, or if an optimizer lacks parameters.
+                Raised at the end of the block if a required call of `loss` or a parameter in an optimizer is missing.
         """
         if not self._open:
             raise UserError(
@@ -398,7 +398,7 @@ class MethodSession:
         return {method.state_key: state for method in self.methods if (state := method.state_dict())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the states of the methods that are contained in `state_dict`."""
+        """Restore the method states in `state_dict`."""
         for method in self.methods:
             if method.state_key in state_dict:
                 method.load_state_dict(state_dict[method.state_key])

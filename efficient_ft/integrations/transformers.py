@@ -111,10 +111,11 @@ class MethodCallback(TrainerCallback, ExportableState):
         if self.session is None or self.session.model is not network:
             self.session = MethodSession(network, self.methods, **self._options)
         opened = OPENED.get(network)
-        training = opened is not None and opened() is self.session  # a Trainer for evaluation is built during training
+        # The session is already open if a Trainer for evaluation is created during training.
+        training = opened is not None and opened() is self.session
         self.session.apply()
         if not training:
-            self.session.close()  # The session is opened again when training begins. Until then, others are allowed.
+            self.session.close()  # reopened when training begins, so that other sessions can be used until then
         if optimizer is not None:
             self.session.check_optimizers([optimizer])
 
@@ -188,7 +189,7 @@ class MethodCallback(TrainerCallback, ExportableState):
                 raise UserError(f"The methods' state in the checkpoint is malformed: {first_line(error)}.") from error
             self.session.check_state(states)
             self.session.load_state_dict(states)
-        state.stateful_callbacks.setdefault(name, self.state())  # the entry must exist; checkpoints replace it
+        state.stateful_callbacks.setdefault(name, self.state())  # the Trainer requires this entry and updates it
         self.session.start()
         if names_adding_loss(self.methods) and self._hook is None:
             self._hook = model.register_forward_hook(self._add_losses, with_kwargs=True)

@@ -161,8 +161,8 @@ class Method(ABC):
 
         Args:
             model: plain model, neither compiled nor wrapped. Parameters may be on any device and have any dtype.
-            view: view of `model`. Reading the structure of the model (blocks, head) is free. The first access to
-                `view.layers` runs one forward pass on fake tensors.
+            view: view of `model`. Reading the structure of the model (blocks, head) requires no forward pass. The first
+                access to `view.layers` runs one forward pass on fake tensors.
 
         Returns:
             The report. If the report lists no touched part, `Applied.none_needed` must state the reason.
@@ -189,7 +189,7 @@ class Method(ABC):
         """Prepare an optimizer step. Call this method before the first forward pass of the step.
 
         Args:
-            step: number of the optimizer step, counted from 0. The number must be equal for all micro-batches of the
+            step: number of the optimizer step, counted from 0. The number must be the same for all micro-batches of the
                 step and on all processes. Random choices must be derived from (seed, step), so that all processes and
                 resumed runs make the same choices.
         """
@@ -473,10 +473,7 @@ def trainable(model: nn.Module) -> dict[str, bool]:
 
 
 def make_trainable(model: nn.Module, wanted: Mapping[str, bool]) -> None:
-    """Set `requires_grad` of the parameters of `model` that are keys of `wanted`.
-
-    Free the gradients of frozen parameters.
-    """
+    """Set `requires_grad` of the parameters named in `wanted`, and free the gradients of frozen parameters."""
     for name, parameter in model.named_parameters():
         if name in wanted:
             parameter.requires_grad_(wanted[name])
@@ -495,5 +492,5 @@ def _wrong_report(report: Any, name: str, model: nn.Module) -> str | None:
     for attribute, known in (("touched", modules | parameters), ("modules", modules), ("routed", modules)):
         unknown = [n for n in getattr(report, attribute) or () if n not in known]
         if unknown:
-            return f"must report names that the model has in Applied.{attribute}, got {unknown[0]!r}"
+            return f"must list only names of the model in Applied.{attribute}, got {unknown[0]!r}"
     return None

@@ -72,7 +72,7 @@ def baseline_methods(config: Config) -> list[Method] | None:
 
 
 def _check_files(chosen: Container[str]) -> None:
-    """Raise UserError if a YAML file of another package does not have exactly the constructor's arguments as keys.
+    """Raise UserError unless the keys of each YAML file of another package are the arguments of the constructor.
 
     `chosen` contains the names of the methods and variants whose files are checked.
     """

@@ -61,7 +61,7 @@ def check_indices(setting: str, blocks: Any, example: str = "[3,7,11]", do: str 
 
 
 def classes_in_words(view: ModelView) -> str:
-    """Return the number of blocks of each class as text for messages, such as "1 ConvBnAct and 10 InvertedResidual"."""
+    """Return the number of blocks of each class as text, such as "1 ConvBnAct and 10 InvertedResidual"."""
     counts = Counter(type(view.model.get_submodule(name)).__name__ for name in view.blocks)
     *others, last = (f"{count} {name}" for name, count in counts.items())
     return f"{', '.join(others)} and {last}" if others else last

@@ -20,7 +20,7 @@ class Axis(StrEnum):
 
     @property
     def does(self) -> str:
-        """Verb phrase in the plural that messages use for methods on this axis."""
+        """Phrase that states in messages what methods on this axis do."""
         return _DOES[self]
 
 
@@ -92,7 +92,7 @@ class PlanCandidate:
         exactness: closeness of the updates to those of plain full fine-tuning. Unless the value is `Exactness.EXACT`,
             ``efficient-ft plan`` also measures the cosine with the exact gradient if weights and images are available.
         evidence: test or measurement that demonstrates the exactness. Required for `Exactness.EXACT`.
-        time_factor: step time, relative to a step that has the same FLOPs but does not use the method.
+        time_factor: ratio of the step time to the time of a step that has the same FLOPs but does not use the method.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Process the batch in parts in frozen feed-forward networks, which reduces the peak memory.
+"""Process the batch in parts in frozen feed-forward networks to reduce the peak memory.
 
 The feed-forward network of a block widens its input by a factor of four, and its activation function creates a second
 tensor of the same size. Below the lowest trainable parameter, these temporary tensors are not saved, but they can still
@@ -43,7 +43,7 @@ class FrozenFeedForward(OwnForward):
         if any(_mixes(module) for module in self.module.modules()):
             return 1
         layers = [m for m in self.module.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
-        if not layers:  # another method has replaced the layers
+        if not layers:  # another method has replaced all layers
             return 1
         channels = x.shape[1 if isinstance(layers[0], nn.Conv2d) else -1]
         widest = x.numel() // channels * max(len(layer.weight) for layer in layers) * x.element_size()

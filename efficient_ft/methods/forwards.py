@@ -48,7 +48,7 @@ class OwnForward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def all_inside(self) -> list[OwnForward]:
-        """Return all replacements inside this one, from the outermost to the innermost."""
+        """Return all replacements inside this replacement, from the outermost to the innermost."""
         found: list[OwnForward] = []
         inner = self.inner
         while isinstance(inner, OwnForward):

@@ -6,8 +6,8 @@ A method registers itself with the decorator `register`. The registry imports al
     [project.entry-points."efficient_ft.methods"]
     every_nth = "every_nth_method.method:EveryNth"
 
-All methods are imported once, when the registry is first read. If a class breaks the contract of `Method` or uses the
-name of another method, an error is then raised that names the distribution of the class.
+All methods are imported once, when the registry is first read. An error is raised if a class breaks the contract of
+`Method` or uses the name of another method. The message names the distribution that contains the class.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Registry(Mapping[str, type[Method]]):
             for entry in entry_points(group=GROUP):
                 _load(entry)
             self._loaded = True
-        for name in sorted(_untried):  # checked here, since `register` runs before the module is complete
+        for name in sorted(_untried):  # checked here, because the modules are not complete when `register` runs
             method, distribution = _registered[name]
             _refuse_broken(method, distribution, broken_settings(method) or _misspelt_conflict(method))
             _untried.discard(name)
@@ -124,10 +124,10 @@ def _load(entry: EntryPoint) -> None:
     if isinstance(method, type) and getattr(method, "name", None) != entry.name:
         raise UserError(
             f"Package {distribution}: the entry point {entry.name} refers to a class with the name"
-            f" {getattr(method, 'name', None)!r}. Both must be equal."
+            f" {getattr(method, 'name', None)!r}. The two names must be the same."
         )
     known = _registered.get(entry.name)
-    if known is not None and known[0] is method:  # its decorator has registered it under the name of its module
+    if known is not None and known[0] is method:  # `register` has recorded its module name as the distribution
         del _registered[entry.name]
     _add(method, distribution)
 

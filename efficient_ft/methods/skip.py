@@ -1,4 +1,4 @@
-"""Functions for the setting `skip`, which lists parts of the names of layers that a method does not change."""
+"""Functions for the setting `skip`. A method does not change layers whose names match an entry of `skip`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Checks that run before methods are applied.
-
-They compare the declarations of methods with each other and with the model.
-"""
+"""Check the declarations of methods: methods must be compatible with each other and with the model."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from efficient_ft.models.view import ModelView
 
 
 class _Declared(Protocol):
-    """Declarations that both methods and marks have."""
+    """Declarations that methods and the marks of applied methods have in common."""
 
     @property
     def axes(self) -> tuple[str, ...]: ...
@@ -51,8 +48,8 @@ class _Method(_Declared, Protocol):
     def trained_in_some_step(self) -> Iterable[nn.Parameter]: ...
 
 
-#: Mapping from models to the methods that are applied to them. It is used to find parameters that are frozen in the
-#: current step but trained in other steps.
+#: Mapping from each model to the methods that are applied to it. The mapping is used to find parameters that are frozen
+#: in the current step but trained in other steps.
 _applied: WeakKeyDictionary[nn.Module, WeakSet[_Method]] = WeakKeyDictionary()
 
 
@@ -98,7 +95,7 @@ def _refuse_recomputation(methods: Sequence[_Method], model: nn.Module) -> None:
         if Axis.MEMORY in method.axes:
             why = "recomputation keeps no activations that the method could pack"
         elif Adds.LOSS in method.adds:
-            why = "the second forward pass would count its loss again"
+            why = "the recomputation would add the method's loss again"
         if why is not None:
             raise UserError(
                 f"method {method.name}: this {type(model).__name__} uses its own checkpointing, and {why}. Call"

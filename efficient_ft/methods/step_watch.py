@@ -53,7 +53,7 @@ class StepWatch:
         self._hook = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_hook": None, "_seen": None}  # copies of a parameter have no hooks
+        return {**vars(self), "_hook": None, "_seen": None}  # copied parameters do not keep hooks
 
     def _after_backward(self, parameter: Tensor) -> None:
         if self._begun and self._seen is None:

@@ -24,7 +24,7 @@ _SHORT = {
 
 
 def ranges(names: Iterable[str]) -> str:
-    """Return a short list of names that contains ranges of numbers, such as ``blocks 9–11, norm and head``."""
+    """Return a short list of names with ranges for consecutive numbers, such as ``blocks 9–11, norm and head``."""
     found: dict[str, list[int]] = {}  # the list of numbers is empty for a name without a number
     for name in names:
         before, number = re.fullmatch(r"(.*?)\.?(\d+)", name, re.DOTALL).groups() if name[-1:].isdigit() else (name, "")  # type: ignore[union-attr]
@@ -65,7 +65,7 @@ def count(number: int, word: str) -> str:
 
 
 def trained(model: nn.Module) -> str:
-    """Return the number of trainable parameters and of all parameters, such as ``1.34 M of 5.53 M parameters``."""
+    """Return the numbers of trainable and of all parameters as text, such as ``1.34 M of 5.53 M parameters``."""
     total, train = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (True, False))
     share = f"{format_number(train)} of {format_number(total)}" if train < total else format_number(total)
     return f"{share} parameters"

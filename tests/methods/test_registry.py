@@ -88,7 +88,7 @@ def test_a_decorated_method_of_a_package_has_its_distributions_name(fresh: regis
         (("class Nothing(Method)", "class Nothing"), "is not a subclass of"),
         (('axis = Axis.MEMORY', "pass"), "`axis` must be one of selection, adapters, .* got None"),
         (('axis = Axis.MEMORY', 'axis = "memmory"'), "`axis` must be one of .* got 'memmory'"),
-        (('name = "nothing"', 'name = "Nothing!"'), "Both must be equal"),
+        (('name = "nothing"', 'name = "Nothing!"'), "two names must be the same"),
         (("def _remove", "def _restore"), "does not implement `_remove`"),
         (("self.n = n", "self.m = n"), "does not store the setting `n`"),
         (("self.n = n", "raise ValueError(n)"), "its constructor fails with the defaults: ValueError: 1"),
@@ -140,9 +140,9 @@ def test_a_method_without_settings_needs_no_constructor(fresh: registry.Registry
     [
         ("None", "must return an Applied, got None"),
         ('Applied("other", view.blocks)', "must report the method's own name, got 'other'"),
-        ('Applied(self.name, ("no.such",))', "names that the model has in Applied.touched, got 'no.such'"),
-        ('Applied(self.name, view.blocks, modules=("x",))', "names that the model has in Applied.modules, got 'x'"),
-        ('Applied(self.name, view.blocks, routed=("x",))', "names that the model has in Applied.routed, got 'x'"),
+        ('Applied(self.name, ("no.such",))', "list only names of the model in Applied.touched, got 'no.such'"),
+        ('Applied(self.name, view.blocks, modules=("x",))', "list only names of the model in Applied.modules, got 'x'"),
+        ('Applied(self.name, view.blocks, routed=("x",))', "list only names of the model in Applied.routed, got 'x'"),
     ],
 )
 def test_a_report_that_breaks_the_contract_is_refused_by_name(

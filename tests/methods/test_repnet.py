@@ -266,7 +266,7 @@ def test_other_methods_leave_the_modules_alone() -> None:
         ("vit", RepNet([1]), RepNet([2]), "repnet has been applied .* both add modules"),
         ("vit", BSR([1], [1]), RepNet([1]), "merge tokens cannot be used in a block with a side module"),
         ("vit", RepNet([1]), EViT([1]), "has a module that repnet added to it"),
-        ("vit", Checkpointing(), RepNet([1]), "apply others after repnet"),
+        ("vit", Checkpointing(), RepNet([1]), "Apply other methods after repnet"),
     ],
     ids=lambda value: value.name if isinstance(value, Method) else "",
 )

@@ -74,5 +74,5 @@ def check_lite(kernel_size: Any, groups: Any) -> None:
 
 
 def stride_of(module: nn.Module) -> int:
-    """Return the largest stride of the convolutions in `module`, or 1 if it has none."""
+    """Return the largest stride of the convolutions in `module`, or 1 if there are no convolutions."""
     return max((m.stride[0] for m in module.modules() if isinstance(m, nn.Conv2d)), default=1)

@@ -90,7 +90,7 @@ class LoRAFA(LoRA):
         spatial = layer.why_not is not None and layer.why_not.reason == Reason.SPATIAL_CONVOLUTION
         if spatial and self.targets == "all":
             module: Any = layer.module
-            if module.dilation != (1, 1) or module.padding_mode != "zeros":  # peft does not support them in A
+            if module.dilation != (1, 1) or module.padding_mode != "zeros":  # peft does not support this for A
                 return Skipped(Reason.OTHER_FORM, "the convolution is dilated or not padded with zeros")
             return self._why_not_trained(layer)
         return super()._why_not(layer)

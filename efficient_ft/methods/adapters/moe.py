@@ -63,7 +63,8 @@ class _ExpertsForward(OwnForward):
             " the numbers of the example.",
             "Run the network in PyTorch, or train it without experts.",
         )
-        # Activations are packed for each image, but the tokens of an expert come from several images.
+        # Activations cannot be packed here: packing works image by image, but the tokens of an expert come from several
+        # images.
         with packing_suspended():
             return self._mixed(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
@@ -107,8 +108,8 @@ def _counts(expert_TK: Tensor, experts: int) -> list[int]:
 def _balance_loss(probability_TE: Tensor, expert_TK: Tensor) -> Tensor:
     """Return the balance loss E · Σ fₑ · Pₑ over the E experts.
 
-    fₑ is the fraction of the tokens that are routed to an expert, and Pₑ is its mean probability. The loss is 1 if both
-    are uniform.
+    fₑ is the fraction of the tokens that are routed to expert e, and Pₑ is the mean probability of expert e. The loss
+    is 1 if both are uniform.
     """
     # No gradient flows through fₑ. The sum can therefore be computed as a mean over the (token, expert) pairs.
     return probability_TE.shape[1] * probability_TE.mean(0)[expert_TK].mean()
@@ -244,12 +245,12 @@ def _is_standard(mlp: nn.Module | None) -> bool:
 class MoE(ExpertsMethod):
     """Replace the feed-forward networks of the listed blocks by experts (BSR, CVPR Workshops 2024, Section 5.2).
 
-    A linear gate without bias, followed by a softmax, computes a probability of each expert for each token. The gate is
-    initialized with zeros. The ``top_k`` most probable experts of a token run, and their outputs are summed, weighted
-    by the probabilities. If probabilities are equal, the expert with the lower index is preferred. As published, the
-    ``top_k`` probabilities are not normalized. The initial output is therefore top_k / num_experts times the output of
-    the feed-forward network. With ``norm_topk_prob``, the initial output is unchanged. An expert that receives no
-    tokens in a step does not run, and its gradients are None.
+    A linear gate without bias, followed by a softmax, computes the probability of each expert for each token. The gate
+    is initialized with zeros. For each token, the ``top_k`` most probable experts run, and the sum of their outputs,
+    weighted by the probabilities, is returned. If probabilities are equal, the expert with the lower index is
+    preferred. As published, the ``top_k`` probabilities are not normalized. The initial output is therefore top_k /
+    num_experts times the output of the feed-forward network. With ``norm_topk_prob``, the initial output is unchanged.
+    An expert that receives no tokens in a step does not run, and its gradients are None.
 
     The first expert is the model's own feed-forward network and keeps its parameter names. The other experts
     (``….mlp.experts.…``) are copies of the first one. The copies and the gates (``….mlp.gate.…``) cannot be merged.
@@ -258,7 +259,7 @@ class MoE(ExpertsMethod):
     select a task.
 
     Args:
-        num_experts: number of experts in each of the blocks. Must be at least 1.
+        num_experts: number of experts in each listed block. Must be at least 1.
         top_k: number of experts that run for each token. Must be from 1 to num_experts.
         blocks: indices of the blocks with experts, counted from 0 across all stages. Negative indices count from the
             end.

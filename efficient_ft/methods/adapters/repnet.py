@@ -144,7 +144,7 @@ class RepNet(Method):
         if any(not forward.same_values for module in block.modules() for forward in forwards_of(module)):
             raise UserError(
                 f"method {self.name}: another method has changed the forward pass of {name} of {view.name}. Methods"
-                " that drop or merge tokens cannot be used in a block with a side module; apply others after"
+                " that drop or merge tokens cannot be used in a block with a side module. Apply other methods after"
                 f" {self.name} (apply_methods does so)."
             )
         if _is_token_block(block):

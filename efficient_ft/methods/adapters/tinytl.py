@@ -26,11 +26,11 @@ from efficient_ft.methods.summary import count, left, trained
 from efficient_ft.models.frozen_batch_norm import FROZEN
 from efficient_ft.models.view import ModelView, Reason, Skipped
 
-#: Downsampling factor of a block's input from which the kernel size of the block's module is at most 3. For images of
-#: 224 pixels, the pooled feature map is then 3×3. The paper does not specify this value. With a value of 32, and with
-#: as many hidden channels as input channels, the four published memory sizes that depend on these choices are
-#: reproduced (TinyTL 37 and 65 MB, FT-Last 31 MB, FT-Norm+Last 192 MB). If all kernels had size 5, TinyTL would require
-#: 42 MB instead of 37 MB.
+#: If the input of a block is downsampled by at least this factor, the kernel size of the block's module is limited to
+#: 3. For images of 224 pixels, the pooled feature map is then 3×3. The paper does not specify this value. With a value
+#: of 32, and with as many hidden channels as input channels, the four published memory sizes that depend on these
+#: choices are reproduced (TinyTL 37 and 65 MB, FT-Last 31 MB, FT-Norm+Last 192 MB). If all kernels had size 5, TinyTL
+#: would require 42 MB instead of 37 MB.
 COARSE = 32
 
 
@@ -101,8 +101,8 @@ class TinyTL(Method):
         check_choice("norm", norm, ("group", "batch"))
         self.kernel_size, self.groups, self.norm = kernel_size, groups, norm
         self._before: dict[str, bool] = {}
-        # By module name: the original class of each norm, and the original mean and standard deviation of the filters
-        # of each standardized convolution.
+        # Mappings from module names to the original class of each norm, and to the original means and standard
+        # deviations of the filters of each standardized convolution.
         self._norms: dict[str, type] = {}
         self._filters: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -145,7 +145,7 @@ class TinyTL(Method):
     def _chosen(self, view: ModelView) -> tuple[dict[str, int], dict[str, Skipped]]:
         """Return the blocks that receive a module, and the skipped blocks.
 
-        The values for the blocks that receive a module are the downsampling factors of their inputs.
+        Each block that receives a module is mapped to the downsampling factor of its input.
         """
         chosen: dict[str, int] = {}
         skipped: dict[str, Skipped] = {}

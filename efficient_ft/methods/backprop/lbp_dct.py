@@ -2,7 +2,7 @@
 
 On every grid larger than one 8×8 block, the gradient of LBP-DCT is closer to the exact gradient than the gradient of
 LBP-WHT with the same number of coefficients and the same cost. The backward pass is the same as in LBP-WHT (see
-`lbp_wht`). The projector is our extension.
+`lbp_wht`). The projector is an extension of this project and not part of the LBP-WHT paper.
 """
 
 from __future__ import annotations

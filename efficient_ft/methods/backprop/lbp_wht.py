@@ -1,9 +1,9 @@
 """LBP-WHT: a low-rank backward pass with a block-wise Walsh–Hadamard projection.
 
 Source: Yang, Chiang, Li, Marculescu, Marculescu, "Efficient Low-rank Backpropagation for Vision Transformer
-Adaptation", NeurIPS 2023. The default padding, which uses an orthonormal basis of the cropped rows, is our extension.
-Its gradient is exact at full rank and closer to the exact gradient than the published padding at every measured rank.
-The settings `padding="reflect", as_published=True` reproduce the paper.
+Adaptation", NeurIPS 2023. The default padding, which uses an orthonormal basis of the cropped rows, is not part of the
+paper. With this padding, the gradient is exact at full rank. At every measured rank, it is closer to the exact gradient
+than with the published padding. The settings `padding="reflect", as_published=True` reproduce the paper.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class LBPWHT(LowRankBackward):
 
     Args:
         bases: rule that selects R of the 64 bases (i, j). ``l1``: i + j ≤ order − 1 (order 1–15, where R =
-            order(order+1)/2 up to order 8). ``linf``: max(i, j) ≤ order − 1 (order 1–8, where R = order²). ``lhe``: as
-            many bases as ``l1``, namely those with the highest energy in the output gradient g_y of each layer, summed
-            over the first `profile_steps` steps. These steps run the exact backward pass.
+            order(order+1)/2 up to order 8). ``linf``: max(i, j) ≤ order − 1 (order 1–8, where R = order²). ``lhe``: the
+            bases with the highest energy in the output gradient g_y of each layer, as many as ``l1`` selects. The
+            energy is summed over the first `profile_steps` steps, which run the exact backward pass.
         order: order of the low-pass selection. The paper recommends 4 (R = 10) to 6 (R = 21).
         padding: padding for grids whose height or width is not a multiple of 8. ``ortho`` and ``zero`` are exact at
             full rank. ``reflect`` (as published) is not exact at any rank.
@@ -42,8 +42,8 @@ class LBPWHT(LowRankBackward):
             stay exact, and layers are projected even if this costs more than the exact backward pass (such as talking
             heads).
         profile_steps: number of optimizer steps over which ``lhe`` measures the energy.
-        skip: parts of names. Layers whose names contain one of these parts, such as ``attention``, ``fc2`` or
-            ``mlp.fc2``, keep the exact backward pass. ``*`` matches any part.
+        skip: parts of layer names, such as ``attention``, ``fc2`` or ``mlp.fc2``. Layers whose names contain one of
+            these parts keep the exact backward pass. ``*`` matches any part.
         fused: if True, GELU and a frozen BatchNorm before it are fused into one operation on a CPU. This saves time and
             activation memory, but the compiler of the kernels (numba) uses about 100 MiB. If None, the operations are
             fused only in networks with BatchNorm before GELU (EfficientFormer), where the gain is largest.
@@ -135,7 +135,7 @@ class LBPWHT(LowRankBackward):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if not self.profiles or not state_dict:
             return
-        self._restored = state_dict  # used if the method is applied later
+        self._restored = state_dict  # required if `apply` is called after this method
         self._steps = state_dict["steps"]
         if not self.acts_per_step:
             self._stop_watching()

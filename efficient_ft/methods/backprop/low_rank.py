@@ -1,7 +1,7 @@
 """Base class of the methods with a low-rank backward pass, and the layers that it changes.
 
-A method changes only the class of a layer. The module object, its parameter names and its forward pass in evaluation
-remain the same, so that the changed model can be copied, pickled, saved and restored.
+Such a method changes only the class of each affected layer. The module object, its parameter names and its forward pass
+in evaluation remain the same, so that the changed model can be copied, pickled, saved and restored.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ from efficient_ft.ops.tokens import Tokens, current_tokens
 class LowRank:
     """Projector, token layout and profile of a changed layer.
 
-    `projector` is None while the layer is profiled with the exact backward pass. `energy` contains, for each WHT basis,
-    the fraction of the energy of the output gradient g_y, summed over all profiled backward passes. It has shape (8, 8)
-    and dtype float64 and is on the CPU. Fractions give all backward passes the same weight, regardless of the loss
-    scale.
+    `projector` is None while the layer is profiled with the exact backward pass. `energy` (8, 8) is the fraction of the
+    energy of the output gradient g_y in each WHT basis, summed over all profiled backward passes. It is a float64
+    tensor on the CPU. Fractions give all backward passes the same weight, regardless of the loss scale.
     """
 
     projector: Projector | None
@@ -108,7 +107,7 @@ def _records(module: nn.Linear | nn.Conv2d, x: Tensor) -> bool:
 def _of_kept(whole: Any, tokens: Tokens, prefix: int, x: Tensor) -> SubsetProjection:
     """Return the projection for the remaining tokens.
 
-    It is cached, so that all layers with the same tokens share it.
+    The projection is cached and shared by all layers with the same tokens.
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
@@ -157,7 +156,7 @@ class LowRankBackward(Method):
             method is never called stay exact.
         profiles: if True, layers initially run the exact backward pass, and the subclass sets their projectors after
             the profile.
-        skip: parts of names. Layers whose names contain one of these parts stay exact (see `methods.skip`).
+        skip: parts of layer names. Layers whose names contain one of these parts stay exact (see `methods.skip`).
         fused: if True, GELU and a frozen BatchNorm before it are fused into one operation on a CPU (see
             `methods.fused_gelu`). If None, this applies only to networks with BatchNorm before GELU.
 

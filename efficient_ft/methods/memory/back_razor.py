@@ -50,8 +50,8 @@ class BackRazor(ActivationPacking):
             control in the paper (Figure 3): the forward pass in training also uses the pruned tensors. The backward
             pass uses the same formulas, and gradients pass through the pruning unchanged. Evaluation and exported
             models remain dense, so that the two values differ only in the forward pass in training.
-        skip: parts of names. Layers whose names contain one of these parts, such as ``decoder`` or ``mlp.fc2``, stay
-            dense. ``*`` matches any part.
+        skip: parts of layer names, such as ``decoder`` or ``mlp.fc2``. Layers whose names contain one of these parts
+            stay dense. ``*`` matches any part.
 
     Raises:
         SettingError: If a value is not allowed, or if ``prune=both`` is combined with ``attention=fused`` or

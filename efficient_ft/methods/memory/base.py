@@ -82,6 +82,6 @@ class MemoryMethod(Method):
         return {} if self._packing is None else self._packing.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restored = state_dict  # used if the method is applied later
+        self._restored = state_dict  # required if `apply` is called after this method
         if self._packing is not None:
             self._packing.load_state_dict(state_dict)

@@ -1,7 +1,7 @@
 """Block checkpointing: save only the inputs of blocks, and recompute the blocks in the backward pass.
 
 Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016. The quantization of the inputs
-is our extension.
+is not part of the paper.
 """
 
 from __future__ import annotations

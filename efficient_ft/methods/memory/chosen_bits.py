@@ -2,10 +2,10 @@
 
 The selection is based on how much the gradient changes if a tensor is rounded. During the profile, all tensors are
 saved in 8 bits. When the backward pass reaches the output of a part of the model, the gradients below this output are
-first computed without further rounding. They are then computed again for each tensor that the part packs, with only
-this tensor rounded to 3 bits. For each part of the model that has a gradient, the squared norm of the difference is
-divided by the squared norm of the part's own gradient. The change for the tensor is the sum of these ratios. Relative
-differences are used because optimizers such as Adam are insensitive to the scale of a part's gradient.
+first computed without further rounding. For each tensor that the part packs, the gradients are then computed again with
+only this tensor rounded to 3 bits. For each part of the model that has a gradient, the squared norm of the difference
+between the two gradients is divided by the squared norm of the first one. The change for the tensor is the sum of these
+ratios. Relative differences are used because optimizers such as Adam are insensitive to the scale of a part's gradient.
 
 The changes for several tensors are additive, because the rounding errors of different tensors are independent. The
 change for each tensor is proportional to its squared rounding error. The changes for all other formats are computed
@@ -13,11 +13,11 @@ from this relation. On a trained small ViT, the sum of the changes is within 5 %
 tensors are rounded. Finally, bits are assigned to the tensors for which they reduce the sum most.
 
 If a part is frozen in a profiling step (for example, by `lisa` or `uniform_layers`), its tensors are not measured in
-this step, because their effect on the gradients of other parts does not predict their effect on the part's own
-gradient.
+this step, because the effect of these tensors on other gradients does not predict their effect on the gradient of the
+part.
 
 ActNN (Chen et al., ICML 2021) and GACT (Liu et al., ICML 2022) select bits based on the sensitivity of the variance of
-the gradient. Measuring the change relative to each part is our extension.
+the gradient. These papers do not measure the change relative to each part.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _IN_VAIN = 16
 
 
 def bits_per_value(form: Form) -> float:
-    """Return the number of bits per packed value. The minimum and the step of the group are included proportionally."""
+    """Return the number of bits per packed value, including its share of the group's minimum and step."""
     bits, group = form
     return bits + 32 / group
 
@@ -108,7 +108,7 @@ class ChosenBits(PackingState):
     def default(self) -> Form:
         """Format of tensors that were not measured.
 
-        It is the largest format that would meet the budget for all tensors.
+        It is the largest format that meets the budget if all tensors use it.
         """
         return max((f for f in self.all_forms if bits_per_value(f) <= self.budget), key=bits_per_value)
 

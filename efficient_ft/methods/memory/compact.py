@@ -34,8 +34,8 @@ class Compact(ActivationPacking):
     A normalization saves its normalized input x̂, and the inputs of the layers after the normalization are recomputed
     from x̂. A layer that follows GELU, SiLU or a product of two activations (SwiGLU) does not save its input. In a
     network with BatchNorm, a layer that follows BatchNorm and an activation function does not save its input either. No
-    matrix product is computed twice, except in recomputed attention. The gradients equal those of training without the
-    method up to rounding errors.
+    matrix product is computed twice, except in recomputed attention. Up to rounding errors, the gradients equal those
+    of training without the method.
 
     Args:
         attention: ``recomputed`` saves q, k and v and recomputes attention in the backward pass. Neither the output nor
@@ -63,7 +63,7 @@ class Compact(ActivationPacking):
         check_choice("attention", attention, ("mixed", "recomputed", "kept"))
         check_choice("activation_dtype", activation_dtype, ("same", *_DTYPES))
         self.attention, self.activation_dtype = attention, activation_dtype
-        # If ``attention=mixed``, the blocks that save the same tensors as torch's attention.
+        # If ``attention=mixed``, names of the blocks that save the same tensors as torch's attention operation.
         self._kept: frozenset[str] = frozenset()
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:

@@ -39,15 +39,15 @@ class LowBit(ActivationPacking):
     Args:
         bits: bits per value: 8, 4, 3, 2 or ``auto``. ``auto`` selects the number of bits for each tensor under the
             `budget`, based on how much rounding the tensor changes the gradient. The changes are measured in a profile,
-            which consists of the first `profile_steps` steps. During the profile, all tensors have 8 bits.
+            which consists of the first `profile_steps` steps. During the profile, all tensors are stored in 8 bits.
         budget: mean number of bits per value with ``bits=auto``, including the minimum and the step of each group. A
             budget of 3.5 results in the same size as ``bits=3``. If None, 4.5 is used, which results in the same size
             as ``bits=4``.
-        profile_steps: number of optimizer steps in the profile of ``bits=auto``. For each packed tensor, such a step
-            takes about half a step longer. It temporarily stores two additional gradients.
+        profile_steps: number of optimizer steps in the profile of ``bits=auto``. Such a step takes longer by about half
+            a step for each packed tensor, and temporarily stores two additional gradients.
         group: number of values per group. Must be a multiple of 8 up to 65536. The minimum and the step add 32 / group
-            bits to each value. If None, 64 is used, or 40 with ``bits=2``. With ``bits=auto``, 64, 128 or 256 is then
-            selected for each tensor.
+            bits to each value. If None, the number is 64, or 40 with ``bits=2``. With ``bits=auto`` and None, 64, 128
+            or 256 is selected for each tensor.
         rounding: ``nearest``, which has a smaller error, or ``stochastic``, which is unbiased (as in ActNN).
         attention: ``fused`` saves q, k and v and recomputes attention from these tensors with torch's fused kernel.
             ``unfused`` saves q, k, v and the output of the softmax.

@@ -19,8 +19,8 @@ class Mesa(ActivationPacking):
     """Save the tensors for the backward pass in 8 bits. The forward pass does not change.
 
     q, k, v, the output of the softmax, and the inputs of linear layers, convolutions, normalizations and smooth
-    activation functions are stochastically rounded to 255 steps. Each tensor has a running range, or one running range
-    for each attention head. Ranges are exponential moving averages with decay 0.9. ReLU saves one bit per element.
+    activation functions are stochastically rounded to 255 steps. Each tensor, or each attention head of a tensor, has a
+    running range. Ranges are exponential moving averages with decay 0.9. ReLU saves one bit per element.
 
     Args:
         attention: ``unfused`` saves q, k, v and the output of the softmax (as published). ``fused`` saves q, k and v

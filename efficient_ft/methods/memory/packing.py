@@ -145,7 +145,7 @@ class PartwiseMethod(MemoryMethod):
     packs_tail: bool = False
 
     def _left_plain(self, view: ModelView) -> dict[str, Skipped]:
-        """Return a mapping from additional layers that this method does not change to the reasons."""
+        """Return the names of additional layers that this method does not change, each mapped to the reason."""
         return {}
 
     def _packs(self, module: nn.Module) -> bool:
@@ -233,11 +233,11 @@ class ActivationPacking(PartwiseMethod):
             if forward.networks and with_position_network(forward.policy).attention != forward.policy.attention
         ]
         if finer:
-            notes.append(f"8 bits for q, k, v and softmax in {within(finer)} while its position network is trained")
+            notes.append(f"8 bits for q, k, v and softmax in {within(finer)}, where a position network is trained")
         kept = _dense_bytes(model, view, packing)
         named = [f"{name} {format_bytes(size)}" for name, size in sorted(kept.items(), key=lambda x: -x[1])]
         if named:
-            notes.append(f"dense inside packed parts, per image: {', '.join(named)}")
+            notes.append(f"saved without packing, per image: {', '.join(named)}")
         return tuple(notes)
 
 
@@ -271,7 +271,7 @@ def _position_networks(view: ModelView, part: str, parts: Sequence[str]) -> list
 
 
 def _runs_packed(view: ModelView, name: str) -> bool:
-    """Return False for a normalization for which no function has a packed version, otherwise True."""
+    """Return False if the layer is a normalization that calls torch functions, but none with a packed version."""
     functions = view.functions(name)
     if functions is None or not is_norm(view.model.get_submodule(name)):
         return True
@@ -281,8 +281,8 @@ def _runs_packed(view: ModelView, name: str) -> bool:
 def _parts(view: ModelView, packs_tail: bool) -> tuple[list[str], list[str], dict[str, Skipped]]:
     """Return the names of the modules to pack, the names of those that contain the head, and the dense modules.
 
-    The modules to pack are disjoint. The second list is empty if the model has no attention. The values for the dense
-    modules are the reasons.
+    The modules to pack are disjoint. The second list is empty if the model has no attention. Each dense module is
+    mapped to the reason.
     """
     inner = [*view.blocks, *(name for extras in view.stage_extras for name in extras)]
     holders = {name.split(".")[0] for name in inner}

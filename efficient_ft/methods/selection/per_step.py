@@ -237,7 +237,7 @@ class TopLayers(LayersPerStep):
         super().step_end()
         if self._steps >= self.profile_steps or not self._trainable:
             return
-        blocks = list(self._trainable.values())  # a block with adapters may have no trainable parameters
+        blocks = list(self._trainable.values())  # an entry is empty if adapters have frozen the whole block
         found = iter(torch.stack([_gradient_size(parameters) for parameters in blocks if parameters]).tolist())
         sizes = [next(found) if parameters else 0.0 for parameters in blocks]
         total = sum(sizes)

@@ -44,7 +44,7 @@ SOFTMAX = (Tensor.softmax, torch.softmax, F.softmax)
 
 
 class Attention(TorchFunctionMode):
-    """Context manager that records the attention of the class token, from fused attention or from the softmax.
+    """Context manager that records the attention of the class token, in fused and in unfused attention.
 
     Args:
         prefix: number P of prefix tokens. The first prefix token is the class token.
@@ -79,7 +79,7 @@ class Place(NamedTuple):
     """Properties of a block's position in a model.
 
     `prefix` is the number of prefix tokens, and `positions` is the number of positions H · W in the grid of patch
-    tokens. If `last` is True, the output of the block receives no record of tokens.
+    tokens. If `last` is True, no record of tokens is attached to the output of the block.
     """
 
     method_name: str
@@ -100,7 +100,7 @@ class TokenForward(OwnForward):
         self.method_name, self.prefix, self.positions, self.last = place
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if any(isinstance(inner, TokenForward) for inner in self.all_inside()):  # another method has replaced it
+        if any(isinstance(inner, TokenForward) for inner in self.all_inside()):  # an inner one handles the record
             result: Tensor = self.within(x, *args, **kwargs)
             return result
         x, tokens = pop_tokens(x)
@@ -242,7 +242,7 @@ class TokenMethod(Method):
                 )
 
     def refuse_unfit_model(self, view: ModelView) -> None:
-        """Raise the error of `refuse_other_blocks` for the first block if all blocks raise an error."""
+        """Raise the error of `refuse_other_blocks` for the first block if that function rejects every block."""
         errors = []
         for name in view.blocks:
             try:
@@ -252,8 +252,9 @@ class TokenMethod(Method):
         raise errors[0]
 
     def refuse_fixed_tokens(self, view: ModelView, run: Callable[[nn.Module, Tensor, int], None]) -> None:
-        """Raise UserError unless each block accepts tokens (B, N, C) for any N. The check runs copies of the blocks on
-        fake tensors.
+        """Raise UserError unless each block accepts tokens (B, N, C) for any N.
+
+        The check runs copies of the blocks on fake tensors.
 
         Args:
             view: view of a model that has blocks and meets `Needs.TOKEN_GRID`.

@@ -79,8 +79,8 @@ class EViT(DropsTokens):
     Args:
         drop_at: indices of the blocks that drop tokens, counted from 0. Negative indices count from the end. The last
             block is not allowed.
-        keep_rate: fraction of the patch tokens that each of these blocks keeps. Must be in (0, 1]. The number of kept
-            tokens is rounded up.
+        keep_rate: fraction of its patch tokens that each block in `drop_at` keeps. Must be in (0, 1]. The number of
+            kept tokens is rounded up.
         fuse: if True, the dropped tokens are fused into one token, which is appended to the kept tokens.
 
     Raises:

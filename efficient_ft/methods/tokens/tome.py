@@ -38,7 +38,7 @@ _PRODUCTS = (Tensor.matmul, Tensor.__matmul__, torch.matmul)
 
 
 class _SizedAttention(TorchFunctionMode):
-    """Context manager that applies proportional attention and records the keys, in fused attention or at the softmax.
+    """Context manager that applies proportional attention and records the keys, in fused and in unfused attention.
 
     `sizes_BN` is the number of patches that each token represents. The logarithm of this number is added to the
     attention scores before the softmax (Equation 1 of the ToMe paper). If `sizes_BN` is None, all tokens have the same
@@ -153,9 +153,9 @@ class ToMe(TokenMethod):
 
     After attention and before the feed-forward network, the patch tokens are alternately assigned to two sets. Each
     token of the first set is matched with the most similar token of the second set. Similarity is the cosine similarity
-    of the detached keys, averaged over the heads. The r most similar pairs are merged: each pair is replaced by its
-    mean, weighted by the number of patches that each token represents. Prefix tokens (class token, distillation token,
-    registers) are not merged and remain at the start. Attention still runs as a fused operation.
+    of the detached keys, averaged over the heads. The r most similar pairs are merged: each pair is replaced by the
+    mean of its tokens, weighted by the number of patches that each token represents. Prefix tokens (class token,
+    distillation token, registers) are not merged and remain at the start. Attention still runs as a fused operation.
 
     The prefix tokens, the remaining tokens of the first set, and the second set are then concatenated in this order, as
     in the paper. This order affects only how the next block assigns tokens to the two sets. Blocks whose attention
@@ -177,8 +177,8 @@ class ToMe(TokenMethod):
         inflect: slope of the schedule of r, from −1 to 1. The number of merged tokens changes linearly from (1 −
             inflect)·r in the first block to (1 + inflect)·r in the last block. With −1, it decreases from 2·r to 0, as
             in the paper's decreasing schedule. With 1, it increases from 0 to 2·r. The mean over the blocks remains r,
-            also after rounding. Must be 0 if r is a list. It is the second number of the pair (r, inflect) in the
-            paper.
+            also after rounding. Must be 0 if r is a list. In the paper, `inflect` is the second number of the pair (r,
+            inflect).
         proportional_attention: if True, the logarithm of the number of patches that a token represents is added to the
             attention scores of this token (Equation 1 of the paper).
 
@@ -277,7 +277,7 @@ def scheduled(r: int, inflect: float, blocks: int) -> list[int]:
 
     The number changes linearly from (1 − inflect)·r in the first block to (1 + inflect)·r in the last block. The mean
     over the blocks is r. Two blocks at the same distance from the middle merge exactly 2·r tokens in total. Halves are
-    rounded to even, and `inflect` is interpreted as a decimal fraction.
+    rounded to even. `inflect` is used as an exact decimal number, without binary rounding errors.
     """
     slope = 0 if blocks == 1 else Fraction(str(inflect)) / (blocks - 1)
     return [round(r + r * slope * (2 * block - blocks + 1)) for block in range(blocks)]
@@ -289,7 +289,7 @@ def merged_of(patches: int, r: int) -> int:
 
 
 def _leaves_some(r: Sequence[int], patches: int) -> bool:
-    """Return True if no block merges more than half of all patch tokens and more than one of them remains."""
+    """Return True if each r is at most half of `patches` and more than one patch token remains in the end."""
     if not any(r):
         return True
     left = patches

@@ -1,4 +1,4 @@
-"""ALaST: in each step, train some of the blocks and drop tokens, according to budgets of the blocks.
+"""ALaST: in each step, train some of the blocks and drop tokens. Both depend on a budget for each block.
 
 Source: Devoto, Alvetreti, Pomponi, Di Lorenzo, Minervini, Scardapane, "Adaptive Layer Selection for Efficient Vision
 Transformer Fine-Tuning", 2024. The settings cover details that the paper does not specify, and details that the authors
@@ -36,8 +36,8 @@ class _Budget:
     """Budget of one block.
 
     `value` is the budget b, and `before` is the value of Δ in the previous step. `change` is the sum of ‖CLS_l −
-    CLS_{l−1}‖² over the images of the current step, and `images` is the number of these images. The tensor `change` is
-    reused in all steps.
+    CLS_{l−1}‖² over the images of the current step, and `images` is the number of these images. The same tensor
+    `change` is used in all steps.
     """
 
     value: float
@@ -205,7 +205,7 @@ class ALaST(LayersPerStep, TokenMethod):
         budgets = list(self._budgets.values())
         changes = [budget.change for budget in budgets if budget.change is not None and budget.images]
         if len(changes) < len(budgets) or not changes or isinstance(changes[0], FakeTensor) or changes[0].is_meta:
-            return  # no images were processed, or only the cost of a step was counted
+            return  # no images in this step, or a step on fake tensors that counts the cost
         deltas = self._deltas(torch.stack(changes), budgets[0].images)
         for budget, delta in zip(budgets, deltas, strict=True):
             assert budget.change is not None
@@ -232,6 +232,6 @@ class ALaST(LayersPerStep, TokenMethod):
         return {name: [budget.value, budget.before] for name, budget in self._budgets.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restored = state_dict  # used if the method is applied later
+        self._restored = state_dict  # required if `apply` is called after this method
         for name, budget in self._budgets.items():
             budget.value, budget.before = state_dict[name]

@@ -34,7 +34,7 @@ class BSR(Blocks, DropsTokens):
         drop_at: indices of the blocks that drop tokens. The last block is not allowed. If the list is empty, no tokens
             are dropped, and all models with blocks are supported (as in the paper for ResNet-50 and for "Ours" in Table
             5).
-        keep_rate: fraction of the patch tokens that each of these blocks keeps. Must be in (0, 1].
+        keep_rate: fraction of its patch tokens that each block in `drop_at` keeps. Must be in (0, 1].
         fuse: if True, the dropped tokens are fused into one token, which is their sum weighted by attention.
 
     Raises:
