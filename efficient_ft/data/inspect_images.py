@@ -26,7 +26,7 @@ from efficient_ft.data.listing import Samples
 #: Maximum number of pixels to decode in a quick inspection, and number of images that are decoded regardless of this
 #: limit.
 PIXELS, _FIRST = 16_000_000, 4
-_ENLARGED = 4.0  # factor of enlargement above which a warning is issued
+_ENLARGED = 4.0  # enlargement factor above which a warning is issued
 _DEPTHS = (255, 1023, 4095, 16383)  # suggested upper limits of ``data.value_range`` for dark images
 #: Maximum numbers of recorded groups of duplicates, of recorded paths per group, and of images that are compared to
 #: find near-duplicates.
@@ -393,12 +393,12 @@ def _report_near_duplicates(found: Inspection, images: Sequence[_Seen], class_na
 
 
 def _thumbnail(image: Image.Image) -> np.ndarray:
-    """Return the pixels of a thumbnail of an RGB image, for comparisons: uint8 (243,)."""
+    """Return the pixels of a small thumbnail of an RGB image: uint8 (243,)."""
     return np.asarray(image.resize((_SIDE, _SIDE), Image.Resampling.BILINEAR, reducing_gap=2.0)).ravel()
 
 
 def _near_pairs(thumbnails: Sequence[np.ndarray], sizes: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield pairs of indices of almost equal images, given the thumbnails and sizes (width, height) of all images.
+    """Yield the index pairs of almost equal images, given the thumbnails and sizes (width, height) of all images.
 
     Images with low contrast are ignored.
     """
@@ -412,7 +412,7 @@ def _near_pairs(thumbnails: Sequence[np.ndarray], sizes: Sequence[tuple[int, int
     squares = np.square(pixels).sum(axis=1)
     for start in range(0, len(order), _BLOCK):
         end = min(start + _BLOCK, len(order))
-        # If two means differ by more than `_LEVELS`, the root mean square difference is also larger than `_LEVELS`.
+        # The root mean square difference is at least the difference of the means: only images up to `last` can match.
         last = int(np.searchsorted(means, means[end - 1] + _LEVELS, side="right"))
         distance = squares[start:end, None] + squares[None, start:last] - 2 * pixels[start:end] @ pixels[start:last].T
         distance = np.sqrt(np.maximum(distance, 0) / pixels.shape[1])

@@ -107,8 +107,8 @@ class Listing(AnyListing):
     def digest(self) -> str:
         """Return a digest (8 hex digits) of the class names, the labels and the images.
 
-        Up to 256 images of each split are included, by their pixels in memory or the sizes of their files. Paths and
-        file dates have no effect. If a file is replaced with a different file of equal size, the digest does not
+        Up to 256 images of each split are included: the pixels of images in memory, or the sizes of image files. Paths
+        and file dates have no effect. If a file is replaced with a different file of equal size, the digest does not
         change.
         """
         hasher = hashlib.blake2b("\n".join(self.class_names).encode(), digest_size=4)

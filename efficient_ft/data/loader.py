@@ -232,7 +232,7 @@ def refuse_killed_worker(error: BaseException) -> None:
 
 
 def make_loader(dataset: Dataset[Any], sampler: Sampler[Any], num_workers: int, batch_size: int | None) -> Loader:
-    """Create a loader for a dataset that returns complete batches."""
+    """Create a loader. The dataset must return complete batches."""
     return Loader(
         dataset,
         batch_size=batch_size,
@@ -254,7 +254,7 @@ class EpochSampler(Sampler[_Key]):
 
     Attributes:
         epoch: epoch of the next iteration.
-        start: number of keys that the next iteration skips, because an interrupted run has used these keys. It is reset
+        start: number of keys that the next iteration skips, because an interrupted run has used them. It is reset
             to 0 when the iteration starts, and does not change `len`.
     """
 

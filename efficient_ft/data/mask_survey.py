@@ -231,7 +231,7 @@ def examined(found: Survey, *splits: str) -> str:
 
 
 def _refuse_palettes(found: Survey, classes: Classes) -> None:
-    """Raise `UserError` if indices are class ids, and palettes assign different colors to one index."""
+    """Raise `UserError` if palette indices are used as class ids, but palettes assign different colors to one index."""
     if classes.palette == "index" or (classes.colors and classes.palette != "index"):
         return
     entries = [value for value in classes.ids if value < 256]
