@@ -26,8 +26,8 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 for _format in FORMATS:
     importlib.import_module(f"PIL.{_format.title().replace('Webp', 'WebP')}ImagePlugin")
 
-#: Formats that require a certain build of Pillow or an additional package. Each value contains Pillow's name of the
-#: format, a module, installation advice, and the extensions.
+#: Formats that require a certain build of Pillow or an additional package. Each value contains the name of the format
+#: in Pillow, the module that reads it, installation advice, and the file extensions.
 _FURTHER = {
     "AVIF": ("AVIF", "PIL.AvifImagePlugin", "pip install 'pillow>=11.3'", ".avif"),
     "JPEG 2000": ("JPEG2000", "PIL.Jpeg2KImagePlugin", "install a Pillow with OpenJPEG", ".jp2 .j2k .j2c .jpf .jpx"),

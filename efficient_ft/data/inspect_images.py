@@ -28,8 +28,8 @@ from efficient_ft.data.listing import Samples
 PIXELS, _FIRST = 16_000_000, 4
 _ENLARGED = 4.0  # enlargement factor above which a warning is issued
 _DEPTHS = (255, 1023, 4095, 16383)  # suggested upper limits of ``data.value_range`` for dark images
-#: Maximum numbers of recorded groups of duplicates, of recorded paths per group, and of images that are compared to
-#: find near-duplicates.
+#: Limits: number of recorded groups of duplicates, number of recorded paths per group, and number of images that are
+#: compared to find near-duplicates.
 _GROUPS, _PATHS, _COMPARED = 100, 5, 50_000
 _GRAY = ("1", "L", "LA", "La", "F")
 _FORMATS = {"jpg": "JPEG", "jpeg": "JPEG", "jfif": "JPEG", "tif": "TIFF", "pgm": "PPM", "jp2": "JPEG2000",
@@ -38,10 +38,10 @@ _FORMATS = {"jpg": "JPEG", "jpeg": "JPEG", "jfif": "JPEG", "tif": "TIFF", "pgm":
 #: Pattern of the names of masks that are stored in the same folder as their images.
 _MASK = re.compile(r"(.+)[ _-](?:mask|masks|seg|segmentation|gt|label|labels|annotation)(?:[ _-]?\d+)?", re.IGNORECASE)
 _SIDE = 9  # side of a thumbnail in pixels
-#: Maximum root mean square difference of the thumbnails of near-duplicates: in gray levels, and divided by the smaller
-#: of the two contrasts. On photographs of 128 and 224 pixels, these limits detect at least 92 % of the copies that were
-#: saved as JPEG with a quality of 30 to 60, or resized by a factor of 0.5 or 1.5. Distinct photographs are not matched,
-#: but JPEG copies of tiny images are missed.
+#: Maximum root mean square difference between the thumbnails of near-duplicates: in gray levels, and as a fraction of
+#: the smaller contrast of the two thumbnails. On photographs of 128 and 224 pixels, these limits detect at least 92 %
+#: of the copies that were saved as JPEG with a quality of 30 to 60, or resized by a factor of 0.5 or 1.5. Distinct
+#: photographs are not matched, but JPEG copies of tiny images are missed.
 _LEVELS, _RELATIVE = 4.0, 0.08
 #: Minimum contrast of compared images (standard deviation of the thumbnail), and maximum ratio of their aspect ratios.
 _CONTRAST, _ASPECT = 6.0, 1.05

@@ -168,10 +168,7 @@ class Summary:
 
 
 def abridged(names: Sequence[str]) -> str:
-    """Join the first names with commas, and append the number of the remaining names.
-
-    The result has about 70 characters.
-    """
+    """Join up to `_NAMES` names and `_LETTERS` characters with commas, and append the number of the remaining names."""
     shown: list[str] = []
     for name in names[:_NAMES]:
         text = shortened(plain_line(name), _LETTERS)

@@ -113,7 +113,8 @@ def scan(root: Path, follow_links: bool) -> tuple[Folder, list[tuple[Path, str |
     return top, blocked
 
 
-_UNLABELED = ("unlabel", "unlabl", "pred", "unsup", "unknown")  # parts of folder names that denote unlabeled images
+#: Substrings of folder names that denote unlabeled images.
+_UNLABELED = ("unlabel", "unlabl", "pred", "unsup", "unknown")
 #: Names of image folders and of mask folders in segmentation data sets.
 _PICTURES = frozenset({"image", "images", "img", "imgs", "jpegimages", "photos", "pictures"})
 _MASKS = frozenset({"mask", "masks", "label", "labels", "annotation", "annotations", "annotations_png", "gt",

@@ -83,7 +83,7 @@ class Samples:
 
 @dataclass(kw_only=True)
 class AnyListing:
-    """Base class of lists of the samples in each split, with notes for the user."""
+    """Base class of all listings, which contain the samples of each split and notes for the user."""
 
     notes: list[str] = field(default_factory=list)  # facts that a user should know, one sentence each
     origins: dict[str, str] = field(default_factory=dict)  # short description of the source of each split

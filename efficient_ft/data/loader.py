@@ -311,7 +311,7 @@ class CounterSampler(EpochSampler[tuple[int, int]]):
 def _used(size: int, world: int, batch_size: int) -> int:
     """Return the number of images that all processes together use in an epoch.
 
-    All processes then have the same number of batches, and a last batch of a single image is avoided.
+    It ensures that all processes have the same number of batches, and that no last batch contains a single image.
     """
     each, more = divmod(size, world)
     if each < batch_size:  # each process loads one batch, so no image is skipped

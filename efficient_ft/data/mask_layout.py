@@ -254,13 +254,13 @@ def _nothing(root: Path, tree: Tree, has_masks: bool) -> UserError:
 
 
 def _named_masks(folder: Path) -> bool:
-    """Return True if a folder contains files that are named like masks, and other images."""
+    """Return True if a folder contains both files that are named like masks and other images."""
     names = [entry.name for entry in os.scandir(folder) if entry.name.lower().endswith(EXTENSIONS)]
     return len({read_name(os.path.splitext(name)[0]).kind == "masks" for name in names}) == 2
 
 
 def named_places(root: Path, tree: Tree, chosen: Chosen) -> Places:
-    """Return the folders of each split that are named in ``data.splits``.
+    """Return the folders that `chosen` (``data.splits``) lists for each split.
 
     Raise `UserError` if images or masks are missing.
     """

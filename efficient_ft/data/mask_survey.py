@@ -62,7 +62,7 @@ class Survey:
 
     headers: dict[str, list[Pair]] = field(default_factory=dict)  # headers of images and masks
     counted: dict[str, list[tuple[str, Counted]]] = field(default_factory=dict)  # paths and pixel counts of masks
-    totals: dict[str, int] = field(default_factory=dict)  # number of masks
+    totals: dict[str, int] = field(default_factory=dict)  # number of masks in each split
 
     @property
     def pairs(self) -> list[Pair]:

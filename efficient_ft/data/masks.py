@@ -307,7 +307,7 @@ class MaskListing(AnyListing):
     def digest(self) -> str:
         """Return a digest (8 hex digits) of the classes and the files.
 
-        The names and sizes of up to 256 images of each split and of their masks are included.
+        The names and sizes of up to 256 image files of each split, and of their mask files, are included.
         """
         classes = self.classes
         about: tuple[object, ...] = (classes.names, classes.ids)

@@ -105,8 +105,8 @@ def read_published(name: str, root: Path, follow_links: bool = False) -> Listing
     """List the samples of the published image data set `name`.
 
     All archives of the data set must be ``ready`` below `root`. Raise `UserError` if a list is damaged, or if listed
-    images do not exist or are outside of the data set.
-    If `follow_links` is True, links to targets outside of the data set's folder are followed.
+    images do not exist or are outside of the data set. If `follow_links` is True, links to targets outside of the data
+    set's folder are followed.
     """
     source = PUBLISHED[name]
     where = (root / source.folder).absolute()
@@ -148,7 +148,7 @@ def _nonexistent(parts: Sequence[Paths]) -> list[str]:
 def _samples(dataset: Any) -> Samples:
     """Return the paths and labels of a torchvision data set.
 
-    The attributes with paths and labels have different names in different classes of torchvision.
+    In different torchvision classes, the attributes with paths and labels have different names.
     """
     if hasattr(dataset, "_samples"):
         paths, labels = zip(*dataset._samples, strict=True)

@@ -219,7 +219,7 @@ def read_rows(path: Path, settings: TextConfig) -> Rows:
     """Read the rows of a .csv, .tsv or .jsonl file, which may be compressed with gzip.
 
     Raise `UserError` if the format is not supported, a column is missing, or the rows are malformed, and `SettingError`
-    if a setting does not fit the file.
+    if a setting is incompatible with the file.
     """
     kind, name = suffix_of(path), printable(path)
     if kind not in EXTENSIONS:

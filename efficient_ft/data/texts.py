@@ -83,10 +83,13 @@ def read_texts(
 ) -> TextListing:
     """List the texts of a file or a folder. See `read_folder` for the arguments.
 
-    If there is neither a validation nor a test split, one fifth of every class is held out for testing, the same texts
-    for every seed. Raise `UserError` if a file or column does not exist, a file cannot be read, the labels are not
-    suitable as classes, the folder is ambiguous, or a link leads out of `root` and `follow_links` is False. Raise
-    `SettingError` if a setting does not fit the files.
+    If there is neither a validation nor a test split, one fifth of every class is held out for testing. The held-out
+    texts are the same for every seed.
+
+    Raises:
+        UserError: If a file or column does not exist, a file cannot be read, the labels are not suitable as classes,
+            the folder is ambiguous, or a link leads out of `root` and `follow_links` is False.
+        SettingError: If a setting is incompatible with the files.
     """
     if (problem := missing_text_folder(root)) is not None:
         raise UserError(problem)
@@ -194,7 +197,7 @@ def is_number(name: str) -> bool:
 
 
 def in_order(name: str) -> tuple[int, float, str]:
-    """Return a sort key that orders numbers by value and before words."""
+    """Return a sort key that orders numbers by value, and places numbers before words."""
     with contextlib.suppress(ValueError):
         if math.isfinite(value := float(name)):
             return (0, value, name)
