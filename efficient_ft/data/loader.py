@@ -271,7 +271,7 @@ class CounterSampler(EpochSampler[tuple[int, int]]):
 
     In each epoch, each image is used by at most one process. The numbers of images per process differ by at most one.
     If `batch_size` is given, a few images at the end of the order are skipped, so that all processes have the same
-    number of batches, and no batch contains a single image, for which BatchNorm fails.
+    number of batches. This also avoids a last batch of a single image, for which BatchNorm fails.
 
     Args:
         size: number of images.
@@ -311,7 +311,7 @@ class CounterSampler(EpochSampler[tuple[int, int]]):
 def _used(size: int, world: int, batch_size: int) -> int:
     """Return the number of images that all processes together use in an epoch.
 
-    It ensures that all processes have the same number of batches, and that no last batch contains a single image.
+    With this number, all processes have the same number of batches, and a last batch of a single image is avoided.
     """
     each, more = divmod(size, world)
     if each < batch_size:  # each process loads one batch, so no image is skipped
