@@ -6,7 +6,7 @@
 Shuffling and augmentation depend only on (seed, epoch, index), and not on the number of worker processes, the access
 order or the state of global random generators.
 
-With `data.on_corrupt=stop`, the first corrupt image that is read stops the run with an error that contains its path.
+With `data.on_corrupt=stop`, the run stops at the first corrupt image. The error contains the path of the image.
 With `data.on_corrupt=skip`, all images are decoded once at the start. Unreadable images are removed and reported.
 """
 

@@ -93,10 +93,10 @@ def listed_names(names: Sequence[str], source: str) -> ClassList:
 def parse_class_list(file: Path) -> ClassList:
     """Read one class list. Raise `UserError` if the list is unreadable or ambiguous.
 
-    Each line contains a name, an id and a name (``3: cell``), a name and a color (``sky 128 128 128``, ``128 128 128
-    sky``, ``sky,#808080``), or an id, a name and a color. If the list contains no ids, its lines are numbered 0, 1, … A
-    line that begins with ``#`` is a comment, unless it begins with a color such as ``#808080``. Text after a ``#``
-    between two spaces is also a comment.
+    Each line has one of these forms: a name; an id and a name (``3: cell``); a name and a color (``sky 128 128 128``,
+    ``128 128 128 sky``, ``sky,#808080``); or an id, a name and a color. If the list contains no ids, its lines are
+    numbered 0, 1, … A line that begins with ``#`` is a comment, unless it begins with a color such as ``#808080``. A
+    ``#`` between two spaces also begins a comment.
     """
     place = printable(file)
     lines = _lines(file)
@@ -150,7 +150,7 @@ def _lines(file: Path) -> list[tuple[int, str]]:
 
 
 _Line = tuple[str, str, int | None, Color | None]  # a line's kind, name, id and color
-#: Descriptions of the kinds of lines, for messages. In all kinds except "name id", the id precedes the name.
+#: Descriptions of the kinds of lines, used in messages. In all kinds except "name id", the id precedes the name.
 _KINDS = {"name": "a name", "id": "an id and a name", "name id": "a name and a number", "number": "a number",
           "color": "a name and a color", "id color": "an id, a name and a color"}  # fmt: skip
 
@@ -212,7 +212,7 @@ def _entries(parsed: Sequence[tuple[int, _Line]], kinds: set[str], place: str) -
     elif kinds <= {"name", "name id", "number"}:
         stems, ids = {name.casefold() for _, name, _, _ in rows}, {number for _, _, number, _ in rows}
         if kinds == {"name id"} and len(stems) == len(ids) == len(rows) > 1:
-            kinds = {"id"}  # 'sky 0' ends with an id, unlike 'class 1'
+            kinds = {"id"}  # the numbers are ids, as in 'sky 0', and not parts of names, as in 'class 1'
         else:
             names = [f"{name} {number}" if kind == "name id" else name for kind, name, number, _ in rows]
     elif kinds == {"id", "name"} and rows[0][0] == "name":  # a line such as '4 wheeler' in a list of names
@@ -316,7 +316,7 @@ def _listed(root: Path, settings: MaskConfig) -> ClassList:
             unique = dict.fromkeys(name for name in named if is_class(name))
             return listed_names(list(unique), "data.masks.values")
     elif settings.colors is not None:
-        # The names are sorted, because the order of a mapping is not part of a run's identity.
+        # The names are sorted, so that the class ids do not depend on the order of the mapping.
         return listed_names(sorted(name for name in settings.colors if is_class(name)), "data.masks.colors")
     others = sorted(one.name for one in root.iterdir() if one.suffix.lower() in (".txt", ".json", ".csv", ".yaml"))
     has = f" Found: {', '.join(map(printable, others[:3]))}." if others else ""

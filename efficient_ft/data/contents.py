@@ -18,7 +18,7 @@ from efficient_ft.data.counts import some
 from efficient_ft.data.inspection import in_threads, spread
 from efficient_ft.data.listing import label_bytes, splits_of
 
-FILES = 2048  # number of evenly spread files of a split that are hashed, in addition to the first file of each class
+FILES = 2048  # maximum number of evenly spread files to hash per split; the first file of each class is also hashed
 #: Files of at most `_COMPLETE` bytes are hashed completely. Of larger files, `_PIECES` pieces of `_PIECE` bytes are
 #: hashed.
 _COMPLETE, _PIECES, _PIECE = 1 << 20, 8, 1 << 15
@@ -31,9 +31,9 @@ class Part:
     """A part of the hashed data, such as a split or the weights of a network."""
 
     count: int  # number of samples
-    names: Sequence[str]  # names of the hashed entries, for messages
-    hashes: str = ""  # concatenated hashes of these entries
-    files: Sequence[str] = ()  # paths of entries that have not been hashed
+    names: Sequence[str]  # names of the entries, shown in messages
+    hashes: str = ""  # concatenated hashes of the entries; empty before `files` are read
+    files: Sequence[str] = ()  # paths of the entries that must be read and hashed
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Contents:
 
 
 def looked_at(listing: Any, root: str | os.PathLike[str] = "") -> Contents:
-    """Select the entries of a listing to hash, and hash the entries that are in memory.
+    """Select the entries of a listing that will be hashed, and hash those that are in memory.
 
     Files are not read before `Contents.read` is called. File names in messages are relative to `root`.
     """

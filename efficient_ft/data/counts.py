@@ -23,7 +23,7 @@ def and_more(count: int, noun: str = "") -> str:
 
 
 def some(names: Sequence[str], count: int = 6) -> str:
-    """Join up to `count` names with commas, followed by the number of the remaining names."""
+    """Join the first `count` names with commas, and append the number of the remaining names."""
     return ", ".join(printable(name) for name in names[:count]) + and_more(len(names) - count)
 
 

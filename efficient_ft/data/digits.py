@@ -1,7 +1,7 @@
 """Handwritten digits: a small data set of real images that requires no download.
 
 ``digits.npz`` contains the test set of *Optical Recognition of Handwritten Digits* (E. Alpaydin, C. Kaynak, UCI Machine
-Learning Repository, 1998, https://doi.org/10.24432/C50P49), licensed under CC BY 4.0: 1,797 images of 8×8 pixels. Its
+Learning Repository, 1998, https://doi.org/10.24432/C50P49), licensed under CC BY 4.0: 1,797 images of 8×8 pixels. The
 values are identical to ``sklearn.datasets.load_digits``. See NOTICE.
 """
 

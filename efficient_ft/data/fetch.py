@@ -63,7 +63,7 @@ class Archive:
     def describe(self, root: Path) -> str:
         """Return one line with the expected location of the file or folder.
 
-        If files are incomplete or damaged, the line also contains this information.
+        If files are incomplete or damaged, the line states this.
         """
         line = str((root / self.path).absolute())
         if self.size is not None:

@@ -19,7 +19,7 @@ def unreadable(path: str | Path, error: OSError) -> UserError:
 
 
 def visible_entries(folder: str | Path) -> Iterator[os.DirEntry[str]]:
-    """Yield the entries of a folder that are not hidden. Raise `UserError` if the folder cannot be read."""
+    """Yield the non-hidden entries of a folder. Raise `UserError` if the folder cannot be read."""
     try:
         with os.scandir(folder) as entries:
             yield from (entry for entry in entries if not is_hidden(entry.name))
@@ -41,7 +41,7 @@ class FileList:
     Attributes:
         links: links to folders. They are ignored, because they may form a cycle or lead to another class.
         special: pipes, sockets, devices and broken links. They are ignored.
-        again: links to files in `listed`. They are ignored.
+        again: links to files in the `listed` folders. They are ignored.
         outside: followed links to files outside of `root`.
     """
 
@@ -55,7 +55,7 @@ class FileList:
         self.outside: list[str] = []
 
     def below(self, folder: str | Path, strict: bool = False) -> list[str]:
-        """Return the sorted paths of all files below a folder that are not hidden. The folder may be a link.
+        """Return the sorted paths of all non-hidden files below a folder. The folder may be a link.
 
         Raise `UserError` if a folder cannot be read, if a link leads out of the data set and links are not followed, or
         if `strict` is True and entries are ignored.
@@ -139,7 +139,7 @@ def _within(path: str, folder: str) -> bool:
 
 
 def links_in(places: Iterable[Path], root: Path, follow_links: bool) -> list[str]:
-    """Return a sentence for each of the given paths that is a link out of the data set.
+    """Return a sentence for each path in `places` that is a link to a target outside of the data set.
 
     Raise `UserError` if there is such a link and `follow_links` is False, or if a link leads to a folder inside or
     above `root`.
@@ -217,7 +217,7 @@ class Paths:
         return map(self.__getitem__, range(len(self)))
 
     def take(self, indices: np.ndarray) -> Paths:
-        """Return the paths at `indices`, in that order. The result shares the bytes of the names."""
+        """Return the paths at `indices`, in that order. The bytes of the names are shared, not copied."""
         taken = Paths()
         taken._folders, taken._names = self._folders, self._names
         taken._folder, taken._length = self._folder[indices], self._length[indices]

@@ -55,11 +55,11 @@ def folder_classes(root: Path, splits: Chosen | None = None, follow_links: bool 
 def read_folder(root: Path, follow_links: bool = False, splits: Chosen | None = None) -> Listing:
     """List the images below `root`.
 
-    Two layouts are supported: ``train/CLASS`` with ``val/CLASS``, ``test/CLASS`` or both, and ``CLASS`` without splits.
+    Two layouts are supported: ``train/CLASS`` with ``val/CLASS`` or ``test/CLASS`` (or both), and ``CLASS`` alone.
     Splits are recognized by common spellings of their names, or specified by ``data.splits``. If there is neither a
-    validation nor a test split, one fifth of every class is held out for testing, the same images for every seed. Class
-    folders may contain images at any depth. Hidden files are ignored. Other unused files are counted in
-    `Listing.left_out`.
+    validation nor a test split, one fifth of every class is held out for testing. The held-out images are the same for
+    every seed. Class folders may contain images at any depth. Hidden files are ignored. Other unused files are counted
+    in `Listing.left_out`.
 
     Args:
         root: folder of the data set. It may be a link.
@@ -107,7 +107,7 @@ def read_folder(root: Path, follow_links: bool = False, splits: Chosen | None = 
 
 
 def _scan_split(places: Sequence[Path], files: FileList) -> tuple[dict[str, Paths], Counter[str]]:
-    """Return the sorted images of each class in a split, and the number of other files with each extension."""
+    """Return the sorted images of each class in a split, and the number of other files for each extension."""
     classes: dict[str, list[Path]] = {}
     for place in places:
         names = sorted(entry.name for entry in visible_entries(place) if is_folder(entry))

@@ -38,7 +38,7 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         transform_eval: transform for evaluation. It converts a PIL image or a path to a float32 tensor (C, H, W).
 
     Raises:
-        SettingError: If a setting does not fit the data set.
+        SettingError: If a setting is incompatible with the data set.
         UserError: If the data set cannot be split, or too few readable images remain.
     """
 
@@ -64,7 +64,7 @@ class ImageData(OpenedData[Samples, SplitDataset]):
     def _split(self, listing: Listing) -> dict[str, Samples]:
         parts: dict[str, Samples] = splits_of(listing)
         recipe = self._config.train_on_val and listing.recipe_trains_on_val
-        if self.best_split == "test" and recipe and "val" in parts:  # the best epoch is selected on `test`
+        if self.best_split == "test" and recipe and "val" in parts:  # `val` is not needed to select the best epoch
             parts["train"] = parts["train"].join(parts.pop("val"))
         return self._choose_splits(parts, stratified_split)
 
@@ -127,9 +127,9 @@ class ImageData(OpenedData[Samples, SplitDataset]):
     def keep_decoded(self, epochs: int) -> None:
         """Keep decoded images on disk for a run of `epochs` epochs.
 
-        Images are kept if `data.keep_decoded` and the free space permit this: the training images, and the images on
-        which the best epoch is selected. A note reports the result. If ``data.keep_decoded=on``, raise `SettingError`
-        if the images are not resized to one size, or if there is not enough space.
+        The training images and the images on which the best epoch is selected are kept if `data.keep_decoded` and the
+        free space permit this. A note reports the result. If ``data.keep_decoded=on``, raise `SettingError` if the
+        images are not resized to one size, or if there is not enough space.
         """
         config, on = self._config, self._config.keep_decoded == "on"
         transforms = {"train": self._train_transform, self.best_split: self.transform_eval}

@@ -26,8 +26,8 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 for _format in FORMATS:
     importlib.import_module(f"PIL.{_format.title().replace('Webp', 'WebP')}ImagePlugin")
 
-#: Formats that require a certain build of Pillow or an additional package. Each value contains Pillow's name of the
-#: format, a module, installation advice, and the extensions.
+#: Formats that require a certain build of Pillow or an additional package. Each value contains the name of the format
+#: in Pillow, the module that reads it, installation advice, and the file extensions.
 _FURTHER = {
     "AVIF": ("AVIF", "PIL.AvifImagePlugin", "pip install 'pillow>=11.3'", ".avif"),
     "JPEG 2000": ("JPEG2000", "PIL.Jpeg2KImagePlugin", "install a Pillow with OpenJPEG", ".jp2 .j2k .j2c .jpf .jpx"),
@@ -47,7 +47,7 @@ def _is_available(kind: str) -> bool:
 _ALWAYS = {".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 #: Extensions of the supported image formats.
 EXTENSIONS = tuple(sorted(_ALWAYS.union(*(one[3].split() for kind, one in _FURTHER.items() if _is_available(kind)))))
-#: Extensions of unsupported formats of images and arrays.
+#: Extensions of unsupported image and array formats. Messages advise users to convert such files.
 _CONVERT = (
     ".arw", ".cr2", ".cr3", ".dcm", ".dng", ".eps", ".exr", ".fits", ".h5", ".hdf5", ".hdr", ".ico", ".mat", ".nef",
     ".nii", ".npy", ".npz", ".nrrd", ".orf", ".pdf", ".pfm", ".psd", ".raf", ".raw", ".rw2", ".svg", ".tga", ".zarr",
@@ -134,7 +134,7 @@ def opened(path: str | os.PathLike[str], decoding: Decoding | None = None) -> It
 
 def to_rgb(image: Image.Image, decoding: Decoding) -> Image.Image:
     """Decode an opened image as upright RGB. Raise `ValueError` if the pixels cannot be converted to RGB."""
-    # Pillow drops the bands of a TIFF image that it cannot represent, so such images are rejected.
+    # Pillow drops bands that it cannot represent, so TIFF images with such bands are rejected.
     bands = int(image.tag_v2.get(277, 1)) if image.format == "TIFF" else 1  # type: ignore[attr-defined]
     if bands > len(image.getbands()) or image.mode == "RGBX":
         raise ValueError(_too_many(bands))
@@ -189,7 +189,10 @@ def _eight_bits(image: Image.Image, value_range: tuple[float, float] | None, lev
 
 
 def _stored_levels(image: Image.Image) -> float:
-    """Return the factor that converts Pillow's 16-bit values of an unloaded image to the stored values."""
+    """Return the factor that converts Pillow's 16-bit values to the values stored in the file.
+
+    The image must not have been loaded.
+    """
     if image.format == "PPM" and image.mode == "I" and isinstance(args := _arguments(image), tuple):
         return float(args[-1]) / 65535
     if image.format == "JPEG2000" and image.mode.startswith("I"):

@@ -26,10 +26,10 @@ from efficient_ft.data.listing import Samples
 #: Maximum number of pixels to decode in a quick inspection, and number of images that are decoded regardless of this
 #: limit.
 PIXELS, _FIRST = 16_000_000, 4
-_ENLARGED = 4.0  # factor of enlargement above which a warning is issued
+_ENLARGED = 4.0  # enlargement factor above which a warning is issued
 _DEPTHS = (255, 1023, 4095, 16383)  # suggested upper limits of ``data.value_range`` for dark images
-#: Maximum numbers of recorded groups of duplicates, of recorded paths per group, and of images that are compared to
-#: find near-duplicates.
+#: Limits: number of recorded groups of duplicates, number of recorded paths per group, and number of images that are
+#: compared to find near-duplicates.
 _GROUPS, _PATHS, _COMPARED = 100, 5, 50_000
 _GRAY = ("1", "L", "LA", "La", "F")
 _FORMATS = {"jpg": "JPEG", "jpeg": "JPEG", "jfif": "JPEG", "tif": "TIFF", "pgm": "PPM", "jp2": "JPEG2000",
@@ -38,10 +38,10 @@ _FORMATS = {"jpg": "JPEG", "jpeg": "JPEG", "jfif": "JPEG", "tif": "TIFF", "pgm":
 #: Pattern of the names of masks that are stored in the same folder as their images.
 _MASK = re.compile(r"(.+)[ _-](?:mask|masks|seg|segmentation|gt|label|labels|annotation)(?:[ _-]?\d+)?", re.IGNORECASE)
 _SIDE = 9  # side of a thumbnail in pixels
-#: Maximum root mean square difference of the thumbnails of near-duplicates: in gray levels, and divided by the smaller
-#: of the two contrasts. On photographs of 128 and 224 pixels, these limits detect at least 92 % of the copies that were
-#: saved as JPEG with a quality of 30 to 60, or resized by a factor of 0.5 or 1.5. Distinct photographs are not matched,
-#: but JPEG copies of tiny images are missed.
+#: Maximum root mean square difference between the thumbnails of near-duplicates: in gray levels, and as a fraction of
+#: the smaller contrast of the two thumbnails. On photographs of 128 and 224 pixels, these limits detect at least 92 %
+#: of the copies that were saved as JPEG with a quality of 30 to 60, or resized by a factor of 0.5 or 1.5. Distinct
+#: photographs are not matched, but JPEG copies of tiny images are missed.
 _LEVELS, _RELATIVE = 4.0, 0.08
 #: Minimum contrast of compared images (standard deviation of the thumbnail), and maximum ratio of their aspect ratios.
 _CONTRAST, _ASPECT = 6.0, 1.05
@@ -393,12 +393,12 @@ def _report_near_duplicates(found: Inspection, images: Sequence[_Seen], class_na
 
 
 def _thumbnail(image: Image.Image) -> np.ndarray:
-    """Return the pixels of a thumbnail of an RGB image, for comparisons: uint8 (243,)."""
+    """Return the pixels of a small thumbnail of an RGB image: uint8 (243,)."""
     return np.asarray(image.resize((_SIDE, _SIDE), Image.Resampling.BILINEAR, reducing_gap=2.0)).ravel()
 
 
 def _near_pairs(thumbnails: Sequence[np.ndarray], sizes: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield pairs of indices of almost equal images, given the thumbnails and sizes (width, height) of all images.
+    """Yield the index pairs of almost equal images, given the thumbnails and sizes (width, height) of all images.
 
     Images with low contrast are ignored.
     """
@@ -412,7 +412,7 @@ def _near_pairs(thumbnails: Sequence[np.ndarray], sizes: Sequence[tuple[int, int
     squares = np.square(pixels).sum(axis=1)
     for start in range(0, len(order), _BLOCK):
         end = min(start + _BLOCK, len(order))
-        # If two means differ by more than `_LEVELS`, the root mean square difference is also larger than `_LEVELS`.
+        # The root mean square difference is at least the difference of the means: only images up to `last` can match.
         last = int(np.searchsorted(means, means[end - 1] + _LEVELS, side="right"))
         distance = squares[start:end, None] + squares[None, start:last] - 2 * pixels[start:end] @ pixels[start:last].T
         distance = np.sqrt(np.maximum(distance, 0) / pixels.shape[1])

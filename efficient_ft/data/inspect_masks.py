@@ -177,8 +177,9 @@ def _inverted(result: Inspection, paths: Sequence[str], pixels: np.ndarray, clas
 
     `pixels` is the number of pixels of both classes in each mask, int64 (N, 2).
 
-    The criterion has two parts. No mask has a foreground share near one half. One class covers about the same share in
-    the first group of masks as the other class covers in the second group.
+    The masks form two groups, with less and with more than half foreground. A warning requires that no foreground share
+    is near one half, and that one class covers about the same share in the first group as the other class in the
+    second.
     """
     mixed = np.flatnonzero(pixels.all(axis=1))  # masks with a single class are ignored
     share = pixels[mixed, 1] / np.maximum(pixels[mixed].sum(axis=1), 1)

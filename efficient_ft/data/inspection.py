@@ -25,7 +25,7 @@ class Inspection:
     facts: dict[str, Any] = field(default_factory=dict)  # facts for results.json
     lines: list[str] = field(default_factory=list)  # the same facts for the terminal, one short line each
     warnings: list[str] = field(default_factory=list)  # properties that may harm training, and settings to change
-    problems: dict[str, str] = field(default_factory=dict)  # reasons why samples are unusable, by path
+    problems: dict[str, str] = field(default_factory=dict)  # reason for each unusable sample, by path
 
 
 def spread(size: int, count: int) -> np.ndarray:
@@ -34,9 +34,9 @@ def spread(size: int, count: int) -> np.ndarray:
 
 
 def decoding_threads(pixels: int, limit: int) -> int:
-    """Return the number of images that can be decoded in parallel, at most 8.
+    """Return the number of images of `pixels` pixels to decode in parallel, from 1 to 8.
 
-    If each image has `pixels` pixels, these images together have at most `limit` pixels. At least one image is decoded.
+    If the result is larger than 1, these images have at most `limit` pixels in total.
     """
     return max(1, min(8, os.cpu_count() or 1, limit // max(pixels, 1)))
 
@@ -107,7 +107,7 @@ class Summary:
     best_split: str  # split on which the best epoch is selected
     inspection: Inspection  # result of inspecting the samples
     left_out: Mapping[str, int] = field(default_factory=dict)  # number of unused files for each reason
-    skipped: Mapping[str, str] = field(default_factory=dict)  # reasons why samples are skipped, by path
+    skipped: Mapping[str, str] = field(default_factory=dict)  # reason for each skipped sample, by path
     notes: Sequence[str] = ()  # facts that a user should know, one sentence each
 
     def lines(self) -> list[str]:
@@ -168,10 +168,7 @@ class Summary:
 
 
 def abridged(names: Sequence[str]) -> str:
-    """Join the first names with commas, and append the number of the remaining names.
-
-    The result has about 70 characters.
-    """
+    """Join up to `_NAMES` names and `_LETTERS` characters with commas, and append the number of the remaining names."""
     shown: list[str] = []
     for name in names[:_NAMES]:
         text = shortened(plain_line(name), _LETTERS)

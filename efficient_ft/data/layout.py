@@ -46,7 +46,7 @@ class Folder:
 
     @property
     def shown(self) -> str:
-        """The shortened name with a trailing slash, for messages."""
+        """The shortened name with a trailing slash, used in messages."""
         name = printable(self.name)
         short = name if len(name) <= _LETTERS else f"{name[:_LETTERS]}…"
         return f"{short}/" if name else printable(self.path)
@@ -65,12 +65,12 @@ def same_class(name: str) -> str:
 def scan(root: Path, follow_links: bool) -> tuple[Folder, list[tuple[Path, str | None]]]:
     """Count the images of all folders below `root`. No image is opened.
 
-    Links to folders are followed only above the classes, and only if they lead out of `root` and `follow_links` is
-    True. Every other link above the classes is recorded as a folder with one image, and as a blocked folder.
+    Links to folders are followed only above the class folders, and only if they lead out of `root` and `follow_links`
+    is True. Every other link above the class folders is recorded as a folder with one image, and as a blocked folder.
 
     Returns:
-        The folder `root`, and a list of the blocked folders above the classes. Each entry of the list contains a path
-        and an error message, or None instead of a message if the path is a link.
+        The folder `root`, and a list of the blocked folders, which were not scanned. Each entry contains the path of
+        the folder, and an error message, or None if the path is a link.
     """
     top = Folder(root)
     real = Path(os.path.realpath(root))
@@ -113,13 +113,14 @@ def scan(root: Path, follow_links: bool) -> tuple[Folder, list[tuple[Path, str |
     return top, blocked
 
 
-_UNLABELED = ("unlabel", "unlabl", "pred", "unsup", "unknown")  # parts of the names of folders with unlabeled images
+#: Substrings of folder names that denote unlabeled images.
+_UNLABELED = ("unlabel", "unlabl", "pred", "unsup", "unknown")
 #: Names of image folders and of mask folders in segmentation data sets.
 _PICTURES = frozenset({"image", "images", "img", "imgs", "jpegimages", "photos", "pictures"})
 _MASKS = frozenset({"mask", "masks", "label", "labels", "annotation", "annotations", "annotations_png", "gt",
                     "groundtruth", "ground_truth", "segmentation", "segmentationclass", "seg"})  # fmt: skip
 _TABLES = (".csv", ".tsv", ".json", ".jsonl", ".txt", ".xlsx", ".xls", ".mat", ".parquet", ".xml", ".pkl")
-#: Description of the supported layouts, for messages.
+#: Description of the supported layouts, shown in messages.
 EXPECTED = "Expected layout: train/CLASS/*.jpg with val/CLASS/*.jpg or test/CLASS/*.jpg, or CLASS/*.jpg alone."
 _BySplit = Mapping[Split, Sequence[str]]  # folder names of each split
 _MOST_PLACES = 12  # maximum number of folders in a suggested setting
@@ -303,7 +304,7 @@ def _without_classes(top: Folder, flat: Sequence[Folder]) -> str:
 
 
 def labels_hint(folders: Sequence[Path]) -> str:
-    """Return a sentence that lists files that may contain labels, or an empty string if there are none."""
+    """Return a sentence that lists the files that may contain labels, or an empty string if there are no such files."""
     places = [folder for folder in folders if folder.is_dir()]
     names = [e.name for place in places for e in os.scandir(place) if e.name.lower().endswith(_TABLES)]
     return f" The labels may be in {some(sorted(names), 3)}: sort the images into class folders." if names else ""
@@ -343,13 +344,13 @@ def _refuse_wrapper(top: Folder) -> None:
 def _require_clear(
     top: Folder, place: Folder, now: Chosen, notes: list[str], by_split: _BySplit, evaluated: Sequence[Folder]
 ) -> None:
-    """Raise `UserError` if the folders in `place` may not be the classes.
+    """Raise `UserError` if it is unclear whether the folders in `place` are the classes.
 
     Add a note if there are images in subfolders of the classes.
     """
     classes = list(place.filled.values())
     depths: Counter[int] = Counter()
-    levels: list[dict[str, list[Folder]]] = []  # for each depth below the classes, the folders by normalized name
+    levels: list[dict[str, list[Folder]]] = []  # folders by normalized name, for each depth below the classes
     examples: dict[int, Folder] = {}
     waiting = [(one, 0) for one in reversed(classes)]
     while waiting:
@@ -374,7 +375,7 @@ def _require_clear(
         return
     for level in levels if sum(depths.values()) > 2 * depths[0] else ():
         shared = [folders for folders in level.values() if len(folders) > 1]
-        if shared and len(level) > 1:  # a single common subfolder, such as images, is ignored
+        if shared and len(level) > 1:  # a single common subfolder, such as 'images', is ignored
             raise _same_folders(top, place, now, shared, by_split, evaluated)
     if len(depths) > 1:
         counts = [f"{counted(depths[d], 'image')} in folders such as {examples[d].shown}" for d in sorted(depths)[:3]]
@@ -393,7 +394,7 @@ def _require_clear(
 def _same_folders(
     top: Folder, place: Folder, now: Chosen, shared: list[list[Folder]], by_split: _BySplit, evaluated: Sequence[Folder]
 ) -> UserError:
-    """Return the error for top folders that contain the same folders, such as years, folds or unknown splits."""
+    """Return the error for top folders (years, folds or splits) whose subfolders have the same names."""
     inside = {folder.name.rpartition("/")[0] for folders in shared for folder in folders}
     holders = [one for one in _walk(place) if one.name in inside]
     names = sorted({os.path.basename(folder.name) for folders in shared for folder in folders})

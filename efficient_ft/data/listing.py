@@ -83,7 +83,7 @@ class Samples:
 
 @dataclass(kw_only=True)
 class AnyListing:
-    """Base class of lists of the samples in each split, with notes for the user."""
+    """Base class of all listings, which contain the samples of each split and notes for the user."""
 
     notes: list[str] = field(default_factory=list)  # facts that a user should know, one sentence each
     origins: dict[str, str] = field(default_factory=dict)  # short description of the source of each split
@@ -107,8 +107,8 @@ class Listing(AnyListing):
     def digest(self) -> str:
         """Return a digest (8 hex digits) of the class names, the labels and the images.
 
-        Up to 256 images of each split are included, by their pixels in memory or the sizes of their files. Paths and
-        file dates have no effect. If a file is replaced with a different file of equal size, the digest does not
+        Up to 256 images of each split are included: the pixels of images in memory, or the sizes of image files. Paths
+        and file dates have no effect. If a file is replaced with a different file of equal size, the digest does not
         change.
         """
         hasher = hashlib.blake2b("\n".join(self.class_names).encode(), digest_size=4)

@@ -232,7 +232,7 @@ def refuse_killed_worker(error: BaseException) -> None:
 
 
 def make_loader(dataset: Dataset[Any], sampler: Sampler[Any], num_workers: int, batch_size: int | None) -> Loader:
-    """Create a loader for a dataset that returns complete batches."""
+    """Create a loader. The dataset must return complete batches."""
     return Loader(
         dataset,
         batch_size=batch_size,
@@ -254,7 +254,7 @@ class EpochSampler(Sampler[_Key]):
 
     Attributes:
         epoch: epoch of the next iteration.
-        start: number of keys that the next iteration skips, because an interrupted run has used these keys. It is reset
+        start: number of keys that the next iteration skips, because an interrupted run has used them. It is reset
             to 0 when the iteration starts, and does not change `len`.
     """
 
@@ -271,7 +271,7 @@ class CounterSampler(EpochSampler[tuple[int, int]]):
 
     In each epoch, each image is used by at most one process. The numbers of images per process differ by at most one.
     If `batch_size` is given, a few images at the end of the order are skipped, so that all processes have the same
-    number of batches, and no batch contains a single image, for which BatchNorm fails.
+    number of batches. This also avoids a last batch of a single image, for which BatchNorm fails.
 
     Args:
         size: number of images.
@@ -311,7 +311,7 @@ class CounterSampler(EpochSampler[tuple[int, int]]):
 def _used(size: int, world: int, batch_size: int) -> int:
     """Return the number of images that all processes together use in an epoch.
 
-    All processes then have the same number of batches, and a last batch of a single image is avoided.
+    With this number, all processes have the same number of batches, and a last batch of a single image is avoided.
     """
     each, more = divmod(size, world)
     if each < batch_size:  # each process loads one batch, so no image is skipped

@@ -38,14 +38,14 @@ def read_mask_folder(
 
     Images, masks and splits are recognized by folder names: ``SPLIT/images`` with ``SPLIT/masks``, ``images/SPLIT``
     with ``masks/SPLIT``, ``SPLIT`` with ``SPLIT_masks``, or ``images`` with ``masks``. If there is neither a validation
-    nor a test split, one fifth of the images is held out for testing, the same images for every seed. A mask has the
-    name of its image, except for the extension and a constant prefix or suffix.
+    nor a test split, one fifth of the images is held out for testing. The held-out images are the same for every seed.
+    A mask has the name of its image, except for the extension and a constant prefix or suffix.
 
     Args:
-        root: Folder of the data set, which may be a link.
-        settings: Mask settings.
-        chosen: Folders of each split, as in ``data.splits``. If None, they are recognized by name.
-        follow_links: If True, links to targets outside of `root` are followed and listed in the notes.
+        root: folder of the data set. It may be a link.
+        settings: settings of the masks.
+        chosen: folders of each split, as in ``data.splits``, or None to recognize the splits by name.
+        follow_links: if True, follow links that lead out of `root`, and list these links in the notes.
 
     Raises:
         UserError: If the folder does not exist, there are no classes, the layout is ambiguous, an image has no mask, or
@@ -179,7 +179,7 @@ class _Pairs:
             self.notes.append(f"Not used: {some(listed)}.")
 
     def _files(self, folder: Path, extensions: Sequence[str]) -> tuple[dict[str, str], Counter[str]]:
-        """Return the paths of files with the given extensions, and the number of other files with each extension.
+        """Return the paths of files with the given extensions, and the number of other files for each extension.
 
         The keys of the paths are relative to the folder and have no extension.
         """

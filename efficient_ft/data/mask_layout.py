@@ -32,7 +32,7 @@ class Area:
     path: Path  # path of the folder
     kind: Kind | None  # kind of the files, or None if the folder names denote no kind
     split: Split | None  # split of the files, or None if the folder names denote no split
-    prefix: str  # relative path of the parent of the first folder whose name denotes a kind or a split
+    prefix: str  # relative path of the folder above the first folder whose name denotes a kind or a split
     key: tuple[str, ...]  # folder names without the words that denote images or masks
     count: int = 0  # number of image files
 
@@ -41,9 +41,9 @@ class Area:
 class Tree:
     """The folders of a data set."""
 
-    areas: list[Area] = field(default_factory=list)  # folders with images whose names denote a kind or a split
+    areas: list[Area] = field(default_factory=list)  # folders of images named after a kind or a split
     plain: dict[str, int] = field(default_factory=dict)  # number of image files in each of the other folders
-    inside: dict[str, int] = field(default_factory=dict)  # number of images in each subfolder of areas of unknown kind
+    inside: dict[str, int] = field(default_factory=dict)  # number of images in subfolders of areas of unknown kind
     empty: list[Area] = field(default_factory=list)  # areas without image files or subfolders
 
 
@@ -130,7 +130,7 @@ Places = dict[Split, list[tuple[Area, Area | None]]]
 
 
 def recognized_places(root: Path, tree: Tree, settings: MaskConfig) -> Places:
-    """Return the folders of each split, which are recognized by their names.
+    """Find the folders of each split by their names.
 
     Raise `UserError` if the folders are ambiguous, or if images or masks are missing.
     """
@@ -182,9 +182,7 @@ def recognized_places(root: Path, tree: Tree, settings: MaskConfig) -> Places:
 
 
 def _split_folder(area: Area, root: Path) -> str:
-    """Return the path that selects an area in ``data.splits``: a parent folder of images and masks, or the folder
-    itself.
-    """
+    """Return the ``data.splits`` path that selects an area: the parent of its images and masks, or the area itself."""
     folder = area.path
     while read_name(folder.name).kind == "images" and not read_name(folder.name).rest and folder.parent != root:
         folder = folder.parent
@@ -256,13 +254,13 @@ def _nothing(root: Path, tree: Tree, has_masks: bool) -> UserError:
 
 
 def _named_masks(folder: Path) -> bool:
-    """Return True if a folder contains files that are named like masks, and other images."""
+    """Return True if a folder contains both files that are named like masks and other images."""
     names = [entry.name for entry in os.scandir(folder) if entry.name.lower().endswith(EXTENSIONS)]
     return len({read_name(os.path.splitext(name)[0]).kind == "masks" for name in names}) == 2
 
 
 def named_places(root: Path, tree: Tree, chosen: Chosen) -> Places:
-    """Return the folders of each split that are named in ``data.splits``.
+    """Return the folders that `chosen` (``data.splits``) lists for each split.
 
     Raise `UserError` if images or masks are missing.
     """
@@ -287,7 +285,7 @@ def _named(root: Path, tree: Tree, split: Split, path: Path) -> tuple[Area, Area
             raise SettingError(f"data.splits.{split}", path.relative_to(root).as_posix(), "a folder with images")
         images = [Area(path, "images", split, "", _key(path, root), count)]
     every = [area for area in tree.areas if area.kind == "masks"]
-    if not masks:  # find the folder of masks that corresponds to images/a (masks/a) or a (a_masks)
+    if not masks:  # find the corresponding folder of masks: masks/a for images/a, or a_masks for a
         masks = [area for area in every if area.key == _key(path, root)]
         tails = [path.relative_to(area.path) for area in above if area.kind != "masks"]
         other = [replace(area, path=area.path / tail, split=split) for area in every for tail in tails]

@@ -31,9 +31,9 @@ _JOINED = re.compile(
 
 @dataclass(frozen=True)
 class FolderName:
-    """The kind of files that a folder name denotes, or None, and the remaining words of the name.
+    """The kind of files that a folder name denotes (or None), and the other words of the name.
 
-    The remaining words may denote a split.
+    The other words may denote a split.
     """
 
     kind: Kind | None
@@ -60,9 +60,9 @@ class Matches:
     images: list[str]  # names of images without a mask
     masks: list[str]  # names of masks without an image
     rule: str = ""  # description of how the names correspond; empty if the names are equal
-    image_affix: tuple[str, str] = ("", "")  # (prefix, suffix) of image names, which mask names lack
+    image_affix: tuple[str, str] = ("", "")  # (prefix, suffix) of image names that mask names lack
     several: tuple[str, str] | None = None  # two masks of one image, or None if no image has several masks
-    suffixes: tuple[str, ...] = ()  # suffixes of the masks of an image; the first most likely denotes class ids
+    suffixes: tuple[str, ...] = ()  # suffixes of the masks of one image; the first one most likely denotes class ids
 
 
 def match_names(images: Sequence[str], masks: Sequence[str]) -> Matches:

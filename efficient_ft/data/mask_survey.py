@@ -62,7 +62,7 @@ class Survey:
 
     headers: dict[str, list[Pair]] = field(default_factory=dict)  # headers of images and masks
     counted: dict[str, list[tuple[str, Counted]]] = field(default_factory=dict)  # paths and pixel counts of masks
-    totals: dict[str, int] = field(default_factory=dict)  # number of masks
+    totals: dict[str, int] = field(default_factory=dict)  # number of masks in each split
 
     @property
     def pairs(self) -> list[Pair]:
@@ -231,7 +231,7 @@ def examined(found: Survey, *splits: str) -> str:
 
 
 def _refuse_palettes(found: Survey, classes: Classes) -> None:
-    """Raise `UserError` if indices are class ids, and palettes assign different colors to one index."""
+    """Raise `UserError` if palette indices are used as class ids, but palettes assign different colors to one index."""
     if classes.palette == "index" or (classes.colors and classes.palette != "index"):
         return
     entries = [value for value in classes.ids if value < 256]

@@ -136,7 +136,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _png_has_exif(file: object) -> bool:
-    """Return True if a PNG file has a chunk with an orientation. To find this, Pillow would decode the entire image."""
+    """Return True if a PNG file has an orientation chunk. To find it, Pillow would decode the entire image."""
     read, seek = file.read, file.seek  # type: ignore[attr-defined]
     while len(start := read(8)) == 8:
         kind, length = start[4:], int.from_bytes(start[:4], "big")
@@ -152,7 +152,7 @@ def _png_has_exif(file: object) -> bool:
 
 
 def _raw_mode(image: Image.Image) -> str:
-    """Return Pillow's raw mode of the stored pixels, which Pillow converts to `image.mode`."""
+    """Return Pillow's name of the pixel format in the file, which may differ from `image.mode`."""
     tiles = getattr(image, "tile", None)
     arguments = tiles[0][3] if tiles else None
     if isinstance(arguments, tuple) and arguments:
@@ -249,7 +249,7 @@ class Classes:
 
     @cached_property
     def gray(self) -> bool:
-        """True if all colors are gray. Masks with one channel are then read by color."""
+        """True if all colors are gray. In this case, masks with one channel are read by color."""
         return bool(self.colors) and all(len(set(color)) == 1 for color in (*self.colors, *self.ignored_colors))
 
     def values(self, pixels: Pixels) -> tuple[np.ndarray, bool]:
@@ -307,7 +307,7 @@ class MaskListing(AnyListing):
     def digest(self) -> str:
         """Return a digest (8 hex digits) of the classes and the files.
 
-        The names and sizes of up to 256 images of each split and of their masks are included.
+        The names and sizes of up to 256 image files of each split, and of their mask files, are included.
         """
         classes = self.classes
         about: tuple[object, ...] = (classes.names, classes.ids)

@@ -41,14 +41,14 @@ _ALTERNATIVES = (
 class PublishedSet:
     """A published data set: its files below `data.root`, and the function that reads its lists."""
 
-    title: str  # name in messages
+    title: str  # name shown in messages
     classes: int  # number of classes
     folder: str  # subfolder that contains all files; `data.root` may also be this folder
     archives: tuple[Archive, ...]  # files of the data set
     read: Callable[..., Any]  # function that lists the samples below a root folder
     intact: Callable[[Path], bool] | None = None  # function that verifies the checksums of the unpacked files
     by_hand: str | None = None  # reason why the data set cannot be downloaded, or None if it can be downloaded
-    alternatives: str = _ALTERNATIVES  # sentence about other data, for messages
+    alternatives: str = _ALTERNATIVES  # sentence about other data sets, shown in messages
 
     def root(self, root: str | os.PathLike[str]) -> Path:
         """Return the folder that contains `folder`, even if `root` is `folder` itself."""
@@ -105,8 +105,8 @@ def read_published(name: str, root: Path, follow_links: bool = False) -> Listing
     """List the samples of the published image data set `name`.
 
     All archives of the data set must be ``ready`` below `root`. Raise `UserError` if a list is damaged, or if listed
-    images do not exist or are outside of the data set.
-    If `follow_links` is True, links to targets outside of the data set's folder are followed.
+    images do not exist or are outside of the data set. If `follow_links` is True, links to targets outside of the data
+    set's folder are followed.
     """
     source = PUBLISHED[name]
     where = (root / source.folder).absolute()
@@ -148,7 +148,7 @@ def _nonexistent(parts: Sequence[Paths]) -> list[str]:
 def _samples(dataset: Any) -> Samples:
     """Return the paths and labels of a torchvision data set.
 
-    The attributes with paths and labels have different names in different classes of torchvision.
+    In different torchvision classes, the attributes with paths and labels have different names.
     """
     if hasattr(dataset, "_samples"):
         paths, labels = zip(*dataset._samples, strict=True)
@@ -328,12 +328,12 @@ _CITYSCAPES_IDS = 34
 class MaskSet:
     """A published segmentation data set, which must be downloaded by hand."""
 
-    title: str  # name in messages
+    title: str  # name shown in messages
     folder: str  # default folder below `data.root`
     classes: Classes  # classes of the masks
     contents: tuple[str, ...]  # required paths, relative to the folder
-    read: Callable[[Path, bool], MaskListing]  # called with the folder and ``data.follow_links`` to list the splits
-    source: str  # place from which the files can be downloaded, for messages
+    read: Callable[[Path, bool], MaskListing]  # function (folder, follow_links) that lists the splits
+    source: str  # download location, shown in messages
 
     def root(self, root: Path) -> Path:
         """Return the folder of the data set, which is `root` or a folder below `root`."""

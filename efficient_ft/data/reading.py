@@ -34,7 +34,7 @@ class Reading:
     decode_bytes: int = 0  # peak memory while the largest sample is read
     kept_bytes: int = 0  # memory of each sample until the batch is complete
     stack_bytes: int = 0  # additional memory of each sample while the batch is stacked, excluding the batch
-    file_size: tuple[int, int] | None = None  # (width, height) of the largest image file, or None without files
+    file_size: tuple[int, int] | None = None  # (width, height) of the largest image file, or None if there are none
     own_size: bool = False  # True if `size` is the size of the files instead of the input size of the network
 
     def load_bytes(self, samples: int) -> int:

@@ -46,7 +46,7 @@ class RoundRobinData:
         return {task: part.num_classes for task, part in self.parts.items()}
 
     def train_loader(self, rank: int = 0, world: int = 1) -> Loader:
-        """Return a loader of batches (images, labels, task), whose sampler is a `RoundRobinSampler`.
+        """Return a loader of batches (images, labels, task). Its sampler is a `RoundRobinSampler`.
 
         All tasks share the worker processes. The number of processes is the maximum of `num_workers` over all tasks.
         Raise `UserError` if the training images of a task yield no batch.
@@ -75,7 +75,7 @@ class RoundRobinSampler(EpochSampler[tuple[str, list[Any]]]):
     """Yield (task, keys of a batch) pairs for one process.
 
     Args:
-        batches: batch sampler of each task. It must contain a `CounterSampler`.
+        batches: batch sampler of each task. Its `sampler` must be a `CounterSampler`.
         grad_accum_steps: number of consecutive batches from the same task per optimizer step.
     """
 

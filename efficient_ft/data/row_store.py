@@ -38,8 +38,8 @@ class StoreFullError(Exception):
 class RowStore:
     """A store of rows of bytes in a folder, which several processes and threads may use at the same time.
 
-    The folder is created, and the description `about` is written to about.json. If a store is pickled for a worker
-    process, this process opens the files again.
+    The folder is created, and the description `about` is written to about.json. If a store is pickled and sent to a
+    worker process, the worker opens the files again.
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any], rows: int, row_bytes: int) -> None:
@@ -135,8 +135,8 @@ def require_room(settings: str, limit: str | int | float, stores: Mapping[Path, 
         settings: common prefix of the settings ``<settings>_limit`` and ``<settings>_folder``.
         limit: maximum total size of the stores, with a unit (``4GB``).
         stores: total size in bytes of the store in each folder. All folders have the same parent and need not exist.
-        what: noun for the rows, for messages.
-        how: advice on avoiding the stores, for messages.
+        what: noun for the rows, used in messages.
+        how: advice on avoiding the stores, shown in messages.
 
     Raises:
         SettingError: If `limit` is invalid or too small, or the disk does not have enough free space.

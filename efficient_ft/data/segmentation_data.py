@@ -98,7 +98,7 @@ class MaskDataset(Dataset[tuple[Tensor, Tensor]]):
     transform: MaskTransform
     seed: int  # seed of the run
     exif: str  # value of the setting ``data.masks.exif``
-    labeled: bool  # True to reject masks without labeled pixels, which do not contribute to training
+    labeled: bool  # if True, masks without labeled pixels are rejected, because they do not contribute to training
     decoding: Decoding | None = None
 
     def __len__(self) -> int:
@@ -134,7 +134,7 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
         masks: settings of the masks.
 
     Raises:
-        SettingError: If a setting does not fit the data set.
+        SettingError: If a setting is incompatible with the data set.
         UserError: If the data set cannot be split, or too few readable images remain.
     """
 
@@ -210,7 +210,7 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
         return part.take(left)
 
     def examples(self, count: int) -> list[tuple[Image.Image, np.ndarray]]:
-        """Return `count` evenly spread images and masks of the test split if it exists, or of the validation split."""
+        """Return up to `count` evenly spread images of the test split (or else of the validation split), with masks."""
         split = "test" if "test" in self._parts else self.best_split
         images, size = self._dataset(split, training=False), len(self._parts[split])
         return [images.read(i) for i in sorted({round(k * (size - 1) / max(count - 1, 1)) for k in range(count)})]

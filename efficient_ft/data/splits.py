@@ -40,7 +40,7 @@ _WORDS: dict[str, Split] = {
     ),
     **dict.fromkeys(("prueba", "pruebas", "teste", "тест", "测试", "测试集", "テスト"), "test"),
 }  # type: ignore[dict-item]  # fmt: skip
-#: Words that may accompany a word that denotes a split.
+#: Neutral words that may occur in the name of a split.
 _AFFIXES = frozenset(
     ["data", "dataset", "datasets", "set", "sets", "split", "splits", "subset", "part", "folder", "folders", "file",
      "files", "image", "images", "img", "imgs", "pic", "pics", "picture", "pictures", "photo", "photos", "sample",
@@ -163,7 +163,7 @@ def quoted(name: str) -> str:
 
 
 def _read(name: str) -> tuple[Split | None, tuple[str, ...]]:
-    """Return the split that a name contains, and the other words. The split is None unless there is exactly one."""
+    """Return the split that a name denotes, and the other words. The split is None if there is not exactly one."""
     words = _words(name)
     at = [i for i, word in enumerate(words) if word in _WORDS]
     if len(at) != 1:

@@ -49,7 +49,7 @@ class TextData(OpenedData[Texts, TextDataset]):
         seed: seed of the run, which determines the validation split and the order.
 
     Raises:
-        SettingError: If a setting does not fit the data set.
+        SettingError: If a setting is incompatible with the data set.
         UserError: If the data set cannot be split, or some rows cannot be used.
     """
 

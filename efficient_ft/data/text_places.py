@@ -43,12 +43,12 @@ class SplitRows:
 
 
 def visible(folder: Path) -> list[Path]:
-    """Return the files and folders in a folder that are not hidden, sorted by name."""
+    """Return the non-hidden files and folders in a folder, sorted by name."""
     return sorted(Path(entry.path) for entry in visible_entries(folder))
 
 
 def folders_in(folder: Path) -> list[Path]:
-    """Return the subfolders of a folder that are not hidden, sorted by name."""
+    """Return the non-hidden subfolders of a folder, sorted by name."""
     return [path for path in visible(folder) if path.is_dir()]
 
 

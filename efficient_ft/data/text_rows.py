@@ -33,7 +33,7 @@ MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16-le"),
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
-#: First bytes of files that are not text, and descriptions for messages.
+#: First bytes of files that are not text, and descriptions shown in messages.
 _OTHERS = (
     (b"PK\x03\x04", "a ZIP archive (.xlsx spreadsheets are ZIP archives). Unpack it, or save the sheet as .csv"),
     (b"\xd0\xcf\x11\xe0", "an old spreadsheet or document. Save it as .csv"),
@@ -50,9 +50,9 @@ _OTHERS = (
 def read_text(path: Path, encoding: str | None) -> tuple[str, str | None]:
     """Read a text file, which may be compressed with gzip. A byte order mark takes precedence over `encoding`.
 
-    Return the text without a byte order mark, and a sentence about its encoding, or None instead of the sentence for
-    plain UTF-8. Raise `UserError` if the file cannot be read, is not text, or has a different encoding. In the last
-    case, the message suggests an encoding.
+    Return the text without a byte order mark, and a sentence about its encoding (None for plain UTF-8). Raise
+    `UserError` if the file cannot be read, is not text, or has a different encoding. In the last case, the message
+    suggests an encoding.
     """
     raw = _bytes(path)
     name = printable(path)
@@ -166,13 +166,13 @@ class Row:
 
     text: tuple[str, ...]  # one or two texts
     label: str  # class name; empty if the label is missing
-    file: str  # name of the file, for messages
+    file: str  # name of the file, shown in messages
     line: int | None = None  # line number, or None if the file contains a single text
     problem: str | None = None  # short reason why the row cannot be used, or None if it can be used
 
     @property
     def place(self) -> str:
-        """The file name and the line number, for messages."""
+        """The file name and the line number, shown in messages."""
         return self.file if self.line is None else f"{self.file}, line {self.line}"
 
 
@@ -219,7 +219,7 @@ def read_rows(path: Path, settings: TextConfig) -> Rows:
     """Read the rows of a .csv, .tsv or .jsonl file, which may be compressed with gzip.
 
     Raise `UserError` if the format is not supported, a column is missing, or the rows are malformed, and `SettingError`
-    if a setting does not fit the file.
+    if a setting is incompatible with the file.
     """
     kind, name = suffix_of(path), printable(path)
     if kind not in EXTENSIONS:

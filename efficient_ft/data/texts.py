@@ -58,7 +58,7 @@ class TextListing(AnyListing):
     test: Texts | None = None
     skipped: dict[str, str] = field(
         default_factory=dict, kw_only=True
-    )  # reasons why rows and files are unusable, by place
+    )  # reason for each unusable row or file, by place
 
     @property
     def size(self) -> int:
@@ -83,10 +83,13 @@ def read_texts(
 ) -> TextListing:
     """List the texts of a file or a folder. See `read_folder` for the arguments.
 
-    If there is neither a validation nor a test split, one fifth of every class is held out for testing, the same texts
-    for every seed. Raise `UserError` if a file or column does not exist, a file cannot be read, the labels are not
-    suitable as classes, the folder is ambiguous, or a link leads out of `root` although `follow_links` is False. Raise
-    `SettingError` if a setting does not fit the files.
+    If there is neither a validation nor a test split, one fifth of every class is held out for testing. The held-out
+    texts are the same for every seed.
+
+    Raises:
+        UserError: If a file or column does not exist, a file cannot be read, the labels are not suitable as classes,
+            the folder is ambiguous, or a link leads out of `root` and `follow_links` is False.
+        SettingError: If a setting is incompatible with the files.
     """
     if (problem := missing_text_folder(root)) is not None:
         raise UserError(problem)
@@ -194,7 +197,7 @@ def is_number(name: str) -> bool:
 
 
 def in_order(name: str) -> tuple[int, float, str]:
-    """Return a sort key that orders numbers by value and before words."""
+    """Return a sort key that orders numbers by value, and places numbers before words."""
     with contextlib.suppress(ValueError):
         if math.isfinite(value := float(name)):
             return (0, value, name)
@@ -204,8 +207,9 @@ def in_order(name: str) -> tuple[int, float, str]:
 def spellings(counts: Mapping[str, int], ignore_case: bool | None) -> tuple[dict[str, str], list[str]]:
     """Return the class of each label, and notes on merged labels. `counts` is the number of texts with each label.
 
-    Labels that are equal numbers form one class. Labels that differ only in case, quotes or compatible characters are
-    merged if `ignore_case` is True, kept separate if it is False, and rejected with a `UserError` if it is None.
+    Labels that are equal numbers form one class. Labels that differ only in case, quotes or equivalent Unicode
+    characters are merged if `ignore_case` is True, kept separate if it is False, and rejected with a `UserError` if it
+    is None.
     """
     same, notes = {name: name for name in counts}, []
     numbers: dict[Decimal, list[str]] = defaultdict(list)

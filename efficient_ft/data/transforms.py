@@ -18,7 +18,7 @@ from efficient_ft.core.errors import SettingError
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.data.images import Decoding, read_image
 
-#: Augmentations of training images.
+#: Supported values of ``data.augment.name``.
 AUGMENT = ("resize_crop", "none")
 _BANDS = (
     "Image files are read as RGB or gray. model.kwargs.in_chans > 3 is supported only by the library, with your own"
