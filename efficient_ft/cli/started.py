@@ -1,6 +1,6 @@
 """Identify processes that torchrun, Slurm or Lightning started, by their environment variables.
 
-This module does not import other libraries.
+This module imports only the standard library.
 """
 
 from __future__ import annotations

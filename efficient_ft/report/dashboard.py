@@ -1,4 +1,4 @@
-"""Upload finished runs to Weights & Biases, with a report that contains the panels of the papers.
+"""Upload finished runs to Weights & Biases, and create a report with panels like the figures of the papers.
 
 With ``offline``, wandb stores the runs for ``wandb sync`` instead. `write_panels` writes the panels as JSON.
 """

@@ -270,7 +270,9 @@ def mean_over_steps(values: np.ndarray) -> np.ndarray:
 
 
 def short(value: float) -> str:
-    """Format integers and numbers from 100 without decimals, and other numbers with one decimal. NaN becomes "–"."""
+    """Format integers and numbers of at least 100 without decimals, and other numbers with one decimal. NaN becomes
+    "–".
+    """
     return "–" if np.isnan(value) else f"{value:.0f}" if value >= 100 or value == round(value) else f"{value:.1f}"
 
 
