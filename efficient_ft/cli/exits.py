@@ -21,7 +21,7 @@ from efficient_ft.record.files import json_text
 #: Environment variable with the path of the file in which a sweep job stores its outcome.
 OUTCOME_FILE = "EFFICIENT_FT_OUTCOME_FILE"
 
-#: Numbers of system errors that the user can correct, if they concern a file or folder. Example: missing permission.
+#: Numbers of errors of a file or folder that the user can correct, for example a missing permission.
 _OF_THE_SYSTEM = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EEXIST, errno.ENOTDIR,
                   errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}  # fmt: skip
 

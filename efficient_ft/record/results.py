@@ -139,7 +139,7 @@ class FeaturesReport(TypedDict):
 class PrefixReport(TypedDict):
     """The form in which the frozen prefix of a run is computed (``trainer.prefix``).
 
-    The prefix ends with the module `end`. `reason` states why it does not end at a later module. If the form was
+    The prefix ends with the module `end`. `reason` states why the prefix does not end later. If the form was
     selected by a measurement, `seconds` is the time per batch of each form. `deviation` is the relative difference
     between the output of each form and the output in fp32 (Frobenius norm).
     """
@@ -157,9 +157,9 @@ class RunTotals(TypedDict):
     `flops` is the number of executed FLOPs of forward and backward passes. They are counted like `ExecutedCost` in
     `counted_batches` of the `batches` batches of one process. The other batches have the same or nearly the same cost
     (see `cost.run_flops`). `seconds` and `joules` include evaluation during training. `joules` is read from the energy
-    counters of the machine, which are named in `energy_source`. Both are None if the machine has no counters.
-    `step_seconds` is the median time of the last optimizer steps without data loading. It is None on CUDA, where the
-    loop does not wait for the end of a step.
+    counters of the machine, which are named in `energy_source`. Without counters, `joules` and `energy_source` are
+    None. `step_seconds` is the median time of the last optimizer steps without data loading. It is None on CUDA, where
+    the loop does not wait for the end of a step.
     """
 
     steps: int

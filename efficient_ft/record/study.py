@@ -39,7 +39,7 @@ import pydantic
 import yaml
 from filelock import FileLock
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, StrictInt, Tag, TypeAdapter, ValidationError
-from typing_extensions import TypedDict  # pydantic requires this class before Python 3.12
+from typing_extensions import TypedDict  # Before Python 3.12, pydantic rejects typing.TypedDict.
 
 from efficient_ft.config.explain import mistake
 from efficient_ft.core.errors import UserError, did_you_mean
@@ -50,7 +50,7 @@ from efficient_ft.record.results import ExecutedCost, MeasuredCost, Results, Run
 
 DEFINITION, RECORDS = "study.yaml", "records.json"
 
-#: The search includes the neighbors of a value if its accuracy is at most this fraction below the best accuracy.
+#: The search includes the neighbors of a value whose accuracy (as a fraction) is at most this much below the best one.
 NEAR = 0.01
 
 _DO = "Restore it from a backup or from version control, or rename it to begin again."
@@ -259,7 +259,7 @@ class Records:
         return runs
 
     def add(self, run: StudyRun, results: Results) -> None:
-        """Add the record of a finished run, and write the file. Raise a `UserError` if its images differ."""
+        """Add the record of a finished run, and write the file. Raise a `UserError` if the run used other images."""
         self._add(run, record_of(run, results))
 
     def refuse_unwritable(self) -> None:

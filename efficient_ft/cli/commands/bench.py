@@ -54,7 +54,7 @@ for convolutional maps, as in training. memory compares the growth of a process 
 overhead of the framework over a bare PyTorch loop. gradient compares gradients with the exact gradients, and counts the
 bytes saved for the backward pass. optimizer includes torchao and bitsandbytes if they are installed.
 
-Times are medians with quartiles. Ratios are recipe / baseline, with the median over all rounds. FLOPs and bytes are
+Times are medians with quartiles. A ratio is the median of recipe / baseline over all rounds. FLOPs and bytes are
 counted from executed operations. On CUDA, the allocator measures peaks.
 """
 

@@ -64,7 +64,7 @@ def evaluation(loader: ConfigLoader, name: str, parsed: Sequence[Override]) -> C
 
 
 def _apply(loader: ConfigLoader, settings: dict[str, Any], override: Override) -> None:
-    """Apply an argument (``KEY=VALUE``, ``+KEY=VALUE`` or ``~KEY``) to `settings`. Only its value is interpolated."""
+    """Apply an argument (``KEY=VALUE``, ``+KEY=VALUE`` or ``~KEY``) to `settings`. Only its new value is resolved."""
     full = override.key_or_group
     if full.startswith(("hydra.", "hydra/")):
         raise UserError(f"{override.input_line}: an evaluation does not use Hydra or create a folder. Remove it.")

@@ -63,7 +63,7 @@ def finished(folder: Path, config: Config) -> dict[str, Any] | None:
     try:
         results = read_results(folder)
         same = fingerprint(check(results["config"])) == fingerprint(config)
-    except UserError:  # The file is missing, damaged, or of another version. The job reports this.
+    except UserError:  # The file is missing, damaged, or of another version. The job itself reports this.
         return None
     return dict(results) if same else None
 
@@ -214,9 +214,9 @@ def summary(jobs: Sequence[Job]) -> str:
 class Sweep:
     """A sweep that runs each job in a separate process. A job uses the same command and folder as a single run.
 
-    Hydra's basic launcher runs all jobs in one process. Then all jobs share memory and threads, the sweep ends if this
-    process is killed for lack of memory, and a repeated sweep starts from the beginning. Other launchers, such as
-    submitit, can be selected with ``hydra/launcher=...``.
+    Hydra's basic launcher runs all jobs in one process. As a result, all jobs share memory and threads, the sweep ends
+    if this process is killed for lack of memory, and a repeated sweep starts from the beginning. Other launchers, such
+    as submitit, can be selected with ``hydra/launcher=...``.
     """
 
     def __init__(self, context: HydraContext, config: DictConfig) -> None:
