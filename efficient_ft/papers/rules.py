@@ -66,7 +66,7 @@ _SELECTIONS: dict[str, tuple[Callable[[], Any], ...]] = {
     "rep_net": (RepNet,),
 }
 
-#: Names in timm of models that have other names in the papers. `_OTHERS` contains models that timm does not provide.
+#: timm's names of models that have other names in the papers. `_OTHERS` contains models that timm does not provide.
 _TIMM = {
     "vit_b": "vit_base_patch16_224",
     "vit_b_moe": "vit_base_patch16_224",

@@ -23,7 +23,7 @@ from efficient_ft.training.output import checkpoint, export
 
 #: Maximum number of blocks in the figure. If more blocks drop tokens, evenly spaced blocks are shown.
 MAX_DROPS = 5
-#: Brightness of dropped patches, and the dark blue that is blended with them to distinguish them from black patches.
+#: Dropped patches are darkened to this brightness, and tinted dark blue to distinguish them from black patches.
 DIMMED, TINT = 0.2, (0.08, 0.11, 0.30)
 
 

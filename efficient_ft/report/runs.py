@@ -33,7 +33,7 @@ MAX_POINTS = 120
 #: Maximum number of runs whose predictions are shown.
 MAX_PICTURES = 20
 
-#: Keys of the metrics of all tasks in metrics.jsonl.
+#: Keys that the metrics of every kind of task have in metrics.jsonl.
 METRICS = frozenset(f"{split}_{task.metric}" for split in ("val", "test") for task in TASKS.values())
 
 #: Columns of `record.collection.run_rows` that are used as x axes of accuracy plots.

@@ -39,7 +39,7 @@ accuracies side by side. KEY=VALUE settings are added to the command of every ru
 same settings.
 """
 
-#: Words for the prefixes of accuracy columns.
+#: Names of metrics in headers, by prefix of the accuracy column.
 _KINDS = {"acc": "accuracy", "miou": "mean IoU"}
 #: Maximum number of missing runs that a report lists.
 _NAMED = 8
