@@ -1,4 +1,4 @@
-"""The entry point of the command, which handles signals even while libraries are loading."""
+"""The entry point of the command line. It handles signals even while libraries are loading."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from efficient_ft.record.files import json_text
 #: Environment variable with the path of the file in which a sweep job stores its outcome.
 OUTCOME_FILE = "EFFICIENT_FT_OUTCOME_FILE"
 
-#: Numbers of system errors in a file or folder that the user named, for example a missing permission.
+#: Numbers of errors of a file or folder that the user can correct, for example a missing permission.
 _OF_THE_SYSTEM = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EEXIST, errno.ENOTDIR,
                   errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}  # fmt: skip
 
@@ -48,7 +48,7 @@ def fail(error: UserError | str, status: int = 2) -> NoReturn:
 
 
 def of_the_system(error: OSError) -> UserError | None:
-    """Return a message for a system error in a file or folder that the user named, or None for other errors."""
+    """Return an error message if the user can correct the error of a file or folder, or None for other errors."""
     if error.filename is None or error.errno not in _OF_THE_SYSTEM:
         return None
     return UserError(f"{os.fsdecode(error.filename)}: {error.strerror}.")

@@ -82,7 +82,7 @@ def job(composed: DictConfig) -> float | None:
         # Exit here, since Hydra would print an additional line before the message.
         exits.fail(said)
     except KeyboardInterrupt:
-        if HydraConfig.get().mode == RunMode.MULTIRUN:  # for the reason above; submitit would print a traceback
+        if HydraConfig.get().mode == RunMode.MULTIRUN:  # For submitted jobs, submitit would print a traceback.
             exits.fail(exits.INTERRUPTED_TEXT, exits.INTERRUPTED)
         raise
     exits.report_outcome(results=results)
@@ -119,11 +119,11 @@ def main() -> None:
         check_form(arguments.overrides)
         with output_folder_faults(arguments.overrides):
             shows = arguments.help or arguments.hydra_help or arguments.info
-            # Check the settings that are used: --info prints the composed configuration, and Hydra configures logging
+            # These flags use some settings: --info prints the composed configuration, and Hydra configures logging
             # before it prints help.
             if arguments.info or (shows and any(one.lstrip("+~").startswith("hydra") for one in arguments.overrides)):
                 check_commandline(arguments)
-            if arguments.help or arguments.hydra_help:  # Remove the settings, on which help does not depend.
+            if arguments.help or arguments.hydra_help:  # Remove the settings, since help does not depend on them.
                 own = [one for one in arguments.overrides if one.startswith("hydra")]
                 sys.argv[1:] = [one for one in sys.argv[1:] if one in own or one not in arguments.overrides]
                 if sys.argv[1:] == ["--help"]:
@@ -192,9 +192,9 @@ def _require_entry(config: Config, name: str) -> None:
 
 
 def without_folder(arguments: Any, composed: Sequence[ComposedJob]) -> list[str]:
-    """Return arguments that prevent Hydra from writing files.
+    """Return arguments that prevent Hydra from writing files, or [] if Hydra should write files.
 
-    No files are written if the job does not train, or if this process is not the first process of a run.
+    Hydra should not write files if the job does not train, or if this process is not the first process of a run.
     """
     if arguments.cfg or _sweeps(arguments) or not composed:
         return []

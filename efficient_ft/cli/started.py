@@ -1,13 +1,13 @@
 """Identify processes that torchrun, Slurm or Lightning started, by their environment variables.
 
-This module does not import other libraries.
+This module imports only the standard library.
 """
 
 from __future__ import annotations
 
 import os
 
-#: Variables that contain a rank, a number of processes or a port. Libraries read them when they are imported.
+#: Variables that contain a rank, a number of processes or a port. Libraries read these variables on import.
 _NUMBERS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS",
             "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "JSM_NAMESPACE_RANK", "MASTER_PORT")  # fmt: skip
 #: Variables that contain a number of threads. numba requires a number >= 1.

@@ -38,8 +38,8 @@ _held: int | None = None
 class _Interrupted(KeyboardInterrupt):
     """Exception for Ctrl-C.
 
-    After a plain KeyboardInterrupt has left code that ``exec`` runs from a string (as in dataclasses), ``python -m``
-    ends with SIGINT instead of its exit status. This subclass avoids the problem.
+    If a plain KeyboardInterrupt leaves code that ``exec`` runs from a string (as in dataclasses), ``python -m`` ends
+    with SIGINT instead of its exit status. This subclass avoids the problem.
     """
 
 
@@ -47,7 +47,7 @@ def answer_signals() -> None:
     """Install handlers that raise KeyboardInterrupt for SIGINT and `TerminatedRun` for other signals.
 
     Code can clean up when these exceptions are raised. Python discards exceptions in finalizers and in callbacks of
-    weak references. In this case, the signal is sent again shortly afterwards.
+    weak references. If an exception is discarded, its signal is sent again shortly afterwards.
     """
     global _hooked
     answer(_answer)

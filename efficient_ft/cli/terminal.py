@@ -1,4 +1,4 @@
-"""Functions and classes shared by the commands: help, options, notes and the progress line."""
+"""Helpers that the commands share: help texts, options, notes and the progress line."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Help(argparse.HelpFormatter):
 def fitted(line: str, width: int) -> list[str]:
     """Break a help line into lines of at most `width` columns.
 
-    In a long line, the explanation of an example starts a new line.
+    If the line of an example is too long, the explanation of the example starts a new line.
     """
     lines: list[str] = []
     example = re.fullmatch(r"(\s*\S.*?)\s{3,}(\S.*)", line)
@@ -128,7 +128,7 @@ def status(text: str) -> None:
 
 
 def run_folders(command: str, argument: str, below: Path = Path("outputs")) -> str:
-    """Return the text that a command prints without arguments: its usage, and the latest finished runs in a folder."""
+    """Return the text for a command without arguments: its usage, and the latest finished runs in `below`."""
     from efficient_ft.record.results import NAME
 
     usage = f"Usage: efficient-ft {command} {argument}"

@@ -8,13 +8,13 @@ the settings of each row, deviations of our runs, and misprints:
     title: ...
     conditions: ...
     models: {vit_b: vit_base}                       # model options that differ from `MODELS`
-    settings: ["model={model}", "recipe=lbp_wht/{data}"]   # of every row; {column}: a cell of the row
+    settings: ["model={model}", "recipe=lbp_wht/{data}"]   # of every row; {column}: replaced by a cell of the row
     rows:                                           # the first entry whose `when` matches adds its settings
       - {when: {method: lora}, settings: ["method=[{selection},lora]", "method.lora.rank={rank}"]}
       - {settings: ["method={method}"]}
     deviations:
       - {when: {model: vit_b}, data: food101, note: ...}
-    baseline:                                       # of ratios; default: full fine-tuning in the same table
+    baseline:                                       # row to which ratios refer; default: full fine-tuning
       - {when: {method: back_razor}, row: "back_razor/3:ft_full"}
     costs:                                          # reasons why our count of a printed cost differs
       - {when: {model: vit_b}, columns: [train_memory_mb], reason: ...}
@@ -238,7 +238,7 @@ def table_names() -> tuple[str, ...]:
 
 @cache
 def published_table(name: str) -> Table:
-    """Return the table with a name such as ``lbp_wht/2``. Raise a `UserError` if the table does not exist."""
+    """Return the table with the given name, e.g. ``lbp_wht/2``. Raise a `UserError` if the table does not exist."""
     if any(figure.name == name for figure in figures()):
         raise UserError(f"{name} is a figure. Draw it with efficient-ft figure {name}; see `efficient-ft table`.")
     if name not in table_names():

@@ -1,4 +1,4 @@
-"""Count memory and multiply-adds for the rows of published tables, by the rules of the papers.
+"""Count memory and multiply-adds for the rows of published tables, with the cost formulas of the papers.
 
 The ``rule`` section of a table file defines how its rows are counted:
 
@@ -66,7 +66,7 @@ _SELECTIONS: dict[str, tuple[Callable[[], Any], ...]] = {
     "rep_net": (RepNet,),
 }
 
-#: Names in timm of models that have other names in the papers. `_OTHERS` contains models that timm does not provide.
+#: timm's names of models that have other names in the papers. `_OTHERS` contains models that timm does not provide.
 _TIMM = {
     "vit_b": "vit_base_patch16_224",
     "vit_b_moe": "vit_base_patch16_224",
@@ -102,8 +102,7 @@ class CountSettings:
         frozen_norms: True if the scales and shifts of normalization layers are frozen, as in Back Razor's CNNs.
         parameters: rule for counting parameters: 4 bytes per trained and 1 byte per frozen parameter (``rule``), 1 byte
             per parameter (``one_byte``), or 0 bytes (``none``).
-        by_name: block indices for `named_alike`, if the published count unfroze the parameters that this function
-            returns.
+        by_name: block indices for which the published count also trains the parameters that `named_alike` returns.
         experts: True to count only multiply-adds of linear layers and the patch embedding, without attention products
             and the feed-forward networks or experts of blocks 3, 7 and 11 (BSR, Table 6).
         dense: regular expression for the names of operations whose activations stay dense.
@@ -243,8 +242,8 @@ def count_cost(of: CountSettings) -> CountedCost:
         model = of.model()
         for name in alike:
             model.get_parameter(name).requires_grad_(True)
-        # For linear and normalization layers, the published count depends on each weight. However, no gradient passes
-        # through attention and GELU before the first listed block, even if parameters train there.
+        # The published count of linear and normalization layers depends on which of their weights train. However, no
+        # gradient passes through attention and GELU before the first listed block, even if parameters train there.
         trains = operations(model, of.input_size, rule=of.rule, blocks=_blocks(of.architecture, of.input_size))
         both = [t if t.kind in ("product", "norm") else p for t, p in zip(trains, plain.operations, strict=True)]
         memory = _memory(of, both, parameter_bytes(model))

@@ -190,7 +190,7 @@ def varying(runs: Sequence[Run]) -> list[str]:
     given = {argument.partition("=")[0].lstrip("+") for run in runs for argument in run.results["arguments"]}
 
     def differs(name: str) -> bool:
-        # Runs without a method lack its settings. This counts as a difference only if the setting was given.
+        # Runs lack the settings of methods that they do not use. A lacking setting differs only if a user has set it.
         return len({str(one.get(name, "")) for one in flat if name in one or name in given}) > 1
 
     return [n for n in names if n not in _OWN and not n.startswith((*_PLACES, "tasks.")) and differs(n)]

@@ -58,7 +58,7 @@ class EnergyMeter:
 def _packages() -> list[Callable[[], float]]:
     counters: list[Callable[[], float]] = []
     for folder in sorted(POWERCAP.glob("intel-rapl:*")):
-        if folder.name.count(":") != 1:  # parts of a package
+        if folder.name.count(":") != 1:  # The energy of a package includes its parts.
             continue
         file = folder / "energy_uj"
         with contextlib.suppress(OSError, ValueError):
@@ -70,7 +70,7 @@ def _packages() -> list[Callable[[], float]]:
 def _joules(file: Path) -> float:
     with contextlib.suppress(OSError, ValueError):
         return int(file.read_text()) / 1e6
-    return math.nan  # The intervals before and after this value are not counted.
+    return math.nan  # NaN: `EnergyMeter.joules` skips the adjacent intervals.
 
 
 def _gpu_counter(index: int) -> Callable[[], float] | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NotRequired, cast
 
 from pydantic import TypeAdapter, ValidationError
-from typing_extensions import TypedDict  # pydantic requires this class before Python 3.12
+from typing_extensions import TypedDict  # Before Python 3.12, pydantic rejects typing.TypedDict.
 
 from efficient_ft.config.schema import flatten as flatten
 from efficient_ft.core.errors import UserError
@@ -24,7 +24,7 @@ NAME = "results.json"
 
 
 class ExecutedCost(TypedDict):
-    """Counted costs per image, which are equal on all machines.
+    """Counted costs per image, which are the same on all machines.
 
     Two optional entries describe the whole batch. `step_peak_bytes` is the peak size of live tensors, without the model
     and the batch. `optimizer_bytes` is the size of the optimizer state.
@@ -120,9 +120,10 @@ class MemoryReport(TypedDict):
 class FeaturesReport(TypedDict):
     """Stored features of a run (``trainer.cache_features``), which are the outputs of the module `end`.
 
-    `reason` states why no later module is included. `shape` is the shape for one image, `dtype` is the storage type,
-    and `bytes` is the size of the store. `computed` and `read` are the numbers of images whose features were computed
-    and read, in training and its evaluations. They are counted by one process since the run was last resumed.
+    `reason` states why the features are not computed up to a later module. `shape` is the shape for one image, `dtype`
+    is the storage type, and `bytes` is the size of the store. `computed` and `read` are the numbers of images whose
+    features were computed or read from the store, in training and its evaluations. One process counts them from the
+    last start or resume of the run.
     """
 
     end: str
@@ -138,9 +139,9 @@ class FeaturesReport(TypedDict):
 class PrefixReport(TypedDict):
     """The form in which the frozen prefix of a run is computed (``trainer.prefix``).
 
-    The prefix ends with the module `end`. `reason` states why no later module is included. If the form was selected by
-    a measurement, `seconds` is the time per batch of each form. `deviation` is the relative difference between the
-    output of each form and the output in fp32 (Frobenius norm).
+    The prefix ends with the module `end`. `reason` states why the prefix does not end later. If the form was
+    selected by a measurement, `seconds` is the time per batch of each form. `deviation` is the relative difference
+    between the output of each form and the output in fp32 (Frobenius norm).
     """
 
     end: str
@@ -156,9 +157,9 @@ class RunTotals(TypedDict):
     `flops` is the number of executed FLOPs of forward and backward passes. They are counted like `ExecutedCost` in
     `counted_batches` of the `batches` batches of one process. The other batches have the same or nearly the same cost
     (see `cost.run_flops`). `seconds` and `joules` include evaluation during training. `joules` is read from the energy
-    counters of the machine, which are named in `energy_source`. Both are None if the machine has no counters.
-    `step_seconds` is the median time of the last optimizer steps without data loading. It is None on CUDA, where the
-    loop does not wait for the end of a step.
+    counters of the machine, which are named in `energy_source`. Without counters, `joules` and `energy_source` are
+    None. `step_seconds` is the median time of the last optimizer steps without data loading. It is None on CUDA, where
+    the loop does not wait for the end of a step.
     """
 
     steps: int
@@ -218,7 +219,7 @@ class TaskData(TypedDict):
     """Data of one task.
 
     `splits` contains the number of images in each split, and `skipped` is the number of skipped images. `digest` is a
-    digest of the images. `accuracy` contains the accuracy of model.safetensors by split.
+    hash of the images. `accuracy` contains the accuracy of model.safetensors on each split.
     """
 
     splits: dict[str, int]
@@ -230,8 +231,8 @@ class TaskData(TypedDict):
 class DataReport(TypedDict):
     """Data of a run, with the entries of `TaskData`.
 
-    With several tasks, `tasks` contains the data of each task, numbers of images are summed, and accuracies are
-    averaged. `scores` contains further metrics by split, for example pixel accuracy and the IoU of each class in
+    With several tasks, `tasks` contains the data of each task, the numbers of images are summed, and the accuracies are
+    averaged. `scores` contains further metrics for each split, for example pixel accuracy and the IoU of each class in
     segmentation (None if a class occurs in neither masks nor predictions). `summary` describes for each task how its
     data set was read (`data.inspection.Summary.record`). The key of a single data set is "".
     """

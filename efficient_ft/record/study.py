@@ -39,7 +39,7 @@ import pydantic
 import yaml
 from filelock import FileLock
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, StrictInt, Tag, TypeAdapter, ValidationError
-from typing_extensions import TypedDict  # pydantic requires this class before Python 3.12
+from typing_extensions import TypedDict  # Before Python 3.12, pydantic rejects typing.TypedDict.
 
 from efficient_ft.config.explain import mistake
 from efficient_ft.core.errors import UserError, did_you_mean
@@ -50,7 +50,7 @@ from efficient_ft.record.results import ExecutedCost, MeasuredCost, Results, Run
 
 DEFINITION, RECORDS = "study.yaml", "records.json"
 
-#: The search includes the neighbors of all values whose accuracy, as a fraction, is at most this much below the best.
+#: The search includes the neighbors of a value whose accuracy (as a fraction) is at most this much below the best one.
 NEAR = 0.01
 
 _DO = "Restore it from a backup or from version control, or rename it to begin again."
@@ -112,7 +112,7 @@ _RECORDS: TypeAdapter[Any] = TypeAdapter(
 class Tune(_Strict):
     """The tuned setting and its values, which are searched with the seed `seed`.
 
-    The search ignores differences in the settings `ignore`.
+    The search ignores differences in the settings listed in `ignore`.
     """
 
     setting: str
@@ -180,7 +180,7 @@ class Study(_Strict):
 
 @dataclass(frozen=True)
 class StudyRun:
-    """One run of a study: row, value of the tuned setting, seed, and arguments without settings of this machine."""
+    """A run of a study: its row, value of the tuned setting, seed, and arguments without machine-specific settings."""
 
     row: str
     value: float
@@ -259,7 +259,7 @@ class Records:
         return runs
 
     def add(self, run: StudyRun, results: Results) -> None:
-        """Add the record of a finished run, and write the file. Raise a `UserError` if its images differ."""
+        """Add the record of a finished run, and write the file. Raise a `UserError` if the run used other images."""
         self._add(run, record_of(run, results))
 
     def refuse_unwritable(self) -> None:
@@ -272,7 +272,7 @@ class Records:
     def refuse_other_images(self, run: StudyRun, digest: str) -> None:
         """Raise a `UserError` if the images of a run differ from those of the records with the same data settings.
 
-        `digest` is the digest of the run's images (`record.results.images_digest`). It is empty if unknown.
+        `digest` is the digest of the run's images (`record.results.images_digest`), or "" if it is unknown.
         """
         others = [one for one in self.runs if _data_of(one["settings"]) == _data_of(run.arguments)]
         different = [one for one in others if digest and one.get("images") not in (None, "", digest)]
@@ -313,7 +313,7 @@ class Records:
         return sum(self.find(run) is None and self.of_the_search(run) is not None for run in searched)
 
     def of_other_settings(self) -> int:
-        """Return the number of unused records: runs with settings that the study no longer has."""
+        """Return the number of records that are not used because the study no longer has their settings."""
         tune = self.study.tune
         counted = [self.of_the_search(run) for row in self.study.rows for run in self._searched(row)]
         counted += [self.find(self.run(row, value, seed)) for row in self.study.rows for value in tune.values

@@ -1,4 +1,4 @@
-"""Upload finished runs to Weights & Biases, with a report that contains the panels of the papers.
+"""Upload finished runs to Weights & Biases, and create a report with panels like the figures of the papers.
 
 With ``offline``, wandb stores the runs for ``wandb sync`` instead. `write_panels` writes the panels as JSON.
 """
@@ -34,7 +34,7 @@ PANELS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
 
 
 def upload(found: Collection, *, project: str, entity: str | None, offline: bool, out: Path) -> list[str]:
-    """Upload each run to wandb under its run id, with the data that the run would have logged, and return the names.
+    """Upload each run to wandb under its run id, with the data that the run would have logged. Return the run names.
 
     `entity` is a user or team, or None for the logged-in user. With `offline`, wandb stores the runs in the folder
     `out`.

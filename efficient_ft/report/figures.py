@@ -128,7 +128,7 @@ def draw_budgets(record: Record) -> Drawing | None:
     return Drawing(
         "budgets.png",
         "Budgets over time",
-        f"Lines over the optimizer steps, one for each block. At the last one, step {record.steps[-1]}:"
+        f"Lines over the optimizer steps, one for each block. At the last step ({record.steps[-1]}):"
         f" {_listed(record.labels, record.budgets[-1], '.3f')}.",
         "Fraction of the incoming patch tokens that each block passes on in each step. Dark lines are the first blocks,"
         " and light lines the last blocks.",
@@ -270,7 +270,7 @@ def mean_over_steps(values: np.ndarray) -> np.ndarray:
 
 
 def short(value: float) -> str:
-    """Format integers and numbers from 100 without decimals, and other numbers with one decimal. NaN becomes "–"."""
+    """Format integers and numbers >= 100 without decimals, and other numbers with one decimal. NaN becomes "–"."""
     return "–" if np.isnan(value) else f"{value:.0f}" if value >= 100 or value == round(value) else f"{value:.1f}"
 
 

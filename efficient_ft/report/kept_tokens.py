@@ -23,7 +23,7 @@ from efficient_ft.training.output import checkpoint, export
 
 #: Maximum number of blocks in the figure. If more blocks drop tokens, evenly spaced blocks are shown.
 MAX_DROPS = 5
-#: Brightness of dropped patches, and the dark blue that is blended with them to distinguish them from black patches.
+#: Dropped patches are darkened to this brightness, and tinted dark blue to distinguish them from black patches.
 DIMMED, TINT = 0.2, (0.08, 0.11, 0.30)
 
 
@@ -51,7 +51,7 @@ class Kept:
 def kept_tokens(run: Path, config: Config, count: int) -> Kept:
     """Run the trained network on the first `count` images of the run's evaluation split.
 
-    With several tasks, use the first one.
+    With several tasks, the images of the first task are used.
 
     If tokens are dropped only in training (ALaST), the blocks drop them with the budgets in the run's checkpoint.
     Dropout and drop path are disabled.
@@ -80,7 +80,7 @@ def kept_tokens(run: Path, config: Config, count: int) -> Kept:
         for method in methods:
             method.load_state_dict(held["callbacks"]["MethodCallback"][method.state_key])
             method.apply(model)
-            for name in of_model.blocks:  # Their dropout layers remain disabled.
+            for name in of_model.blocks:  # not recursive, so that dropout remains disabled
                 model.get_submodule(name).training = True
             shown = (
                 f"{passes}, with tokens dropped as in training by the budgets after step {held['global_step']}, dropout"

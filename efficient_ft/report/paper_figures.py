@@ -224,7 +224,7 @@ def accuracy_during_training(runs: Runs) -> Chart:
 
 
 def accuracy_by_layers(runs: Runs) -> Chart:
-    """ALaST, Figure 8: accuracy over FLOPs for each number of layers that train in a step."""
+    """ALaST, Figure 8: accuracy against FLOPs for each number of layers that train in a step."""
     runs.by_setting("alast", "num_layers")
     series = _curves(runs, "flops", _split(runs), 1e12, 100)
     return Chart("Accuracy over FLOPs", [Panel("", "TFLOPs so far", ACCURACY, series)])

@@ -47,7 +47,7 @@ class Record:
 
     @property
     def ends(self) -> tuple[slice, slice, str]:
-        """Return the first and the last tenth of the record as slices, and a name for a part of this length."""
+        """Return the first and the last tenth of the record as slices, and a description of their length."""
         share = max(1, len(self.steps) // 10)
         called = "record" if share == 1 else f"{share} records"
         return slice(0, share), slice(-share, None), called

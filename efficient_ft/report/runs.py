@@ -33,7 +33,7 @@ MAX_POINTS = 120
 #: Maximum number of runs whose predictions are shown.
 MAX_PICTURES = 20
 
-#: Keys of the metrics of all tasks in metrics.jsonl.
+#: Keys that the metrics of every kind of task have in metrics.jsonl.
 METRICS = frozenset(f"{split}_{task.metric}" for split in ("val", "test") for task in TASKS.values())
 
 #: Columns of `record.collection.run_rows` that are used as x axes of accuracy plots.
@@ -51,7 +51,7 @@ def write_runs_page(paths: Sequence[Path], out: Path) -> Path:
     text = page.substitute(
         title=escape(f"{title}: {roots}"),
         about=escape(f"Accuracy is measured with the best weights, on {_splits(found)}. Costs are executed counts."),
-        data=held.replace("<", "\\u003c"),  # prevents </script> and <!--
+        data=held.replace("<", "\\u003c"),  # </script> and <!-- in names would break the page
         pictures=_pictures(found.runs),
     )
     write_text_atomically(out / "report.html", text)
@@ -194,7 +194,7 @@ def _curve_rows(folder: Path) -> list[dict[str, float]]:
     Each point contains the step, epoch, TFLOPs, seconds and images so far, and the loss or the accuracy.
     """
     rows = MetricsFile(folder).read()
-    windows = any("train_loss" in row for row in rows)  # Short runs do not log it.
+    windows = any("train_loss" in row for row in rows)  # Short runs log no loss of steps.
     points = []
     for every in rows:
         row = {key: value for key, value in every.items() if isinstance(value, int | float)}

@@ -1,4 +1,4 @@
-"""The table of a study, with the accuracy of each row over the seeds and its cost."""
+"""The table of a study: the accuracy of each row over the seeds, and the cost of each row."""
 
 from __future__ import annotations
 

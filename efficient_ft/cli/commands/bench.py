@@ -54,7 +54,7 @@ for convolutional maps, as in training. memory compares the growth of a process 
 overhead of the framework over a bare PyTorch loop. gradient compares gradients with the exact gradients, and counts the
 bytes saved for the backward pass. optimizer includes torchao and bitsandbytes if they are installed.
 
-Times are medians with quartiles. Ratios are recipe / baseline, with the median over all rounds. FLOPs and bytes are
+Times are medians with quartiles. A ratio is the median of recipe / baseline over all rounds. FLOPs and bytes are
 counted from executed operations. On CUDA, the allocator measures peaks.
 """
 
@@ -200,7 +200,7 @@ def _measure(options: argparse.Namespace, arguments: Sequence[str]) -> None:
 
 
 def _command(arguments: Sequence[str], file: Path | None) -> str:
-    """Return the command line for the report.
+    """Return the command line that the report records.
 
     An absolute path of the JSON file is replaced by a relative path or by its name.
     """
@@ -221,7 +221,7 @@ def _require_device(name: str) -> None:
         raise SettingError("--device", name, "cpu, cuda or cuda:N") from None
     accelerator = torch.accelerator.current_accelerator()
     if device.type not in ("cpu", "cuda") and (accelerator is None or device.type != accelerator.type):
-        raise SettingError("--device", name, "cpu, cuda or cuda:N")  # e.g. the meta device, which has no values
+        raise SettingError("--device", name, "cpu, cuda or cuda:N")  # e.g. the meta device, which stores no data
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SettingError("--device", name, "cpu on this machine", "There is no CUDA device.")
 
@@ -251,7 +251,7 @@ def _task_of(option: Path, overrides: Sequence[str]) -> list[str]:
     """Return the task settings for a model in conf/model, or [] if `overrides` set the task."""
     from efficient_ft.config import ModelConfig
 
-    # The option is not checked, since it may require a name from the user.
+    # The option is not validated, since it may lack a name that the user must set.
     task = ModelConfig.model_construct(**yaml.safe_load(option.read_text(encoding="utf-8"))).family
     return [] if any(word.startswith("task=") for word in overrides) else _TASKS.get(task, [])
 

@@ -37,11 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     side = integer(1, LARGEST_SIDE)
     parser.add_argument("--sizes", type=side, nargs="+", default=[28, 32, 56], help="image sizes in pixels")
     parser.add_argument(
-        "--orders", type=count, nargs="+", default=[4, 6], help="orders of LP_L1, which define the costs"
+        "--orders", type=count, nargs="+", default=[4, 6], help="orders of the LP_L1 bases, which determine the cost"
     )
     parser.add_argument("--batch", type=count, default=64, help="batch size")
     parser.add_argument("--batches", type=count, default=4, help="number of disjoint batches to measure")
-    parser.add_argument("--profile-batches", type=count, default=4, help="further batches for the profile of LHE")
+    parser.add_argument("--profile-batches", type=count, default=4, help="other batches on which LHE selects bases")
     parser.add_argument("--headroom", action="store_true", help="also use bases calibrated on each layer's gradients")
     parser.add_argument("--finetune", type=Path, help="also measure while fine-tuning on FOLDER/train, FOLDER/test")
     parser.add_argument("--finetune-steps", type=count, default=200)

@@ -39,7 +39,7 @@ accuracies side by side. KEY=VALUE settings are added to the command of every ru
 same settings.
 """
 
-#: Words for the prefixes of accuracy columns.
+#: Names of metrics in headers, by prefix of the accuracy column.
 _KINDS = {"acc": "accuracy", "miou": "mean IoU"}
 #: Maximum number of missing runs that a report lists.
 _NAMED = 8
@@ -141,7 +141,7 @@ def _list(root: str, options: argparse.Namespace) -> None:
 
 
 def state_of(table: Table, root: str = "./data") -> str:
-    """Return text on the costs and runs of `table` that are possible on this machine with the data sets in `root`."""
+    """Describe the costs and runs of `table` that are possible on this machine with the data sets in `root`."""
     cells = [cell for row in table.rows for cell in row.cells.values()]
     runs = [cell for cell in cells if cell.arguments]
     if not runs:
@@ -152,7 +152,7 @@ def state_of(table: Table, root: str = "./data") -> str:
     missing = [data for data in needed if data not in here]
     absent = [f"not in {root}: {', '.join(missing)}"] if missing else []
     ready = [cell for cell in runs if cell.data in here]
-    # The networks require the task, which is the same for all runs of a table.
+    # A network is built for a task, which is the same for all runs of a table.
     task = next((word for cell in ready for word in cell.arguments if word.startswith("task=")), None)
     models = sorted({cell.arguments[0] for cell in ready})
     without = [model for model in models if not _weights(model, task and (task, f"data={ready[0].data}"))]
@@ -247,7 +247,7 @@ def _runs(table: Table, rows: Sequence[Row], seeds: Sequence[int], settings: Seq
 
 
 def _jobs(runs: Sequence[CellRun]) -> list[Job]:
-    """Compose the configuration of every run, which determines its folder."""
+    """Compose the configuration of every run, because the configuration determines the run folder."""
     from efficient_ft.cli.hydra.compose import configured
     from efficient_ft.cli.hydra.jobs import Job
     from efficient_ft.cli.hydra.variants import folder_of

@@ -1,4 +1,4 @@
-"""Print the costs in a published table, with our counts by the paper's rule and from executing the step."""
+"""Print the published costs of a table with two counts of ours: by the paper's rule, and from an executed step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ IMAGES = {"flowers102": 1020, "cifar100": 50_000, "food101": 75_750}
 
 @dataclass(frozen=True)
 class CostCell:
-    """A published cost, our count by the paper's rule, and our count from executing the step.
+    """A published cost, our count by the paper's rule, and our count from an executed step.
 
     `reason` explains why our count differs by more than `TOLERANCE` and half a printed digit, or why there is no count.
     """
@@ -50,7 +50,7 @@ class CostCell:
 
     @property
     def deviation(self) -> float | None:
-        """Relative difference of our count (by the rule, or else from execution) from the published number."""
+        """Relative difference between our count and the published number. The count by the rule is preferred."""
         return None if self._ours is None else self._ours / self.printed - 1
 
     @property
@@ -158,7 +158,7 @@ def _line(
 ) -> list[Cell]:
     """Return the cells of a row, and add its reasons to `numbers`.
 
-    If `numbers` is None, return a sample of maximum width.
+    If `numbers` is None, return sample cells of maximum width.
     """
     of = {cell.column: cell for cell in cells}
     line: list[Cell] = [row.name]
@@ -306,7 +306,7 @@ def count_rows(
 
 
 def _needed(table: Table, row: Row) -> list[tuple[str, ...]]:
-    """Return the arguments of the steps that are needed for the costs of a row."""
+    """Return the command-line arguments of each step that must be counted for the costs of a row."""
     found = []
     if any(_COUNTED.get(column) not in (None, _measured, _parameters) for column in row.costs):
         found.append(_to_count(table, row))

@@ -49,7 +49,7 @@ class ComposedJob:
 def composed_jobs(
     conf: Path, name: str, overrides: Sequence[str], *, sweep: bool, search: str | None = None
 ) -> list[ComposedJob]:
-    """Return the checked configuration of each job of a command line, which describes one run or a sweep.
+    """Return the jobs of a command line, which describes one run or a sweep, with their checked configurations.
 
     Args:
         conf: folder that contains the configuration groups and the primary configuration.
@@ -135,9 +135,9 @@ def _jobs(loader: ConfigLoader, overrides: Sequence[str], sweep: bool) -> list[t
 
 
 def _with_rows(loader: ConfigLoader, name: str, jobs: list[tuple[str, ...]], sweep: bool) -> list[tuple[str, ...]]:
-    """Combine `jobs` with the rows of an experiment, like the sweeper."""
+    """Combine `jobs` with the rows of an experiment, like `RowsSweeper`."""
     naming = [one for one in jobs[0] if key_of(one) == "experiment"] if jobs else []
-    if not naming or any(key_of(one) == "rows" for one in jobs[0]):  # rows=null marks a job of such a sweep
+    if not naming or any(key_of(one) == "rows" for one in jobs[0]):  # rows=null: already combined
         return jobs
     parsed = OverridesParser.create(config_loader=loader).parse_overrides(naming)
     for override in parsed:

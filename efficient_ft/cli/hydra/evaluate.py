@@ -1,8 +1,8 @@
 """Compose the configuration of ``evaluate=RUN``: the settings of RUN with the changes on the command line.
 
-Hydra never composes the configuration of a run folder, which may come from another person. config.yaml is read as plain
-settings and checked against the schema: Hydra keys are rejected, and interpolations and targets remain plain text.
-Hydra only parses the arguments and composes the groups that they select (``data=folder``).
+Hydra never composes the configuration in a run folder, because another person may have created the folder. config.yaml
+is read as plain settings and checked against the schema: Hydra keys are rejected, and interpolations and targets remain
+plain text. Hydra only parses the arguments and composes the groups that they select (``data=folder``).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def evaluation(loader: ConfigLoader, name: str, parsed: Sequence[Override]) -> C
 
 
 def _apply(loader: ConfigLoader, settings: dict[str, Any], override: Override) -> None:
-    """Apply an argument (``KEY=VALUE``, ``+KEY=VALUE`` or ``~KEY``) to `settings`. Only new values are interpolated."""
+    """Apply an argument (``KEY=VALUE``, ``+KEY=VALUE`` or ``~KEY``) to `settings`. Only its new value is resolved."""
     full = override.key_or_group
     if full.startswith(("hydra.", "hydra/")):
         raise UserError(f"{override.input_line}: an evaluation does not use Hydra or create a folder. Remove it.")

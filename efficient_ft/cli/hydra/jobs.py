@@ -63,7 +63,7 @@ def finished(folder: Path, config: Config) -> dict[str, Any] | None:
     try:
         results = read_results(folder)
         same = fingerprint(check(results["config"])) == fingerprint(config)
-    except UserError:  # The file is missing, damaged, or of another version. The job reports this.
+    except UserError:  # The file is missing, damaged, or of another version. The job itself reports this.
         return None
     return dict(results) if same else None
 
@@ -212,11 +212,11 @@ def summary(jobs: Sequence[Job]) -> str:
 
 
 class Sweep:
-    """A sweep, which runs each job in a separate process, with the command and in the folder of a single run.
+    """A sweep that runs each job in a separate process. A job uses the same command and folder as a single run.
 
-    Hydra's basic launcher runs all jobs in one process. With this launcher, the sweep ends if the process is killed for
-    lack of memory, all jobs share memory and threads, and a repeated sweep starts from the beginning. Other launchers,
-    such as submitit, can be selected with ``hydra/launcher=...``.
+    Hydra's basic launcher runs all jobs in one process. As a result, all jobs share memory and threads, the sweep ends
+    if this process is killed for lack of memory, and a repeated sweep starts from the beginning. Other launchers, such
+    as submitit, can be selected with ``hydra/launcher=...``.
     """
 
     def __init__(self, context: HydraContext, config: DictConfig) -> None:
@@ -241,7 +241,7 @@ class Sweep:
 
     def _job(self, number: int, overrides: Sequence[str], title: str) -> Job:
         composed = self.context.config_loader.load_sweep_config(self.config, list(overrides))
-        with open_dict(composed):  # Folder names may contain the number of the job.
+        with open_dict(composed):  # The folder name may contain the number of the job.
             composed.hydra.job.num, composed.hydra.job.id = number, str(number)
         folder = Path(composed.hydra.sweep.dir) / composed.hydra.sweep.subdir
         return Job(tuple(overrides), title, folder, check(plain(composed)))

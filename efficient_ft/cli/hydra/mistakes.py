@@ -20,20 +20,20 @@ from efficient_ft.config.explain import show
 from efficient_ft.config.plain import plain, sentence
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean
 
-# Cached options of each group of a loader. Listing a group takes 20 ms or more, since a loader copies all of its
+# For each loader, the cached options of each group. Listing a group takes 20 ms or more, since a loader copies all its
 # sources.
 _OPTIONS: WeakKeyDictionary[ConfigLoader, dict[str, list[str]]] = WeakKeyDictionary()
 
 
 def check_option(loader: ConfigLoader, override: Override) -> None:
-    """Raise a `UserError` for an option that its group does not have.
+    """Raise a `UserError` for an option that its group does not contain.
 
     Hydra ignores a missing option of an optional group.
     """
     group, value = override.key_or_group, override.value()
     refuse_keys(group, value)
     field = Config.model_fields.get(group)
-    if override.is_delete() and field is not None:  # Hydra would report a missing value or setting.
+    if override.is_delete() and field is not None:  # Hydra would only report that a value or setting is missing.
         if field.default is None:
             raise UserError(f"{override.input_line}: {group} is null by default. Remove this argument.")
         given = value not in (None, "", field.default)
@@ -77,7 +77,7 @@ def _of_timm(name: str) -> str:
 
 
 def _new_argument(name: str, line: str, forms: str | None = None) -> UserError:
-    """Return the error for an argument of the network that the selected option does not contain.
+    """Return the error for a setting in ``model.kwargs`` that the selected model option does not contain.
 
     `forms` is the correct form of the argument.
     """
@@ -252,7 +252,7 @@ def unknown(loader: ConfigLoader, setting: str, value: object, siblings: Iterabl
 
 
 def walk(config: DictConfig, key: str) -> tuple[str, str | None]:
-    """Split a dotted key into the longest part that exists and the next name, which does not exist.
+    """Split a dotted key into the longest prefix that exists and the next name, which does not exist.
 
     The name is None if the whole key exists.
     """

@@ -63,9 +63,9 @@ def hydra_files(composed: DictConfig, sweep: bool) -> tuple[Path, ...]:
             hydra.runtime.output_dir = str(folder)
         handlers = (hydra.job_logging or {}).get("handlers") or {}
         files = [Path(handler.filename) for handler in handlers.values() if "filename" in (handler or ())]
-        inner = folder / (hydra.output_subdir or ".hydra")  # If the name is null, `CommandRecord` writes .hydra.
+        inner = folder / (hydra.output_subdir or ".hydra")  # `CommandRecord` writes .hydra if this is null.
         return (*files, inner, *(inner / name for name in ("config.yaml", "hydra.yaml", "overrides.yaml")))
-    except (OmegaConfBaseException, TypeError, AttributeError):  # Other checks report the setting.
+    except (OmegaConfBaseException, TypeError, AttributeError):  # Other checks report the wrong setting.
         return ()
 
 
@@ -142,7 +142,7 @@ def leaving_nothing(folder: Path) -> Iterator[None]:
                 for above in folder.parents:
                     if above == Path.cwd() or _DEFAULT not in above.parts:
                         break
-                    above.rmdir()  # An error at the first non-empty folder ends the loop.
+                    above.rmdir()  # raises an error at the first non-empty folder
         raise
 
 

@@ -1,4 +1,4 @@
-"""Run jobs in separate processes with a share of the machine, stop them with the sweep, and read their outcomes."""
+"""Run jobs in separate processes that share the machine, stop them when the sweep stops, and read their outcomes."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def stop(process: subprocess.Popen[bytes]) -> bool:
         asked = True
     except subprocess.TimeoutExpired:
         asked = False
-        started |= _descendants(process.pid)  # They cannot be listed after the parent has ended.
+        started |= _descendants(process.pid)  # They cannot be listed after `process` ends.
         process.kill()
         process.wait()
     # Wait for data-loading workers, and for the other DDP processes, which end after the first one.

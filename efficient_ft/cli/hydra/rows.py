@@ -20,7 +20,7 @@ def jobs_of_rows(jobs: Iterable[Sequence[str]], rows: Sequence[str] | None) -> l
     if not rows:
         return [list(job) for job in jobs]
     settings = dict.fromkeys(_words(row) for row in rows)
-    # Each job keeps the option of the experiment, which may contain settings for all runs. rows=null removes its rows.
+    # Each job keeps the option of the experiment, which may contain settings for all runs. rows=null removes the rows.
     return [list(merged(*row, *job, "rows=null")) for row in settings for job in jobs]
 
 

@@ -36,7 +36,7 @@ def with_launcher(arguments: Sequence[str]) -> list[str]:
 def submission(arguments: Sequence[str], configs: Sequence[Config]) -> list[str]:
     """Return the command line that submits runs with the given configurations.
 
-    Launcher settings of the user take precedence.
+    The user's launcher settings take precedence.
     """
     shapes = {(c.trainer.num_nodes, c.trainer.devices, c.trainer.accelerator) for c in configs}
     if len(shapes) > 1:

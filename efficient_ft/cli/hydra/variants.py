@@ -1,4 +1,4 @@
-"""Find the variant of each method in a run, and the differences of the variant from the paper.
+"""Find the variant of each method in a run, and the settings in which it differs from the paper.
 
 A variant is an option of the group ``method``. All options of a method share one package. If the settings of an option
 such as ``lbp_wht`` differ from the paper, the option ``lbp_wht_published`` contains the settings of the paper.
@@ -64,7 +64,7 @@ def _departures(method: str, chosen: str, settings: Mapping[str, Any]) -> list[t
     """Return the published settings that differ from both `settings` and the option `chosen`."""
     published = _options().get(method, {}).get(chosen + PUBLISHED, {})
     usual = _options().get(method, {}).get(chosen, {})
-    # Settings that are equal in both options, such as a rank or a sparsity, do not define a variant.
+    # Settings that are the same in both options, such as a rank or a sparsity, do not define a variant.
     return [(key, value) for key, value in published.items() if value not in (usual.get(key), settings.get(key))]
 
 
