@@ -5,9 +5,9 @@ the backward pass::
 
     y = x ∗ w̃ + b,    g_x from g_y and w̃,    g_w from g_y and x̃ (dense, so that dropped weights train),    g_b exact
 
-Values below a threshold are dropped. Each weight has a threshold. Each input has a threshold that all images of the
-batch share. A threshold is used for several steps. Between two refreshes, the number of stored values varies with the
-data. Zeros are never stored.
+Values whose magnitude is below a threshold are dropped. Each weight has its own threshold. Each input has one threshold
+for all images of the batch. A threshold is used for several steps. Between two refreshes, the number of stored values
+varies with the data. Zeros are never stored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from efficient_ft.ops.saving.table import name_of
 from efficient_ft.ops.storage import Dense, PackContext, Packed, bitmap_bytes, magnitude_bits, pack_bits, unpack_bits
 
 _PRODUCTS = (F.linear, F.conv2d, torch.conv2d)
-#: Operations that are replaced by packed versions. Only `_PRODUCTS` are sparse. Other results are unchanged.
+#: Operations that are replaced by packed versions. Only `_PRODUCTS` are sparse. The results of the other operations are
+#: unchanged.
 _SUPPORTED = (
     *(*_PRODUCTS, F.relu, torch.relu, Tensor.relu, F.relu6, F.hardtanh),
     *(F.batch_norm, F.avg_pool2d, F.adaptive_avg_pool2d, F.max_pool2d, torch.max_pool2d),

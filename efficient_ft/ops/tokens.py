@@ -315,7 +315,7 @@ class Tokens:
         return grid.scatter_(1, index, x_BNC[:, prefix:])[:, :positions]
 
     def dropped(self, index_BK: Tensor, positions: int, fuse: bool) -> Tokens:
-        """Return the record after `drop` kept the tokens at `index_BK`.
+        """Return the record of the tokens at `index_BK`, which `drop` has kept.
 
         With `fuse`, the record includes the fused token that `drop` appended.
         """
@@ -350,15 +350,14 @@ def attach_tokens(x_BNC: Tensor, tokens: Tokens | None) -> Tensor:
 def pop_tokens(x_BNC: Tensor) -> tuple[Tensor, Tokens | None]:
     """Return x without its record, and the record, which is None if no token was removed.
 
-    If x still had its record, saving x for the backward pass would also keep the record in memory, where it is not
-    measured.
+    Saving x with its record for the backward pass would also keep the record in memory, where it is not counted.
     """
     tokens: Tokens | None = getattr(x_BNC, _ATTRIBUTE, None)
     return (x_BNC if tokens is None else _Identity.apply(x_BNC)), tokens
 
 
 class _Identity(torch.autograd.Function):
-    """Return a tensor with the same values, without the attributes of x. The result is not a view of x."""
+    """Return a tensor with the same values as x, but without its attributes. The result is not a view of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Contracts of a method's gradients: they equal the row's reference and, with the off value, plain training."""
+"""Contracts of gradients, which must equal those of the row's reference and, with the off value, of plain training."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ _SMALL = {"fp64": 1e-4, "fp32": 1e-2, "bf16": 1e-2}
 _LOWER = {"fp64": (0.0, 0.0), "fp32": (1e-3, 1e-3), "bf16": (0.25, 0.05)}
 #: Folder of this package.
 _PACKAGE = Path(__file__).resolve().parents[1]
-#: Number of a later step in which gradients are compared. State that is refreshed every ten steps is new in this step.
+#: Number of a later step in which gradients are compared. State that is refreshed every ten steps is refreshed in this
+#: step.
 _LATER = 10
 #: Import name of this package.
 OURS = "efficient_ft"
@@ -240,7 +241,7 @@ def _referenced(row: Row) -> tuple[str, ...]:
 
 
 class ReferenceContracts(ContractTests):
-    """Contracts of a method's results. They equal the row's reference and, with the off value, plain training."""
+    """Contracts of a method's results, which must equal the row's reference and, with the off value, plain training."""
 
     @on_models(_referenced)
     def test_gradients_are_those_of_the_reference(self, row: str, name: str) -> None:
@@ -274,8 +275,9 @@ class ReferenceContracts(ContractTests):
 
     @on_models(lambda row: row.models if row.off is not None else ())
     def test_off_is_plain_training_and_on_is_not(self, row: str, name: str) -> None:
-        """With the off value and without shortcuts, the method equals plain training. The row's settings differ from
-        it.
+        """With the off value and without shortcuts, gradients equal those of plain training.
+
+        With the row's settings, they differ.
         """
         r = self.rows[row]
         plain = gradients(model_of(name), name)

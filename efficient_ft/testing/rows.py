@@ -67,8 +67,8 @@ class Row:
         refused: Small models that the method must reject, each with a part of the error message.
         own_evaluation: Reason why the output in evaluation differs from the output of the pretrained model. Empty if
             the outputs are equal.
-        initial_model: Function that maps a plain model to a model with the output of the method's model at
-            initialization. The default returns the plain model.
+        initial_model: Function that converts a plain model to a model that returns the initial output of the method's
+            model. Default: the plain model is returned.
         on_reference: Reference that the method is compared with. ``"exact"`` denotes the plain network. A `Reference`
             is a dense function that computes the logits, and through autograd the gradients. Every row requires a
             reference.
@@ -134,7 +134,7 @@ class ContractTests:
             metafunc.parametrize("file", files, ids=[file.stem for file in files])
 
     def applied(self, row: str, name: str) -> tuple[nn.Module, Method]:
-        """Return a copy of the small model `name` with the applied method of the row, and a copy of the method."""
+        """Return copies of the row's method and of the small model `name` to which the method is applied."""
         key = self._key(row, name)
         if key not in self._prototypes:
             self._prototypes[key] = apply_seeded(model_of(name), self.rows[row].create())

@@ -161,11 +161,11 @@ class StepContracts(ContractTests):
                 method.step_end()
         for step, (first, second) in enumerate(zip(*runs, strict=True)):
             hint = "Seed random choices by (seed, step), or set Row.random if every forward pass is random (dropout)."
-            _assert_equal(first, second, f"two runs of the same seed differ in step {step}. {hint}")
+            _assert_equal(first, second, f"two runs with the same seed differ in step {step}. {hint}")
 
     @on_models(lambda row: row.models[:1] if not row.random else ())
     def test_two_passes_of_a_step_are_equal(self, row: str, name: str) -> None:
-        """Passes of two copies of a model and its method have equal gradients, although no seed is set before them."""
+        """Without seeding, passes of two copies of a model and its method have equal gradients."""
         model, method = self.applied(row, name)
         stir(model)
         warm_up(model, method, name)

@@ -49,9 +49,9 @@ def _step(p, grad, m, v, factors):
 
 @_jit
 def _bounds(m_bits, v_bits, largest, low, high):
-    """Limit the roots to `LARGEST`, and return the bits of three values.
+    """Limit the roots to `LARGEST`.
 
-    The values are the largest ratio, the smallest positive root and the largest root.
+    Return the bits of the largest ratio, the smallest positive root and the largest root.
     """
     for i in range(len(m_bits)):
         largest = max(largest, m_bits[i] & int32(0x7FFFFFFF))

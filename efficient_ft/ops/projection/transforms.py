@@ -71,7 +71,7 @@ def pad_before_after(size: int) -> tuple[int, int]:
 def padded_axis(size: int, reflect: bool) -> np.ndarray:
     """Return a matrix (padded size × size) that pads an axis.
 
-    The added rows are mirrored rows if `reflect` is True, or else zeros.
+    The added rows are mirrored rows if `reflect` is True, and zeros otherwise.
 
     Raises:
         ValueError: If the axis has fewer rows than the reflection requires.
@@ -109,8 +109,9 @@ class Tile:
 def wht_tiles(grid: Grid, pairs: Pairs, padding: str) -> list[Tile]:
     """Build the block-wise WHT of a map. Each 8×8 block is one tile, and tiles are ordered row by row.
 
-    The grid is padded to multiples of 8 and divided into blocks that share their bases. The rows are H/8, where H is
-    the matrix of ±1. The products ĝᵀx̂ and H_Iᵀ(ĝw)/64 of the paper therefore require no further factor.
+    The grid is padded to multiples of 8 and divided into blocks that share their bases. The rows of a tile are rows of
+    H/8, where H is the matrix of ±1. The products ĝᵀx̂ and H_Iᵀ(ĝw)/64 of the paper therefore require no further
+    factor.
 
     Args:
         grid: Size of the map, (H, W).
@@ -229,7 +230,7 @@ def orthonormal_rows(matrix: np.ndarray, tolerance: float = 1e-9) -> np.ndarray:
 
 
 def dct_rows(grid: Grid, count: int) -> np.ndarray:
-    """Return the `count` lowest orthonormal DCT-II rows of a map (count × L).
+    """Return the `count` lowest-frequency orthonormal DCT-II rows of a map, (count × L).
 
     The rows are sorted by (i/H)² + (j/W)², and then by (i, j).
     """

@@ -24,7 +24,7 @@ from efficient_ft.ops.storage import Packed
 
 aten = torch.ops.aten
 
-#: Lower bound of the sum of a packed softmax output. The sum is 0 if packing dropped all values.
+#: Lower bound of the sum of a packed softmax output. It prevents a division by 0 if packing dropped all values.
 _TINY = 1e-30
 
 _MULTI_HEAD_ATTENTION = inspect.signature(F.multi_head_attention_forward)
@@ -100,10 +100,7 @@ class _FusedAttention(torch.autograd.Function):
 
 
 def _attention_again(parts: Sequence[tuple[Any, int]], scale: Any, has_bias: bool, *tensors: Tensor) -> Tensor:
-    """Recompute attention from the tensors of the packed q, k and v.
-
-    The result has the autograd graph of this computation.
-    """
+    """Recompute attention from the saved tensors of q, k and v, and record its autograd graph."""
     remaining = iter(tensors)
     kept = [unpack(*islice(remaining, count)) for unpack, count in parts]
     bias = next(remaining) if has_bias else None
@@ -254,7 +251,7 @@ def _multi_head_attention(mode: PackedOperations, *args: Any, **kwargs: Any) -> 
 
 
 def _packed_or_plain(mode: PackedOperations, function: Any, *args: Any) -> Tensor:
-    """Run an operation that is part of another operation. Use its packed version if it supports the arguments."""
+    """Run an operation inside another operation. Use its packed version if that version supports the arguments."""
     operation = packed_operation(function)
     assert operation is not None
     mode.begin(name_of(function))
@@ -263,7 +260,7 @@ def _packed_or_plain(mode: PackedOperations, function: Any, *args: Any) -> Tenso
 
 
 class _Normalize(torch.autograd.Function):
-    """x / max(‖x‖, ε) along `dim`. It saves its output. The next product saves the same tensor."""
+    """x / max(‖x‖, ε) along `dim`. It saves its output, which the next product also saves."""
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, x: Tensor, dim: int, eps: float) -> Tensor:

@@ -51,7 +51,10 @@ def _linear(mode: PackedOperations, input: Tensor, weight: Tensor, bias: Tensor 
 
 
 class _Conv2d(torch.autograd.Function):
-    """Convolution, like `_Linear`. If g_w is not required, only the shape of the input is saved."""
+    """Convolution, with gradients like those of `_Linear`.
+
+    If g_w is not required, only the shape of the input is saved.
+    """
 
     @staticmethod
     def forward(
