@@ -45,8 +45,8 @@ class Thresholds(PackingState):
         refresh: Number of steps between refreshes. Thresholds are recomputed in every step whose number is a multiple
             of `refresh`. If a layer is frozen in such a step, its threshold is recomputed at its next use.
         step: Number of completed optimizer steps.
-        by_name: Thresholds by the name of the parameter or, for inputs, by the name of the `PackContext`.
-        computed: Step in which each threshold was computed, by the same names.
+        by_name: Thresholds. The keys are the names of parameters or, for inputs, the names of the `PackContext`.
+        computed: Step in which each threshold was computed, with the same keys.
     """
 
     sparsity: float = 0.8
@@ -81,7 +81,7 @@ class Thresholds(PackingState):
         return float(x[magnitude_bits(x).kthvalue(dropped + 1).indices].abs())
 
     def dropped(self, n: int) -> int:
-        """Return the number of values that are dropped from n values."""
+        """Return how many of n values are dropped."""
         return math.floor(n * self.sparsity)
 
     def state_dict(self) -> dict[str, Any]:

@@ -36,8 +36,8 @@ def class_attention(q_BHND: Tensor, k_BHND: Tensor, prefix: int, scale: float | 
     """Compute the attention of the class token to each patch token.
 
     This is the row of the class token in softmax(q kᵀ · scale), averaged over heads. It is computed separately, because
-    fused attention does not return its attention weights. This requires O(H · N · D) operations in at least single
-    precision. Source: EViT, Equation 3.
+    fused attention does not return its attention weights. The computation takes O(H · N · D) operations in at least
+    single precision. Source: EViT, Equation 3.
 
     Args:
         q_BHND, k_BHND: Inputs of attention, after q and k normalization and rotary embeddings.
@@ -168,8 +168,8 @@ def match(metric_BNC: Tensor, r: int, prefix: int) -> Tensor:
 
     Returns:
         New index of each token, (B, N), from 0 to N − r − 1. Both tokens of a pair have the same index. The order is
-        prefix tokens, unmerged tokens of A, then B, each in the order of the input. The paper concatenates the two sets
-        instead. The order only determines the two sets of the next matching.
+        prefix tokens, then unmerged tokens of A, then tokens of B, each in the order of the input. The paper instead
+        concatenates A and B. The order only affects which tokens are in A and B in the next matching.
     """
     metric = metric_BNC.to(torch.promote_types(metric_BNC.dtype, torch.float32))
     metric = metric / metric.norm(dim=-1, keepdim=True).clamp_min(1e-12)

@@ -26,7 +26,7 @@ class LowBitAdamW(Optimizer):
     ``ratio`` and ``root`` (codes, uint8), ``ratio_scale`` (float32, one per block) and ``root_range`` (int16, three per
     block).
 
-    Source of blocks: Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", ICLR 2022.
+    Source (blocks): Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", ICLR 2022.
 
     Args:
         params: Parameters or parameter groups.

@@ -30,9 +30,9 @@ _SEEDS = 24
 #: If a gradient is smaller than this share of the largest gradient, its error is relative to that share. Such gradients
 #: may be zero in theory (for example of a bias before a normalization) and consist of rounding noise.
 _SMALL = {"fp64": 1e-4, "fp32": 1e-2, "bf16": 1e-2}
-#: Allowed relative error of a gradient, and of its component along the reference, for each precision. The row's `rtol`
-#: (half of it for the component) and 3 × the error of the reference in the same precision are added. The limits under
-#: bf16 are larger, because a method may select different values than the reference.
+#: Allowed relative error of a gradient, and of its component along the reference, for each precision. Two values are
+#: added to each limit: the row's `rtol` (half of it for the component), and 3 × the error of the reference in the same
+#: precision. The limits under bf16 are larger, because a method may select different values than the reference.
 _LOWER = {"fp64": (0.0, 0.0), "fp32": (1e-3, 1e-3), "bf16": (0.25, 0.05)}
 #: Folder of this package.
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -325,11 +325,11 @@ class ReferenceContracts(ContractTests):
 
     @on_models(lambda row: row.models[:1] if row.off else ())
     def test_off_runs_the_methods_own_code(self, row: str, name: str) -> None:
-        """The off value executes at least half of the lines that a step with the row's settings executes.
+        """A step with the off value executes at least half of the lines that a step with the row's settings executes.
 
-        Only lines of the method's package are counted. If the step runs backward passes of autograd functions, the off
-        value must run at least one of them. Otherwise, the comparison with plain training would not test the method's
-        code.
+        Only lines of the method's package are counted. If the step with the row's settings runs backward passes of
+        autograd functions, the other step must run at least one of them. Otherwise, the comparison with plain training
+        would not test the method's code.
         """
         r = self.rows[row]
         ran: list[Lines] = []

@@ -16,7 +16,7 @@ from numba import carray, float32, int16, int32, njit, uint8, uint32
 from efficient_ft.ops.blockwise import BLOCK, LARGEST, SHIFT, UNIT, levels
 from efficient_ft.ops.storage.kernels.numba_kernels import _address, _noise, _take, as_job
 
-# With this error model, division by 0 returns infinity instead of raising an error, so that loops are vectorized.
+# With this error model, division by 0 returns infinity instead of raising an error, so that loops can be vectorized.
 _jit: Any = njit(nogil=True, boundscheck=False, error_model="numpy")
 _LARGEST, _FINITE = np.int32(LARGEST), np.finfo(np.float32).max
 _SHIFT, _SHIFTS = np.float32(SHIFT), np.int32(1 / SHIFT)

@@ -260,7 +260,7 @@ class Projector(Protocol):
     def projection(self, grid: Grid, prefix: int, channels: tuple[int, int]) -> Projection:
         """Return the projection for a layer with (C_in, C_out) channels.
 
-        The input of the layer consists of `prefix` prefix tokens and a map of `grid`.
+        The input of the layer consists of `prefix` prefix tokens and a map of size `grid`.
 
         Raises:
             ValueError: If maps of this grid cannot be projected.

@@ -39,7 +39,7 @@ def walsh(n: int = BLOCK) -> np.ndarray:
 
 
 def low_pass_l1(order: int) -> Pairs:
-    """Return the selection LP_L1-r of `order` r, from 1 to 15.
+    """Return the selection LP_L1-r, where r is `order`, from 1 to 15.
 
     It contains the sequencies (i, j) with i + j ≤ r − 1, lowest first (Equation 8).
     """
@@ -47,7 +47,7 @@ def low_pass_l1(order: int) -> Pairs:
 
 
 def low_pass_linf(order: int) -> Pairs:
-    """Return the selection LP_L∞-r of `order` r, from 1 to 8.
+    """Return the selection LP_L∞-r, where r is `order`, from 1 to 8.
 
     It contains the sequencies (i, j) with max(i, j) ≤ r − 1, lowest first (Equation 9).
     """

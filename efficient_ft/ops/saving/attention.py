@@ -67,8 +67,8 @@ packs(F.softmax)(lambda mode, input, dim=None, _stacklevel=3, dtype=None: _softm
 class _FusedAttention(torch.autograd.Function):
     """softmax(q kᵀ · scale + bias) v with torch's fused kernel and a constant bias.
 
-    The backward pass recomputes attention from the unpacked q, k and v. The next layer can compute its input from the
-    same recomputation.
+    The backward pass recomputes attention from the unpacked q, k and v. The next layer can reuse this recomputation to
+    compute its input.
     """
 
     @staticmethod
@@ -126,7 +126,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, mode: PackedOperations, q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None
     ) -> Tensor:
-        # Each product would copy inputs that are not contiguous. They are copied only once here.
+        # Inputs that are not contiguous are copied once here. Otherwise, each product would copy them.
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         scores = _scaled_product(q, k.mT, scale)
         if bias is not None:
@@ -193,7 +193,7 @@ def _attention(
     if mode.policy.plain_attention or is_causal or enable_gqa or not mode.supports(query, key, value):
         return NotImplemented
     batch = query.shape[:-2]
-    # Queries may share the heads of k and v.
+    # Several query heads may share a head of k and v.
     broadcast = query.dim() < 3 or key.shape[:-2] != batch or value.shape[:-2] != batch
     if attn_mask is not None:
         scores_shape = (*query.shape[:-1], key.shape[-2])
@@ -206,7 +206,7 @@ def _attention(
     if constant and not dropout_p and not mode.policy.forward:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         return _Attention.apply(mode, query, key, value, scale, attn_mask)
-    # Each product would copy inputs that are not contiguous. They are copied only once here.
+    # Inputs that are not contiguous are copied once here. Otherwise, each product would copy them.
     query = (query * (query.shape[-1] ** -0.5 if scale is None else scale)).contiguous()
     key, value = key.contiguous(), value.contiguous()
     mode.begin("scores")
