@@ -45,7 +45,7 @@ class Thresholds(PackingState):
         refresh: Number of steps between refreshes. Thresholds are recomputed in every step whose number is a multiple
             of `refresh`. If a layer is frozen in such a step, its threshold is recomputed at its next use.
         step: Number of completed optimizer steps.
-        by_name: Thresholds. The keys are the names of parameters or, for inputs, the names of the `PackContext`.
+        by_name: Thresholds. The keys are names of parameters or, for inputs, `PackContext.name`.
         computed: Step in which each threshold was computed, with the same keys.
     """
 

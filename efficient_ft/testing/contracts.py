@@ -178,8 +178,7 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
             assert method.apply(again).touched
 
     def test_what_is_exported_is_the_pretrained_models_own(self, row: str, name: str) -> None:
-        """The exported weights can be loaded into the plain timm model, which then returns the logits of the trained
-        model.
+        """The plain timm model with the exported weights returns the logits of the trained model.
 
         If a method does not merge its modules, they are added to the plain model first.
         """

@@ -38,7 +38,7 @@ class Ranges:
     used for n steps, its next update has the size of n updates, because the weights of earlier layers have changed.
 
     Attributes:
-        by_name: Ranges (low, high), each (G,) float32. The keys are the names of the `PackContext`.
+        by_name: Ranges (low, high), each (G,) float32. The keys are names of tensors (`PackContext.name`).
         step: Number of completed optimizer steps.
         updated: Step in which each range was last updated, with the same keys.
     """
@@ -46,7 +46,7 @@ class Ranges:
     by_name: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     step: int = 0
     updated: dict[str, int] = field(default_factory=dict)
-    #: Ranges before the current step, and the steps in which they were last updated, by name.
+    #: Range of each name before the current step, and the step in which it was last updated.
     _before: dict[str, tuple[tuple[Tensor, Tensor] | None, int]] = field(default_factory=dict)
     #: True if all tensors of the current step are finite, () bool.
     _finite: Tensor | None = None
