@@ -91,8 +91,7 @@ class _Recompute(torch.autograd.Function):
     def backward(ctx: Any, _: None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *others = load(ctx)
         x = x.detach().to(ctx.type)
-        # Arguments are detached from their graph. Parameters are not detached, because the function references them
-        # directly.
+        # Arguments are detached from their graph, but not parameters, because the function references them directly.
         arguments = [x, *(tensor.detach() for tensor in others[: ctx.count])]
         inputs = [*arguments, *others[ctx.count :]]
         needed = ctx.needs_input_grad[4:]

@@ -28,8 +28,7 @@ from efficient_ft.ops.saving.table import name_of
 from efficient_ft.ops.storage import Dense, PackContext, Packed, bitmap_bytes, magnitude_bits, pack_bits, unpack_bits
 
 _PRODUCTS = (F.linear, F.conv2d, torch.conv2d)
-#: Operations that are replaced by packed versions. Only `_PRODUCTS` are sparse. The results of the other operations are
-#: unchanged.
+#: Operations that are replaced by packed versions. Only `_PRODUCTS` are sparse. Other results do not change.
 _SUPPORTED = (
     *(*_PRODUCTS, F.relu, torch.relu, Tensor.relu, F.relu6, F.hardtanh),
     *(F.batch_norm, F.avg_pool2d, F.adaptive_avg_pool2d, F.max_pool2d, torch.max_pool2d),

@@ -109,10 +109,7 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
 
     @on_models(lambda row: row.refused)
     def test_models_it_cannot_serve_are_refused_with_the_reason(self, row: str, name: str) -> None:
-        """Applying a method to an unsupported model raises a UserError that names the method and the reason.
-
-        The model is not changed.
-        """
+        """`apply` does not change an unsupported model, and raises a UserError with the method name and the reason."""
         model = model_of(name)
         before = _state(model)
         text = _refusal(self.rows[row].create(), model)

@@ -36,8 +36,7 @@ _SMALL = {"fp64": 1e-4, "fp32": 1e-2, "bf16": 1e-2}
 _LOWER = {"fp64": (0.0, 0.0), "fp32": (1e-3, 1e-3), "bf16": (0.25, 0.05)}
 #: Folder of this package.
 _PACKAGE = Path(__file__).resolve().parents[1]
-#: Number of a later step in which gradients are compared. State that is refreshed every ten steps is refreshed in this
-#: step.
+#: Later step in which gradients are compared. State that is refreshed every ten steps is refreshed in this step.
 _LATER = 10
 #: Import name of this package.
 OURS = "efficient_ft"

@@ -14,9 +14,9 @@ therefore rounded stochastically. The random numbers are hashes of the position 
 run. The rounding of the ratio is unbiased. The root is rounded up slightly more often than down, so that rounding
 errors make steps smaller rather than larger. Over thousands of steps, this bias would accumulate until the steps
 vanish. Each block therefore stores the mean rounding error of its roots, which is called the shift. Decoding adds the
-shift to each root. With 4 bits, the remaining relative error of a root grows to about a fifth within about 60 steps.
-Such errors increase the mean of 1 / √v by the square of the relative error, about 5 %. The divisor of the step
-increases by the same factor.
+shift to each root. With 4 bits, the remaining relative error of a root grows to about 0.2 within about 60 steps. Such
+errors increase the mean of 1 / √v by about 5 %, the square of the relative error. The divisor of the step increases by
+the same factor.
 
 The step uses the moments before they are quantized again. The kernels use numba on a CPU and Triton on a GPU. For the
 same gradients, the kernels compute the same codes as the reference implementation, unless the last bit of a square root

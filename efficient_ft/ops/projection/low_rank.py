@@ -100,8 +100,7 @@ class _LowRankConv1x1(torch.autograd.Function):
 
 
 #: The attribute `held` stores the last x̂. The next layer reuses x̂ if it reads the same tensor, and the backward pass
-#: frees x̂. A single attribute is used because it is replaced atomically: with several devices, the backward pass runs
-#: in several threads.
+#: frees x̂. A single attribute is replaced atomically. This is required if the backward pass runs in several threads.
 _last = SimpleNamespace(held=None)
 
 
@@ -175,8 +174,7 @@ def _weight_gradient(g_hat: Tensor, x_hat: Tensor) -> Tensor:
     c_out, c_in = g_hat.shape[1], x_hat.shape[1]
     if g_hat.device.type != "cpu" or c_in < 2 * c_out:
         return torch.mm(g_hat.T, x_hat)
-    # CPU libraries parallelize products with a wide result poorly. Computing the result in square pieces takes 20 %
-    # less time.
+    # CPU libraries parallelize products with a wide result poorly. Computing square pieces takes 20 % less time.
     g_w = g_hat.new_empty(c_out, c_in)
     pieces = c_in // c_out
     for columns, out in zip(x_hat.chunk(pieces, 1), g_w.chunk(pieces, 1), strict=True):

@@ -67,8 +67,7 @@ packs(F.softmax)(lambda mode, input, dim=None, _stacklevel=3, dtype=None: _softm
 class _FusedAttention(torch.autograd.Function):
     """softmax(q kᵀ · scale + bias) v with torch's fused kernel and a constant bias.
 
-    The backward pass recomputes attention from the unpacked q, k and v. The next layer can reuse this recomputation to
-    compute its input.
+    The backward pass recomputes attention from the unpacked q, k and v. The next layer can reuse this result.
     """
 
     @staticmethod

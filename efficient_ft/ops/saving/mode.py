@@ -349,8 +349,7 @@ class PackedOperations(TorchFunctionMode):
     def supports(self, *tensors: Tensor, trained: Sequence[Tensor | None] = ()) -> bool:
         """Return True if the mode supports an operation with these arguments.
 
-        All `tensors` must be activations of the batch, and at least one of `tensors` and `trained` must require a
-        gradient.
+        All `tensors` must be activations of the batch. At least one of `tensors` and `trained` must require a gradient.
         """
         return any(t is not None and t.requires_grad for t in (*tensors, *trained)) and all(
             t.dim() and t.numel() and t.shape[0] % self.samples == 0 for t in tensors

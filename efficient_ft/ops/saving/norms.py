@@ -231,8 +231,7 @@ class _BatchNorm(torch.autograd.Function):
         eps: float,
     ) -> Tensor:
         y = F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
-        # Pruning drops values near 0. The input is therefore centered first, so that these values are the least
-        # important.
+        # Pruning drops values near 0. Centering the input first makes these values the least important ones.
         policy = mode.policy
         ctx.centered = policy.normalized and isinstance(policy.norm, Sparse) and not policy.forward
         kept = None
@@ -311,8 +310,7 @@ def _set_map_source(
     scale = rstd if weight is None else weight * rstd
     shift = -mean * scale if bias is None else bias - mean * scale
     source = Packed((*x.tensors, scale, shift), partial(_mapped, x.unpack), x.shared)
-    # If x is stored unchanged, the operations that save y share one recomputed y. Otherwise, they share the unpacked x
-    # with BatchNorm's backward pass.
+    # If x is stored unchanged, users of y share one recomputed y. Otherwise, they share the unpacked x with BatchNorm.
     mode.set_source(y, mode.share(source) if mode.policy.exact else source)
 
 

@@ -21,8 +21,7 @@ class LastUnpacked:
     """
 
     def __init__(self) -> None:
-        # A single attribute is used because it is replaced atomically: with several devices, the backward pass runs in
-        # several threads.
+        # A single attribute is replaced atomically. This is required if the backward pass runs in several threads.
         self.held: tuple[SharedUnpack, Tensor] | None = None
         #: True if a tensor has been unpacked since the flag was reset.
         self.in_backward = False

@@ -46,9 +46,8 @@ def bracket(
     """Write the values at the ranks `first` and `last` of a subsample to `state` (row, 2).
 
     The subsample consists of M values at a distance of `hop`. If a row has fewer than M elements, its subsample is
-    padded with −1. For a rank outside of the subsample, 0 or `LARGEST` is written. The values are computed to `BITS`
-    bits: the first value is rounded down, and the last value is rounded up. `EQUAL` is True if `first` and `last` are
-    equal.
+    padded with −1. For a rank outside of the subsample, 0 or `LARGEST` is written. The values have `BITS` exact bits.
+    The first value is rounded down, and the last value is rounded up. `EQUAL` is True if `first` and `last` are equal.
     """
     n, stride = n * UNIT, stride * UNIT
     row = tl.program_id(0).to(tl.int64)
@@ -297,10 +296,7 @@ def extremes(x, low, high, rows, groups, inner, share, width, R: tl.constexpr, C
 
 @triton.jit
 def _part(x, group, k, part, length, n, pieces, piece, stride, T: tl.constexpr, W: tl.constexpr):
-    """Load the values k·part to (k + 1)·part of T groups.
-
-    Return the values (T, W), their indices, and a mask of the valid positions.
-    """
+    """Load part k of each of T groups. Return the values (T, W), their indices, and a mask of the valid positions."""
     j = tl.arange(0, W)[None, :]
     first = group[:, None] * length
     at = first + k * part + j
