@@ -256,7 +256,7 @@ class _BatchNorm(torch.autograd.Function):
         if ctx.needs_input_grad[5]:
             g_b = g.sum(others, dtype=mean.dtype)
         if x is not None:
-            # The kernel centers the input before it sums, because the mean may be far larger than the deviation.
+            # The kernel centers the input before summing, because the mean may be far larger than the deviation.
             center = torch.zeros_like(mean) if ctx.centered else mean
             wanted = [False, True, False]
             g_w = aten.native_batch_norm_backward(g, x, weight, center, var, None, None, False, ctx.eps, wanted)[1]

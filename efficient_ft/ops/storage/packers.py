@@ -201,7 +201,7 @@ class PackContext:
         name: Name of the tensor. It must be the same in every step.
         samples: Number of samples, B. The size of the first dimension is a multiple of B, and the elements of a sample
             are adjacent along it.
-        ranges: Running ranges, by name.
+        ranges: Running ranges of all tensors.
         overflow: Record of fp16 overflow.
         heads: Dimension of x that is divided into heads, and the number of heads. Each head then has a separate range.
             If None, the tensor has one range.

@@ -99,8 +99,8 @@ def select(
 ):  # fmt: skip
     """Write the magnitude at `rank` to `threshold` (row,).
 
-    The magnitude is selected from the candidates. If it is not a candidate, or if there are too many candidates, the
-    full row is searched.
+    The magnitude is selected from the candidates. If the candidates do not contain this rank, or if there are too many
+    candidates, the full row is searched.
     """
     n, stride = n * UNIT, stride * UNIT
     row = tl.program_id(0).to(tl.int64)
