@@ -22,9 +22,8 @@ class LowBitAdamW(Optimizer):
     4096 values, or if its size is not a multiple of 128.
 
     The size of a step has the same bound as in AdamW, regardless of the range of the gradients in a block, because the
-    state stores m / √v instead of m. The codes of √v are nearly logarithmic. The state consists of the tensors
-    ``ratio`` and ``root`` (codes, uint8), ``ratio_scale`` (float32, one per block) and ``root_range`` (int16, three per
-    block).
+    state stores m / √v instead of m. The codes of √v are nearly logarithmic. The state contains the tensors ``ratio``
+    and ``root`` (codes, uint8), ``ratio_scale`` (float32, one per block) and ``root_range`` (int16, three per block).
 
     Source (blocks): Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", ICLR 2022.
 
