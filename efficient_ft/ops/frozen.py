@@ -22,7 +22,7 @@ from efficient_ft.ops.autocast import autocast_disabled, to_autocast_dtype
 def frozen_batch_norm(
     x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """Compute `F.batch_norm` with running statistics. x and `bias` receive gradients, and `weight` does not.
+    """Compute `F.batch_norm` with running statistics and a frozen weight. Only x and `bias` receive gradients.
 
     Args:
         x: Input, (B, C, H, W).
@@ -67,7 +67,7 @@ def frozen_conv2d(
     dilation: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """Compute `F.conv2d`. x and `bias` receive gradients, and `weight` does not.
+    """Compute `F.conv2d` with a frozen weight. Only x and `bias` receive gradients.
 
     Args:
         x: Input, (B, C_in, H, W).
@@ -79,7 +79,7 @@ def frozen_conv2d(
 
 
 class _FrozenConv2d(Function):
-    """Convolution. g_x is the transposed convolution of g, and g_b = Σ g."""
+    """Convolution. g_x is the transposed convolution of g with the weight, and g_b = Σ g."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: tuple[Any, ...]) -> Tensor:

@@ -1,7 +1,7 @@
-"""Recomputation: a part of a model saves only its packed input, and runs again in the backward pass.
+"""Recomputation: a part of a model saves only its packed input, and is run again in the backward pass.
 
 Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016. `torch.utils.checkpoint` is
-not used, because it cannot pack its input. It stores the input in a closure, where saved-tensor hooks do not measure
+not used, because it cannot pack its input. It also stores the input in a closure, where saved-tensor hooks do not count
 it.
 """
 
@@ -45,7 +45,7 @@ def recompute(
     """
     leaves, form = tree_flatten((others, keywords))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    # The tensors are passed to autograd separately. The other leaves stay in their positions.
+    # The tensors are separate arguments, so that autograd tracks them. The other leaves stay in their positions.
     fixed = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
@@ -91,7 +91,7 @@ class _Recompute(torch.autograd.Function):
     def backward(ctx: Any, _: None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *others = load(ctx)
         x = x.detach().to(ctx.type)
-        # Arguments are detached from their graph. Parameters are leaves, and the function references them directly.
+        # Arguments are detached from their graph, but not parameters, because the function references them directly.
         arguments = [x, *(tensor.detach() for tensor in others[: ctx.count])]
         inputs = [*arguments, *others[ctx.count :]]
         needed = ctx.needs_input_grad[4:]

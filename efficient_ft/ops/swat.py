@@ -5,9 +5,9 @@ the backward pass::
 
     y = x ∗ w̃ + b,    g_x from g_y and w̃,    g_w from g_y and x̃ (dense, so that dropped weights train),    g_b exact
 
-Values below a threshold are dropped. Each weight has a threshold. Each input has a threshold that all images of the
-batch share. A threshold is used for several steps. Between two refreshes, the number of stored values varies with the
-data. Zeros are never stored.
+Values whose magnitude is below a threshold are dropped. Each weight has its own threshold. Each input has one threshold
+for all images of the batch. A threshold is used for several steps. Between two refreshes, the number of stored values
+varies with the data. Zeros are never stored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from efficient_ft.ops.saving.table import name_of
 from efficient_ft.ops.storage import Dense, PackContext, Packed, bitmap_bytes, magnitude_bits, pack_bits, unpack_bits
 
 _PRODUCTS = (F.linear, F.conv2d, torch.conv2d)
-#: Operations that are replaced by packed versions. Only `_PRODUCTS` are sparse. Other results are unchanged.
+#: Operations that are replaced by packed versions. Only `_PRODUCTS` are sparse. Other results do not change.
 _SUPPORTED = (
     *(*_PRODUCTS, F.relu, torch.relu, Tensor.relu, F.relu6, F.hardtanh),
     *(F.batch_norm, F.avg_pool2d, F.adaptive_avg_pool2d, F.max_pool2d, torch.max_pool2d),
@@ -44,8 +44,8 @@ class Thresholds(PackingState):
         refresh: Number of steps between refreshes. Thresholds are recomputed in every step whose number is a multiple
             of `refresh`. If a layer is frozen in such a step, its threshold is recomputed at its next use.
         step: Number of completed optimizer steps.
-        by_name: Thresholds by the name of the parameter or, for inputs, by the name of the `PackContext`.
-        computed: Step in which each threshold was computed, by the same names.
+        by_name: Thresholds. The keys are names of parameters or, for inputs, `PackContext.name`.
+        computed: Step in which each threshold was computed, with the same keys.
     """
 
     sparsity: float = 0.8
@@ -80,7 +80,7 @@ class Thresholds(PackingState):
         return float(x[magnitude_bits(x).kthvalue(dropped + 1).indices].abs())
 
     def dropped(self, n: int) -> int:
-        """Return the number of values that are dropped from n values."""
+        """Return how many of n values are dropped."""
         return math.floor(n * self.sparsity)
 
     def state_dict(self) -> dict[str, Any]:

@@ -36,8 +36,8 @@ def class_attention(q_BHND: Tensor, k_BHND: Tensor, prefix: int, scale: float | 
     """Compute the attention of the class token to each patch token.
 
     This is the row of the class token in softmax(q kᵀ · scale), averaged over heads. It is computed separately, because
-    fused attention does not return its attention weights. This requires O(H · N · D) operations in at least single
-    precision. Source: EViT, Equation 3.
+    fused attention does not return its attention weights. The computation takes O(H · N · D) operations in at least
+    single precision. Source: EViT, Equation 3.
 
     Args:
         q_BHND, k_BHND: Inputs of attention, after q and k normalization and rotary embeddings.
@@ -168,8 +168,8 @@ def match(metric_BNC: Tensor, r: int, prefix: int) -> Tensor:
 
     Returns:
         New index of each token, (B, N), from 0 to N − r − 1. Both tokens of a pair have the same index. The order is
-        prefix tokens, unmerged tokens of A, then B, each in the order of the input. The paper concatenates the two sets
-        instead. The order only determines the two sets of the next matching.
+        prefix tokens, then unmerged tokens of A, then tokens of B, each in the order of the input. The paper instead
+        concatenates A and B. The order only affects which tokens are in A and B in the next matching.
     """
     metric = metric_BNC.to(torch.promote_types(metric_BNC.dtype, torch.float32))
     metric = metric / metric.norm(dim=-1, keepdim=True).clamp_min(1e-12)
@@ -315,7 +315,7 @@ class Tokens:
         return grid.scatter_(1, index, x_BNC[:, prefix:])[:, :positions]
 
     def dropped(self, index_BK: Tensor, positions: int, fuse: bool) -> Tokens:
-        """Return the record after `drop` kept the tokens at `index_BK`.
+        """Return the record of the tokens at `index_BK`, which `drop` has kept.
 
         With `fuse`, the record includes the fused token that `drop` appended.
         """
@@ -350,15 +350,14 @@ def attach_tokens(x_BNC: Tensor, tokens: Tokens | None) -> Tensor:
 def pop_tokens(x_BNC: Tensor) -> tuple[Tensor, Tokens | None]:
     """Return x without its record, and the record, which is None if no token was removed.
 
-    If x still had its record, saving x for the backward pass would also keep the record in memory, where it is not
-    measured.
+    Saving x with its record for the backward pass would also keep the record in memory, where it is not counted.
     """
     tokens: Tokens | None = getattr(x_BNC, _ATTRIBUTE, None)
     return (x_BNC if tokens is None else _Identity.apply(x_BNC)), tokens
 
 
 class _Identity(torch.autograd.Function):
-    """Return a tensor with the same values, without the attributes of x. The result is not a view of x."""
+    """Return a tensor with the same values as x, but without its attributes. The result is not a view of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

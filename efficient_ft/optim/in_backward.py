@@ -27,7 +27,7 @@ def step_in_backward(optimizer: Optimizer) -> SteppedInBackward:
 
     The weights after a step are bit-identical to those after an ordinary step. Operations that require all gradients at
     once are not supported: clipping by the global norm, gradient accumulation, the loss scaling of fp16, and averaging
-    over processes. Do not call ``clip_grad_norm_``. It finds no gradients and has no effect.
+    gradients over processes. Do not call ``clip_grad_norm_``, which finds no gradients and has no effect.
 
     Args:
         optimizer: Optimizer over the trainable parameters. It must update each parameter only from its own gradient and
@@ -109,7 +109,7 @@ class SteppedInBackward(Optimizer):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set all gradients to None or to zero, and end a step."""
+        """Set all gradients to None or to zero, and end the step."""
         self.optimizer.zero_grad(set_to_none)
         self._updated.clear()
 

@@ -17,15 +17,15 @@ from efficient_ft.ops.blockwise import AdamStep, Moments, adam_step, dense_step,
 class LowBitAdamW(Optimizer):
     """`torch.optim.AdamW` with block-wise quantized moments of 8 or 4 bits per value.
 
-    A step computes in float32 and then rounds the moments stochastically to codes. The rounding is the same in every
-    run. A block contains 128 values. The moments of a parameter stay in float32 if the parameter has fewer than 4096
-    values, or if its size is not a multiple of 128.
+    A step is computed in float32. The moments are then rounded stochastically to codes. The rounding is the same in
+    every run. A block contains 128 values. The moments of a parameter stay in float32 if the parameter has fewer than
+    4096 values, or if its size is not a multiple of 128.
 
-    Steps have the same bound as in AdamW, regardless of the range of the gradients in a block. The state stores the
-    ratio m / √v, and √v in steps of nearly equal relative size. Its tensors are ``ratio`` and ``root`` (codes, uint8),
-    ``ratio_scale`` (float32, one per block) and ``root_range`` (int16, three per block).
+    The size of a step has the same bound as in AdamW, regardless of the range of the gradients in a block, because the
+    state stores m / √v instead of m. The codes of √v are nearly logarithmic. The state contains the tensors ``ratio``
+    and ``root`` (codes, uint8), ``ratio_scale`` (float32, one per block) and ``root_range`` (int16, three per block).
 
-    Source of blocks: Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", ICLR 2022.
+    Source (blocks): Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", ICLR 2022.
 
     Args:
         params: Parameters or parameter groups.
@@ -113,7 +113,7 @@ class LowBitAdamW(Optimizer):
         return {"step": step, **zeros}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state without converting its values, on the devices of the parameters.
+        """Restore a state on the devices of the parameters, without converting its values.
 
         Raises:
             UserError: If the state belongs to a different optimizer or to a different number of bits.
@@ -140,7 +140,7 @@ class LowBitAdamW(Optimizer):
 
 
 class LowBitAdam(LowBitAdamW):
-    """`torch.optim.Adam` with quantized moments. Weight decay is added to the gradient. Its default is 0.
+    """`torch.optim.Adam` with quantized moments. Weight decay is added to the gradient, and is 0 by default.
 
     `LowBitAdamW` describes the arguments and errors.
     """

@@ -109,7 +109,7 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
 
     @on_models(lambda row: row.refused)
     def test_models_it_cannot_serve_are_refused_with_the_reason(self, row: str, name: str) -> None:
-        """An unsupported model raises a UserError that names the method and the reason, and is not changed."""
+        """`apply` does not change an unsupported model, and raises a UserError with the method name and the reason."""
         model = model_of(name)
         before = _state(model)
         text = _refusal(self.rows[row].create(), model)
@@ -119,7 +119,7 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
         assert not marks_of(model)
 
     def test_a_wrapped_model_is_refused(self, row: str) -> None:
-        """A compiled or wrapped model raises a UserError."""
+        """Applying a method to a compiled or wrapped model raises a UserError."""
         model = model_of(self.rows[row].models[0])
         distributed = torch.nn.parallel.DistributedDataParallel.__new__(torch.nn.parallel.DistributedDataParallel)
         nn.Module.__init__(distributed)
@@ -130,7 +130,7 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
             assert method.applied is None
 
     def test_a_second_one_is_refused(self, row: str) -> None:
-        """A second method of the same class raises a UserError, and the model is not changed."""
+        """Applying a second method of the same class raises a UserError, and the model is not changed."""
         model, method = self.applied(row, self.rows[row].models[0])
         before = _state(model)
         text = _refusal(self.rows[row].create(), model)
@@ -138,14 +138,14 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
         assert _state(model) == before
 
     def test_copies_and_pickles_train_alike(self, row: str, name: str) -> None:
-        """Deep copies and unpickled copies of a model and its method have equal gradients."""
+        """Deep copies and unpickled copies of a model and its method have the gradients of the original."""
         model, method = self.applied(row, name)
         stir(model)
         warm_up(model, method, name)
         copied, copied_method = copy.deepcopy((model, method))
         pickled, pickled_method = pickle.loads(pickle.dumps((model, method)))
         assert copied_method.applied == pickled_method.applied == method.applied
-        # Only first passes are compared, because the next pass of a step rounds with different noise.
+        # Only the first pass of each copy is compared, because the next pass of a step rounds with different noise.
         expected = gradients(copied, name)
         assert largest_difference(expected, gradients(pickled, name)) == 0
         # Changes of a copy do not affect the original.
@@ -175,8 +175,7 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
             assert method.apply(again).touched
 
     def test_what_is_exported_is_the_pretrained_models_own(self, row: str, name: str) -> None:
-        """The exported weights can be loaded into the plain timm model, which then returns the logits of the trained
-        model.
+        """The plain timm model with the exported weights returns the logits of the trained model.
 
         If a method does not merge its modules, they are added to the plain model first.
         """

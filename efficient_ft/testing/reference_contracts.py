@@ -1,4 +1,4 @@
-"""Contracts of a method's gradients: they equal the row's reference and, with the off value, plain training."""
+"""Contracts of gradients, which must equal those of the row's reference and, with the off value, of plain training."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _SEEDS = 24
 #: If a gradient is smaller than this share of the largest gradient, its error is relative to that share. Such gradients
 #: may be zero in theory (for example of a bias before a normalization) and consist of rounding noise.
 _SMALL = {"fp64": 1e-4, "fp32": 1e-2, "bf16": 1e-2}
-#: Allowed relative error of a gradient, and of its component along the reference, for each precision. The row's `rtol`
-#: (half of it for the component) and 3 × the error of the reference in the same precision are added. The limits under
-#: bf16 are larger, because a method may select different values than the reference.
+#: Allowed relative error of a gradient, and of its component along the reference, for each precision. Two values are
+#: added to each limit: the row's `rtol` (half of it for the component), and 3 × the error of the reference in the same
+#: precision. The limits under bf16 are larger, because a method may select different values than the reference.
 _LOWER = {"fp64": (0.0, 0.0), "fp32": (1e-3, 1e-3), "bf16": (0.25, 0.05)}
 #: Folder of this package.
 _PACKAGE = Path(__file__).resolve().parents[1]
-#: Number of a later step in which gradients are compared. State that is refreshed every ten steps is new in this step.
+#: Later step in which gradients are compared. State that is refreshed every ten steps is refreshed in this step.
 _LATER = 10
 #: Import name of this package.
 OURS = "efficient_ft"
@@ -240,7 +240,7 @@ def _referenced(row: Row) -> tuple[str, ...]:
 
 
 class ReferenceContracts(ContractTests):
-    """Contracts of a method's results. They equal the row's reference and, with the off value, plain training."""
+    """Contracts of a method's results, which must equal the row's reference and, with the off value, plain training."""
 
     @on_models(_referenced)
     def test_gradients_are_those_of_the_reference(self, row: str, name: str) -> None:
@@ -274,8 +274,9 @@ class ReferenceContracts(ContractTests):
 
     @on_models(lambda row: row.models if row.off is not None else ())
     def test_off_is_plain_training_and_on_is_not(self, row: str, name: str) -> None:
-        """With the off value and without shortcuts, the method equals plain training. The row's settings differ from
-        it.
+        """With the off value and without shortcuts, gradients equal those of plain training.
+
+        With the row's settings, they differ.
         """
         r = self.rows[row]
         plain = gradients(model_of(name), name)
@@ -323,11 +324,11 @@ class ReferenceContracts(ContractTests):
 
     @on_models(lambda row: row.models[:1] if row.off else ())
     def test_off_runs_the_methods_own_code(self, row: str, name: str) -> None:
-        """The off value executes at least half of the lines that a step with the row's settings executes.
+        """A step with the off value executes at least half of the lines that a step with the row's settings executes.
 
-        Only lines of the method's package are counted. If the step runs backward passes of autograd functions, the off
-        value must run at least one of them. Otherwise, the comparison with plain training would not test the method's
-        code.
+        Only lines of the method's package are counted. If the step with the row's settings runs backward passes of
+        autograd functions, the other step must run at least one of them. Otherwise, the comparison with plain training
+        would not test the method's code.
         """
         r = self.rows[row]
         ran: list[Lines] = []

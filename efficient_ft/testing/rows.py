@@ -67,16 +67,16 @@ class Row:
         refused: Small models that the method must reject, each with a part of the error message.
         own_evaluation: Reason why the output in evaluation differs from the output of the pretrained model. Empty if
             the outputs are equal.
-        initial_model: Function that maps a plain model to a model with the output of the method's model at
-            initialization. The default returns the plain model.
+        initial_model: Function that converts a plain model to a model that returns the initial output of the method's
+            model. Default: the plain model is returned.
         on_reference: Reference that the method is compared with. ``"exact"`` denotes the plain network. A `Reference`
-            is a dense function that computes the logits, and through autograd the gradients. Every row requires a
-            reference.
+            is a dense function that computes the expected logits and, through autograd, the expected gradients. Every
+            row requires a reference.
         unreferenced: Small models that are excluded from the comparison with `on_reference`, either completely
             (``"mobilenet"``) or in one precision (``"swinv2, bf16"``), each with the reason.
-        rtol: Largest relative error of a parameter's gradient (by norm) in float64. Only methods that round values
-            exceed the default. If such a method sets `random`, the mean gradient over several passes is compared. The
-            error along the direction of the reference must not exceed half of `rtol`.
+        rtol: Largest relative error of a parameter's gradient (by norm) in float64. It may exceed the default only for
+            methods that round values. If such a method sets `random`, the mean gradient over several passes is
+            compared. The error along the direction of the reference must not exceed half of `rtol`.
         random: Reason why a forward pass in training draws random numbers, as dropout does. Empty if the pass draws no
             random numbers, so that two passes of a step are equal.
     """
@@ -134,7 +134,7 @@ class ContractTests:
             metafunc.parametrize("file", files, ids=[file.stem for file in files])
 
     def applied(self, row: str, name: str) -> tuple[nn.Module, Method]:
-        """Return a copy of the small model `name` with the applied method of the row, and a copy of the method."""
+        """Return copies of the row's method and of the small model `name` to which the method is applied."""
         key = self._key(row, name)
         if key not in self._prototypes:
             self._prototypes[key] = apply_seeded(model_of(name), self.rows[row].create())

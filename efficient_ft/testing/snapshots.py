@@ -65,7 +65,7 @@ def differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def process_state() -> dict[str, Any]:
-    """Return the state of the process that a method must not change, by name."""
+    """Return the parts of the process state that a method must not change, by name."""
     numpy_state: Any = np.random.get_state()  # noqa: NPY002
     global_hooks = {
         name: len(value)

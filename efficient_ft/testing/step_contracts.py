@@ -107,8 +107,9 @@ class StepContracts(ContractTests):
 
     @on_models(lambda row: row.models[:1])
     def test_evaluation_changes_nothing(self, row: str, name: str) -> None:
-        """Evaluation returns equal logits in `no_grad` and `inference_mode`. It does not change the model or the
-        method.
+        """Evaluation returns the same logits in `no_grad` and `inference_mode`.
+
+        It does not change the model or the method.
         """
         model, method = self.applied(row, name)
         stir(model)
@@ -161,11 +162,11 @@ class StepContracts(ContractTests):
                 method.step_end()
         for step, (first, second) in enumerate(zip(*runs, strict=True)):
             hint = "Seed random choices by (seed, step), or set Row.random if every forward pass is random (dropout)."
-            _assert_equal(first, second, f"two runs of the same seed differ in step {step}. {hint}")
+            _assert_equal(first, second, f"two runs with the same seed differ in step {step}. {hint}")
 
     @on_models(lambda row: row.models[:1] if not row.random else ())
     def test_two_passes_of_a_step_are_equal(self, row: str, name: str) -> None:
-        """Passes of two copies of a model and its method have equal gradients, although no seed is set before them."""
+        """Without seeding, passes of two copies of a model and its method have equal gradients."""
         model, method = self.applied(row, name)
         stir(model)
         warm_up(model, method, name)
@@ -248,9 +249,7 @@ class StepContracts(ContractTests):
             _assert_equal(new, again, f"step {step} of the re-applied method differs from a new method")
 
     def test_nothing_hides_from_the_meter(self, row: str, name: str) -> None:
-        """The number of bytes that saved-tensors hooks count equals the number of bytes in memory after the forward
-        pass.
-        """
+        """Saved-tensors hooks count as many bytes as the forward pass leaves in memory."""
         from efficient_ft.cost import kept_after_forward
 
         model, method = self.applied(row, name)
@@ -289,9 +288,7 @@ class StepContracts(ContractTests):
         )
 
     def test_mixed_precision_trains(self, row: str, name: str) -> None:
-        """Under bf16 autocast, steps change the weights. The loss and the weights stay finite, and gradients are in
-        fp32.
-        """
+        """Under bf16 autocast, steps change the weights, gradients are in fp32, and loss and weights are finite."""
         model, method = self.applied(row, name)
         warm_up(model, method, name)
         model.float()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from efficient_ft.methods.base import Method
 from efficient_ft.testing.models import batch_of
 
-#: The gradient of each parameter by name, or None if the parameter has no gradient.
+#: Gradients by parameter name. The value is None if a parameter has no gradient.
 Gradients = dict[str, Tensor | None]
 
 

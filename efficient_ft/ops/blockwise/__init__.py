@@ -4,22 +4,23 @@ A block stores two codes for each value: a code of the ratio m / √v, and a cod
 instead of m preserves Adam's bound on the size of a step, because an error of the root changes m and √v by the same
 factor.
 
-The codes of the root divide the range from the smallest to the largest positive root of the block into equal steps. The
-steps are equal in the bits of the float32 numbers, read as integers. The codes are therefore nearly logarithmic, and a
-positive root never becomes 0, regardless of the range. A separate code represents the root 0. The ratio is the signed
-square of its code, multiplied by a scale. It does not depend on the range of the roots.
+The codes of the root divide the range from the smallest to the largest positive root of the block into equal steps. For
+this division, the bits of a float32 number are read as an integer. The codes are therefore nearly logarithmic, and a
+positive root never becomes 0, regardless of the range of the roots. A separate code represents the root 0. The ratio is
+the signed square of its code, multiplied by a scale, and does not depend on the range of the roots.
 
 With beta2 = 0.999, v changes by about a thousandth per step. Rounding to nearest would lose this change. Codes are
 therefore rounded stochastically. The random numbers are hashes of the position and the step, and are the same in every
-run. The rounding of the ratio is unbiased. The root is rounded up slightly more often than down, so that coarse codes
-make steps smaller rather than larger. Over thousands of steps, this bias would accumulate until the steps vanish. Each
-block therefore stores the mean rounding error of its roots, which is called the shift. Decoding adds the shift to each
-root. With 4 bits, the remaining errors grow to a fifth of a root within about 60 steps. They increase the mean of 1 /
-√v by their square, about 5 %. The divisor of the step increases by the same factor.
+run. The rounding of the ratio is unbiased. The root is rounded up slightly more often than down, so that rounding
+errors make steps smaller rather than larger. Over thousands of steps, this bias would accumulate until the steps
+vanish. Each block therefore stores the mean rounding error of its roots, which is called the shift. Decoding adds the
+shift to each root. With 4 bits, the remaining relative error of a root grows to about 0.2 within about 60 steps. Such
+errors increase the mean of 1 / √v by about 5 %, the square of the relative error. The divisor of the step increases by
+the same factor.
 
-The step uses the moments before they are quantized again. The kernels use numba on a CPU and Triton on a GPU. For equal
-gradients, their codes equal the codes of the reference implementation, unless the last bit of a square root or a
-quotient changes the rounding. Both libraries are optional. Without them, the reference implementation is used.
+The step uses the moments before they are quantized again. The kernels use numba on a CPU and Triton on a GPU. For the
+same gradients, the kernels compute the same codes as the reference implementation, unless the last bit of a square root
+or a quotient changes the rounding. Both libraries are optional. Without them, the reference implementation is used.
 
 Sources: Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", ICLR 2022, for blocks;
 Kingma, Ba, "Adam", ICLR 2015, Algorithm 1; Loshchilov, Hutter, "Decoupled Weight Decay Regularization", ICLR 2019,
@@ -42,15 +43,15 @@ from efficient_ft.ops.storage.kernels.cpu import run_in_threads
 BLOCK = 128
 #: Tensors with fewer values are not quantized.
 MIN_SIZE = 4096
-#: Unit of the distance between two codes, in consecutive float32 numbers, for each number of bits.
+#: Unit of the distance between two root codes: a number of consecutive float32 values. The keys are numbers of bits.
 UNIT = {8: 256, 4: 4096}
 #: Resolution of the shift of a block, as a fraction of the distance between codes.
 SHIFT = 2.0**-14
-#: Relative growth of a step's divisor that compensates for accumulated rounding errors, for each number of bits.
+#: Relative increase of a step's divisor to compensate for accumulated rounding errors. The keys are numbers of bits.
 GROWTH = {8: 0.0, 4: 0.05}
 #: After n steps, the growth is GROWTH · (1 − GROWTH_LEFT^n).
 GROWTH_LEFT = 0.97
-#: Bits of the largest root, just below √(2^128), as an integer. Larger roots and NaN are stored as this value.
+#: Largest root, just below √(2^128), with its bits read as an integer. Larger roots and NaN are stored as this value.
 LARGEST = 0x5F7FFFFF
 #: Lower bound of the largest ratio of a block. It ensures that the scale is not 0.
 SMALLEST = 1e-30
@@ -143,7 +144,7 @@ def _ratio_codes(ratio: Tensor, bits: int, noise: Tensor) -> tuple[Tensor, Tenso
     scale = size.amax(1).clamp_min_(SMALLEST) * (1 / top**2)
     size = size * (1 / scale)[:, None]
     code = size.sqrt().floor_()
-    up = noise * (2 * code + 1) < size - code * code  # the square of the rounded code has the mean `size`
+    up = noise * (2 * code + 1) < size - code * code  # the expected square of the rounded code is `size`
     code = (code + up).clamp_max_(top).int()
     return torch.where(ratio < 0, -code, code) + 2 ** (bits - 1), scale
 
@@ -181,7 +182,7 @@ def _from_bytes(codes: Tensor, bits: int) -> Tensor:
 
 
 class AdamStep(NamedTuple):
-    """The settings of one step of AdamW (if `decoupled` is True) or of Adam. Steps are numbered from 1."""
+    """The settings of one step of AdamW (if `decoupled` is True) or Adam. Steps are numbered from 1."""
 
     lr: float
     beta1: float

@@ -16,7 +16,7 @@ from numba import carray, float32, int16, int32, njit, uint8, uint32
 from efficient_ft.ops.blockwise import BLOCK, LARGEST, SHIFT, UNIT, levels
 from efficient_ft.ops.storage.kernels.numba_kernels import _address, _noise, _take, as_job
 
-# With this error model, division by 0 returns infinity instead of raising an error, so that loops are vectorized.
+# With this error model, division by 0 returns infinity instead of raising an error, so that loops can be vectorized.
 _jit: Any = njit(nogil=True, boundscheck=False, error_model="numpy")
 _LARGEST, _FINITE = np.int32(LARGEST), np.finfo(np.float32).max
 _SHIFT, _SHIFTS = np.float32(SHIFT), np.int32(1 / SHIFT)
@@ -49,9 +49,9 @@ def _step(p, grad, m, v, factors):
 
 @_jit
 def _bounds(m_bits, v_bits, largest, low, high):
-    """Limit the roots to `LARGEST`, and return the bits of three values.
+    """Limit the roots to `LARGEST`.
 
-    The values are the largest ratio, the smallest positive root and the largest root.
+    Return the bits of the largest ratio, the smallest positive root and the largest root.
     """
     for i in range(len(m_bits)):
         largest = max(largest, m_bits[i] & int32(0x7FFFFFFF))

@@ -1,8 +1,8 @@
 """GELU, alone or after a BatchNorm with frozen statistics.
 
-The forward pass and the backward pass each process the tensor in one pass. Only the input is saved for the backward
-pass. For BatchNorm and GELU, this is one tensor instead of two. Results equal the results of torch's operations up to
-rounding. On a CPU in float32, kernels compiled by numba compute the results. numba is optional. Without numba, torch's
+The forward pass and the backward pass each read the tensor only once. Only the input is saved for the backward pass.
+For BatchNorm followed by GELU, one tensor is saved instead of two. Results equal those of torch's operations up to
+rounding. For float32 tensors on a CPU, kernels compiled by numba are used if numba is installed. Otherwise, torch's
 operations are used.
 """
 

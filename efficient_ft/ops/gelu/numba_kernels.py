@@ -56,7 +56,7 @@ def _cdf(u):
 
 @_jit
 def _density(u):
-    """Compute the normal density φ(u). The exponential is 2^k e^r with an integer k and |r| ≤ ln 2 / 2.
+    """Compute the normal density φ(u). Its exponential is computed as 2^k e^r with an integer k and |r| ≤ ln 2 / 2.
 
     A polynomial of degree 6 approximates e^r.
     """
@@ -137,9 +137,9 @@ def forward(affine: bool) -> Any:
 
 @functools.cache
 def backward(affine: bool, sums: bool) -> Any:
-    """Compile the job that computes the gradient of x. With `sums`, it also computes the sums for scale and shift.
+    """Compile the job that computes the gradient of x.
 
-    Each piece of x has separate sums.
+    With `sums`, it also computes the sums for the gradients of scale and shift, separately for each piece of x.
     """
 
     def gelu_backward_job(pointer):

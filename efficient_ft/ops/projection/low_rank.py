@@ -7,7 +7,7 @@ With the analysis matrix A and the synthesis matrix S of a projection (R × L, s
     g_w = ĝᵀ x̂,    g_x = Sᵀ (ĝ w),    g_b = Σ g_y  (exact)
 
 Source: LBP-WHT, Algorithm 1. All gradients are exact if SᵀA is the identity. Layers that read the same tensor (q, k and
-v, or the two branches of a gated network) share one x̂.
+v, or the two branches of a gated network) share x̂.
 """
 
 from __future__ import annotations
@@ -99,17 +99,17 @@ class _LowRankConv1x1(torch.autograd.Function):
         return g_x, None if g_w is None else g_w[:, :, None, None], g_b, None, None
 
 
-#: The attribute `held` stores the last x̂. The next layer reuses it if it reads the same tensor, and the backward pass
-#: frees it. A single attribute is replaced atomically. With several devices, the backward pass runs in several threads.
+#: The attribute `held` stores the last x̂. The next layer reuses x̂ if it reads the same tensor, and the backward pass
+#: frees x̂. A single attribute is replaced atomically. This is required if the backward pass runs in several threads.
 _last = SimpleNamespace(held=None)
 
 
 def _save(
     ctx: Any, x_BNC: Tensor, weight: Tensor, projection: Projection | SubsetProjection, read: weakref.ref[Tensor]
 ) -> None:
-    """Save x̂ if the weight requires a gradient, the weight if x requires a gradient, and the constants.
+    """Save the constants, x̂ if the weight requires a gradient, and the weight if x requires a gradient.
 
-    If packing is active, x̂ is packed. `read` is a weak reference to the tensor with which the layer was called.
+    If packing is active, x̂ is packed. `read` is a weak reference to the input of the layer.
     """
     ctx.projection = projection
     constants = projection.constants(x_BNC.device, x_BNC.dtype)
@@ -164,7 +164,7 @@ def _backward(ctx: Any, g_BNC: Tensor) -> tuple[Constants, Tensor | None, Tensor
             g_b = g_BNC.sum((0, 1))
     gx_hat = None
     if ctx.needs_input_grad[0]:
-        # On CPUs, computing (ĝw)ᵀ as wᵀĝᵀ takes up to a quarter less time.
+        # On CPUs, computing (ĝw)ᵀ as wᵀĝᵀ takes up to 25 % less time.
         gx_hat = torch.mm(weight.flatten(1).T, g_hat.flatten(0, 1).T).unflatten(1, g_hat.shape[:2]).permute(1, 2, 0)
     return constants, g_w, g_b, gx_hat
 
@@ -174,7 +174,7 @@ def _weight_gradient(g_hat: Tensor, x_hat: Tensor) -> Tensor:
     c_out, c_in = g_hat.shape[1], x_hat.shape[1]
     if g_hat.device.type != "cpu" or c_in < 2 * c_out:
         return torch.mm(g_hat.T, x_hat)
-    # CPU libraries parallelize products with a wide result poorly. Computing square pieces takes a fifth less time.
+    # CPU libraries parallelize products with a wide result poorly. Computing square pieces takes 20 % less time.
     g_w = g_hat.new_empty(c_out, c_in)
     pieces = c_in // c_out
     for columns, out in zip(x_hat.chunk(pieces, 1), g_w.chunk(pieces, 1), strict=True):

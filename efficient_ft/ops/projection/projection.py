@@ -1,11 +1,11 @@
 """Projections of tensors, and projectors, which select a projection for a grid.
 
 A projection consists of tiles. Tiles that share a small matrix form a group. Maps are logical (B, N, C) tensors with
-any strides. Maps in channels-first memory format are transposed views. The matrices are constants. A projection caches
-its matrices for each device and dtype. They are never part of a ``state_dict``.
+any strides. Maps in channels-first memory format are passed as transposed views. The matrices are constants. A
+projection caches its matrices for each device and dtype. They are never part of a ``state_dict``.
 
-A projector is a small hashable object. Each projection is built once for a (projector, grid, prefix) and shared by all
-layers. Copies and pickles of a model therefore do not contain projections.
+A projector is a small hashable object. Each projection is built once for each combination of projector, grid and
+prefix, and is shared by all layers. Copies and pickles of a model therefore do not contain projections.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ class Projector(Protocol):
     def projection(self, grid: Grid, prefix: int, channels: tuple[int, int]) -> Projection:
         """Return the projection for a layer with (C_in, C_out) channels.
 
-        The input of the layer consists of `prefix` prefix tokens and a map of `grid`.
+        The input of the layer consists of `prefix` prefix tokens and a map of size `grid`.
 
         Raises:
             ValueError: If maps of this grid cannot be projected.
@@ -301,7 +301,7 @@ class WalshProjector:
 
 @dataclass(frozen=True)
 class CosineProjector:
-    """Projector with the lowest rows of the DCT-II.
+    """Projector with the lowest-frequency rows of the DCT-II.
 
     The number of rows equals the number of rows of the orthonormalized WHT on the same grid with the same LP_L1 order.
     Grids of up to 256 positions use a single transform. Larger grids use tiles of 16×16 or 14×14 positions if the

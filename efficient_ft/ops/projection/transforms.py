@@ -39,7 +39,7 @@ def walsh(n: int = BLOCK) -> np.ndarray:
 
 
 def low_pass_l1(order: int) -> Pairs:
-    """Return the selection LP_L1-r of `order` r, from 1 to 15.
+    """Return the selection LP_L1-r, where r is `order`, from 1 to 15.
 
     It contains the sequencies (i, j) with i + j ≤ r − 1, lowest first (Equation 8).
     """
@@ -47,7 +47,7 @@ def low_pass_l1(order: int) -> Pairs:
 
 
 def low_pass_linf(order: int) -> Pairs:
-    """Return the selection LP_L∞-r of `order` r, from 1 to 8.
+    """Return the selection LP_L∞-r, where r is `order`, from 1 to 8.
 
     It contains the sequencies (i, j) with max(i, j) ≤ r − 1, lowest first (Equation 9).
     """
@@ -71,7 +71,7 @@ def pad_before_after(size: int) -> tuple[int, int]:
 def padded_axis(size: int, reflect: bool) -> np.ndarray:
     """Return a matrix (padded size × size) that pads an axis.
 
-    The added rows are mirrored rows if `reflect` is True, or else zeros.
+    The added rows are mirrored rows if `reflect` is True, and zeros otherwise.
 
     Raises:
         ValueError: If the axis has fewer rows than the reflection requires.
@@ -109,15 +109,15 @@ class Tile:
 def wht_tiles(grid: Grid, pairs: Pairs, padding: str) -> list[Tile]:
     """Build the block-wise WHT of a map. Each 8×8 block is one tile, and tiles are ordered row by row.
 
-    The grid is padded to multiples of 8 and divided into blocks that share their bases. The rows are H/8, where H is
-    the matrix of ±1. The products ĝᵀx̂ and H_Iᵀ(ĝw)/64 of the paper therefore require no further factor.
+    The grid is padded to multiples of 8 and divided into blocks that share their bases. The bases are rows of H/8,
+    where H is the matrix of ±1. The products ĝᵀx̂ and H_Iᵀ(ĝw)/64 of the paper therefore require no further factor.
 
     Args:
         grid: Size of the map, (H, W).
         pairs: Selected sequencies (i, j).
         padding: ``zero``, ``reflect`` or ``ortho``. ``reflect`` is the padding that the paper describes. It crops the
-            synthesized map, so that the rows are not orthonormal, and a tile may overlap its neighbor. ``ortho`` uses
-            an orthonormal basis of the span of the cropped rows of each block. The resulting projector is orthogonal on
+            synthesized map, so that the rows are not orthonormal, and neighboring tiles may overlap. ``ortho`` uses an
+            orthonormal basis of the span of the cropped rows of each block. The resulting projector is orthogonal on
             every grid, and no direction vanishes.
 
     Raises:
@@ -152,7 +152,7 @@ def dct_tiles(grid: Grid, sizes: tuple[list[int], list[int]], count: int) -> lis
 
     Args:
         grid: Size of the map, (H, W).
-        sizes: Heights and widths of the rectangles. Their sums are H and W.
+        sizes: Heights and widths of the rectangles. The heights sum to H, and the widths sum to W.
         count: Number of rows of all tiles. Must be at least the number of tiles and at most H·W.
     """
     cuts = [np.split(np.arange(n), np.cumsum(s)[:-1]) for n, s in zip(grid, sizes, strict=True)]
@@ -229,7 +229,7 @@ def orthonormal_rows(matrix: np.ndarray, tolerance: float = 1e-9) -> np.ndarray:
 
 
 def dct_rows(grid: Grid, count: int) -> np.ndarray:
-    """Return the `count` lowest orthonormal DCT-II rows of a map (count × L).
+    """Return the `count` lowest-frequency orthonormal DCT-II rows of a map, (count × L).
 
     The rows are sorted by (i/H)² + (j/W)², and then by (i, j).
     """
@@ -251,7 +251,7 @@ def _dct(n: int) -> np.ndarray:
 
 
 def block_energy(x_BHWC: Tensor) -> Tensor:
-    """Compute the energy of a map in each Walsh–Hadamard basis, (8, 8) float32 by sequency (i, j).
+    """Compute the energy of a map in each Walsh–Hadamard basis, (8, 8) float32, indexed by sequency (i, j).
 
     The energy of a basis is the sum of its squared coefficients over images, blocks and channels. The map is
     zero-padded, so that the energies of all 64 bases sum to the energy of the map (Parseval).

@@ -24,7 +24,7 @@ from efficient_ft.ops.storage import Packed
 
 aten = torch.ops.aten
 
-#: Lower bound of the sum of a packed softmax output. The sum is 0 if packing dropped all values.
+#: Lower bound of the sum of a packed softmax output. It prevents a division by 0 if packing dropped all values.
 _TINY = 1e-30
 
 _MULTI_HEAD_ATTENTION = inspect.signature(F.multi_head_attention_forward)
@@ -67,8 +67,7 @@ packs(F.softmax)(lambda mode, input, dim=None, _stacklevel=3, dtype=None: _softm
 class _FusedAttention(torch.autograd.Function):
     """softmax(q kᵀ · scale + bias) v with torch's fused kernel and a constant bias.
 
-    The backward pass recomputes attention from the unpacked q, k and v. The next layer can compute its input from the
-    same recomputation.
+    The backward pass recomputes attention from the unpacked q, k and v. The next layer can reuse this result.
     """
 
     @staticmethod
@@ -100,10 +99,7 @@ class _FusedAttention(torch.autograd.Function):
 
 
 def _attention_again(parts: Sequence[tuple[Any, int]], scale: Any, has_bias: bool, *tensors: Tensor) -> Tensor:
-    """Recompute attention from the tensors of the packed q, k and v.
-
-    The result has the autograd graph of this computation.
-    """
+    """Recompute attention from the saved tensors of q, k and v, and record its autograd graph."""
     remaining = iter(tensors)
     kept = [unpack(*islice(remaining, count)) for unpack, count in parts]
     bias = next(remaining) if has_bias else None
@@ -129,7 +125,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, mode: PackedOperations, q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None
     ) -> Tensor:
-        # Each product would copy inputs that are not contiguous. They are copied only once here.
+        # Inputs that are not contiguous are copied once here. Otherwise, each product would copy them.
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         scores = _scaled_product(q, k.mT, scale)
         if bias is not None:
@@ -196,7 +192,7 @@ def _attention(
     if mode.policy.plain_attention or is_causal or enable_gqa or not mode.supports(query, key, value):
         return NotImplemented
     batch = query.shape[:-2]
-    # Queries may share the heads of k and v.
+    # Several query heads may share a head of k and v.
     broadcast = query.dim() < 3 or key.shape[:-2] != batch or value.shape[:-2] != batch
     if attn_mask is not None:
         scores_shape = (*query.shape[:-1], key.shape[-2])
@@ -209,7 +205,7 @@ def _attention(
     if constant and not dropout_p and not mode.policy.forward:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         return _Attention.apply(mode, query, key, value, scale, attn_mask)
-    # Each product would copy inputs that are not contiguous. They are copied only once here.
+    # Inputs that are not contiguous are copied once here. Otherwise, each product would copy them.
     query = (query * (query.shape[-1] ** -0.5 if scale is None else scale)).contiguous()
     key, value = key.contiguous(), value.contiguous()
     mode.begin("scores")
@@ -254,7 +250,7 @@ def _multi_head_attention(mode: PackedOperations, *args: Any, **kwargs: Any) -> 
 
 
 def _packed_or_plain(mode: PackedOperations, function: Any, *args: Any) -> Tensor:
-    """Run an operation that is part of another operation. Use its packed version if it supports the arguments."""
+    """Run an operation inside another operation. Use its packed version if that version supports the arguments."""
     operation = packed_operation(function)
     assert operation is not None
     mode.begin(name_of(function))
@@ -263,7 +259,7 @@ def _packed_or_plain(mode: PackedOperations, function: Any, *args: Any) -> Tenso
 
 
 class _Normalize(torch.autograd.Function):
-    """x / max(‖x‖, ε) along `dim`. It saves its output. The next product saves the same tensor."""
+    """x / max(‖x‖, ε) along `dim`. It saves its output, which the next product also saves."""
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, x: Tensor, dim: int, eps: float) -> Tensor:

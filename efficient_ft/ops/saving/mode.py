@@ -245,7 +245,7 @@ class PackedOperations(TorchFunctionMode):
     def begin(self, operation: str) -> None:
         """Start an operation, even if it saves no tensor.
 
-        The names of the tensors that are saved next contain the name of the operation.
+        The name of the operation becomes part of the names of the tensors that are saved next.
         """
         module = self._running[-1]
         self._calls[module, operation] += 1
@@ -285,7 +285,8 @@ class PackedOperations(TorchFunctionMode):
             packer: Packer for x. It is not used if x is already packed, or if x can be computed from a packed tensor.
             dtype: Dtype of x in the operation (under autocast) and after unpacking. Default: the dtype of x.
             heads: Dimension of x that is divided into heads.
-            result: True if x is the output of the operation itself. Saving a view of it would create a reference cycle.
+            result: True if x is the output of the operation itself. x is then saved without its autograd graph, because
+                saving a view of x would create a reference cycle.
             role: Role of x in the operation.
         """
         order, memory, identity = memory_order(x)
@@ -322,7 +323,7 @@ class PackedOperations(TorchFunctionMode):
         return in_order(packed, order, x.dtype)
 
     def derive(self, y: Tensor, x: Tensor, function: Callable[[Tensor], Tensor]) -> None:
-        """If x has a source, register it as the source of y = function(x)."""
+        """If x has a source, register this source for y = function(x)."""
         order, _, identity = memory_order(x)
         packed = self._find((*identity, "derived"), x.untyped_storage())
         if packed is not None:
@@ -348,13 +349,13 @@ class PackedOperations(TorchFunctionMode):
     def supports(self, *tensors: Tensor, trained: Sequence[Tensor | None] = ()) -> bool:
         """Return True if the mode supports an operation with these arguments.
 
-        All `tensors` must be activations of the batch, and any of `tensors` or `trained` must require a gradient.
+        All `tensors` must be activations of the batch. At least one of `tensors` and `trained` must require a gradient.
         """
         return any(t is not None and t.requires_grad for t in (*tensors, *trained)) and all(
             t.dim() and t.numel() and t.shape[0] % self.samples == 0 for t in tensors
         )
 
     def _find(self, key: tuple[Any, ...], storage: torch.UntypedStorage) -> Packed | None:
-        """Return the tensor packed under `key`, or None if there is none or if a new tensor has reused its memory."""
+        """Return the packed tensor for `key`, or None if it does not exist or a new tensor has reused its memory."""
         found = self._kept.get(key)
         return found[1] if found is not None and found[0]() is storage else None

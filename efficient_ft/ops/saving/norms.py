@@ -63,7 +63,7 @@ def _normalized(
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64) or weight is None or bias is None:
         y, _, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
         return y, torch.native_layer_norm(x, shape, None, None, eps)[0], rstd
-    # torch's CPU kernel takes twice as long without γ and β.
+    # γ = 1 and β = 0 are passed, because torch's CPU kernel takes twice as long without γ and β.
     x_hat, _, rstd = torch.native_layer_norm(x, shape, torch.ones_like(weight), torch.zeros_like(bias), eps)
     return torch.addcmul(bias, x_hat, weight), x_hat, rstd
 
@@ -192,7 +192,7 @@ def _affine(unpack: Callable[..., Tensor], has_weight: bool, has_bias: bool, *te
 def _exact_or_packed(mode: PackedOperations, input: Tensor, heads: int | None = None) -> Tensor:
     """Convert the input of a normalization to single precision under autocast.
 
-    With `Policy.forward`, also pack and unpack it.
+    With `Policy.forward`, also pack and unpack the input.
     """
     input = to_single_precision(input)
     return as_kept(mode, input, mode.policy.norm, not mode.policy.normalized, heads, cast=False)
@@ -231,7 +231,7 @@ class _BatchNorm(torch.autograd.Function):
         eps: float,
     ) -> Tensor:
         y = F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
-        # Pruning drops values near 0, which are the least important values after centering.
+        # Pruning drops values near 0. Centering the input first makes these values the least important ones.
         policy = mode.policy
         ctx.centered = policy.normalized and isinstance(policy.norm, Sparse) and not policy.forward
         kept = None
@@ -256,7 +256,7 @@ class _BatchNorm(torch.autograd.Function):
         if ctx.needs_input_grad[5]:
             g_b = g.sum(others, dtype=mean.dtype)
         if x is not None:
-            # The kernel centers the input before it sums, because the mean may be far larger than the deviation.
+            # The kernel centers the input before summing, because the mean may be far larger than the deviation.
             center = torch.zeros_like(mean) if ctx.centered else mean
             wanted = [False, True, False]
             g_w = aten.native_batch_norm_backward(g, x, weight, center, var, None, None, False, ctx.eps, wanted)[1]
@@ -310,7 +310,7 @@ def _set_map_source(
     scale = rstd if weight is None else weight * rstd
     shift = -mean * scale if bias is None else bias - mean * scale
     source = Packed((*x.tensors, scale, shift), partial(_mapped, x.unpack), x.shared)
-    # Users of a packed x share the unpacked x with BatchNorm's backward pass. Users of a dense x share y.
+    # If x is stored unchanged, users of y share one recomputed y. Otherwise, they share the unpacked x with BatchNorm.
     mode.set_source(y, mode.share(source) if mode.policy.exact else source)
 
 

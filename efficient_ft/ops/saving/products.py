@@ -51,7 +51,7 @@ def _linear(mode: PackedOperations, input: Tensor, weight: Tensor, bias: Tensor 
 
 
 class _Conv2d(torch.autograd.Function):
-    """Convolution, like `_Linear`. If g_w is not required, only the shape of the input is saved."""
+    """Convolution, with gradients as in `_Linear`. If g_w is not required, only the shape of the input is saved."""
 
     @staticmethod
     def forward(
@@ -196,7 +196,7 @@ def _adaptive_avg_pool2d(mode: PackedOperations, input: Tensor, output_size: Any
 
 
 class _MaxPool2d(torch.autograd.Function):
-    """Maximum pooling. It saves one byte per output value: the position of the maximum in its window.
+    """Maximum pooling. It saves one byte per output value: the position of the maximum in the window.
 
     torch saves the input, and an index of 8 bytes per output value.
     """
@@ -228,7 +228,7 @@ class _MaxPool2d(torch.autograd.Function):
 
 
 def _corners(output: Tensor, stride: list[int], padding: list[int]) -> tuple[Tensor, Tensor]:
-    """Return the first row (H, 1) and the first column (W,) of the windows of an output (B, C, H, W)."""
+    """Return the first row (H, 1) and the first column (W,) of each window for an output (B, C, H, W)."""
     rows, columns = (
         torch.arange(n, device=output.device) * s - p for n, s, p in zip(output.shape[2:], stride, padding, strict=True)
     )

@@ -21,7 +21,7 @@ class LastUnpacked:
     """
 
     def __init__(self) -> None:
-        # A single attribute is replaced atomically, because a backward pass on several devices runs in several threads.
+        # A single attribute is replaced atomically. This is required if the backward pass runs in several threads.
         self.held: tuple[SharedUnpack, Tensor] | None = None
         #: True if a tensor has been unpacked since the flag was reset.
         self.in_backward = False
@@ -76,7 +76,7 @@ class BothShared:
 
 
 def memory_order(x: Tensor) -> tuple[tuple[int, ...], Tensor, tuple[Any, ...]]:
-    """Return a key that is equal for x and its transpose, so that both are packed only once.
+    """Return the memory order of x, and a key that is equal for x and its transpose, so that both are packed only once.
 
     Returns:
         order: Dimensions of x in the order of its memory. The first dimension stays first.
@@ -92,7 +92,7 @@ def memory_order(x: Tensor) -> tuple[tuple[int, ...], Tensor, tuple[Any, ...]]:
 def in_order(packed: Packed, order: tuple[int, ...], dtype: torch.dtype) -> Packed:
     """Return a packed tensor with the original order of dimensions and a new dtype.
 
-    `packed` unpacks in memory order. `order` contains the original dimensions in the order of the memory.
+    `packed` unpacks to a tensor in memory order. `order` lists the original dimensions in this order.
     """
     return Packed(packed.tensors, partial(_in_order, packed.unpack, order, dtype), packed.shared)
 

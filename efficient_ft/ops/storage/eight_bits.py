@@ -1,4 +1,4 @@
-"""The 8-bit format. It divides the range of each group into 255 steps, with unbiased stochastic rounding.
+"""The 8-bit format. It quantizes each group to 255 steps over its range, with unbiased stochastic rounding.
 
 Source: Mesa (Pan et al., 2021).
 """

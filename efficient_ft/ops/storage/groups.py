@@ -24,7 +24,7 @@ BITS = (8, 4, 3, 2)
 
 
 def group_length(n: int, group: int) -> int:
-    """Return the group length for n values: the minimum of `group` and n rounded up to a multiple of 8."""
+    """Return the group length for n values: n rounded up to a multiple of 8, but at most `group`."""
     return min(group, -(-n // 8) * 8)
 
 
@@ -60,7 +60,7 @@ def group_pack(x: Tensor, bits: int, group: int, seed: Tensor | None = None) -> 
 def as_whole_groups(x: Tensor, length: int) -> Tensor:
     """View x as M equally spaced pieces of L elements, (M, L). L is a multiple of the group length unless M is 1.
 
-    For example, q inside a fused qkv has such a view. If x has no such view, it is copied to (1, n).
+    For example, such a view exists for q inside a fused qkv tensor. Without such a view, x is copied to (1, n).
     """
     piece, at = 1, x.dim() - 1
     while at >= 0 and (x.shape[at] == 1 or x.stride(at) == piece):
@@ -100,7 +100,7 @@ def group_pack_reference(x: Tensor, bits: int, length: int, seed: Tensor | None)
 
 
 def _half_below(x: Tensor) -> Tensor:
-    """Convert float32 to the largest fp16 number that is not above it, so that a group's range contains all values."""
+    """Round float32 down to fp16, so that the range of a group contains all its values."""
     half = x.half()
     bits = half.view(torch.int16)
     below = torch.where(bits > 0, bits - 1, bits + 1).view(torch.float16)

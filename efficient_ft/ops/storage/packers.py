@@ -38,21 +38,21 @@ class Ranges:
     used for n steps, its next update has the size of n updates, because the weights of earlier layers have changed.
 
     Attributes:
-        by_name: Ranges (low, high) by the name of the `PackContext`, each (G,) float32.
+        by_name: Ranges (low, high), each (G,) float32. The keys are names of tensors (`PackContext.name`).
         step: Number of completed optimizer steps.
-        updated: Step in which each range was last updated, by the name of the `PackContext`.
+        updated: Step in which each range was last updated, with the same keys.
     """
 
     by_name: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     step: int = 0
     updated: dict[str, int] = field(default_factory=dict)
-    #: Ranges before the current step, and the steps in which they were last updated, by name.
+    #: Range of each name before the current step, and the step in which it was last updated.
     _before: dict[str, tuple[tuple[Tensor, Tensor] | None, int]] = field(default_factory=dict)
     #: True if all tensors of the current step are finite, () bool.
     _finite: Tensor | None = None
 
     def update(self, name: str, x_OGI: Tensor) -> tuple[Tensor, Tensor]:
-        """Move a range towards the range of x (outer, G, inner).
+        """Move the range `name` towards the range of x (outer, G, inner).
 
         Return the new minimum and maximum, each (G,) float32. If x is not finite, the returned range is not finite
         either, so that x is unpacked to non-finite values. The stored range does not change.
@@ -115,7 +115,7 @@ class Noise:
         seed: torch's initial seed when the object is created.
         step: Number of completed optimizer steps.
         count: Number of seeds returned in this step.
-        used: True if a seed was returned.
+        used: True if a seed has been returned.
     """
 
     seed: int = field(default_factory=torch.initial_seed)
@@ -163,7 +163,7 @@ class Overflow:
             return gpu.convert(x, torch.float16, flag)
         low, high = x.aminmax()
         overflows = (low < -_LARGEST_HALF) | (high > _LARGEST_HALF)
-        if x.device.type != "cpu" or not (low.isfinite() & high.isfinite()):  # x may hold inf or nan
+        if x.device.type != "cpu" or not (low.isfinite() & high.isfinite()):  # x may contain infinite values or NaN
             overflows = ((x.abs() > _LARGEST_HALF) & x.isfinite()).any()
         flag |= overflows.to(flag.device)
         return x.to(torch.float16)
@@ -201,7 +201,7 @@ class PackContext:
         name: Name of the tensor. It must be the same in every step.
         samples: Number of samples, B. The size of the first dimension is a multiple of B, and the elements of a sample
             are adjacent along it.
-        ranges: Running ranges, by name.
+        ranges: Running ranges of all tensors.
         overflow: Record of fp16 overflow.
         heads: Dimension of x that is divided into heads, and the number of heads. Each head then has a separate range.
             If None, the tensor has one range.
@@ -345,7 +345,7 @@ class GroupBits:
         return Packed((codes, ranges), partial(_groups_back, x.shape, x.dtype, self.bits))
 
 
-# Functions for `Packed.unpack`. Module-level functions and their partials do not reference tensors.
+# Functions for `Packed.unpack`. They are defined at module level, so that they do not reference tensors.
 def _identity(x: Tensor) -> Tensor:
     return x
 

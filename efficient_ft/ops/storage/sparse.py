@@ -24,7 +24,7 @@ _CAUTION = 1.0
 def values_kept(n: int, sparsity: float) -> int:
     """Return how many of n values are stored.
 
-    All values from the k-th smallest magnitude on are stored, where k = clip(⌊n·sparsity⌋, 1, n).
+    All values except the k − 1 smallest magnitudes are stored, where k = clip(⌊n·sparsity⌋, 1, n).
     """
     return n - min(max(math.floor(n * sparsity), 1), n) + 1 if n else 0
 
@@ -52,7 +52,7 @@ def uses_sampling(kept: int, n: int) -> bool:
 
 
 def subsample_stride(n: int) -> int:
-    """Return the distance between consecutive values of a subsample of a row of n values.
+    """Return the distance between consecutive sampled values in a row with n values.
 
     The subsample wraps around at the end of the row. The distance is close to the golden section of n, which spreads
     the values evenly. It is coprime to n, so that the values cover all channels.
@@ -62,7 +62,7 @@ def subsample_stride(n: int) -> int:
 
 
 def threshold_rank(kept: int, n: int, m: int) -> int:
-    """Return the rank in a subsample of m magnitudes that estimates the threshold of n values.
+    """Return the rank of the estimated threshold of n values in a subsample of m magnitudes.
 
     Ranks begin at 0 and are in ascending order of magnitude.
     """
@@ -98,7 +98,7 @@ def sparse_pack(x: Tensor, kept: int, exact: bool) -> tuple[Tensor, Tensor]:
 def as_pieces(x: Tensor) -> Tensor:
     """View x (S, ...) as rows of M equally spaced pieces of L elements, (S, M, L).
 
-    For example, q inside a fused qkv has such a view. If x has no such view, it is copied.
+    For example, such a view exists for q inside a fused qkv tensor. Without such a view, x is copied.
     """
     shape, strides = [1], [0]
     for size, stride in zip(x.shape[1:], x.stride()[1:], strict=True):

@@ -135,8 +135,8 @@ def _rows(x: Tensor, *of_groups: Tensor) -> tuple[list[int], list[Tensor]]:
     """Divide a tensor (outer, G, inner) into blocks of rows.
 
     Return two lists. The first list contains the numbers of blocks, rows per block, rows, groups, elements per group,
-    and ranges, and a flag that is True if groups are short. The second list contains the tensors `of_groups`. They have
-    one value per group, or one value per element of a row if groups are short.
+    and ranges, and a flag that is True if groups are short. The second list contains the tensors `of_groups`. These
+    tensors have one value per group, or one value per element of a row if groups are short.
     """
     rows, groups, inner = x.shape
     block = -(-_BLOCK // (groups * inner))

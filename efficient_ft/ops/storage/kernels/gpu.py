@@ -22,7 +22,7 @@ _TILE = 2048
 _BLOCK = 1024
 _LONGEST = 65536  # maximum number of candidates per program
 _INTEGERS = {2: torch.int16, 4: torch.int32}
-_PROGRAMS = 1024  # number of programs that occupy a GPU fully
+_PROGRAMS = 1024  # number of programs that fully occupy a GPU
 
 #: Function that returns the compiled kernels, or None if Triton is not installed.
 _kernels = partial(optional_module, "efficient_ft.ops.storage.kernels.triton_kernels")

@@ -143,7 +143,7 @@ def _subsample(x, where, hop, largest, sample):
 def _in_rank(sample, rank, largest):
     """Return the value at `rank` (from 0, in ascending order) in a sample of integers from 0 to `largest`.
 
-    The value is found by bisection, because loops that count are vectorized.
+    The value is found by bisection, because counting loops are vectorized.
     """
     low, high = int64(0), int64(largest)
     while low < high:
@@ -160,7 +160,7 @@ def _in_rank(sample, rank, largest):
 
 @_jit
 def _exact_threshold(x, where, hop, largest, kept, sample, out):
-    """Return the threshold, and the number of values that are at least as large as the threshold.
+    """Return the threshold, and the number of values whose magnitude is at least the threshold.
 
     A subsample determines a bracket around the threshold. The threshold is then selected from the few values in the
     bracket (Floyd, Rivest, CACM 1975).
@@ -215,7 +215,7 @@ def _noise(i, base):
 @_jit
 def _quantize_short(x, low, step, base, q):
     for i in range(len(x)):
-        # Truncation rounds non-negative values down.
+        # The clamped values are not negative, so that truncation rounds them down.
         q[i] = uint8(int32(min(max((x[i] - low[i]) * step[i] + _noise(i, base), float32(0)), float32(255))))
 
 
@@ -239,9 +239,9 @@ def _dequantize_long(q, low, step, x):
 
 @_jit
 def _ordered(bits):
-    """Map the bits of a float to an integer of the same order, and back.
+    """Map the bits of a float to an integer, and back. The integers have the same order as the floats.
 
-    Integers are used, because comparisons of integers are vectorized.
+    Integers are compared instead of floats, because these comparisons are vectorized.
     """
     return bits ^ ((bits >> int32(31)) & int32(0x7FFFFFFF))
 

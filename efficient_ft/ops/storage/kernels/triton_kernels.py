@@ -1,9 +1,9 @@
 """Triton kernels of the storage formats. Importing this module requires Triton.
 
-The kernels of the sparse format compare magnitudes, which are called `bits`. They are the bits of floats without the
-sign, read as 32-bit integers. A row consists of pieces of `length` elements, and `step` is the distance between pieces.
-The row length `n` and the distance `stride` between rows are in units of `UNIT` elements, so that the compiler knows
-their alignment. The first dimension of auxiliary tensors is the row.
+The kernels of the sparse format compare magnitudes, which are called `bits`: the bits of a float without its sign, read
+as a 32-bit integer. A row consists of pieces of `length` elements, and `step` is the distance between pieces. The row
+length `n` and the distance `stride` between rows are in units of `UNIT` elements, so that the compiler knows their
+alignment. The first dimension of auxiliary tensors is the row.
 
 Kernels have many parameters, because a kernel receives every pointer, size and constant separately.
 """
@@ -45,9 +45,9 @@ def bracket(
 ):  # fmt: skip
     """Write the values at the ranks `first` and `last` of a subsample to `state` (row, 2).
 
-    The subsample consists of M values at a distance of `hop`. The subsample of a shorter row is padded with −1. For a
-    rank outside of the subsample, the end of the range is written. The values are computed to `BITS` bits: the first
-    value is rounded down, and the last value is rounded up. `EQUAL` is True if `first` and `last` are equal.
+    The subsample consists of M values at a distance of `hop`. If a row has fewer than M elements, its subsample is
+    padded with −1. For a rank outside of the subsample, 0 or `LARGEST` is written. The values have `BITS` exact bits.
+    The first value is rounded down, and the last value is rounded up. `EQUAL` is True if `first` and `last` are equal.
     """
     n, stride = n * UNIT, stride * UNIT
     row = tl.program_id(0).to(tl.int64)
@@ -99,8 +99,8 @@ def select(
 ):  # fmt: skip
     """Write the magnitude at `rank` to `threshold` (row,).
 
-    The magnitude is selected from the candidates. If it is not a candidate, or if there are too many candidates, the
-    full row is searched.
+    The magnitude is selected from the candidates. If the candidates do not contain this rank, or if there are too many
+    candidates, the full row is searched.
     """
     n, stride = n * UNIT, stride * UNIT
     row = tl.program_id(0).to(tl.int64)
@@ -166,8 +166,8 @@ def write(
 ):  # fmt: skip
     """Write the kept values and the bitmap. All values whose magnitude is above the threshold are kept.
 
-    If the threshold is exact, values equal to it are kept as long as they fit. With a sampled threshold, the rest of
-    the row is dropped after `kept` values.
+    If the threshold is exact, the first values whose magnitude equals the threshold are also kept, so that `kept`
+    values are kept in total. If the threshold is sampled, the rest of a row is dropped after `kept` values.
     """
     n, stride = n * UNIT, stride * UNIT
     row, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
@@ -276,7 +276,7 @@ def dequantize(q, low, step, x, count, groups, inner, BLOCK: tl.constexpr):
 
 @triton.jit
 def extremes(x, low, high, rows, groups, inner, share, width, R: tl.constexpr, C: tl.constexpr):
-    """Write the extremes of a group in `share` rows and `width` columns to `low` and `high` (part, cut, group)."""
+    """Write the extremes of a group within `share` rows and `width` columns to `low` and `high` (part, cut, group)."""
     part, group, cut = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     least, most = tl.full((R, C), float("inf"), tl.float32), tl.full((R, C), float("-inf"), tl.float32)
     stop, end = tl.minimum((part + 1) * share, rows), tl.minimum((cut + 1) * width, inner)
@@ -296,7 +296,7 @@ def extremes(x, low, high, rows, groups, inner, share, width, R: tl.constexpr, C
 
 @triton.jit
 def _part(x, group, k, part, length, n, pieces, piece, stride, T: tl.constexpr, W: tl.constexpr):
-    """Load the values k·part to (k + 1)·part of T groups. Return the values (T, W), their indices and a mask."""
+    """Load part k of each of T groups. Return the values (T, W), their indices, and a mask of the valid positions."""
     j = tl.arange(0, W)[None, :]
     first = group[:, None] * length
     at = first + k * part + j
