@@ -96,7 +96,7 @@ def cost_report(
     # The optimizer of the baseline uses no memory-saving options.
     plain = config.optim.model_copy(update={"state_bits": 32, "in_backward": False})
     keys = [None if of is None else [m.state_key for m in of] for of in (selection, methods)]
-    is_baseline = keys[0] == keys[1] and config.optim == plain  # then no comparison is needed
+    is_baseline = keys[0] == keys[1] and config.optim == plain  # if True, no comparison is needed
     found = cost.compare(
         network,
         methods,
@@ -127,7 +127,7 @@ def cost_report(
 
 
 def _room(config: Config) -> int:
-    """Return the number of bytes that remain of the run's memory budget."""
+    """Return the remaining part of the run's memory budget in bytes."""
     release_freed_memory()
     return max(0, (budget_of(config) or 0) - resident_bytes())
 

@@ -28,7 +28,7 @@ from efficient_ft.training.output.console import results_text, say
 from efficient_ft.training.output.loggers import write_summary
 from efficient_ft.training.train import Fitted, Training
 
-#: The time limit for timing steps in the cost report: this fraction of the training time, but at least these seconds.
+#: Time limit for timing steps in the cost report, as a fraction of the training time, and its minimum in seconds.
 COST_SHARE, COST_SECONDS = 0.1, 2.0
 
 

@@ -18,7 +18,7 @@ from efficient_ft.record.energy import EnergyMeter
 from efficient_ft.record.results import RunTotals
 from efficient_ft.task import tensors_of
 
-#: The reported step time is the median over at most this number of last optimizer steps.
+#: The reported step time is the median over the last optimizer steps. This is the maximum number of these steps.
 LAST_STEPS = 1000
 
 
@@ -126,5 +126,5 @@ class Totals(L.Callback):
         self._images, self._batches, self._steps = (state_dict[key] for key in ("images", "batches", "steps"))
         self._seconds_before = state_dict["seconds"]
         self._flops.load_state_dict(state_dict["run_flops"])
-        # None if the energy before is unknown. Then, no energy is reported, because the sum would be wrong.
+        # If the earlier energy is unknown (None), no energy is reported, because the sum would be wrong.
         self._joules_before = state_dict["joules"]

@@ -57,8 +57,8 @@ PREFIX = "prefix.json"
 class FeatureDataset(Dataset[Any]):
     """A data set whose samples are stored features, or images if the features are not stored yet.
 
-    Keys are pairs (epoch, index). Epoch e uses view e mod `views`. `first` is the row of the first image in the first
-    view.
+    Keys are pairs (epoch, index). Epoch e uses view e mod `views`. In the store, `first` is the row of the first image
+    in the first view.
     """
 
     def __init__(self, images: SplitDataset, store: RowStore, first: int, views: int) -> None:
@@ -85,7 +85,7 @@ class FeatureDataset(Dataset[Any]):
 class RunFeatures:
     """Features of one run, which are read from a store, or computed and stored.
 
-    There are `views` views of `train` training images, and one view of the images that select the best epoch.
+    There are `views` views of `train` training images, and one view of the images in the evaluation split.
     """
 
     def __init__(self, prefix: FrozenPrefix, form: RowForm, store: RowStore, views: int, train: int) -> None:
@@ -98,11 +98,11 @@ class RunFeatures:
         self._computed = self._read = 0
 
     def training(self, images: SplitDataset) -> FeatureDataset:
-        """Return the data set of the training images. `images` loads the images whose features are not stored."""
+        """Return the data set of the training images. It uses `images` to load images whose features are not stored."""
         return FeatureDataset(images, self.store, 0, self.views)
 
     def evaluation(self, images: SplitDataset) -> FeatureDataset:
-        """Return the data set of the images that select the best epoch. See `training`."""
+        """Return the data set of the split that selects the best epoch. See `training`."""
         return FeatureDataset(images, self.store, self._evaluated, 1)
 
     @contextmanager
@@ -110,7 +110,7 @@ class RunFeatures:
         """Inside a ``with`` block, the network computes its output from the features of a batch.
 
         The block receives the network's input. `images` contains images or stored rows with the row numbers `rows`, as
-        loaded by `FeatureDataset`. The features of images are computed and stored.
+        loaded by `FeatureDataset`. If it contains images, their features are computed and stored.
         """
         if images.dtype == torch.uint8:
             self._read += len(rows)
@@ -160,7 +160,7 @@ def from_stored(prefix: FrozenPrefix, form: RowForm, stored: Tensor) -> Abstract
 
 
 class PrefixInput:
-    """Features of a run's batches that are computed in each step by a form of the prefix and are not stored."""
+    """Compute the features of a run in each step with the frozen prefix, without storing them."""
 
     def __init__(self, prefix: FrozenPrefix) -> None:
         self.prefix = prefix
@@ -288,7 +288,7 @@ def run_prefix(config: Config, network: nn.Module, methods: Sequence[Method]) ->
 
 
 def set_form(config: Config, images: ImageData, prefix: FrozenPrefix, device: torch.device) -> PrefixReport:
-    """Set the form of the prefix like `measure_form`, but let ``auto`` prefer a form whose features are stored."""
+    """Set the form of the prefix like `measure_form`. With ``auto``, however, prefer a form with stored features."""
     options = config.trainer
     if options.prefix == "auto" and options.cache_features != "off":
         about = _about(config, images, prefix, device)

@@ -1,4 +1,4 @@
-"""Write and read checkpoints. They are written atomically, so that a kill at any time leaves a complete checkpoint.
+"""Write and read checkpoints. Writing is atomic: if the process is killed at any time, a complete checkpoint remains.
 
 The previous checkpoint is kept. Lightning's own plugin writes to $TMPDIR and copies the file if that folder is on
 another filesystem. If the process is killed during the copy, a partial file remains.

@@ -31,7 +31,7 @@ def quiet_lightning() -> None:
     logging.raiseExceptions = False  # a log file on a full disk must not cause a traceback
     for name in ("lightning.pytorch", "lightning.fabric", "lightning", "timm"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # it warns about other libraries
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # its warnings concern other libraries
     for message in (
         ".*does not have many workers.*",
         ".*module\\(s\\) in eval mode at the start of training.*",

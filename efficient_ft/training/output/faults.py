@@ -25,7 +25,7 @@ _LOST_PROCESS = ("Connection closed by peer", "Connection reset by peer", "Broke
 
 
 def _continues(folder: Path | None) -> str:
-    """Return a sentence that states what the same command would do. `folder` is None if it is not known."""
+    """Return a sentence that states what a repeated command would do. `folder` is None if it is not known."""
     if folder is None:
         return "The same command continues from the last checkpoint, or starts again if there is none."
     if checkpoint.exists(folder / checkpoint.NAME):
