@@ -82,7 +82,7 @@ def cost_report(
         classes: number of classes, or a mapping from tasks to numbers of classes.
         device: the device on which the steps run.
         steps: number of timed steps, or 0 to count the costs without timing.
-        max_seconds: time after which no further step is timed, or None for no limit.
+        max_seconds: time in seconds after which no further step is timed, or None for no limit.
         largest_batch: maximum number of samples per batch, or None for no limit. It is the size of the training split.
 
     Raises:

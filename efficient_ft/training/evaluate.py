@@ -74,8 +74,9 @@ def _by_task(found: Evaluated) -> dict[str, dict[str, float]]:
 
 
 def _refuse_changes(run: Path, stored: Config, config: Config) -> None:
-    """Raise UserError if the model, a method, a task or a split was changed. Other splits could contain training
-    images.
+    """Raise UserError if the model, a method, a task or a split was changed.
+
+    New splits could contain training images.
     """
     had, got = ("+".join(one.method) for one in (stored, config))
     if had != got:

@@ -325,7 +325,7 @@ class FineTuner(L.LightningModule):
         During the warm-up, and before `MEANINGFUL_STEPS` optimizer steps, such predictions are normal, because a new
         classifier has not learned anything yet.
         """
-        none = torch.full((4,), NO_CLASS, device=self.device)  # for a process that has no images of a task
+        none = torch.full((4,), NO_CLASS, device=self.device)  # ranges if a process has no images of a task
         ranges = torch.stack([self._classes.get(task, none) for task in range(len(self.scores))])
         if self.trainer.world_size > 1:
             torch.distributed.all_reduce(ranges, op=torch.distributed.ReduceOp.MIN)

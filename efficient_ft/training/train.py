@@ -63,7 +63,7 @@ _LIGHTNINGS = {True: signal.SIGTERM, False: signal.SIGINT}
 
 @dataclass(frozen=True)
 class Training:
-    """A run that is ready for its first step.
+    """A prepared run, before its first step.
 
     Attributes:
         config: the configuration of the run.

@@ -70,8 +70,8 @@ class FeatureDataset(Dataset[Any]):
     def __getitems__(self, keys: list[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor] | LoadFailure:
         """Load a batch (inputs, labels, rows). If a file cannot be read, return the failure instead.
 
-        If all rows are stored, the inputs are these rows, uint8 (B, bytes). Otherwise, they are images, float32 (B, C,
-        H, W). Labels and row numbers are int64 (B,).
+        The inputs are the stored rows, uint8 (B, bytes), if all of them are stored. Otherwise, they are images, float32
+        (B, C, H, W). Labels and row numbers are int64 (B,).
         """
         keys = [(epoch % self._views, index) for epoch, index in keys]
         rows = [self._first + view * len(self) + index for view, index in keys]
@@ -83,7 +83,7 @@ class FeatureDataset(Dataset[Any]):
 
 
 class RunFeatures:
-    """Features of one run, which are read from a store, or computed and stored.
+    """The features of one run. They are read from a store, or computed and then stored.
 
     There are `views` views of `train` training images, and one view of the images in the evaluation split.
     """
@@ -109,8 +109,9 @@ class RunFeatures:
     def input(self, images: Tensor, rows: Tensor) -> Iterator[Tensor]:
         """Inside a ``with`` block, the network computes its output from the features of a batch.
 
-        The block receives the network's input. `images` contains images or stored rows with the row numbers `rows`, as
-        loaded by `FeatureDataset`. If it contains images, their features are computed and stored.
+        The context manager yields a placeholder to pass to the network. `images` contains images or stored rows with
+        the row numbers `rows`, as loaded by `FeatureDataset`. If it contains images, their features are computed and
+        stored.
         """
         if images.dtype == torch.uint8:
             self._read += len(rows)
@@ -154,7 +155,7 @@ class RunFeatures:
 def from_stored(prefix: FrozenPrefix, form: RowForm, stored: Tensor) -> AbstractContextManager[Tensor]:
     """Inside a ``with`` block, the network computes its output from stored rows, uint8 (B, bytes).
 
-    The block receives the network's input.
+    The context manager yields a placeholder to pass to the network.
     """
     return prefix.replaced(prefix.from_rows(form.decode(stored)).to(prefix.dtype))
 
@@ -168,7 +169,7 @@ class PrefixInput:
     def input(self, images: Tensor) -> AbstractContextManager[Tensor]:
         """Inside a ``with`` block, the network computes its output from the features of `images`.
 
-        The block receives the network's input.
+        The context manager yields a placeholder to pass to the network.
         """
         return self.prefix.replaced(self.prefix.features(images))
 
@@ -399,7 +400,7 @@ def run_features(
 
 
 def _about(config: Config, images: ImageData, prefix: FrozenPrefix, device: torch.device) -> dict[str, Any]:
-    """Return all properties on which stored features depend, except for the form of the prefix."""
+    """Return all properties that stored features depend on, except for the form of the prefix."""
     options = config.trainer
     return {
         "format": _FORMAT,
@@ -424,10 +425,10 @@ def _key(about: dict[str, Any], form: Form) -> str:
 
 @torch.no_grad()
 def _share_of_step(prefix: FrozenPrefix, images: Tensor) -> float:
-    """Return the fraction of the FLOPs of a training step that the prefix takes.
+    """Return the fraction of the FLOPs of a training step that computing the prefix takes.
 
-    A backward pass counts as two forward passes. Storing features changes the results slightly, so the decision to
-    store features must not depend on the machine. FLOPs are therefore compared instead of times.
+    A backward pass counts as two forward passes. FLOPs are compared instead of times, so that the decision to store
+    features does not depend on the machine: stored features change the results slightly.
     """
     with torch.random.fork_rng(devices=[]):
         with FlopsCounter() as below:

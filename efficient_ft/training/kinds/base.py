@@ -163,8 +163,8 @@ class Kind(ABC):
         sources: mapping from names to the data sets that this kind adds to the package.
         family: functions that build the networks in `rules.networks`, or None to use a family of this package.
         decodes_files: True if samples are decoded when a batch is loaded. Worker processes can then do this work.
-        table_classes: number of classes for the costs in published tables, or None to use the number of classes of the
-            data.
+        table_classes: number of classes for counting the costs in cost tables, or None to use the number of classes of
+            the data.
         fixed_batches: True if all training batches have the same shape, so that a loop over them can be timed.
     """
 

@@ -52,7 +52,7 @@ class ClassKind(Kind):
 
     @abstractmethod
     def inputs(self, trained: Trained, values: Sequence[Any]) -> Inputs:
-        """Return the input of the network for some samples, given their paths or texts (`Item.value`)."""
+        """Return a batch of network inputs, given the paths or texts of the samples (`Item.value`)."""
 
     def predictions(self, trained: Trained, options: PredictOptions) -> Predictions:
         if options.out is not None or options.overlay:

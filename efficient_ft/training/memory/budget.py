@@ -258,7 +258,7 @@ def require_within_budget(config: Config, images: RunData, folder: Path | None) 
 
 
 def _decided_by(config: Config, phase: str) -> str:
-    """Return the settings that determine the memory of a phase, in parentheses."""
+    """Return a text in parentheses with the settings that determine the memory of a phase."""
     data, kind = config.data, kind_of(config)
     noun = kind.task.sample
     if phase in ("training", "reading training batches"):

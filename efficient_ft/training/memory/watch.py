@@ -27,7 +27,7 @@ from efficient_ft.core.units import parse_bytes
 #: Polling intervals in seconds: the normal interval, and the interval above the fraction `_CLOSE` of the budget.
 INTERVAL, CLOSE_INTERVAL = 0.02, 0.002
 _CLOSE = 0.85
-#: Fraction of the budget above which freed memory is returned to the system, and minimum interval in seconds.
+#: Fraction of the budget above which freed memory is returned to the system, at most once in this number of seconds.
 _NEAR, _RELEASE_INTERVAL = 0.97, 0.5
 #: Seconds until a run that did not stop is interrupted again. An interrupt is lost if it arrives in a finalizer.
 _AGAIN = 5.0

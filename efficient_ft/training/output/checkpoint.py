@@ -94,7 +94,7 @@ def refuse_another_run(path: Path, checkpoint: dict[str, Any]) -> None:
 
 
 def _has_weights(checkpoint: Any) -> bool:
-    """Return True if the checkpoint has a state dict that maps names to tensors. ``_extra_state`` may have any type."""
+    """Return True if the checkpoint has a state dict of tensors. Entries named ``_extra_state`` may have any type."""
     held = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
     return isinstance(held, dict) and all(
         isinstance(name, str) and (isinstance(value, torch.Tensor) or name.endswith("_extra_state"))

@@ -136,7 +136,7 @@ def _seen(limit: int, settings: dict[str, Any], data: dict[str, Any], sample: st
 
 
 def _accuracy_rows(accuracy: dict[str, Any], data: dict[str, Any], published: float | None) -> list[list[str]]:
-    """Return the rows with the best and last accuracies, the test accuracy of the best weights, and `published`."""
+    """Return rows with the best and last accuracies, the test accuracy of the best weights, and `published`."""
     tasks, split = accuracy.get("tasks", {}), accuracy["split"]
     rows = [[spelled(accuracy.get("metric", "accuracy")), "best", "last"]]
     rows += [[f"{task}, {split}", format_percent(of["best"]), format_percent(of["last"])] for task, of in tasks.items()]

@@ -47,7 +47,7 @@ def refuse_lost_process(error: BaseException) -> None:
     """Raise an error that ends this process if another process of the run has ended.
 
     Raises:
-        KeyboardInterrupt, TerminatedRun: If a signal requested that this process also ends.
+        KeyboardInterrupt, TerminatedRun: If this process has received a signal that requests its end.
         UserError: If `error` reports a failed exchange with a process that has ended.
     """
     if "gloo" in str(error).lower() and any(text in str(error) for text in _LOST_PROCESS):

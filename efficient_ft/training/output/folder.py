@@ -45,7 +45,7 @@ _APPENDED = ("metrics.jsonl", step_stats.NAME, "tensorboard", "wandb")
 
 
 def refuse_another_run(config: Config, folder: Path) -> None:
-    """Raise an error if the folder contains a run with other settings. With ``resume=never``, that run is moved later.
+    """Raise an error if the folder contains a run with other settings. ``resume=never`` moves that run away later.
 
     Raises:
         OtherVersionError: If another version of this package wrote the folder.
@@ -86,7 +86,7 @@ def refuse_split_run(folder: Path) -> None:
 
 
 def _traces(folder: Path) -> list[str]:
-    """Return the names of the files of a run that a folder contains. Links and folders with these names are ignored."""
+    """Return the names in `_TRACES` that are files in a folder. Links and folders with these names are ignored."""
     return [name for name in _TRACES if (folder / name).is_file() and not (folder / name).is_symlink()]
 
 

@@ -36,7 +36,7 @@ def start_loggers(config: Config, folder: Path, run_id: str, arguments: Sequence
         if options.name == "tensorboard":
             from lightning.pytorch.loggers import TensorBoardLogger
 
-            # Settings are written with the results at the end. The default would add the constant curve hp_metric.
+            # Settings are written with the results at the end. By default, a constant curve hp_metric would be added.
             return [TensorBoardLogger(save_dir=folder, name="", version="tensorboard", default_hp_metric=False)]
         import wandb
         from lightning.pytorch.loggers import WandbLogger
