@@ -1,4 +1,4 @@
-"""Tasks. A task runs a network, computes its loss, and measures its predictions."""
+"""Tasks. A task runs a network, computes its loss, and evaluates its predictions."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def at_size(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class Task(ABC):
-    """A kind of prediction.
+    """The base class of all tasks. A task runs a network, computes its loss, and evaluates its predictions.
 
     Attributes:
         name: the name in ``task=NAME``.
@@ -60,7 +60,7 @@ class Task(ABC):
         `transformers`).
 
         Returns:
-            The logits (B, classes, ...). Further dimensions are positions.
+            The logits (B, classes, ...). Any further dimensions are positions, such as pixels.
 
         Raises:
             UserError: If the output has another type or another number of dimensions.
@@ -80,7 +80,7 @@ class Task(ABC):
     def loss(self, logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
         """Return the mean loss of a batch as a scalar tensor.
 
-        `targets` has dtype int64 and shape (B, ...). Further dimensions are positions.
+        `targets` has dtype int64 and shape (B, ...). Any further dimensions are positions, such as pixels.
         """
 
     def labeled(self, targets: Tensor) -> Tensor | None:
@@ -91,7 +91,7 @@ class Task(ABC):
         return None
 
     def predicted(self, logits: Tensor) -> Tensor | None:
-        """Return the predicted class of each item, int64, or None if the predictions are not classes."""
+        """Return the predicted class of each item (int64), or None if the predictions are not classes."""
         return logits.argmax(1)
 
     def chance_loss(self, num_classes: int) -> float:

@@ -11,7 +11,9 @@ from efficient_ft.task.base import Inputs, Scores, Task, at_size
 
 
 class Segmentation(Task):
-    """Segmentation with pixel-wise cross-entropy and mean IoU. Logits (B, classes, h, w) are resized to the masks.
+    """Segmentation with pixel-wise cross-entropy and mean IoU.
+
+    Logits (B, classes, h, w) are resized to the size of the masks.
 
     Args:
         window: size (h, w) of the sliding windows for evaluation, or None to evaluate whole images. Windows overlap by

@@ -1,1 +1,1 @@
-"""Training of a run. `run.run(config, folder)` trains, evaluates or counts the cost, as configured."""
+"""Training of a run. `run.run(config, folder)` trains, evaluates or counts the cost, depending on the configuration."""

@@ -82,7 +82,7 @@ def cost_report(
         classes: number of classes, or a mapping from tasks to numbers of classes.
         device: the device on which the steps run.
         steps: number of timed steps, or 0 to count the costs without timing.
-        max_seconds: time after which no further step is timed, or None for no limit.
+        max_seconds: time in seconds after which no further step is timed, or None for no limit.
         largest_batch: maximum number of samples per batch, or None for no limit. It is the size of the training split.
 
     Raises:
@@ -96,7 +96,7 @@ def cost_report(
     # The optimizer of the baseline uses no memory-saving options.
     plain = config.optim.model_copy(update={"state_bits": 32, "in_backward": False})
     keys = [None if of is None else [m.state_key for m in of] for of in (selection, methods)]
-    is_baseline = keys[0] == keys[1] and config.optim == plain  # then no comparison is needed
+    is_baseline = keys[0] == keys[1] and config.optim == plain  # if True, no comparison is needed
     found = cost.compare(
         network,
         methods,
@@ -127,7 +127,7 @@ def cost_report(
 
 
 def _room(config: Config) -> int:
-    """Return the number of bytes that remain of the run's memory budget."""
+    """Return the remaining part of the run's memory budget in bytes."""
     release_freed_memory()
     return max(0, (budget_of(config) or 0) - resident_bytes())
 

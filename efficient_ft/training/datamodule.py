@@ -1,4 +1,4 @@
-"""Data of a run: summaries, contents, the length of the run, and the data loaders for Lightning."""
+"""The data of a run: summaries, hashes, the number of steps, and the data loaders for Lightning."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def run_contents(config: Config, images: RunData | None = None) -> Contents:
-    """Read the contents of the data and weights at the start of a run.
+    """Return hashes of the data and weights at the start of a run.
 
     If `images` is None, the data are listed without being opened.
 
@@ -111,7 +111,7 @@ def run_length(config: Config, images: RunData, world: int) -> tuple[int, int]:
 
 
 class RunDataModule(L.LightningDataModule):
-    """Data loaders for Lightning.
+    """The data loaders of a run, for Lightning.
 
     When a run is resumed, the training loader continues with the next batch, even in the middle of an epoch.
 

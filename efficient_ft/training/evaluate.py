@@ -74,7 +74,10 @@ def _by_task(found: Evaluated) -> dict[str, dict[str, float]]:
 
 
 def _refuse_changes(run: Path, stored: Config, config: Config) -> None:
-    """Raise UserError for a changed model, method or task, and for splits that could evaluate on training images."""
+    """Raise UserError if the model, a method, a task or a split was changed.
+
+    New splits could contain training images.
+    """
     had, got = ("+".join(one.method) for one in (stored, config))
     if had != got:
         raise UserError(
@@ -109,7 +112,7 @@ def _fixed(config: Config, other: Config) -> dict[str, Any]:
 
 
 def data_report(config: Config, folder: Path, data: RunData, device: torch.device) -> DataReport:
-    """Return the split sizes, the number of skipped samples, and the metric of model.safetensors on each split."""
+    """Return the split sizes, the number of skipped samples, and the metrics of the weights in model.safetensors."""
     found = kind_of(config).evaluate(config, export.load(folder).model, data, device)
     each: dict[str, Any] = {}
     for task, accuracy in _by_task(found).items():

@@ -28,7 +28,7 @@ from efficient_ft.training.output.console import results_text, say
 from efficient_ft.training.output.loggers import write_summary
 from efficient_ft.training.train import Fitted, Training
 
-#: The time limit for timing steps in the cost report: this fraction of the training time, but at least these seconds.
+#: Time limit for timing steps in the cost report, as a fraction of the training time, and its minimum in seconds.
 COST_SHARE, COST_SECONDS = 0.1, 2.0
 
 
@@ -48,7 +48,7 @@ def finish(run: Training, fitted: Fitted, arguments: Sequence[str], predicted: P
     for optimizer in trainer.optimizers:
         if isinstance(optimizer, SteppedInBackward):
             optimizer.remove()
-    trainer.optimizers = []  # free the optimizer state and, below, the gradients before the cost is measured
+    trainer.optimizers = []  # the optimizer state must be freed before the cost is measured
     fitted.module.model.zero_grad(set_to_none=True)
     sizes = [(p.numel(), p.requires_grad) for p in run.network.parameters()]
     release_freed_memory()
@@ -109,7 +109,7 @@ def _add_memory(results: Results, run: Training, fitted: Fitted, predicted: Pred
 
 
 def _write(results: Results, run: Training, fitted: Fitted, device: torch.device) -> None:
-    """Write results.json and the summaries of the loggers, and print the results."""
+    """Write the results to results.json and to the loggers, and print them."""
     folder, plain = run.held.path, dict(results)
     text = results_text(plain, folder)
     write_results(folder, results)
@@ -119,7 +119,7 @@ def _write(results: Results, run: Training, fitted: Fitted, device: torch.device
 
 
 def _samples(run: Training, device: torch.device) -> list[Sample]:
-    """Return samples of each data set with the predictions of model.safetensors."""
+    """Return samples of each data set with the predictions of the weights in model.safetensors."""
     found = []
     for name, part in run.data.parts.items():
         samples = run.kind.samples(export.load(run.held.path, name or None), part, device)

@@ -1,7 +1,7 @@
 """The Lightning module of a run.
 
-To keep the overhead at a few percent of the step time of a plain loop, no values are logged through Lightning in each
-step, no metric is computed in training, and the learning rate is a function of the step.
+Its overhead is only a few percent of the step time of a plain loop: no values are logged through Lightning in each
+step, no metric is computed on training batches, and the learning rate is a function of the step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DIVERGED = 10.0
 READ_EVERY = 50
 #: A value that is larger than any class index.
 NO_CLASS = 2**31
-#: Before this number of optimizer steps, equal predictions for all samples are normal and cause no warning.
+#: Before this number of optimizer steps, predicting the same class for all samples is normal and causes no warning.
 MEANINGFUL_STEPS = 50
 
 
@@ -70,7 +70,7 @@ class FineTuner(L.LightningModule):
         total_steps: number of optimizer steps in the whole run, on which the learning rate depends.
 
     Attributes:
-        features: the frozen prefix that computes or reads the network's input features, or None if the whole network
+        features: the object that computes or reads the output of the frozen prefix, or None if the whole network
             runs.
     """
 
@@ -91,14 +91,14 @@ class FineTuner(L.LightningModule):
         self.evaluated_tasks: dict[str, Evaluation] = {}
         #: Mapping from class indices to the metric of the class in the last evaluation. Empty with several tasks.
         self.evaluated_classes: dict[int, float] = {}
-        #: For each task index, the class ranges in the current evaluation. See `_keep_range`.
+        #: For each task index, the ranges of predictions and labels in the current evaluation. See `_keep_range`.
         self._classes: dict[int, Tensor] = {}
         self._chance = max(map(self.task.chance_loss, counts))
         self._first_loss: float | None = None
         #: Warnings that were printed during training. They are written to results.json.
         self.warnings: list[str] = []
         self._constant = False  # True if the last evaluation predicted one class for all samples
-        #: Number of items in the current batch of all processes, and contribution of other processes to the mean loss.
+        #: Number of items in the batches of all processes, and contribution of the other processes to the mean loss.
         self._weight = torch.ones(())
         self._elsewhere: Tensor | None = None
         self._unread: list[tuple[Tensor, Tensor]] = []  # pairs (loss, number of items) on the device
@@ -143,7 +143,7 @@ class FineTuner(L.LightningModule):
         return share
 
     def _items(self, labels: Tensor) -> Tensor:
-        """Return the number of items over which the loss of a batch averages, on the device of the labels."""
+        """Return the number of items in the mean loss of a batch, as a tensor on the device of the labels."""
         items = self.task.labeled(labels)
         return torch.full((), len(labels), device=labels.device) if items is None else items
 
@@ -174,7 +174,7 @@ class FineTuner(L.LightningModule):
             self.read_losses(self.trainer.fit_loop.batch_idx)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        # Lightning frees gradients only after the next forward pass. They would increase its peak memory.
+        # Lightning frees gradients only after the next forward pass. Until then, they would increase the peak memory.
         # All callbacks have already used the gradients.
         last = (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0
         if last or batch_idx + 1 == self.trainer.num_training_batches:
@@ -310,7 +310,7 @@ class FineTuner(L.LightningModule):
     def _keep_range(self, task: int, predicted: Tensor | None, labels: Tensor) -> None:
         """Update the ranges of the predicted classes and of the labels of a task.
 
-        A range is stored as its minimum and its negated maximum, so that one minimum combines batches and processes.
+        A range is stored as its minimum and its negated maximum, so that minima combine batches and processes.
         """
         if predicted is None:
             return
@@ -325,7 +325,7 @@ class FineTuner(L.LightningModule):
         During the warm-up, and before `MEANINGFUL_STEPS` optimizer steps, such predictions are normal, because a new
         classifier has not learned anything yet.
         """
-        none = torch.full((4,), NO_CLASS, device=self.device)  # for a process that has no images of a task
+        none = torch.full((4,), NO_CLASS, device=self.device)  # ranges if a process has no images of a task
         ranges = torch.stack([self._classes.get(task, none) for task in range(len(self.scores))])
         if self.trainer.world_size > 1:
             torch.distributed.all_reduce(ranges, op=torch.distributed.ReduceOp.MIN)
@@ -351,7 +351,7 @@ class FineTuner(L.LightningModule):
 
 
 def likely_causes(module: FineTuner) -> list[str]:
-    """Return likely causes of equal predictions for all samples, as sentences. The most likely cause comes first."""
+    """Return sentences with likely causes of equal predictions for all samples. The most likely cause comes first."""
     config = module.config
     warmup = f"optim.warmup_steps (now {warmup_steps(config.optim, module.total_steps)})"
     found = []
@@ -359,7 +359,7 @@ def likely_causes(module: FineTuner) -> list[str]:
     if any(parameter.requires_grad for norm in frozen for parameter in norm.parameters()):
         found.append(
             "BatchNorm keeps the statistics of pretraining while the whole network trains (model.frozen_bn=true): use"
-            " model.frozen_bn=false, a smaller optim.lr, or train less of it (method=last_stage)."
+            " model.frozen_bn=false, a smaller optim.lr, or a method that trains fewer layers (method=last_stage)."
         )
     if not config.model.pretrained and config.model.weights is None:
         found.append("The network starts from random weights and may need more epochs.")

@@ -63,7 +63,7 @@ _LIGHTNINGS = {True: signal.SIGTERM, False: signal.SIGINT}
 
 @dataclass(frozen=True)
 class Training:
-    """The parts of a run before its first step.
+    """A prepared run, before its first step.
 
     Attributes:
         config: the configuration of the run.
@@ -105,7 +105,7 @@ def prepare(config: Config, held: RunFolder, begun: Callable[[], None], opened: 
     Args:
         config: the configuration of the run.
         held: the run folder.
-        begun: function that the first process calls when the folder belongs to this run.
+        begun: function that the first process calls as soon as the folder belongs to this run.
         opened: the data if they are already open, otherwise None.
 
     Raises:
@@ -212,7 +212,7 @@ def _loop(run: Training, fitted: Fitted) -> None:
 def export_network(run: Training, notes: dict[str, Any]) -> None:
     """Write model.safetensors with the current weights.
 
-    The metadata contain `notes` and the notes of the kind of task.
+    The metadata contain `notes` and the result of `Kind.notes`.
     """
     notes |= run.kind.notes(run.config, run.data)
     weights = plain_state_dict(run.network, run.methods, copy_weights=False)

@@ -20,7 +20,7 @@ class BlockIO(NamedTuple):
         x: the input.
         before: grid positions of the input tokens, or None if all tokens are present or if the positions are unknown.
         y: the output.
-        after: grid positions of the output tokens, or None as for `before`.
+        after: grid positions of the output tokens, or None in the same cases as `before`.
     """
 
     x: Tensor
@@ -79,8 +79,8 @@ def relative_magnitude(
         present: mask (B, N) that is 0 for padding, or None if there is no padding. Padding is excluded.
 
     Returns:
-        The mean over images and tokens, and the number of tokens per image over which it is computed, as scalars on the
-        device of the block. None if no output token was in the input.
+        The mean over images and tokens, and the number of compared tokens per image. Both are scalar tensors on the
+        device of the block. None if the output tokens cannot be matched with input tokens.
     """
     pair = _same_tokens(io, prefix)
     if pair is None:

@@ -117,7 +117,7 @@ class ProgressBar(L.Callback):
 
 
 def _shorten(parts: list[str], width: int, least: int = 0) -> None:
-    """Remove parts until the line fits into `width` or `least` parts remain.
+    """Remove parts until the line fits into `width` characters or `least` parts remain.
 
     The first and the last part are removed last.
     """

@@ -31,9 +31,9 @@ RECORD_EVERY = 50
 LEAST_ROWS = 20
 #: Maximum number of classes for which the metric of each class is logged.
 LARGEST_CHART = 100
-#: Minimum time in seconds between the last checkpoint and another checkpoint at the end of an epoch.
+#: A checkpoint is written at the end of an epoch if at least this time in seconds has passed since the last one.
 EPOCH_CHECKPOINT_SECONDS = 10.0
-#: Minimum time in seconds between the last checkpoint and another checkpoint within an epoch.
+#: A checkpoint is written within an epoch if at least this time in seconds has passed since the last one.
 STEP_CHECKPOINT_SECONDS = 600.0
 #: Signals with which Slurm and submitit announce the end of a job. Windows does not have these signals.
 REQUEUE = tuple(number for name in ("SIGUSR1", "SIGUSR2") if (number := getattr(signal, name, None)) is not None)
@@ -91,7 +91,7 @@ class Recorder(L.Callback):
         self._saved = time.monotonic()
         if self.handler is not None:
             # Lightning's handler broadcasts in the middle of a step, while other processes expect another operation.
-            # In addition, Lightning's handler ends a run with one process without a checkpoint.
+            # In addition, it does not write a checkpoint when it ends a run with one process.
             signal.signal(signal.SIGTERM, self.handler)
         if trainer.is_global_zero:
             self.metrics.rewind(trainer.global_step)
@@ -136,7 +136,10 @@ class Recorder(L.Callback):
         return next((number for number, count in zip(_STOP, asked, strict=True) if count), None)
 
     def _leave(self, stop: int) -> None:
-        """End the run after its checkpoint because of the signal `stop`. If Slurm sent the signal, requeue the job."""
+        """End the run because of the signal `stop`, after the checkpoint was written.
+
+        If Slurm sent the signal, requeue the job.
+        """
         self.stop_requested = stop  # also in processes that received no signal
         if stop in REQUEUE and "SLURM_JOB_ID" in os.environ:
             if rank() == 0:
@@ -196,7 +199,7 @@ class Recorder(L.Callback):
             self._leave(stop)
 
     def _so_far(self) -> dict[str, float]:
-        """Return the images, FLOPs, seconds and joules (if measured) of the training so far.
+        """Return the number of images and FLOPs, the seconds, and the joules (if measured) since the start of training.
 
         All processes must call this function.
         """
@@ -205,7 +208,7 @@ class Recorder(L.Callback):
         return {key: values[key] for key in ("images", "flops", "seconds", "joules") if values[key] is not None}
 
     def _each_class(self, module: FineTuner) -> dict[str, float]:
-        """Return the metric of each class for loggers, or an empty dict for more classes than `LARGEST_CHART`."""
+        """Return the metric of each class for loggers, or an empty dict if more than `LARGEST_CHART` classes exist."""
         named = len(self.class_names) <= LARGEST_CHART
         return {
             f"{self.split}_{module.task.class_metric}/{self.class_names[number]}": value

@@ -18,7 +18,7 @@ from efficient_ft.record.energy import EnergyMeter
 from efficient_ft.record.results import RunTotals
 from efficient_ft.task import tensors_of
 
-#: The reported step time is the median over at most this number of last optimizer steps.
+#: The reported step time is the median over the last optimizer steps. This is the maximum number of these steps.
 LAST_STEPS = 1000
 
 
@@ -38,7 +38,7 @@ class Totals(L.Callback):
 
     FLOPs are counted for forward and backward passes, as in `cost.executed` (`RunFlops`). Evaluation is included in the
     seconds and the energy, but not in the FLOPs. With several processes, the FLOPs of the first process are multiplied
-    by the number of processes. Place this callback after `MethodCallback`, and before callbacks that read `values`.
+    by the number of processes. Place this callback after `MethodCallback` and before callbacks that read `values`.
 
     Args:
         methods: the methods of the run.
@@ -53,11 +53,11 @@ class Totals(L.Callback):
         self._own_images = 0
         self._world = 1
         self._started: float | None = None
-        #: Seconds and joules of the training before the run was resumed.
+        #: Time in seconds and energy in joules before the run was resumed.
         self._seconds_before = 0.0
         self._joules_before: float | None = 0.0
         self._step_seconds: deque[float] = deque(maxlen=LAST_STEPS)
-        #: Sums over the micro-batches of the current optimizer step.
+        #: Time of the micro-batches of the current step in seconds, and start time of the current micro-batch.
         self._step, self._batch_started = 0.0, 0.0
         self._waits = True
 
@@ -80,7 +80,7 @@ class Totals(L.Callback):
         }
 
     def gather(self) -> None:
-        """Add the numbers of images of the other processes. Until then, `values` contains only an estimate.
+        """Add the numbers of images of the other processes. Before this call, `values` contains only an estimate.
 
         All processes must call this function.
         """
@@ -126,5 +126,5 @@ class Totals(L.Callback):
         self._images, self._batches, self._steps = (state_dict[key] for key in ("images", "batches", "steps"))
         self._seconds_before = state_dict["seconds"]
         self._flops.load_state_dict(state_dict["run_flops"])
-        # None if the energy before is unknown. Then, no energy is reported, because the sum would be wrong.
+        # If the earlier energy is unknown (None), no energy is reported, because the sum would be wrong.
         self._joules_before = state_dict["joules"]

@@ -57,8 +57,8 @@ PREFIX = "prefix.json"
 class FeatureDataset(Dataset[Any]):
     """A data set whose samples are stored features, or images if the features are not stored yet.
 
-    Keys are pairs (epoch, index). Epoch e uses view e mod `views`. `first` is the row of the first image in the first
-    view.
+    Keys are pairs (epoch, index). Epoch e uses view e mod `views`. In the store, `first` is the row of the first image
+    in the first view.
     """
 
     def __init__(self, images: SplitDataset, store: RowStore, first: int, views: int) -> None:
@@ -70,8 +70,8 @@ class FeatureDataset(Dataset[Any]):
     def __getitems__(self, keys: list[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor] | LoadFailure:
         """Load a batch (inputs, labels, rows). If a file cannot be read, return the failure instead.
 
-        If all rows are stored, the inputs are these rows, uint8 (B, bytes). Otherwise, they are images, float32 (B, C,
-        H, W). Labels and row numbers are int64 (B,).
+        The inputs are the stored rows, uint8 (B, bytes), if all of them are stored. Otherwise, they are images, float32
+        (B, C, H, W). Labels and row numbers are int64 (B,).
         """
         keys = [(epoch % self._views, index) for epoch, index in keys]
         rows = [self._first + view * len(self) + index for view, index in keys]
@@ -83,9 +83,9 @@ class FeatureDataset(Dataset[Any]):
 
 
 class RunFeatures:
-    """Features of one run, which are read from a store, or computed and stored.
+    """The features of one run. They are read from a store, or computed and then stored.
 
-    There are `views` views of `train` training images, and one view of the images that select the best epoch.
+    There are `views` views of `train` training images, and one view of the images in the evaluation split.
     """
 
     def __init__(self, prefix: FrozenPrefix, form: RowForm, store: RowStore, views: int, train: int) -> None:
@@ -98,19 +98,20 @@ class RunFeatures:
         self._computed = self._read = 0
 
     def training(self, images: SplitDataset) -> FeatureDataset:
-        """Return the data set of the training images. `images` loads the images whose features are not stored."""
+        """Return the data set of the training images. It uses `images` to load images whose features are not stored."""
         return FeatureDataset(images, self.store, 0, self.views)
 
     def evaluation(self, images: SplitDataset) -> FeatureDataset:
-        """Return the data set of the images that select the best epoch. See `training`."""
+        """Return the data set of the split that selects the best epoch. See `training`."""
         return FeatureDataset(images, self.store, self._evaluated, 1)
 
     @contextmanager
     def input(self, images: Tensor, rows: Tensor) -> Iterator[Tensor]:
         """Inside a ``with`` block, the network computes its output from the features of a batch.
 
-        The block receives the network's input. `images` contains images or stored rows with the row numbers `rows`, as
-        loaded by `FeatureDataset`. The features of images are computed and stored.
+        The context manager yields a placeholder to pass to the network. `images` contains images or stored rows with
+        the row numbers `rows`, as loaded by `FeatureDataset`. If it contains images, their features are computed and
+        stored.
         """
         if images.dtype == torch.uint8:
             self._read += len(rows)
@@ -154,13 +155,13 @@ class RunFeatures:
 def from_stored(prefix: FrozenPrefix, form: RowForm, stored: Tensor) -> AbstractContextManager[Tensor]:
     """Inside a ``with`` block, the network computes its output from stored rows, uint8 (B, bytes).
 
-    The block receives the network's input.
+    The context manager yields a placeholder to pass to the network.
     """
     return prefix.replaced(prefix.from_rows(form.decode(stored)).to(prefix.dtype))
 
 
 class PrefixInput:
-    """Features of a run's batches that are computed in each step by a form of the prefix and are not stored."""
+    """Compute the features of a run in each step with the frozen prefix, without storing them."""
 
     def __init__(self, prefix: FrozenPrefix) -> None:
         self.prefix = prefix
@@ -168,7 +169,7 @@ class PrefixInput:
     def input(self, images: Tensor) -> AbstractContextManager[Tensor]:
         """Inside a ``with`` block, the network computes its output from the features of `images`.
 
-        The block receives the network's input.
+        The context manager yields a placeholder to pass to the network.
         """
         return self.prefix.replaced(self.prefix.features(images))
 
@@ -288,7 +289,7 @@ def run_prefix(config: Config, network: nn.Module, methods: Sequence[Method]) ->
 
 
 def set_form(config: Config, images: ImageData, prefix: FrozenPrefix, device: torch.device) -> PrefixReport:
-    """Set the form of the prefix like `measure_form`, but let ``auto`` prefer a form whose features are stored."""
+    """Set the form of the prefix like `measure_form`. With ``auto``, however, prefer a form with stored features."""
     options = config.trainer
     if options.prefix == "auto" and options.cache_features != "off":
         about = _about(config, images, prefix, device)
@@ -399,7 +400,7 @@ def run_features(
 
 
 def _about(config: Config, images: ImageData, prefix: FrozenPrefix, device: torch.device) -> dict[str, Any]:
-    """Return all properties on which stored features depend, except for the form of the prefix."""
+    """Return all properties that stored features depend on, except for the form of the prefix."""
     options = config.trainer
     return {
         "format": _FORMAT,
@@ -424,10 +425,10 @@ def _key(about: dict[str, Any], form: Form) -> str:
 
 @torch.no_grad()
 def _share_of_step(prefix: FrozenPrefix, images: Tensor) -> float:
-    """Return the fraction of the FLOPs of a training step that the prefix takes.
+    """Return the fraction of the FLOPs of a training step that computing the prefix takes.
 
-    A backward pass counts as two forward passes. Storing features changes the results slightly, so the decision to
-    store features must not depend on the machine. FLOPs are therefore compared instead of times.
+    A backward pass counts as two forward passes. FLOPs are compared instead of times, so that the decision to store
+    features does not depend on the machine: stored features change the results slightly.
     """
     with torch.random.fork_rng(devices=[]):
         with FlopsCounter() as below:

@@ -16,10 +16,10 @@ _GROUP = 64
 
 
 class RowForm:
-    """Storage form of a row of `values` values.
+    """Convert rows of `values` floating-point numbers to bytes and back.
 
-    ``int8`` stores the values in groups of 64, with 8 bits for each value, and with the minimum and the step size of
-    each group in fp16.
+    ``int8`` stores the numbers in groups of 64. Each number has 8 bits, and each group has a minimum and a step size in
+    fp16.
     """
 
     def __init__(self, name: str, values: int) -> None:

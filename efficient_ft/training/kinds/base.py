@@ -34,7 +34,7 @@ RunData = OpenedData[Any, Any] | RoundRobinData
 
 #: Number of classes that is assumed if the data are missing. It is the number of classes of ImageNet.
 UNKNOWN_CLASSES = 1000
-#: Factors by which the image size is reduced, in this order, if no batch size fits into memory.
+#: Factors for smaller image sizes. They are tried in this order if no batch size fits into memory.
 _SMALLER_IMAGES = (0.75, 0.5)
 
 
@@ -53,11 +53,11 @@ class Evaluated(TypedDict):
 
 
 class Sample(NamedTuple):
-    """A sample with its prediction, for loggers.
+    """A sample and its prediction, as shown by loggers.
 
     Attributes:
         image: the image to show, or None for a text.
-        text: the text, empty for an image.
+        text: the text, or an empty string for an image.
         caption: description of the sample, e.g. its label and its prediction.
     """
 
@@ -152,7 +152,7 @@ class Predictions(ABC):
 
 
 class Kind(ABC):
-    """A kind of task, which provides the data, the network, the loss, the metric, predictions and figures.
+    """The base class of all kinds of task. A kind provides data, a network, a loss, a metric, predictions and figures.
 
     A subclass sets `rules` and `task`, and implements `open` and `predictions`. All other functions have defaults for
     image networks with one output per class.
@@ -160,11 +160,11 @@ class Kind(ABC):
     Attributes:
         rules: the allowed data sets and networks, and the unsupported settings.
         task: the loss and the metric, with default settings.
-        sources: mapping from names to the data sets that the kind adds.
+        sources: mapping from names to the data sets that this kind adds to the package.
         family: functions that build the networks in `rules.networks`, or None to use a family of this package.
         decodes_files: True if samples are decoded when a batch is loaded. Worker processes can then do this work.
-        table_classes: number of classes for the costs in published tables, or None to use the number of classes of the
-            data.
+        table_classes: number of classes for counting the costs in cost tables, or None to use the number of classes of
+            the data.
         fixed_batches: True if all training batches have the same shape, so that a loop over them can be timed.
     """
 
@@ -208,7 +208,7 @@ class Kind(ABC):
         """
 
     def check_settings(self, config: Config) -> Config:
-        """Return the configuration for ``efficient-ft check``. With it, `inspect` finds all unusable samples."""
+        """Return the configuration that ``efficient-ft check`` uses to find all unusable samples."""
         return config.model_copy(update={"data": config.data.model_copy(update={"on_corrupt": "stop"})})
 
     def classes(self, config: Config) -> int | dict[str, int]:
@@ -224,12 +224,12 @@ class Kind(ABC):
             report: if True, log which weights were loaded.
 
         Raises:
-            UserError: If the network cannot be built, or if its weights are missing or do not fit.
+            UserError: If the network cannot be built, or if its weights are missing or do not match the network.
         """
         return factory.create_model(model, classes, report=report)
 
     def random_network(self, model: ModelConfig, classes: int | Mapping[str, int]) -> nn.Module:
-        """Build the same network with random weights, to count its costs or to load the weights of a run."""
+        """Build the network with random weights. It is used to count costs, or to load the weights of a run."""
         return factory.random_model(model, classes)
 
     def check_network(self, network: nn.Module, data: RunData) -> None:  # noqa: B027 (optional)
@@ -300,7 +300,7 @@ class Kind(ABC):
         """Return the predictions for the files in `options`. They are computed on the device of the network.
 
         Raises:
-            UserError: If a file cannot be used.
+            UserError: If a file does not exist, cannot be read, or has the wrong format.
         """
 
     def largest_batch(self, data: RunData) -> int | None:
@@ -327,7 +327,8 @@ class Kind(ABC):
         return found
 
     def figure_input(self, evaluation: Reading) -> tuple[tuple[int, int], int] | None:
-        """Return the size (H, W) of the largest input of `write_figures`, and the bytes for reading its inputs.
+        """Return the size (H, W) of the largest input of `write_figures`, and the memory in bytes for reading its
+        inputs.
 
         `evaluation` is the memory for reading evaluation batches. The result is None if the kind writes no figures.
         """
@@ -352,7 +353,7 @@ def scores(
         UserError: If an output is not finite.
     """
     model.eval().to(device)
-    found = task.scores(classes, local=True).to(device)  # other processes may have ended already
+    found = task.scores(classes, local=True).to(device)  # other processes may already have ended
     dtype = AUTOCAST[precision]
     finite = torch.ones((), dtype=torch.bool, device=device)
     for number, (inputs, targets) in enumerate(loader):

@@ -29,7 +29,7 @@ SAMPLES = 8
 def probabilities(task: Task, model: nn.Module, inputs: Inputs) -> Tensor:
     """Return class probabilities (B, classes) on the CPU.
 
-    `inputs` contains images (B, 3, H, W), or is a mapping from names to tensors of texts.
+    `inputs` is a tensor of images (B, 3, H, W), or a mapping from argument names to tensors for texts.
 
     Raises:
         UserError: If an output is not finite.
@@ -52,7 +52,7 @@ class ClassKind(Kind):
 
     @abstractmethod
     def inputs(self, trained: Trained, values: Sequence[Any]) -> Inputs:
-        """Return the input of the network for some samples, given their paths or texts (`Item.value`)."""
+        """Return a batch of network inputs, given the paths or texts of the samples (`Item.value`)."""
 
     def predictions(self, trained: Trained, options: PredictOptions) -> Predictions:
         if options.out is not None or options.overlay:
@@ -122,7 +122,10 @@ class ClassPredictions(Predictions):
 
 
 class Confusions:
-    """Accuracy and most frequently confused classes of the labeled items. `total` is the number of all items."""
+    """Count the predictions of the labeled items, to compute the accuracy and the most frequently confused classes.
+
+    `total` is the number of all items, including items without a label.
+    """
 
     def __init__(self, total: int) -> None:
         self._total = total

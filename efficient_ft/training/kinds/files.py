@@ -21,7 +21,7 @@ class Item:
     Attributes:
         value: the path, or the text.
         shown: the text that is shown in the terminal.
-        label: the class that has the name of a parent folder, or None if there is no such class.
+        label: the class with the same name as a parent folder of the image, or None if there is no such class.
     """
 
     value: Path | str
@@ -32,7 +32,7 @@ class Item:
 def image_files(paths: Sequence[Path], names: Sequence[str]) -> Iterator[Item]:
     """Yield the files in `paths`, and all image files below the folders in `paths`.
 
-    The label of an image is the class in `names` that has the name of one of its parent folders.
+    The label of an image is the class in `names` that has the same name as one of the parent folders of the image.
 
     Raises:
         UserError: If a path does not exist, or if a folder contains no images.
@@ -54,9 +54,10 @@ def image_files(paths: Sequence[Path], names: Sequence[str]) -> Iterator[Item]:
 
 @cache
 def _label(folders: tuple[str, ...], names: tuple[str, ...]) -> str | None:
-    """Return the class that has the name of the first matching folder, or None if no folder matches a class.
+    """Return the class that has the same name as a folder, or None if no folder matches a class.
 
-    If no class has exactly the same name, case is ignored, unless several classes match.
+    The first folder that matches is used. Case is ignored if no class has exactly the name of the folder, and only one
+    class has this name in another case.
     """
     for folder in map(_key, folders):
         same = [name for name in names if _key(name) == folder]
@@ -73,6 +74,6 @@ def _key(name: str) -> str:
 
 
 def short_path(path: Path) -> Path:
-    """Return a path relative to the current folder if it is inside that folder."""
+    """Return the path relative to the current folder if it is inside this folder. Otherwise, return it unchanged."""
     here = Path(os.getcwd())
     return path.relative_to(here) if path.is_absolute() and path.is_relative_to(here) else path

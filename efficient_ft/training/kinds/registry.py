@@ -2,7 +2,7 @@
 
 The modules in this folder register the kinds of this package. Other packages call `register` with their own kind, and
 refer to the kind in an entry point (see `config.kinds`). Training, evaluation, prediction and reports obtain the kind
-with `kind_of` and never compare names.
+with `kind_of` and never depend on its name.
 """
 
 from __future__ import annotations

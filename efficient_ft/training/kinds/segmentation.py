@@ -39,7 +39,7 @@ from efficient_ft.training.kinds.files import image_files, short_path
 from efficient_ft.training.kinds.registry import register
 from efficient_ft.training.output.predict_masks import examples_image, mask_image, overlay, predict_mask, write_examples
 
-#: Number of images in the figure of a run, and bytes per pixel of an image and its mask while they are read.
+#: Number of images in the figure of a run, and memory in bytes per pixel for reading an image and its mask.
 _EXAMPLES, _EXAMPLE_BYTES = 4, 6
 
 
@@ -68,7 +68,7 @@ class SegmentationKind(Kind):
             raise ValueError("class_ids must have one number per class")
 
     def further_scores(self, scores: Mapping[str, float], class_names: Sequence[str]) -> dict[str, Any]:
-        """Return all metrics. The entry ``iou`` maps class names to their IoU, or to None for absent classes."""
+        """Return all metrics. The entry ``iou`` maps class names to their IoU, or to None if a class is absent."""
         each = {name: scores.get(f"iou_{k}") for k, name in enumerate(class_names)}
         return {**{k: v for k, v in scores.items() if not k.startswith("iou_")}, "iou": each}
 
@@ -95,7 +95,7 @@ class SegmentationKind(Kind):
 
 
 class MaskPredictions(Predictions):
-    """Predicted mask of each image, and the fraction of the pixels in each class.
+    """The predicted mask of each image, and the fraction of its pixels that each class covers.
 
     The masks are saved with the pixel values of the training masks.
     """
@@ -139,7 +139,7 @@ def mask_files(paths: Sequence[Path], options: PredictOptions) -> dict[Path, Pat
     out = options.out
     if out is None:
         out = (options.run if options.run.is_dir() else options.run.parent) / "masks"
-        refuse_link(out)  # a run folder from another user may contain a link
+        refuse_link(out)  # in a run folder from another user, this could be a link to any folder
     stem, number = Counter(path.stem for path in paths).most_common(1)[0]
     if number > 1:
         raise UserError(

@@ -46,7 +46,7 @@ from efficient_ft.training.output.console import say
 from efficient_ft.training.processes import world_size
 from efficient_ft.training.trainer import on_device
 
-#: Assumed bytes of a data-loading process without its batches. The process is a fork and writes to few memory pages.
+#: Assumed memory of a data-loading process in bytes, without its batches. The forked process writes to few pages.
 _WORKER = 96 * 2**20
 #: Number of batches that each data-loading process loads in advance (torch's ``prefetch_factor``).
 _AHEAD = 2
@@ -57,8 +57,8 @@ class Predictor:
 
     Args:
         config: the configuration of the run.
-        images: the opened data, or None if they are missing. If None, evaluation images are assumed to have the size of
-            training images.
+        images: the opened data, or None if they are missing. Without data, evaluation images are assumed to have the
+            size of training images.
         base_bytes: resident memory before the model is built, in bytes, or 0 on a GPU.
         device: the device on which the run trains.
         folder: the run folder, or None. If the run would resume from a checkpoint in this folder, the prediction
@@ -80,7 +80,7 @@ class Predictor:
         self._inspection: int | None = None
 
     def network(self, config: Config) -> nn.Module:
-        """Return the network of a run, on the meta device unless a method reads the weights in its first steps."""
+        """Return the network of a run. It is on the meta device unless a method reads weights in the first steps."""
         warm = any(method.warmup_steps for method in build_methods(config))
         key = config.model.model_dump_json() + str(warm)
         if key not in self._networks:
@@ -94,10 +94,10 @@ class Predictor:
         gc.collect()
 
     def __call__(self, config: Config) -> Prediction:
-        """Predict the memory of a run on the same data.
+        """Predict the memory of a run with the configuration `config` on the same data.
 
         Raises:
-            UserError: If the methods do not fit the network.
+            UserError: If a method cannot be applied to the network.
         """
         return predict(self.demand(config), self.base_bytes, allocator_in_use(), self._device.type)
 
@@ -121,7 +121,7 @@ class Predictor:
         return replace(self.around(config, build_methods(config)), **self._steps[key])
 
     def around(self, config: Config, methods: Sequence[Method] = ()) -> Demand:
-        """Count the memory in each phase except the training step. `methods` may change the evaluated network."""
+        """Count the memory in each phase except the training step. `methods` are applied to the evaluated network."""
         training, evaluation = self.readings(config)
         network, spec = self.network(config), step_spec(config)
         batch, evaluated = _samples(config, self._images)
@@ -206,7 +206,7 @@ class Predictor:
 def _samples(config: Config, images: RunData | None) -> tuple[int, int]:
     """Return the sizes of the largest training batch and of the largest evaluation batch."""
     train, evaluated = config.data.batch_size, config.data.eval_batch_size or config.data.batch_size
-    if images is None or len(images.parts) > 1:  # then, batches have the configured sizes
+    if images is None or len(images.parts) > 1:  # split sizes are unknown, or do not limit batches
         return train, evaluated
     (part,) = images.parts.values()
     others = [count for split, count in part.splits.items() if split != "train"]
@@ -258,7 +258,7 @@ def require_within_budget(config: Config, images: RunData, folder: Path | None) 
 
 
 def _decided_by(config: Config, phase: str) -> str:
-    """Return the settings that determine the memory of a phase, in parentheses."""
+    """Return a text in parentheses with the settings that determine the memory of a phase."""
     data, kind = config.data, kind_of(config)
     noun = kind.task.sample
     if phase in ("training", "reading training batches"):
@@ -302,7 +302,7 @@ def fitting(config: Config, predictor: Predictor, budget: int) -> Config | None:
 
 
 def _smaller(config: Config, phase: str) -> Config | None:
-    """Return a configuration with which a phase needs less memory, or None if no setting reduces this memory."""
+    """Return a configuration with which a phase needs less memory, or None if no setting has this effect."""
     data, trainer = config.data, config.trainer
     if phase.startswith("reading") and data.num_workers == 0 and kind_of(config).decodes_files:
         return config.model_copy(update={"data": data.model_copy(update={"num_workers": 1})})

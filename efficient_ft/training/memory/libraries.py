@@ -19,7 +19,7 @@ _KERNELS = "numba"
 
 
 def libraries(state_bits: int, methods: Iterable[Method]) -> tuple[str, ...]:
-    """Return the names of the libraries that training steps on a CPU load, without those that every run loads."""
+    """Return the names of the libraries that training steps on a CPU load, except for those that every run loads."""
     of_optimizer = (_KERNELS,) if state_bits < 32 else ()
     return tuple(dict.fromkeys([*of_optimizer, *(name for method in methods for name in method.libraries)]))
 

@@ -18,14 +18,14 @@ from efficient_ft.cost import StepMemory, optimizer_state_bytes
 from efficient_ft.methods.base import Method
 from efficient_ft.record.results import MemoryReport
 
-#: Number of steps before the measurement, which load kernels and create optimizer states. Methods may need more steps.
+#: Number of steps before the measurement. They load kernels and create optimizer states. Methods may need more steps.
 WARMUP = 2
 #: Number of measured optimizer steps.
 STEPS = 3
 
 
 class MemoryMeter(L.Callback):
-    """Measure some early optimizer steps, each from its first to its last micro-batch.
+    """Measure the memory of some early optimizer steps, each from its first to its last micro-batch.
 
     If the first evaluation starts before these steps are complete, the last steps before the evaluation are measured.
     Place this callback before callbacks that write checkpoints. A resumed run keeps the sizes that were measured before
@@ -33,7 +33,7 @@ class MemoryMeter(L.Callback):
 
     Args:
         methods: the methods of the run.
-        before_model_bytes: resident memory before the model was built.
+        before_model_bytes: resident memory before the model was built, in bytes.
     """
 
     def __init__(self, methods: Sequence[Method], before_model_bytes: int) -> None:
@@ -48,7 +48,7 @@ class MemoryMeter(L.Callback):
         Args:
             step_peak_bytes: counted peak memory of a step without the model and the batch
                 (`cost.Executed.step_peak_bytes`).
-            accumulated_bytes: bytes of the gradients that are kept between micro-batches. See `accumulated_gradients`.
+            accumulated_bytes: size of the gradients that are kept between micro-batches. See `accumulated_gradients`.
         """
         if not self._measured:
             return None
@@ -114,7 +114,7 @@ class MemoryMeter(L.Callback):
 
 
 def accumulated_gradients(network: nn.Module, grad_accum_steps: int) -> int:
-    """Return the bytes of the gradients that are kept between micro-batches, or 0 without gradient accumulation."""
+    """Return the size of the gradients kept between micro-batches in bytes, or 0 without gradient accumulation."""
     if grad_accum_steps == 1:
         return 0
     return sum(p.numel() * p.element_size() for p in network.parameters() if p.requires_grad)

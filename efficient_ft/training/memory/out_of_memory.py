@@ -38,8 +38,8 @@ _SMALLER = (
 def out_of_memory(config: Config) -> Iterator[None]:
     """Convert out-of-memory errors in the ``with`` block to messages that suggest a batch size.
 
-    The suggested batch size is predicted to fit. The prediction is the same as for the setting ``memory``. Before it is
-    computed, the objects of the block are freed.
+    The memory of this batch size is predicted in the same way as for the setting ``memory``. The objects of the block
+    are freed first.
 
     Raises:
         UserError: If the device or the process has too little memory, or if a data-loading process was killed.
@@ -98,7 +98,7 @@ def _asked(text: str) -> int | None:
 
 
 def _room(device: torch.device) -> int:
-    """Return the total number of bytes that this process can use: its current memory plus the free memory."""
+    """Return the memory that this process can use in bytes: its current memory plus the free memory."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device)

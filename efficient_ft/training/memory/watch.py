@@ -27,7 +27,7 @@ from efficient_ft.core.units import parse_bytes
 #: Polling intervals in seconds: the normal interval, and the interval above the fraction `_CLOSE` of the budget.
 INTERVAL, CLOSE_INTERVAL = 0.02, 0.002
 _CLOSE = 0.85
-#: Above the fraction `_NEAR` of the budget, freed memory is returned, at most every `_RELEASE_INTERVAL` seconds.
+#: Fraction of the budget above which freed memory is returned to the system, at most once in this number of seconds.
 _NEAR, _RELEASE_INTERVAL = 0.97, 0.5
 #: Seconds until a run that did not stop is interrupted again. An interrupt is lost if it arrives in a finalizer.
 _AGAIN = 5.0
@@ -42,7 +42,10 @@ def budget_of(config: Config) -> int | None:
 
 
 class _PassedError(BaseException):
-    """Raised if the budget is exceeded. The base is BaseException, so that handlers in the block do not catch it."""
+    """Raised if the budget is exceeded.
+
+    Its base is BaseException, so that ``except Exception`` in the block does not catch it.
+    """
 
 
 @contextmanager

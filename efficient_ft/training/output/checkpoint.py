@@ -1,4 +1,4 @@
-"""Write and read checkpoints. They are written atomically, so that a kill at any time leaves a complete checkpoint.
+"""Write and read checkpoints. Writing is atomic: if the process is killed at any time, a complete checkpoint remains.
 
 The previous checkpoint is kept. Lightning's own plugin writes to $TMPDIR and copies the file if that folder is on
 another filesystem. If the process is killed during the copy, a partial file remains.
@@ -94,7 +94,7 @@ def refuse_another_run(path: Path, checkpoint: dict[str, Any]) -> None:
 
 
 def _has_weights(checkpoint: Any) -> bool:
-    """Return True if the checkpoint has a state dict that maps names to tensors. ``_extra_state`` may have any type."""
+    """Return True if the checkpoint has a state dict of tensors. Entries named ``_extra_state`` may have any type."""
     held = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
     return isinstance(held, dict) and all(
         isinstance(name, str) and (isinstance(value, torch.Tensor) or name.endswith("_extra_state"))

@@ -31,7 +31,7 @@ def quiet_lightning() -> None:
     logging.raiseExceptions = False  # a log file on a full disk must not cause a traceback
     for name in ("lightning.pytorch", "lightning.fabric", "lightning", "timm"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # it warns about other libraries
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # its warnings concern other libraries
     for message in (
         ".*does not have many workers.*",
         ".*module\\(s\\) in eval mode at the start of training.*",
@@ -136,7 +136,7 @@ def _seen(limit: int, settings: dict[str, Any], data: dict[str, Any], sample: st
 
 
 def _accuracy_rows(accuracy: dict[str, Any], data: dict[str, Any], published: float | None) -> list[list[str]]:
-    """Return the rows with the best and last accuracies, the test accuracy of the best weights, and `published`."""
+    """Return rows with the best and last accuracies, the test accuracy of the best weights, and `published`."""
     tasks, split = accuracy.get("tasks", {}), accuracy["split"]
     rows = [[spelled(accuracy.get("metric", "accuracy")), "best", "last"]]
     rows += [[f"{task}, {split}", format_percent(of["best"]), format_percent(of["last"])] for task, of in tasks.items()]

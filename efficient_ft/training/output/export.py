@@ -109,7 +109,7 @@ def _without_shared_storages(weights: Mapping[str, Tensor]) -> dict[str, Tensor]
 def load(run: Path, task: str | None = None) -> Trained:
     """Load the trained network of a run from its folder or its model.safetensors.
 
-    With several tasks, `task` selects the classes of the result. None selects the first task.
+    With several tasks, `task` selects the classes of the result. If it is None, the first task is selected.
 
     Raises:
         OtherVersionError: If the file names a method or a setting that this version does not know.
@@ -263,7 +263,7 @@ def _altered(file: Path, why: str) -> UserError:
 
 
 def _require_same_shapes(file: Path, model: nn.Module) -> None:
-    """Raise UserError if a tensor has different shapes in the file and the model, e.g. a head for other classes."""
+    """Raise UserError if a tensor has another shape in the file than in the model, e.g. a head for other classes."""
     own = model.state_dict()
     with safe_open(file, "pt") as opened:
         shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118

@@ -25,7 +25,7 @@ _LOST_PROCESS = ("Connection closed by peer", "Connection reset by peer", "Broke
 
 
 def _continues(folder: Path | None) -> str:
-    """Return a sentence that states what the same command would do. `folder` is None if it is not known."""
+    """Return a sentence that states what a repeated command would do. `folder` is None if it is not known."""
     if folder is None:
         return "The same command continues from the last checkpoint, or starts again if there is none."
     if checkpoint.exists(folder / checkpoint.NAME):
@@ -47,7 +47,7 @@ def refuse_lost_process(error: BaseException) -> None:
     """Raise an error that ends this process if another process of the run has ended.
 
     Raises:
-        KeyboardInterrupt, TerminatedRun: If a signal requested that this process also ends.
+        KeyboardInterrupt, TerminatedRun: If this process has received a signal that requests its end.
         UserError: If `error` reports a failed exchange with a process that has ended.
     """
     if "gloo" in str(error).lower() and any(text in str(error) for text in _LOST_PROCESS):

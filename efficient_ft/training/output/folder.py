@@ -36,16 +36,16 @@ IMAGES = "images"
 CONTENTS = "contents.json"
 #: Names of the folder and of the log files that Hydra writes.
 RECORD, LOGS = ".hydra", ("train.log",)
-#: Names of files. If a folder contains one of these files, a run was started in the folder.
+#: Names of files that exist only if a run was started in the folder.
 _TRACES = (results.NAME, config_file.NAME, checkpoint.NAME, export.NAME, "metrics.jsonl")
 #: Names of the files that a run writes. If one of them is the name of a folder, the run is rejected before training.
 _FILES = (*_TRACES, "metrics.csv", checkpoint.RUN_ID, IMAGES, CONTENTS, f"{checkpoint.NAME}.prev")
-#: Files and folders to which a run appends. Links with these names are rejected. Other files replace a link.
+#: Files and folders to which a run appends. Links with these names are rejected. All other files replace links.
 _APPENDED = ("metrics.jsonl", step_stats.NAME, "tensorboard", "wandb")
 
 
 def refuse_another_run(config: Config, folder: Path) -> None:
-    """Raise an error if the folder contains a run with other settings. With ``resume=never``, that run is moved later.
+    """Raise an error if the folder contains a run with other settings. ``resume=never`` moves that run away later.
 
     Raises:
         OtherVersionError: If another version of this package wrote the folder.
@@ -86,7 +86,7 @@ def refuse_split_run(folder: Path) -> None:
 
 
 def _traces(folder: Path) -> list[str]:
-    """Return the names of the files of a run that a folder contains. Links and folders with these names are ignored."""
+    """Return the names in `_TRACES` that are files in a folder. Links and folders with these names are ignored."""
     return [name for name in _TRACES if (folder / name).is_file() and not (folder / name).is_symlink()]
 
 
@@ -124,7 +124,7 @@ def refuse_other_images(config: Config, folder: Path, digest: str) -> None:
 
 
 class RunFolder:
-    """A run folder. It writes the files of a run before the first step, and can restore the previous state.
+    """A run folder that writes the files of a run before its first step, and that can restore the previous state.
 
     `lock` is None except in the first process.
     """
@@ -192,7 +192,7 @@ class RunFolder:
         say(f"resume=never: the earlier run was moved to {shown_path(target)}.")
 
     def undo(self) -> None:
-        """Restore the state before `begin`. If the folder is new, its files are kept, and the command removes them."""
+        """Restore the state before `begin`, except for the files of a new folder, which the command removes later."""
         if self._moved is not None:
             place = self._moved.with_name(self.path.resolve().name)
             shutil.rmtree(place)

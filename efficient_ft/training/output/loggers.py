@@ -36,7 +36,7 @@ def start_loggers(config: Config, folder: Path, run_id: str, arguments: Sequence
         if options.name == "tensorboard":
             from lightning.pytorch.loggers import TensorBoardLogger
 
-            # Settings are written with the results at the end. The default hp_metric would add a curve of the value -1.
+            # Settings are written with the results at the end. By default, a constant curve hp_metric would be added.
             return [TensorBoardLogger(save_dir=folder, name="", version="tensorboard", default_hp_metric=False)]
         import wandb
         from lightning.pytorch.loggers import WandbLogger
@@ -109,7 +109,7 @@ def run_name(methods: str, arguments: Sequence[str]) -> str:
 
 
 def define_metrics(experiment: Any) -> None:
-    """Set which value of each metric wandb summarizes: the highest accuracy, the lowest loss, or the last total."""
+    """Set which value of a metric is its summary in wandb: the highest accuracy, the lowest loss, or the last value."""
     for split in ("val", "test"):
         experiment.define_metric(f"{split}_accuracy*", summary="max")
         experiment.define_metric(f"{split}_mean_iou", summary="max")

@@ -44,7 +44,7 @@ def mask_image(indices: np.ndarray, ids: Sequence[int], colors: Sequence[Sequenc
     Args:
         indices: class indices (H, W).
         ids: pixel value of each class. An 8-bit image also has a color palette.
-        colors: color of each class if the classes of the training masks are colors, otherwise None. With colors, the
+        colors: color of each class if the training masks store classes as colors, otherwise None. With colors, the
             image is RGB.
     """
     if colors:
