@@ -146,7 +146,7 @@ def _leaves(node: dict[str, Any], whole: dict[str, Any], prefix: str = "") -> li
     return names
 
 
-#: Keywords for the bounds of numbers in JSON schemas, and the comparison operators for messages.
+#: JSON schema keywords for the bounds of numbers, each with the comparison operator that messages show.
 _BOUNDS = (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<"))
 
 

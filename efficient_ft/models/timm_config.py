@@ -28,9 +28,10 @@ SET_ELSEWHERE = {
 
 
 def pretrained_cfg(config: ModelConfig) -> PretrainedCfg:
-    """Return timm's pretrained configuration of a model, which describes its weights and its input.
+    """Return timm's pretrained configuration of a model. It describes the weights and the input of the model.
 
-    If timm has none, the configuration is empty. Raise a SettingError if timm does not have the model or its tag.
+    If timm has no configuration of the model, return an empty configuration. Raise a SettingError if timm does not have
+    the model or its tag.
     """
     name = config.name
     if not timm.is_model(name):

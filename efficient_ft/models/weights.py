@@ -1,7 +1,7 @@
 """Load weights from a file into a timm model.
 
-Missing names, and names of a different variant of the model, raise an error. Only a classifier that is missing or does
-not fit is newly initialized instead.
+An error is raised if tensors are missing in the file or belong to a different variant of the model. Only a classifier
+that is missing or does not fit is newly initialized instead.
 """
 
 from __future__ import annotations
@@ -259,7 +259,10 @@ def _changes(given: Mapping[str, Tensor], taken: Mapping[str, Tensor], new_heads
 
 
 def recorded_size(path: Path) -> tuple[int, int] | None:
-    """Return the size (H, W) in pixels of the training images that a run's model.safetensors records, or None."""
+    """Return the size (H, W) in pixels of the training images from the metadata of a weights file.
+
+    Only the model.safetensors of a run contains this size. For other files, the result is None.
+    """
     try:
         size = json.loads(read_metadata(path).get("image_size", "null"))
     except (ValueError, RecursionError):  # the error is reported when the weights are read

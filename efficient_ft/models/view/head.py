@@ -18,13 +18,14 @@ from efficient_ft.core.errors import SettingError
 from efficient_ft.models.marks import is_inside
 from efficient_ft.models.view.structure import after, holder_of, is_norm, names_of, stages_of
 
-#: Name of the model attribute that stores the full names of the classifier modules that the user has stated.
+#: Name of the model attribute that stores the full names of the user-specified classifier modules.
 _STATED = "efficient_ft_classifier"
 #: Names of the last layer in networks without timm's `get_classifier`. The first existing name is used.
 _CLASSIFIERS = ("segmentation_head", "decode_head.classifier", "classifier", "score")
 #: Common names of heads in other networks. All existing names are used.
 _HEADS = ("head", "heads", "fc", "mlp_head", "classification_head", "cls_head")
-#: Base classes of networks in `transformers` and segmentation-models-pytorch, and of timm's feature extractors.
+#: Names of the base classes of networks in `transformers` and segmentation-models-pytorch, and of timm's feature
+#: extractors.
 _NETWORKS = {"PreTrainedModel", "EncoderMixin", "FeatureDictNet", "FeatureGetterNet"}
 
 
@@ -85,9 +86,9 @@ def _stated(model: nn.Module) -> list[nn.Module] | None:
 def networks_in(model: nn.Module) -> list[str]:
     """Return the full names of the outermost pretrained networks in `model`.
 
-    The list is empty if `model` itself is such a network, or if there are none.
+    The list is empty if `model` itself is such a network, or if it contains none.
     """
-    base = getattr(model, "base_model_prefix", "")  # in transformers, the attribute with the network without its head
+    base = getattr(model, "base_model_prefix", "")  # in transformers, the name of the submodule without the head
     if base and isinstance(getattr(model, base, None), nn.Module):
         return [base]
     if _is_network(model):
@@ -120,7 +121,7 @@ def _is_network(module: nn.Module) -> bool:
 
 
 def _around(module: nn.Module, networks: Iterable[str], prefix: str = "") -> Iterator[str]:
-    """Yield the full names of the parameters and of the outermost modules that are outside of the networks."""
+    """Yield the full names of the parameters and of the outermost modules that are outside of `networks`."""
     yield from (f"{prefix}{name}" for name, _ in module.named_parameters(recurse=False))
     for name, child in module.named_children():
         full = f"{prefix}{name}"
@@ -140,9 +141,9 @@ def _without(model: nn.Module, name: str, known: frozenset[str]) -> list[str]:
 
 
 def _last_parts(model: nn.Module) -> tuple[str, ...]:
-    """Return the modules with common names of heads, and the modules after the blocks except normalization layers.
+    """Return the names of modules with a common name of a head, and of modules after the blocks except norm layers.
 
-    If there are no such modules, return the last layer.
+    If there are no such modules, return the name of the last layer.
     """
     followers = [name for name in after(model, stages_of(model)[2]) if not is_norm(model.get_submodule(name))]
     named = [name for name in _HEADS if _has_parameters(model, name)]

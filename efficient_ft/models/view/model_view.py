@@ -1,4 +1,4 @@
-"""The view of a model: the names of its parts, and the token layout of every layer's input."""
+"""The view of a model: the names of its parts, and the token layout of the input of each layer."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from efficient_ft.models.view.structure import above, after, parameters_under, s
 
 #: Modules that are excluded from the last stage. The papers do not train the downsampling of EfficientFormerV2.
 LAST_STAGE_WITHOUT = {"EfficientFormerV2": "downsample"}
-#: Pattern for the names of attention classes. It excludes blocks with attention and an MLP (XCiT's
-#: ClassAttentionBlock).
+#: Pattern for the names of attention classes. It excludes blocks that contain attention and an MLP, such as XCiT's
+#: ClassAttentionBlock.
 _ATTENTION = re.compile(r"^(?!.*Block$).*(Attention|Attn|MHSA|GPSA|XCA|LiteMLA)")
 #: Image size (H, W) in pixels for models that do not declare a size.
 _USUAL_SIZE = (224, 224)
 
 
 class ModelView:
-    """The view of a model that methods use. All names are full module names in forward order.
+    """A view of a model for methods. All names are full module names in forward order.
 
     Creating a view reads the structure of the model. The first access to `layers` or `functions` runs a forward pass on
     fake tensors. Later changes to the model do not update the view. Create a new view after changing the model.

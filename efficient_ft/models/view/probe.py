@@ -27,7 +27,7 @@ class Input:
 
     Attributes:
         shape: Shape of the tensor.
-        window: Window (h, w) of the windowed attention that contains the layer, or None for other layers.
+        window: Window size (h, w) of the windowed attention that contains the layer, or None for other layers.
         maps: Grids of the preceding feature maps, starting with the latest.
     """
 
@@ -92,7 +92,7 @@ def takes_tokens(model: nn.Module) -> bool:
 
 
 def call(model: nn.Module, size: tuple[int, ...]) -> Any:
-    """Run `model`, a fake copy, on a batch of images or texts. The mode of the copy must be active.
+    """Run the fake copy `model` on a batch of images or texts. The mode from `fake_copy` must be active.
 
     `size` is the image size (H, W) in pixels, or (L,) for texts of L tokens.
     """
@@ -106,7 +106,7 @@ def call(model: nn.Module, size: tuple[int, ...]) -> Any:
 
 
 def in_words(size: tuple[int, ...]) -> str:
-    """Return the size of a model's input as text for messages."""
+    """Describe the size of a model's input in words."""
     return f"texts of {size[0]} tokens" if len(size) == 1 else f"images of {size[0]}×{size[1]}"
 
 
@@ -190,7 +190,7 @@ def layout_of(
 
 
 def _window(model: nn.Module, name: str) -> tuple[int, int] | None:
-    """Return the window (h, w) of the windowed attention that contains a layer, or None for other layers."""
+    """Return the window size (h, w) of the windowed attention that contains a layer, or None for other layers."""
     for module in reversed(list(above(model, name))):
         window = getattr(module, "window_size", None)
         if "Attention" in type(module).__name__ and isinstance(window, tuple) and len(window) == 2:
