@@ -37,11 +37,10 @@ class KindRules:
             because its messages name the setting ``task`` instead.
         model_words: Property of the networks and a hint. Used in messages.
         augmentation: Sentence that names the augmentation settings of the kind, or "" if ``data.augment`` applies.
-        unsupported: Unsupported features, each with a hint for its message, or None. The features are ``tasks``
+        unsupported: Unsupported features. Each value is a hint for the message, or None. The keys are ``tasks``
             (several data sets), ``cache_features``, ``prefix`` (forms of the frozen prefix) and ``tokens`` (methods
             that drop or merge tokens).
-        networks: Names of the networks (``model.name``) that the kind adds. Their family has the same name as the
-            kind.
+        networks: Names of the networks (``model.name``) that the kind adds. Their family is the name of the kind.
     """
 
     name: str

@@ -29,14 +29,13 @@ Place = Annotated[Name, BeforeValidator(lambda given: str(given) if type(given) 
 
 
 class Section(BaseModel):
-    """Base class of the sections. A section is strict and immutable, and rejects unknown keys."""
+    """Base class of the configuration sections. A section is immutable, and rejects unknown keys."""
 
     # Reject unknown keys, NaN and infinity, and allow keys that start with `model_`.
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, protected_namespaces=())
 
 
-#: Family of each network that another package adds with its kind of task. The keys are the values of ``model.name``;
-#: see `training.kinds.registry`.
+#: Family of each network (``model.name``) that another package adds with its kind; see `training.kinds.registry`.
 NETWORKS: dict[str, str] = {}
 
 
@@ -51,8 +50,8 @@ class ModelConfig(Section):
     pretrained: bool = True
     #: timm's name of the encoder, if `name` is a network of segmentation-models-pytorch.
     encoder: Name | None = None
-    #: Local file (.safetensors, .pth, .npz) that uses timm's parameter names. If null, the weights are downloaded. For
-    #: a text classifier, the value may also be a folder.
+    #: Local file (.safetensors, .pth, .npz) with timm's parameter names. If null, the weights are downloaded if
+    #: `pretrained` is true. For a text classifier, the value may also be a folder.
     weights: Name | None = None
     #: Prefix of parameter names that selects a part of `weights` if several parts fit, e.g. ``teacher.backbone``.
     weights_key: Name | Annotated[int, Field(ge=0)] | None = None
@@ -93,8 +92,7 @@ class AugmentConfig(Section):
     """
 
     name: Literal["resize_crop", "none"] = "resize_crop"
-    #: Image size before the crop: ``input`` (the network's input size), a side length in pixels, or ``none`` (the
-    #: original size).
+    #: Size before the crop: ``input`` (the network's input size), a side length in pixels, or ``none`` (unchanged).
     resize: Count | Literal["input", "none"] = "input"
     scale: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]] = (0.08, 1.0)
     flip: bool = True
@@ -235,8 +233,7 @@ class OptimConfig(Section):
     grad_clip_norm: Annotated[float, Field(ge=1e-6)] | None = 5.0
     #: Factor by which `lr` is multiplied for the classifier.
     head_lr_mult: Positive = 1.0
-    #: Learning rate of each layer as a fraction of the learning rate of the next layer. If null, all layers have the
-    #: same learning rate.
+    #: Ratio of the learning rate of each layer to that of the next layer. If null, all layers use the same rate.
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
     #: Number of bits per value of the two moments of Adam and AdamW.
     state_bits: Literal[32, 8, 4] = 32
@@ -289,8 +286,7 @@ class LoggerConfig(Section):
     project: Name = "efficient-ft"
     #: User or team in wandb, or null for the logged-in user.
     entity: str | None = None
-    #: Group of the run. If null, the group is the name of the parent folder of the run folder. This name consists of
-    #: the method names.
+    #: Group of the run. If null, the group is the name of the parent of the run folder, i.e. the method names.
     group: str | None = None
     #: Name of the run. If null, the name consists of the methods and the settings on the command line.
     run_name: str | None = None

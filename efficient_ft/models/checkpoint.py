@@ -32,8 +32,7 @@ _OTHER_FILES = (
     (rb"\x1f\x8b|BZh|7z\xbc|\xfd7zXZ|Rar!", "It is a compressed archive. Unpack it first"),
     (rb"\s*\{[^\0]*$", "It is a JSON file. Merge the shards that it lists into one .safetensors file"),
 )
-#: Names of files that the Transformers trainer and Accelerate store next to the weights. These files contain no
-#: weights.
+#: Pattern for the names of other files that the Transformers trainer and Accelerate store next to the weights.
 _NO_WEIGHTS = re.compile(r"(optimizer|scheduler|scaler|training_args|rng_state|random_states|sampler)[\w.-]*$")
 #: Advice for a file that contains Python objects.
 _WEIGHTS_ALONE = (
@@ -145,8 +144,7 @@ def require_file(path: Path) -> None:
 def _other_file(path: Path, start: bytes) -> str | None:
     """Return an error message if a file contains no weights, or None if it may contain weights.
 
-    A file without weights is recognized by its first bytes `start` or, if it is a zip archive, by the names of its
-    members.
+    Files without weights are recognized by their first bytes `start`, or by the names of the members of an archive.
     """
     if not start:
         return "Reading it failed: it is empty"
@@ -195,9 +193,7 @@ _STANDARD: dict[str, type] = {"Can only SETITEM": OrderedDict, "Can only append"
 
 
 def _unpickle(path: Path) -> tuple[Any, tuple[str, ...]]:
-    """Read a file written by `torch.save`.
-
-    If torch does not allow to load objects of a class, instances of `_Inert` replace these objects.
+    """Read a file written by `torch.save`, and replace objects of classes that torch rejects with inert objects.
 
     Returns:
         The object that is stored in the file, and the names of the replaced classes.

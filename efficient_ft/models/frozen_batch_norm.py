@@ -81,7 +81,7 @@ def frozen_layers(model: nn.Module) -> list[str]:
 
 
 def layers_without_statistics(model: nn.Module) -> list[str]:
-    """Return the names of the BatchNorm layers of `model` whose statistics are initial (mean 0 and variance 1)."""
+    """Return the names of the BatchNorm layers of `model` that have initial statistics (mean 0 and variance 1)."""
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
     statistics = [(name, module.running_mean, module.running_var) for name, module in layers]
     return [

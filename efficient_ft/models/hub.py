@@ -108,7 +108,7 @@ def _torch_hub_file(cfg: PretrainedCfg) -> Path:
 
 
 def why_unavailable(url: str) -> str | None:
-    """Return the reason why a file of the hub cannot be downloaded, or None if it can."""
+    """Return the reason why a file of the hub cannot be downloaded, or None if it can be downloaded."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
         return "HF_HUB_OFFLINE is set, and the file is not in the local cache"
     return unreachable(url, accept_404=True)

@@ -47,8 +47,8 @@ def explain(
 ) -> str:
     """Explain in one or more sentences why the nearest part of a file does not fit the network `name`.
 
-    `own` contains the network's tensors, and `heads` contains the names of the network's classifiers. The text
-    `setting` names the setting that selects another timm model.
+    `own` contains the network's tensors, and `heads` contains the names of the network's classifiers. `setting` is the
+    text before the name of a suggested model, e.g. ``model.encoder``.
     """
     given = contents.under(fit.prefix)
     if any(".lora_" in one or ".base_layer." in one for one in contents.tensors):
@@ -72,7 +72,7 @@ def explain(
         details = f"its names cannot be converted ({fit.error})"
     elif alike * 20 <= len(own):
         count = "few of its {} names occur" if alike else "none of its {} names occurs"
-        held = contents.tensors if alike else given  # some names may occur in a part of the file by coincidence
+        held = contents.tensors if alike else given  # a part may match by coincidence: list the whole file
         details = (
             f"{count.format(len(contents.tensors))} in the network: the file contains {some(list(held))};"
             f" the network has {some(list(own))}"

@@ -188,7 +188,7 @@ def find_prefix(model: nn.Module, images: Tensor) -> FrozenPrefix:
             prefix = FrozenPrefix(model, call, outermost, tuple(images.shape[1:]), reason)
             if _continues(model, prefix, images, expected) and _continues_in_evaluation(model, prefix, images):
                 return prefix
-    below_it = "nothing is below it" if not ends else "a later layer uses the values below it again"
+    below_it = "no layer precedes it" if not ends else "later layers also use the values of the layers before it"
     raise UserError(f"No part of the network can be computed once: {reason}, and {below_it}.")
 
 

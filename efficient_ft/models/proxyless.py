@@ -53,8 +53,7 @@ _OUTSIDE = {
     "feature_mix_layer.bn.": "bn2.",
     "classifier.linear.": "classifier.",
 }
-#: timm's names of the convolution and the BatchNorm of each layer in a block. `_EXPANDING` is for blocks with
-#: expansion, and `_SEPARABLE` is for blocks without expansion.
+#: timm's names of the convolution and the BatchNorm of each layer, in blocks with expansion and in other blocks.
 _EXPANDING = {
     "inverted_bottleneck": ("conv_pw", "bn1"), "depth_conv": ("conv_dw", "bn2"), "point_linear": ("conv_pwl", "bn3")
 }  # fmt: skip

@@ -278,9 +278,7 @@ def _repository(config: ModelConfig) -> str | None:
 
 
 def _local(config: ModelConfig, tokenizer: bool = False) -> Path:
-    """Return the local folder with the files of the network, or the file `model.weights`.
-
-    Files of a repository are downloaded if necessary.
+    """Return the folder with the network's files, which are downloaded if necessary, or the file `model.weights`.
 
     If `tokenizer` is True and the file does not contain a tokenizer, return the folder of the repository instead. Raise
     a UserError if files are missing.

@@ -1,8 +1,8 @@
 """Find the head of a network and other newly initialized parts.
 
 Methods must not freeze these parts, because their weights are random. timm models declare their classifier. In other
-networks, the head is recognized by a common name. Otherwise, it is inferred: it consists of the parts outside of a
-pretrained network or after the blocks.
+networks, the head is recognized by a common name. If there is no such name, the head is inferred: it consists of the
+parts outside of a pretrained network or after the blocks.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ _STATED = "efficient_ft_classifier"
 _CLASSIFIERS = ("segmentation_head", "decode_head.classifier", "classifier", "score")
 #: Common names of heads in other networks. All existing names are used.
 _HEADS = ("head", "heads", "fc", "mlp_head", "classification_head", "cls_head")
-#: Names of the base classes of networks in `transformers` and segmentation-models-pytorch, and of timm's feature
-#: extractors.
+#: Names of base classes of networks in `transformers`, segmentation-models-pytorch and timm (feature extractors).
 _NETWORKS = {"PreTrainedModel", "EncoderMixin", "FeatureDictNet", "FeatureGetterNet"}
 
 
@@ -36,7 +35,7 @@ class Head:
     Attributes:
         modules: Full names of the head's modules.
         others: Full names of other modules and parameters that are outside of the pretrained networks in the model.
-        note: Phrase for reports that names the inferred parts, or an empty string if no parts were inferred.
+        note: Phrase that names the inferred parts in reports, or an empty string if no parts were inferred.
     """
 
     modules: tuple[str, ...] = ()
@@ -71,7 +70,7 @@ def head_of(model: nn.Module) -> Head:
 
 
 def _stated(model: nn.Module) -> list[nn.Module] | None:
-    """Return the modules from timm's `get_classifier`, or None if the model has no such method or if it fails."""
+    """Return the modules from timm's `get_classifier`, or None if this method does not exist or fails."""
     get_classifier: Any = getattr(model, "get_classifier", None)
     if get_classifier is None or not hasattr(type(model), "get_classifier"):  # a wrapper may forward the attribute
         return None
@@ -154,7 +153,7 @@ def _last_parts(model: nn.Module) -> tuple[str, ...]:
 
 
 def _note(parts: Iterable[str], networks: Iterable[str] = ()) -> str:
-    """Return the phrase for reports that names the inferred parts, or an empty string if there are none.
+    """Return the phrase that names the inferred parts in reports, or an empty string if there are no parts.
 
     If `networks` are given, the parts are outside of these networks. Otherwise, the parts are the head.
     """

@@ -61,7 +61,7 @@ class _Functions(TorchFunctionMode):
         self.found: defaultdict[str, set[Callable[..., Any]]] = defaultdict(set)
 
     def watch(self, name: str, module: nn.Module) -> None:
-        """Attribute the torch functions that the forward method of `module` calls to `name`."""
+        """Record under `name` which torch functions the forward method of `module` calls."""
 
         def leave(*_: Any) -> None:
             self.running.pop()
@@ -76,7 +76,7 @@ class _Functions(TorchFunctionMode):
 
 
 def fake_copy(original: Any) -> tuple[FakeTensorMode, Any]:
-    """Copy an object, such as a model or a tuple of several objects, with fake tensors instead of its tensors.
+    """Copy an object, e.g. a model or a tuple of objects, and replace its tensors with fake tensors.
 
     Returns:
         The mode in which a copied model can run, and the copy.
@@ -111,7 +111,7 @@ def in_words(size: tuple[int, ...]) -> str:
 
 
 def probe(model: nn.Module, size: tuple[int, ...]) -> Probed:
-    """Run a fake copy of `model` on images of (H, W) pixels or texts of (L,) tokens, without changing `model`.
+    """Run a fake copy of `model` on an input of `size`, which is (H, W) in pixels, or (L,) for texts of L tokens.
 
     Raises:
         UserError: If the model cannot run on an input of this size.

@@ -175,10 +175,7 @@ def _split_stages(
 
 
 def after(model: nn.Module, container: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of the modules with parameters that are registered after the stages.
-
-    Modules in the encoder precede modules at the top level.
-    """
+    """Return the names of the modules with parameters after the stages, first in the encoder, then at the top level."""
     found: list[str] = []
     around = container[0].split(".")[:-1] if container else []
     for depth in range(len(around), -1, -1):
