@@ -193,7 +193,7 @@ def find_prefix(model: nn.Module, images: Tensor) -> FrozenPrefix:
 
 
 class _Trace:
-    """A record of a forward pass. Its events are the starts and ends of module calls."""
+    """A recorder of a forward pass. An event is the start or the end of a module call."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

@@ -159,7 +159,7 @@ def _encoder_decoder(config: ModelConfig, classes: int, encoder: dict[str, Tenso
         near = " or ".join(str(side) for side in (size[0] // stride * stride, -(-size[0] // stride) * stride) if side)
         allowed = f"a multiple of {stride} with model.name={config.name}"
         raise SettingError("model.image_size", config.image_size, allowed, f"Use {near}.")
-    if encoder is not None:  # timm has stored the tensors in `pretrained_cfg`, which would keep them in memory
+    if encoder is not None:  # free the tensors that timm has stored in `pretrained_cfg`
         stored: Any = network.encoder.model.pretrained_cfg  # type: ignore[union-attr]
         stored["state_dict"] = None
     return network
