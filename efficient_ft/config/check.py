@@ -30,8 +30,8 @@ def check(plain: Mapping[str, Any]) -> Config:
             defaults of the schema.
 
     Raises:
-        SettingError: If a setting is invalid. The message for the first invalid setting contains its full key, its
-            value, the constraint, and the most similar known name.
+        SettingError: If a setting is invalid. The message contains the full key and the value of the first invalid
+            setting, the constraint, and the most similar known name.
     """
     if not isinstance(plain.get("method", {}), Mapping):
         raise SettingError("method", show(plain["method"]), "a mapping from a method's name to its settings")

@@ -49,7 +49,7 @@ def mistake(
     return SettingError(key, "an empty string" if value == "" else show(value), constraint)
 
 
-#: Names of settings in other tools. If one of these names is used, the error message suggests the setting.
+#: For each setting, its names in other tools. If one of these names is used, the error message suggests the setting.
 _OTHER_NAMES = {
     "optim.lr": "learning_rate base_lr lr0 initial_lr max_lr",
     "optim.weight_decay": "wd l2 decay",
@@ -146,7 +146,7 @@ def _leaves(node: dict[str, Any], whole: dict[str, Any], prefix: str = "") -> li
     return names
 
 
-#: Keywords for the bounds of numbers in JSON schemas, and the comparison operators for messages.
+#: JSON schema keywords for the bounds of numbers, each with the comparison operator that messages show.
 _BOUNDS = (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<"))
 
 

@@ -32,15 +32,15 @@ class KindRules:
         data: Names of the kind's data sets (``data.name``).
         family: Family of the kind's networks; see `config.schema.ModelConfig.family`.
         section: Section of ``data`` with the settings of the data sets (``masks`` or ``text``), or "" if there is none.
-        section_words: Text for messages that describes a valid section.
-        data_words: Property of the data sets and a hint, for messages. It is None for the default kind, because its
-            messages name the setting ``task`` instead.
-        model_words: Property of the networks and a hint, for messages.
+        section_words: Description of a valid section. Used in messages.
+        data_words: Property of the data sets and a hint. Used in messages. For the default kind, the value is None,
+            because its messages name the setting ``task`` instead.
+        model_words: Property of the networks and a hint. Used in messages.
         augmentation: Sentence that names the augmentation settings of the kind, or "" if ``data.augment`` applies.
-        unsupported: Features that are not supported, each with a hint for messages or None. The features are ``tasks``
+        unsupported: Unsupported features. Each value is a hint for the message, or None. The keys are ``tasks``
             (several data sets), ``cache_features``, ``prefix`` (forms of the frozen prefix) and ``tokens`` (methods
             that drop or merge tokens).
-        networks: Names of the networks (``model.name``) that the kind adds. Their family has the name of the kind.
+        networks: Names of the networks (``model.name``) that the kind adds. Their family is the name of the kind.
     """
 
     name: str

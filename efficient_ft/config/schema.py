@@ -29,13 +29,13 @@ Place = Annotated[Name, BeforeValidator(lambda given: str(given) if type(given) 
 
 
 class Section(BaseModel):
-    """Base class of the sections. A section is strict and immutable, and rejects unknown keys."""
+    """Base class of the configuration sections. A section is immutable, and rejects unknown keys."""
 
     # Reject unknown keys, NaN and infinity, and allow keys that start with `model_`.
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, protected_namespaces=())
 
 
-#: Families of the networks that other packages add with a kind, by ``model.name``; see `training.kinds.registry`.
+#: Family of each network (``model.name``) that another package adds with its kind; see `training.kinds.registry`.
 NETWORKS: dict[str, str] = {}
 
 
@@ -50,10 +50,10 @@ class ModelConfig(Section):
     pretrained: bool = True
     #: timm's name of the encoder, if `name` is a network of segmentation-models-pytorch.
     encoder: Name | None = None
-    #: Local file (.safetensors, .pth, .npz) with timm's names to load instead of downloading weights. For a text
-    #: classifier, the value may also be a folder.
+    #: Local file (.safetensors, .pth, .npz) with timm's parameter names. If null, the weights are downloaded if
+    #: `pretrained` is true. For a text classifier, the value may also be a folder.
     weights: Name | None = None
-    #: Prefix of the names in `weights` to use if several parts of the file fit, e.g. ``teacher.backbone``.
+    #: Prefix of parameter names that selects a part of `weights` if several parts fit, e.g. ``teacher.backbone``.
     weights_key: Name | Annotated[int, Field(ge=0)] | None = None
     #: Maximum number of tokens per text if `name` is a text classifier from `transformers`; longer texts are truncated.
     max_length: Annotated[int, Field(ge=8)] | None = None
@@ -65,7 +65,7 @@ class ModelConfig(Section):
     frozen_bn: bool = True
     #: Initialize the parameters of a new classifier to zero.
     zero_head: bool = False
-    #: Default selection for methods without a selection in their YAML file.
+    #: Selection for methods whose YAML file does not set a selection.
     select: Name = "last_stage"
     #: Mean and standard deviation of each channel for normalization. If null, the values from pretraining are used.
     mean: tuple[float, ...] | None = None
@@ -92,7 +92,7 @@ class AugmentConfig(Section):
     """
 
     name: Literal["resize_crop", "none"] = "resize_crop"
-    #: Size before the crop: ``input`` (the network's input size), pixels (square), or ``none`` (the original size).
+    #: Size before the crop: ``input`` (the network's input size), a side length in pixels, or ``none`` (unchanged).
     resize: Count | Literal["input", "none"] = "input"
     scale: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]] = (0.08, 1.0)
     flip: bool = True
@@ -120,9 +120,9 @@ class MaskConfig(Section):
     colors: Annotated[dict[Name, Name | tuple[_Channel, _Channel, _Channel]], Field(min_length=1)] | None = None
     #: Read masks with a palette by index or by color. With ``auto``, they are read by color if the classes have colors.
     palette: Literal["auto", "index", "color"] = "auto"
-    #: Orientation of the masks of images with an EXIF orientation. With ``upright``, masks match the upright image.
-    #: With ``raw``, masks match the stored pixels. With ``auto``, the sizes of the image and the mask determine the
-    #: orientation.
+    #: Orientation of masks for images with an EXIF orientation. With ``upright``, masks have the orientation of the
+    #: upright image. With ``raw``, masks have the orientation of the stored pixels. With ``auto``, the sizes of the
+    #: image and the mask determine the orientation.
     exif: Literal["auto", "upright", "raw"] = "auto"
     #: Names of the mask folder and the image folder. If null, the folders are recognized automatically.
     folder: Name | None = None
@@ -173,12 +173,12 @@ DATA_NAMES = (
 class DataConfig(Section):
     """A data set of images or texts, with its splits, loading and augmentation."""
 
-    #: One of `DATA_NAMES`, or a data set registered by another package with its own kind of task.
+    #: One of `DATA_NAMES`, or the name of a data set that another package registers with its kind of task.
     name: Annotated[Name, Field(json_schema_extra={"enum": [*DATA_NAMES]})]
     root: Name = "./data"
     #: For a user's folder: follow links to targets outside of `root`. If false, such links are rejected.
     follow_links: bool = False
-    #: For a user's folder: one or more folders for each split, relative to `root`. The folders directly inside are the
+    #: For a user's folder: one or more folders for each split, relative to `root`. Their direct subfolders are the
     #: classes. If null, the splits are recognized by name.
     splits: dict[Literal["train", "val", "test"], Place | Annotated[list[Place], Field(min_length=1)]] | None = None
     #: Gray values that map to black and white in images with more than 8 bits. If null, the values are 0 and 65535.
@@ -233,7 +233,7 @@ class OptimConfig(Section):
     grad_clip_norm: Annotated[float, Field(ge=1e-6)] | None = 5.0
     #: Factor by which `lr` is multiplied for the classifier.
     head_lr_mult: Positive = 1.0
-    #: Factor by which the learning rate is multiplied per layer away from the head, or null for one rate in all layers.
+    #: Ratio of the learning rate of each layer to that of the next layer. If null, all layers use the same rate.
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
     #: Number of bits per value of the two moments of Adam and AdamW.
     state_bits: Literal[32, 8, 4] = 32
@@ -272,7 +272,7 @@ class TrainerConfig(Section):
     cache_features: Literal["off", "auto", "on"] = "off"
     #: Number of augmented views of each image in the stored features. Epoch e uses view e modulo this number.
     views: Count = 4
-    #: Data type of the stored features. With ``int8``, each group of 64 values has a minimum and a step size.
+    #: Data type of the stored features. With ``int8``, each group of 64 values has its own minimum and step size.
     cache_dtype: Literal["fp16", "fp32", "int8"] = "fp16"
     cache_folder: Name = "outputs/features"
     #: Maximum size of the stored features, in bytes or with a unit. Larger features are not stored.
@@ -286,7 +286,7 @@ class LoggerConfig(Section):
     project: Name = "efficient-ft"
     #: User or team in wandb, or null for the logged-in user.
     entity: str | None = None
-    #: Group of the run. If null, the group is the name of the run folder's parent, which consists of the method names.
+    #: Group of the run. If null, the group is the name of the parent of the run folder, i.e. the method names.
     group: str | None = None
     #: Name of the run. If null, the name consists of the methods and the settings on the command line.
     run_name: str | None = None
@@ -344,7 +344,7 @@ class Config(Section):
     published: Annotated[float, Field(ge=0, le=1)] | None = None
     #: Number of jobs of a sweep (-m) that run at the same time.
     jobs: Count = 1
-    #: Maximum time of a job of a sweep (-m), in seconds or with a unit (90s, 30min, 2h), or null for no limit.
+    #: Time limit for each job of a sweep (-m), in seconds or with a unit (90s, 30min, 2h). If null, there is no limit.
     job_timeout: str | Annotated[int, Field(strict=True)] | Annotated[float, Field(strict=True)] | None = None
     #: Folder of a run to evaluate without training.
     evaluate: str | None = None
@@ -361,7 +361,7 @@ class Config(Section):
     _options: dict[str, Any] | None = PrivateAttr(default=None)
 
     def with_options(self, options: dict[str, Any] | None) -> Config:
-        """Return a copy that stores the settings of the options on the command line.
+        """Return a copy that also stores the settings of the options that the command line selects (e.g. ``model=``).
 
         `changed` compares the configuration with these settings.
         """
@@ -370,7 +370,7 @@ class Config(Section):
         return copy
 
     def changed(self) -> dict[str, Any]:
-        """Return the settings that differ from the options or from the schema's defaults, by full name."""
+        """Return the settings that differ from the selected options or the defaults of the schema, by full name."""
         options = {} if self._options is None else flatten(self._options)
         given = flatten(self.model_dump(mode="json", exclude_defaults=True))
         return {
@@ -390,7 +390,7 @@ class Config(Section):
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to one level with dotted keys. An empty mapping is a value."""
+    """Flatten nested mappings to one level with dotted keys. An empty mapping is kept as a value."""
     if not isinstance(tree, Mapping) or not tree:
         return {prefix: tree}
     flat: dict[str, Any] = {}

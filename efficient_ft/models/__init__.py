@@ -1,1 +1,1 @@
-"""Networks and their weights (`factory`), and the view of a network that methods use (`view`)."""
+"""Networks and their weights (`factory`), and a view of a network for methods (`view`)."""

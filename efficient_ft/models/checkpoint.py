@@ -32,8 +32,7 @@ _OTHER_FILES = (
     (rb"\x1f\x8b|BZh|7z\xbc|\xfd7zXZ|Rar!", "It is a compressed archive. Unpack it first"),
     (rb"\s*\{[^\0]*$", "It is a JSON file. Merge the shards that it lists into one .safetensors file"),
 )
-#: Names of files that the Transformers trainer and Accelerate store next to the weights. These files contain no
-#: weights.
+#: Pattern for the names of other files that the Transformers trainer and Accelerate store next to the weights.
 _NO_WEIGHTS = re.compile(r"(optimizer|scheduler|scaler|training_args|rng_state|random_states|sampler)[\w.-]*$")
 #: Advice for a file that contains Python objects.
 _WEIGHTS_ALONE = (
@@ -52,7 +51,7 @@ class Contents:
         tensors: Tensors by full name. A full name consists of the keys of the nested mappings and lists, joined with
             dots.
         keys: For each full name, the key of the nested mapping that contains the tensor, or "" for the top level.
-        objects: Names of the classes whose objects in the file were not loaded.
+        objects: Names of the classes of those objects in the file that were not loaded.
     """
 
     tensors: dict[str, Tensor]
@@ -76,7 +75,7 @@ class Contents:
 def read_contents(path: Path) -> Contents:
     """Read all tensors of a .safetensors, .pth, .pt, .bin, .ckpt or .npz file.
 
-    The content determines the format, except that an .npz file is recognized by its extension.
+    The format is recognized by the content of the file. The extension is used only for .npz.
 
     Raises:
         SettingError: If the file does not exist, is damaged, or contains no tensors.
@@ -145,7 +144,7 @@ def require_file(path: Path) -> None:
 def _other_file(path: Path, start: bytes) -> str | None:
     """Return an error message if a file contains no weights, or None if it may contain weights.
 
-    Such a file is recognized by its first bytes `start` or, for a zip archive, by the names of its members.
+    Files without weights are recognized by their first bytes `start`, or by the names of the members of an archive.
     """
     if not start:
         return "Reading it failed: it is empty"
@@ -188,13 +187,13 @@ class _Inert:
     def __setstate__(self, state: Any) -> None: ...
 
 
-#: Standard types that replace custom mapping and list classes. The keys are parts of the error that torch raises for
-#: such a class.
+#: Standard types that replace custom mapping and list classes. The keys are parts of torch's error message for such a
+#: class.
 _STANDARD: dict[str, type] = {"Can only SETITEM": OrderedDict, "Can only append": list, "Can only extend": list}
 
 
 def _unpickle(path: Path) -> tuple[Any, tuple[str, ...]]:
-    """Read a file written by `torch.save`, and replace objects of classes that torch does not allow with inert objects.
+    """Read a file written by `torch.save`, and replace objects of classes that torch rejects with inert objects.
 
     Returns:
         The object that is stored in the file, and the names of the replaced classes.

@@ -20,7 +20,7 @@ from efficient_ft.models.weights import load_weights, recorded_size
 
 __all__ = ["build", "input_of", "load", "missing"]
 
-#: Exceptions that a network may raise for an image size that it cannot process. UserError is a subclass of ValueError.
+#: Exceptions that a network may raise for an image size that it cannot process. ValueError includes UserError.
 _FAILURES = (RuntimeError, AssertionError, ValueError, ArithmeticError, LookupError)
 
 

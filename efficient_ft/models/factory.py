@@ -64,8 +64,8 @@ def missing_weights(config: ModelConfig) -> str | None:
     """Check whether the weights of a model are available, without downloading them.
 
     The function checks `model.weights`, or the local caches of published weights. If the caches do not contain the
-    weights, the function also checks whether they can be downloaded. This check takes at most about
-    `core.network.PROBE_SECONDS`.
+    weights, the function also checks whether they can be downloaded. This check takes about
+    `core.network.PROBE_SECONDS` at most.
 
     Returns:
         None if the weights are present, can be downloaded now, or are not required. Otherwise, a message that names the
@@ -87,9 +87,9 @@ def create_model(config: ModelConfig, num_classes: int | Mapping[str, int], *, r
 
     Args:
         config: The `model` section of the configuration.
-        num_classes: Number of outputs. If it is a mapping from tasks to numbers of outputs, the network has one
-            classifier per task (see `models.tasks`). The weights are loaded into the first classifier, and the other
-            classifiers are newly initialized.
+        num_classes: Number of outputs, or a mapping from tasks to numbers of outputs. With a mapping, the network has
+            one classifier per task (see `models.tasks`). The weights are loaded into the first classifier, and the
+            other classifiers are newly initialized.
         report: If True, log which weights were loaded. `loading_report` returns the report in any case.
 
     Raises:
@@ -122,9 +122,9 @@ def create_model(config: ModelConfig, num_classes: int | Mapping[str, int], *, r
 
 
 def random_model(config: ModelConfig, num_classes: int | Mapping[str, int]) -> nn.Module:
-    """Create the network with random weights even if the configuration names weights, for example to count its cost.
+    """Create the network with random weights, for example to count its cost.
 
-    See `create_model` for the arguments.
+    The weights in the configuration are not loaded. See `create_model` for the arguments.
 
     Raises:
         UserError: If the name is unknown, or if the model rejects the arguments or the image size.

@@ -46,7 +46,7 @@ def _frozen(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
     return F.batch_norm(*arguments, False, 0.0, norm.eps)
 
 
-#: Classes of layers with frozen statistics. The keys are the classes that they replace.
+#: Layer classes with frozen statistics. Each key is the class that the value replaces.
 FROZEN: dict[type, type] = {nn.BatchNorm2d: FrozenBatchNorm2d, BatchNormAct2d: FrozenBatchNormAct2d}
 
 
@@ -81,7 +81,7 @@ def frozen_layers(model: nn.Module) -> list[str]:
 
 
 def layers_without_statistics(model: nn.Module) -> list[str]:
-    """Return the names of the BatchNorm layers of `model` with the initial statistics (mean 0 and variance 1)."""
+    """Return the names of the BatchNorm layers of `model` that have initial statistics (mean 0 and variance 1)."""
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
     statistics = [(name, module.running_mean, module.running_var) for name, module in layers]
     return [

@@ -1,4 +1,4 @@
-"""Pretrained weights from the Hugging Face Hub or a URL: local caches, availability and download."""
+"""Find pretrained weights in local caches, on the Hugging Face Hub or at a URL, and download them."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def missing_files(config: ModelConfig, cfg: PretrainedCfg) -> str | None:
 
 
 def fetch_weights(config: ModelConfig, cfg: PretrainedCfg) -> Path:
-    """Return the path of the weights: `config.weights`, or the file of the pretrained weights, downloaded if necessary.
+    """Return the path `config.weights`, or the path of the pretrained weights.
 
-    Raise a UserError if there are no pretrained weights, or if the download fails.
+    Pretrained weights are downloaded if necessary. Raise a UserError if there are none, or if the download fails.
     """
     if config.weights is not None:
         return Path(config.weights).expanduser()
@@ -108,7 +108,7 @@ def _torch_hub_file(cfg: PretrainedCfg) -> Path:
 
 
 def why_unavailable(url: str) -> str | None:
-    """Return the reason why a file of the hub cannot be downloaded, or None if it can."""
+    """Return the reason why a file of the hub cannot be downloaded, or None if it can be downloaded."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
         return "HF_HUB_OFFLINE is set, and the file is not in the local cache"
     return unreachable(url, accept_404=True)

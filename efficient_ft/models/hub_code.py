@@ -1,4 +1,4 @@
-"""Entries of `transformers` configurations that name code. Such entries are ignored or rejected.
+"""Ignore or reject the entries of `transformers` configurations that name code.
 
 `transformers` downloads and imports the kernels that ``config.json`` names (``attn_implementation: "owner/name"``) and
 the classes in ``auto_map``. This package treats a folder of weights as data, and does not load such code.
@@ -19,7 +19,7 @@ from efficient_ft.core.text import plain_line
 
 log = logging.getLogger(__name__)
 
-#: Names of entries that select an implementation, which may be a kernel on the hub. `transformers` uses several names.
+#: Pattern for the names of entries that select an implementation. The implementation may be a kernel on the hub.
 _IMPLEMENTATION = re.compile(r"_*\w*implementations?(_internal|_autoset)?")
 #: Values of these entries that select an implementation in PyTorch.
 _OWN = (None, "eager", "sdpa", True, False)
@@ -48,7 +48,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def without_code(held: Any) -> Any:
-    """Return nested mappings and lists without the entries that name code."""
+    """Return a copy of nested mappings and lists without the entries that name code."""
     if isinstance(held, dict):
         return {name: without_code(value) for name, value in held.items() if not _names_code(name, value)}
     return [without_code(value) for value in held] if isinstance(held, list) else held

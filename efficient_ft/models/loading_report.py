@@ -21,7 +21,7 @@ class LoadingReport:
     Attributes:
         path: Path of the file or folder.
         key: Key of the nested mapping that contains the weights, or "" for the top level of the file.
-        prefix: Prefix that was removed from the names in that mapping.
+        prefix: Prefix that was removed from the names in this mapping.
         loaded: Number of tensors taken from the file.
         total: Number of tensors of the network.
         left_out: Reasons why tensors of the file are not used, by the full name of the tensor in the file.

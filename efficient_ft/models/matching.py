@@ -19,12 +19,11 @@ from efficient_ft.models.checkpoint import Contents
 #: Kinds of prefix tokens, by parameter name. Prefix tokens precede the patch tokens.
 PREFIX_TOKENS = {"cls_token": "class", "dist_token": "distillation", "reg_token": "register",
                  "register_tokens": "register"}  # fmt: skip
-#: Maximum number of candidate prefixes that are found by matching names, and of those that are found by shared
-#: prefixes.
+#: Maximum numbers of candidate prefixes that `_votes` and `_groups` contribute to the search.
 _BY_NAMES, _BY_STRUCTURE = 16, 24
-#: Parts that torch.compile, FSDP and activation checkpointing insert into the names of tensors.
+#: Pattern for the parts that torch.compile, FSDP and activation checkpointing insert into the names of tensors.
 _WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-#: Keys in checkpoints of timm's training script: the key of the averaged weights, and the key of the other weights.
+#: Keys of averaged weights in checkpoints of timm's training script, and the keys of the corresponding other weights.
 _AVERAGES = {"state_dict_ema": "state_dict", "model_ema": "model"}
 
 
@@ -84,7 +83,7 @@ def choose(
 def _search(
     config: ModelConfig, path: Path, searched: Contents, own: Collection[str], fit: Callable[[Contents, str], Fit]
 ) -> tuple[Contents, Fit]:
-    """Search the tensors for `choose`.
+    """Implement `choose` for the tensors in `searched`.
 
     If no part fits, remove the parts that wrappers add to names, and search again.
     """
@@ -165,7 +164,7 @@ def _different(fits: Sequence[Fit]) -> list[Fit]:
 
 
 def _average(fits: Sequence[Fit]) -> Fit | None:
-    """Return the fit of the averaged weights if timm's training script stored averaged and other weights, or None."""
+    """Return the fit of the averaged weights, or None if `fits` is not a pair that timm's training script stores."""
     if len(fits) != 2:
         return None
     for one, other in (fits, fits[::-1]):

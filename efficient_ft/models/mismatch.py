@@ -48,7 +48,7 @@ def explain(
     """Explain in one or more sentences why the nearest part of a file does not fit the network `name`.
 
     `own` contains the network's tensors, and `heads` contains the names of the network's classifiers. `setting` is the
-    text for the settings that select a different timm model.
+    text before the name of a suggested model, e.g. ``model.encoder``.
     """
     given = contents.under(fit.prefix)
     if any(".lora_" in one or ".base_layer." in one for one in contents.tensors):
@@ -72,7 +72,7 @@ def explain(
         details = f"its names cannot be converted ({fit.error})"
     elif alike * 20 <= len(own):
         count = "few of its {} names occur" if alike else "none of its {} names occurs"
-        held = contents.tensors if alike else given  # some names may occur in a part of the file by coincidence
+        held = contents.tensors if alike else given  # a part may match by coincidence: list the whole file
         details = (
             f"{count.format(len(contents.tensors))} in the network: the file contains {some(list(held))};"
             f" the network has {some(list(own))}"
@@ -140,7 +140,7 @@ def _with_tokens(name: str, tokens: Mapping[str, int]) -> str:
 
 
 def _with_argument(fit: Fit) -> str:
-    """Return a sentence with the argument for the variant of timm's ViT in the file, or an empty string."""
+    """Return a sentence that suggests an argument for the ViT variant in the file, or an empty string."""
     names = (*fit.missing, *fit.foreign)
     for ends, argument in _FORM_ARGUMENTS.items():
         if names and not fit.misshapen and all(one.endswith(ends) for one in names):
@@ -185,7 +185,7 @@ def _structure(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[s
 
 
 def _lists(fit: Fit) -> list[str]:
-    """Return one text for each kind of difference, which lists the tensors with this difference."""
+    """For each kind of difference, return a text that lists the tensors with this difference."""
     scalars = {name: words for name, words in fit.misshapen.items() if "single number" in words}
     shapes = [f"{name} ({words})" for name, words in (scalars or fit.misshapen).items()]
     parts = {"missing": fit.missing, "unexpected": fit.foreign, "of a different shape": shapes}

@@ -2,8 +2,8 @@
 
 The output of a frozen prefix for an image is the same in every step, so it can be computed once and stored.
 `find_prefix` cuts the network after a module, and checks the cut by running the rest of the network from the stored
-output. In this check, the network runs its own forward pass, in which the modules before the cut return empty
-placeholders and the last of them returns the stored output. The check therefore makes no assumptions about the
+output. In this check, the network runs its own forward pass. The last module before the cut returns the stored output,
+and the other modules before the cut return empty placeholders. Therefore, the check makes no assumptions about the
 architecture.
 """
 
@@ -28,7 +28,7 @@ from efficient_ft.models.prefix_form import Folds, Form, autocast_of, find_folds
 
 #: Maximum number of cuts that are tried, starting with the last. Many cuts are invalid, e.g. in a residual branch.
 _TRIES = 12
-#: Exceptions that a network may raise if its forward pass depends on values that placeholders replace.
+#: Exceptions that a network may raise if its forward pass depends on values that are replaced by placeholders.
 _NOT_REPLACEABLE = (RuntimeError, TypeError, ValueError, AttributeError, IndexError)
 
 
@@ -40,7 +40,7 @@ class _Like:
     dtype: torch.dtype
 
     def empty(self, n: int, device: torch.device) -> Tensor:
-        """Return a tensor for `n` images that only needs the memory of a single value."""
+        """Return a tensor for `n` images that uses only the memory of a single value."""
         return torch.zeros((), dtype=self.dtype, device=device).expand(n, *self.shape[1:])
 
 
@@ -58,7 +58,7 @@ class _Call:
 
 
 class FrozenPrefix:
-    """The part of a network before a cut, in which no parameter is trained.
+    """The part of a network before a cut. None of its parameters is trained.
 
     `find_prefix` creates instances of this class.
 
@@ -188,12 +188,12 @@ def find_prefix(model: nn.Module, images: Tensor) -> FrozenPrefix:
             prefix = FrozenPrefix(model, call, outermost, tuple(images.shape[1:]), reason)
             if _continues(model, prefix, images, expected) and _continues_in_evaluation(model, prefix, images):
                 return prefix
-    below_it = "nothing is below it" if not ends else "a later layer uses the values below it again"
+    below_it = "no layer precedes it" if not ends else "later layers also use the values of the layers before it"
     raise UserError(f"No part of the network can be computed once: {reason}, and {below_it}.")
 
 
 class _Trace:
-    """Record a forward pass as a sequence of events."""
+    """A recorder of a forward pass. An event is the start or the end of a module call."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -207,7 +207,7 @@ class _Trace:
         self._drawn: tuple[int, str] | None = None
 
     def run(self, images: Tensor) -> None:
-        """Record a forward pass of the model, which runs with the random numbers of `_seeded`."""
+        """Record a forward pass of the model with the random numbers of `_seeded`."""
         handles = []
         for name, module in self._modules.items():
             handles.append(module.register_forward_pre_hook(lambda m, args, name=name: self._enter(name)))

@@ -1,4 +1,4 @@
-"""ProxylessNAS-Mobile, registered with timm: `proxyless_mobile`.
+"""ProxylessNAS-Mobile, which is registered with timm as `proxyless_mobile`.
 
 Source: Cai, Zhu, Han, "ProxylessNAS: Direct Neural Architecture Search on Target Task and Hardware", ICLR 2019. The
 model is timm's EfficientNet with other block definitions, so its weights load into timm without this package.
@@ -45,7 +45,7 @@ default_cfgs = generate_default_cfgs(
         }
     }
 )
-#: Prefixes of names outside of the blocks: in the release, and in timm.
+#: timm's prefixes of parameter names outside of the blocks. The keys are the prefixes in the release.
 _OUTSIDE = {
     "first_conv.conv.": "conv_stem.",
     "first_conv.bn.": "bn1.",
@@ -53,7 +53,7 @@ _OUTSIDE = {
     "feature_mix_layer.bn.": "bn2.",
     "classifier.linear.": "classifier.",
 }
-#: timm's names of the convolution and the BatchNorm of each layer in a block, first with and then without expansion.
+#: timm's names of the convolution and the BatchNorm of each layer, in blocks with expansion and in other blocks.
 _EXPANDING = {
     "inverted_bottleneck": ("conv_pw", "bn1"), "depth_conv": ("conv_dw", "bn2"), "point_linear": ("conv_pwl", "bn3")
 }  # fmt: skip
@@ -66,7 +66,7 @@ def timm_names(weights: dict[str, Tensor], *_: Any) -> dict[str, Tensor]:
 
     Blocks are matched by their order, because the numbering in the release includes blocks without weights. Unknown
     names are not changed. They are rejected later, when the weights are loaded. A state dict with timm's names is
-    returned unchanged. Raise a ValueError if the number of blocks differs, as in other networks of the release.
+    returned unchanged. Raise a ValueError if the number of blocks differs from that of ProxylessNAS-Mobile.
     """
     if not any(name.startswith("first_conv.") for name in weights):
         return weights

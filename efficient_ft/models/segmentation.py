@@ -62,7 +62,7 @@ def input_of(config: ModelConfig) -> InputSpec:
 
 
 def encoder_cfg(config: ModelConfig) -> PretrainedCfg:
-    """Return timm's pretrained configuration of the encoder, or raise a SettingError if it is not a timm model."""
+    """Return timm's pretrained configuration of the encoder. Raise a SettingError if timm does not have the encoder."""
     try:
         return pretrained_cfg(config.model_copy(update={"name": config.encoder}))
     except SettingError as error:
@@ -159,7 +159,7 @@ def _encoder_decoder(config: ModelConfig, classes: int, encoder: dict[str, Tenso
         near = " or ".join(str(side) for side in (size[0] // stride * stride, -(-size[0] // stride) * stride) if side)
         allowed = f"a multiple of {stride} with model.name={config.name}"
         raise SettingError("model.image_size", config.image_size, allowed, f"Use {near}.")
-    if encoder is not None:  # remove the tensors, which timm has stored in `pretrained_cfg`
+    if encoder is not None:  # free the tensors that timm has stored in `pretrained_cfg`
         stored: Any = network.encoder.model.pretrained_cfg  # type: ignore[union-attr]
         stored["state_dict"] = None
     return network

@@ -1,4 +1,4 @@
-"""Small vision transformers for 32×32 images, registered with timm: `vit_digits` and `vit_micro`.
+"""Small vision transformers for 32×32 images, which are registered with timm as `vit_digits` and `vit_micro`.
 
 Both models have a class token, an 8×8 token grid, and a convolutional stem. When trained from scratch, a model with a
 convolutional stem learns much faster than a model with a linear patch embedding (Xiao et al., "Early convolutions help

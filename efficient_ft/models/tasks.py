@@ -85,7 +85,7 @@ def tasks_of(model: nn.Module) -> Tasks | None:
 def for_each_task(model: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
     """Return a `PerTask` with one module from `make` for each task of `model`.
 
-    If `model` has a single task, return only the module.
+    If `model` has a single task, return a module from `make` without a container.
     """
     tasks = tasks_of(model)
     return make() if tasks is None else PerTask(tasks, {name: make() for name in tasks.names})

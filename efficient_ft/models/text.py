@@ -257,7 +257,7 @@ def missing(config: ModelConfig) -> str | None:
 
 
 def _needed(config: ModelConfig) -> tuple[tuple[str, ...], ...]:
-    """Return the groups of files of which the repository must provide one file each."""
+    """Return groups of file names. The repository must provide one file of each group."""
     has_weights = config.weights is not None or not config.pretrained
     return tuple(group for group in _NEEDED if not (has_weights and group == _WEIGHTS))
 
@@ -278,7 +278,7 @@ def _repository(config: ModelConfig) -> str | None:
 
 
 def _local(config: ModelConfig, tokenizer: bool = False) -> Path:
-    """Return the local folder of the network, downloaded if necessary, or the file `model.weights`.
+    """Return the folder with the network's files, which are downloaded if necessary, or the file `model.weights`.
 
     If `tokenizer` is True and the file does not contain a tokenizer, return the folder of the repository instead. Raise
     a UserError if files are missing.

@@ -28,9 +28,9 @@ SET_ELSEWHERE = {
 
 
 def pretrained_cfg(config: ModelConfig) -> PretrainedCfg:
-    """Return timm's pretrained configuration of a model, which describes its weights and its input.
+    """Return timm's pretrained configuration of a model, or an empty configuration if timm has none.
 
-    If timm has none, the configuration is empty. Raise a SettingError if timm does not have the model or its tag.
+    The configuration describes the weights and the input. Raise a SettingError if timm lacks the model or its tag.
     """
     name = config.name
     if not timm.is_model(name):

@@ -1,7 +1,7 @@
 """Load weights from a file into a timm model.
 
-Missing names, and names of a different variant of the model, raise an error. Only a classifier that is missing or does
-not fit is newly initialized instead.
+An error is raised if tensors are missing in the file or belong to a different variant of the model. Only a classifier
+that is missing or does not fit is newly initialized instead.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def _call(convert: Any, weights: dict[str, Tensor], model: nn.Module) -> dict[st
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence timm's messages about resized tensors, because the loading report already contains them."""
+    """Silence timm's messages about resized tensors, because the loading report lists these tensors."""
     log = logging.getLogger("timm")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -242,7 +242,7 @@ def _first_layer(weights: dict[str, Tensor], own: Mapping[str, Tensor], cfg: Pre
 
 
 def _changes(given: Mapping[str, Tensor], taken: Mapping[str, Tensor], new_heads: Mapping[str, str]) -> list[str]:
-    """Return descriptions of the changes that the conversion made to shapes."""
+    """Return descriptions of the shapes that the conversion changed."""
     heads = tuple(f"{head}." for head in new_heads)
     changed = [n for n, v in taken.items() if n in given and given[n].shape != v.shape and not n.startswith(heads)]
     words = []
@@ -259,7 +259,7 @@ def _changes(given: Mapping[str, Tensor], taken: Mapping[str, Tensor], new_heads
 
 
 def recorded_size(path: Path) -> tuple[int, int] | None:
-    """Return the size (H, W) in pixels of the training images that a run's model.safetensors records, or None."""
+    """Return the training image size (H, W) in pixels from the metadata of a file, or None if it is not recorded."""
     try:
         size = json.loads(read_metadata(path).get("image_size", "null"))
     except (ValueError, RecursionError):  # the error is reported when the weights are read

@@ -1,8 +1,8 @@
 """Find the head of a network and other newly initialized parts.
 
 Methods must not freeze these parts, because their weights are random. timm models declare their classifier. In other
-networks, the head is recognized by a common name. Otherwise, it is inferred: it consists of the parts outside of a
-pretrained network or after the blocks.
+networks, the head is recognized by a common name. If there is no such name, the head is inferred: it consists of the
+parts outside of a pretrained network or after the blocks.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from efficient_ft.core.errors import SettingError
 from efficient_ft.models.marks import is_inside
 from efficient_ft.models.view.structure import after, holder_of, is_norm, names_of, stages_of
 
-#: Name of the model attribute that stores the full names of the classifier modules that the user has stated.
+#: Name of the model attribute that stores the full names of the user-specified classifier modules.
 _STATED = "efficient_ft_classifier"
 #: Names of the last layer in networks without timm's `get_classifier`. The first existing name is used.
 _CLASSIFIERS = ("segmentation_head", "decode_head.classifier", "classifier", "score")
 #: Common names of heads in other networks. All existing names are used.
 _HEADS = ("head", "heads", "fc", "mlp_head", "classification_head", "cls_head")
-#: Base classes of networks in `transformers` and segmentation-models-pytorch, and of timm's feature extractors.
+#: Names of base classes of networks in `transformers`, segmentation-models-pytorch and timm (feature extractors).
 _NETWORKS = {"PreTrainedModel", "EncoderMixin", "FeatureDictNet", "FeatureGetterNet"}
 
 
@@ -35,7 +35,7 @@ class Head:
     Attributes:
         modules: Full names of the head's modules.
         others: Full names of other modules and parameters that are outside of the pretrained networks in the model.
-        note: Phrase for reports that names the inferred parts, or an empty string if no parts were inferred.
+        note: Phrase that names the inferred parts in reports, or an empty string if no parts were inferred.
     """
 
     modules: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ def head_of(model: nn.Module) -> Head:
 
 
 def _stated(model: nn.Module) -> list[nn.Module] | None:
-    """Return the modules from timm's `get_classifier`, or None if the model has no such method or if it fails."""
+    """Return the modules from timm's `get_classifier`, or None if this method does not exist or fails."""
     get_classifier: Any = getattr(model, "get_classifier", None)
     if get_classifier is None or not hasattr(type(model), "get_classifier"):  # a wrapper may forward the attribute
         return None
@@ -85,9 +85,9 @@ def _stated(model: nn.Module) -> list[nn.Module] | None:
 def networks_in(model: nn.Module) -> list[str]:
     """Return the full names of the outermost pretrained networks in `model`.
 
-    The list is empty if `model` itself is such a network, or if there are none.
+    The list is empty if `model` itself is such a network, or if it contains none.
     """
-    base = getattr(model, "base_model_prefix", "")  # in transformers, the attribute with the network without its head
+    base = getattr(model, "base_model_prefix", "")  # in transformers, the name of the submodule without the head
     if base and isinstance(getattr(model, base, None), nn.Module):
         return [base]
     if _is_network(model):
@@ -120,7 +120,7 @@ def _is_network(module: nn.Module) -> bool:
 
 
 def _around(module: nn.Module, networks: Iterable[str], prefix: str = "") -> Iterator[str]:
-    """Yield the full names of the parameters and of the outermost modules that are outside of the networks."""
+    """Yield the full names of the parameters and of the outermost modules that are outside of `networks`."""
     yield from (f"{prefix}{name}" for name, _ in module.named_parameters(recurse=False))
     for name, child in module.named_children():
         full = f"{prefix}{name}"
@@ -140,9 +140,9 @@ def _without(model: nn.Module, name: str, known: frozenset[str]) -> list[str]:
 
 
 def _last_parts(model: nn.Module) -> tuple[str, ...]:
-    """Return the modules with common names of heads, and the modules after the blocks except normalization layers.
+    """Return the names of modules with a common name of a head, and of modules after the blocks except norm layers.
 
-    If there are no such modules, return the last layer.
+    If there are no such modules, return the name of the last layer.
     """
     followers = [name for name in after(model, stages_of(model)[2]) if not is_norm(model.get_submodule(name))]
     named = [name for name in _HEADS if _has_parameters(model, name)]
@@ -153,7 +153,7 @@ def _last_parts(model: nn.Module) -> tuple[str, ...]:
 
 
 def _note(parts: Iterable[str], networks: Iterable[str] = ()) -> str:
-    """Return the phrase for reports that names the inferred parts, or an empty string if there are none.
+    """Return the phrase that names the inferred parts in reports, or an empty string if there are no parts.
 
     If `networks` are given, the parts are outside of these networks. Otherwise, the parts are the head.
     """

@@ -63,9 +63,9 @@ _FUSED = {"qkv": 3, "kv": 2, "qk": 2}
 def projections_in(name: str) -> int:
     """Return the number of projections that a layer combines in one matrix.
 
-    It is 3 for a layer that is named ``qkv``, and 1 for most layers.
+    The number is 3 for a layer named ``qkv``, and 1 for most layers.
     """
-    # The second last part is also compared, because a convolution in a conv-norm module is named ``qkv.c``.
+    # The second-to-last part is also compared, because a convolution in a conv-norm module is named ``qkv.c``.
     return next((_FUSED[part] for part in name.split(".")[-2:] if part in _FUSED), 1)
 
 

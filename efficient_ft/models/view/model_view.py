@@ -1,4 +1,4 @@
-"""The view of a model: the names of its parts, and the token layout of every layer's input."""
+"""The view of a model: the names of its parts, and the token layout of the input of each layer."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from efficient_ft.models.view.layers import Layer, Reason, Skipped
 from efficient_ft.models.view.probe import Probed, layout_of, probe, takes_tokens
 from efficient_ft.models.view.structure import above, after, parameters_under, stages_of, stem_of
 
-#: Modules that are excluded from the last stage. The papers do not train the downsampling of EfficientFormerV2.
+#: Name of the module to exclude from the last stage, by model class. The papers do not train this module.
 LAST_STAGE_WITHOUT = {"EfficientFormerV2": "downsample"}
-#: Pattern for the names of attention classes. It excludes blocks with attention and an MLP (XCiT's
-#: ClassAttentionBlock).
+#: Pattern for the names of attention classes. Blocks with attention and an MLP (``ClassAttentionBlock``) do not match.
 _ATTENTION = re.compile(r"^(?!.*Block$).*(Attention|Attn|MHSA|GPSA|XCA|LiteMLA)")
 #: Image size (H, W) in pixels for models that do not declare a size.
 _USUAL_SIZE = (224, 224)
 
 
 class ModelView:
-    """The view of a model that methods use. All names are full module names in forward order.
+    """A view of a model for methods. All names are full module names in forward order.
 
     Creating a view reads the structure of the model. The first access to `layers` or `functions` runs a forward pass on
     fake tensors. Later changes to the model do not update the view. Create a new view after changing the model.
@@ -34,7 +33,7 @@ class ModelView:
     Attributes:
         model: The model, which a view never changes.
         image_size: Image size (H, W) in pixels for the forward pass, or (tokens,) for a text model.
-        stages: Names of the blocks of each stage, in order. An isotropic transformer is divided into four equal stages.
+        stages: Block names of each stage, in order. An isotropic transformer is divided into four equal stages.
         stage_extras: Names of the other modules of each stage, e.g. downsampling.
         blocks: Names of all blocks.
         head: Names of the classifier's modules; see `models.view.head`.
@@ -131,7 +130,7 @@ class ModelView:
     def last_stage(self) -> tuple[str, ...]:
         """Return the blocks and other modules of the last stage, and all later modules.
 
-        `LAST_STAGE_WITHOUT` lists modules that are excluded.
+        The modules in `LAST_STAGE_WITHOUT` are excluded.
 
         Raises:
             UserError: If no stages or blocks of the model are recognized.
@@ -191,7 +190,7 @@ def _with_inner(model: nn.Module) -> list[nn.Module]:
     return [model, *(model.get_submodule(name) for name in inner)]
 
 
-#: Parameter names of prefix tokens in networks that do not declare the number of prefix tokens.
+#: Pattern for the parameter names of prefix tokens, for networks that do not declare the number of prefix tokens.
 _PREFIX_TOKENS = re.compile(r"(^|\.)(cls_token|class_token|dist_token|distillation_token|register_tokens)$")
 
 

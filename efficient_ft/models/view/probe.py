@@ -27,7 +27,7 @@ class Input:
 
     Attributes:
         shape: Shape of the tensor.
-        window: Window (h, w) of the windowed attention that contains the layer, or None for other layers.
+        window: Window size (h, w) of the windowed attention that contains the layer, or None for other layers.
         maps: Grids of the preceding feature maps, starting with the latest.
     """
 
@@ -61,7 +61,7 @@ class _Functions(TorchFunctionMode):
         self.found: defaultdict[str, set[Callable[..., Any]]] = defaultdict(set)
 
     def watch(self, name: str, module: nn.Module) -> None:
-        """Attribute the torch functions that the forward method of `module` calls to `name`."""
+        """Record under `name` which torch functions the forward method of `module` calls."""
 
         def leave(*_: Any) -> None:
             self.running.pop()
@@ -76,7 +76,7 @@ class _Functions(TorchFunctionMode):
 
 
 def fake_copy(original: Any) -> tuple[FakeTensorMode, Any]:
-    """Copy an object, such as a model or a tuple of several objects, with fake tensors instead of its tensors.
+    """Copy an object, e.g. a model or a tuple of objects, and replace its tensors with fake tensors.
 
     Returns:
         The mode in which a copied model can run, and the copy.
@@ -92,7 +92,7 @@ def takes_tokens(model: nn.Module) -> bool:
 
 
 def call(model: nn.Module, size: tuple[int, ...]) -> Any:
-    """Run `model`, a fake copy, on a batch of images or texts. The mode of the copy must be active.
+    """Run the fake copy `model` on a batch of images or texts. The mode from `fake_copy` must be active.
 
     `size` is the image size (H, W) in pixels, or (L,) for texts of L tokens.
     """
@@ -106,12 +106,12 @@ def call(model: nn.Module, size: tuple[int, ...]) -> Any:
 
 
 def in_words(size: tuple[int, ...]) -> str:
-    """Return the size of a model's input as text for messages."""
+    """Describe the size of a model's input in words."""
     return f"texts of {size[0]} tokens" if len(size) == 1 else f"images of {size[0]}×{size[1]}"
 
 
 def probe(model: nn.Module, size: tuple[int, ...]) -> Probed:
-    """Run a fake copy of `model` on images of (H, W) pixels or texts of (L,) tokens, without changing `model`.
+    """Run a fake copy of `model` on an input of `size`, which is (H, W) in pixels, or (L,) for texts of L tokens.
 
     Raises:
         UserError: If the model cannot run on an input of this size.
@@ -190,7 +190,7 @@ def layout_of(
 
 
 def _window(model: nn.Module, name: str) -> tuple[int, int] | None:
-    """Return the window (h, w) of the windowed attention that contains a layer, or None for other layers."""
+    """Return the window size (h, w) of the windowed attention that contains a layer, or None for other layers."""
     for module in reversed(list(above(model, name))):
         window = getattr(module, "window_size", None)
         if "Attention" in type(module).__name__ and isinstance(window, tuple) and len(window) == 2:

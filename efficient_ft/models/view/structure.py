@@ -53,7 +53,7 @@ def stem_of(model: nn.Module) -> str | None:
 
 
 def stages_of(model: nn.Module) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    """Return the names of the blocks of each stage, of the other modules of each stage, and of the containers.
+    """Return the block names of each stage, the names of the other modules of each stage, and the container names.
 
     A container is a module that contains blocks or stages.
     """
@@ -119,7 +119,7 @@ def _containers(module: nn.Module) -> list[str]:
         return [_FEATURES]
     children = [name for name, _ in module.named_children()]
     series = ([n for n in children if re.fullmatch(form, n)] for form in _NUMBERED)
-    return next((names for names in series if names and names[0][-1] in "01"), [])  # exclude a series without its start
+    return next((names for names in series if names and names[0][-1] in "01"), [])  # a series must start with 0 or 1
 
 
 def _blocks_of(stage: nn.Module) -> tuple[str, nn.Module] | None:
@@ -147,11 +147,11 @@ def _holds_blocks(stage: nn.Module) -> bool:
 def _split_stages(
     modules: list[tuple[str, nn.Module]], stages: tuple[str, ...] = ()
 ) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:
-    """Return the names of the blocks of each stage, and of the other modules of each stage.
+    """Return the block names of each stage, and the names of the other modules of each stage.
 
     `modules` contains the stages in order, and the modules between stages, which belong to the following stage.
-    `stages` contains the names of the stages. If it is empty, every module that lists blocks is a stage. A named stage
-    that does not list blocks is a single block.
+    `stages` contains the names of the stages. If it is empty, every module that lists blocks is a stage. If it contains
+    a stage that does not list blocks, the whole stage is one block.
     """
     blocks: list[tuple[str, ...]] = []
     extras: list[tuple[str, ...]] = []
@@ -175,7 +175,7 @@ def _split_stages(
 
 
 def after(model: nn.Module, container: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the modules that are registered after the stages, first in the encoder and then at the top level."""
+    """Return the names of the modules with parameters after the stages, first in the encoder, then at the top level."""
     found: list[str] = []
     around = container[0].split(".")[:-1] if container else []
     for depth in range(len(around), -1, -1):
