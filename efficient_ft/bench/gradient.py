@@ -148,7 +148,7 @@ def _batches(
 def _plain_network(
     config: ModelConfig, classes: int, random_weights: bool, seed: int, device: torch.device | str
 ) -> nn.Module:
-    """Return the network. A head of zeros, which would block all gradients, gets random weights."""
+    """Return the network. If the head is zero, it gets random weights, because it would block all gradients."""
     torch.manual_seed(seed)
     plain = (factory.random_model if random_weights else factory.create_model)(config, classes)
     plain.to(device)

@@ -157,7 +157,7 @@ def _summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def train(model: nn.Module, batches: Iterable[Batch], done: int, steps: int, optimizer: torch.optim.Optimizer) -> None:
-    """Fine-tune all parameters exactly on `batches`, with a cosine schedule after 10 % warm-up.
+    """Fine-tune all parameters with exact gradients on `batches`, with a cosine schedule after 10 % warm-up.
 
     `done` is the number of earlier steps, and `steps` the total number of steps.
     """
@@ -285,7 +285,7 @@ def network_rows(results: Sequence[dict[str, Any]], state: str = "trained") -> t
 
 
 def group_rows(results: Sequence[dict[str, Any]], state: str = "trained") -> tuple[list[str], list[list[Cell]]]:
-    """Return the relative error of each group of gradients in a state, in rows by grid, order and method."""
+    """Return the relative error of each group of gradients in a state, with a row for each grid, order and method."""
     chosen = [r for r in results if r["state"] == state]
     names = list(chosen[0]["batch"])
     rows: list[list[Cell]] = []

@@ -51,7 +51,7 @@ def step_gradients(
         model: network for the task, which is set to training mode.
         batch: inputs and targets on the model's device.
         methods: methods that are applied to `model`. Their additional losses are not included.
-        step: number of the step for the methods.
+        step: number of the step, which is passed to the methods.
         inputs: names of modules whose input gradients are also returned.
         precision: ``fp32``, ``bf16`` or ``fp16``.
         seed: seed of torch's generators, which is set before the step. If None, no seed is set.

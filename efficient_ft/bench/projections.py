@@ -136,7 +136,7 @@ def headroom(model: nn.Module, orders: Sequence[int], profiling: Sequence[Batch]
 
 
 def _moments(model: nn.Module, profiling: Sequence[Batch]) -> dict[str, list[np.ndarray]]:
-    """Return the second moments (L, L) over the grid of each linear layer's input and of its output's gradient."""
+    """Return the second moments (L, L) over grid positions of each linear layer's input and output gradient."""
     moments = {name: [0.0 * np.eye(1)] * 2 for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     layouts = {layer.name: layer.tokens for layer in view(model).layers if layer.tokens is not None}
     handles = []

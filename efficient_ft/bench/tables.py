@@ -1,6 +1,6 @@
 """Format reports of benchmarks as text tables.
 
-All ratios are recipe / baseline ("× the time", "× the FLOPs"), so values below 1 are smaller than the baseline.
+All ratios are recipe / baseline ("× the time", "× the FLOPs"). Below 1, the recipe has the smaller value.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def report_text(report: Mapping[str, Any], columns: Sequence[str] = (), form: st
 
     Args:
         report: Report of a benchmark, or contents of a file in ``benchmarks``.
-        columns: Columns of the tables (see `core.sheet.render`). If empty, the columns that fit the terminal.
+        columns: Columns of the tables (see `core.sheet.render`). If empty, the columns that fit the terminal are shown.
         form: Output format, one of `core.sheet.FORMS`.
 
     Raises:
@@ -267,7 +267,7 @@ def _ms(value: Mapping[str, float]) -> str:
 
 
 def _time_ratio(value: Mapping[str, Any]) -> str:
-    """Return recipe / baseline, from the recorded median of baseline / recipe."""
+    """Return the time ratio recipe / baseline, computed from the recorded median of baseline / recipe."""
     return format_ratio(1 / value["times_faster"]["median"]) if "times_faster" in value else ""
 
 

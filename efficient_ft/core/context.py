@@ -36,7 +36,7 @@ class Context(threading.local):
     short_reports: bool = False
 
 
-#: Context, whose fields have separate values in each thread.
+#: Context of the current thread.
 context = Context()
 
 

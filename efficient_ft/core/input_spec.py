@@ -1,4 +1,4 @@
-"""Input specification of a network, and the label of unlabeled pixels."""
+"""Input specification of a network, and the target value of pixels without a label."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from efficient_ft.core.errors import UserError
 if TYPE_CHECKING:
     from efficient_ft.core.tokenizer import Tokenizer
 
-#: Label of unlabeled pixels in segmentation targets.
+#: Value of pixels without a label in segmentation targets.
 IGNORED = 255
 
 

@@ -114,7 +114,8 @@ def checked_tokenizer(source: Path, make: Callable[[], Tokenizer]) -> Tokenizer:
     """Create a tokenizer with `make`, and check that it can encode an unknown character.
 
     Raises:
-        UserError: the files are damaged. The message names `source`, the file or folder.
+        UserError: the tokenizer cannot be created, or cannot encode the character. The message names `source`, the file
+            or folder of the tokenizer.
     """
     try:
         tokenizer = make()

@@ -108,7 +108,7 @@ class Meter(TorchDispatchMode):
     Attributes:
         live: total size of the live storages in bytes.
         peak: largest value of `live` after any operation, when both its operands and its results are alive.
-        largest: bytes of the largest tensor created by an operation.
+        largest: size of the largest tensor created by an operation, in bytes.
         flops: FLOPs of the batch in each phase. A multiply-add is 2 FLOPs.
     """
 

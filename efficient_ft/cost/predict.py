@@ -74,9 +74,9 @@ class Forward:
     """Counted bytes of one evaluation batch.
 
     Attributes:
-        batch_bytes: bytes of the inputs and targets.
-        peak_bytes: peak of live tensors, without the model and the batch.
-        largest_bytes: bytes of the largest tensor that an operation creates.
+        batch_bytes: size of the inputs and targets.
+        peak_bytes: peak size of the live tensors, without the model and the batch.
+        largest_bytes: size of the largest tensor that an operation creates.
     """
 
     batch_bytes: int = 0
@@ -113,7 +113,7 @@ class Demand:
         evaluation: counts of an evaluation batch.
         load_bytes: memory for reading and decoding a training batch in this process.
         evaluation_load_bytes: memory for reading and decoding an evaluation batch.
-        examples: counts for the prediction of one example at its original size after training.
+        examples: counts for predicting one example at its original size, which a run does after training.
         examples_load_bytes: memory for reading all examples.
         inspection_bytes: memory for decoding samples before training.
         pretrained: True if the weights are read from a file.
@@ -251,7 +251,7 @@ def _forward(probe: Probe, samples: int, size: tuple[int, ...], fake: bool) -> F
             if logits.ndim > 2:
                 logits = at_size(logits, targets)
             task.loss(logits, targets)
-            # Metrics hold the classes, the labels and a combination of both.
+            # Metrics create tensors of the predicted classes, of the labels and of a combination of both.
             held = [logits.argmax(1) for _ in range(3)]
             del held
     resident = sum(storages(state).values()) + sum(storages(batch).values())

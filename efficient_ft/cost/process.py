@@ -64,7 +64,8 @@ class StepMemory:
 
     Args:
         device: device of the steps. On CUDA, its peak statistics are reset in each step.
-        present_bytes: resident bytes that already belong to the steps, such as a loaded optimizer state.
+        present_bytes: size of memory that the steps use but that is already allocated, such as a loaded optimizer
+            state.
     """
 
     def __init__(self, device: torch.device | str = "cpu", present_bytes: int = 0) -> None:

@@ -107,16 +107,15 @@ def _lost() -> dict[str, dict[str, float]]:
 
 
 def points_lost(row: str | None) -> dict[str, float]:
-    """Return the loss of test accuracy relative to full fine-tuning in each finished study of this project.
+    """Return the loss of test accuracy relative to full fine-tuning, in percentage points, by study of this project.
 
-    Losses are in percentage points, and negative if the recipe is better. For a recipe that was not studied, the result
-    is empty.
+    Losses are negative if the recipe is better. If the recipe was not studied, the result is empty.
     """
     return {} if row is None else dict(_lost().get(row, {}))
 
 
 def with_cosine(option: Option, cosine: float | None, whole: bool = True) -> Option:
-    """Return an inexact option with its measured `cosine`, and with the exactness class that follows from the cosine.
+    """Return a copy of an inexact option with its measured `cosine`, and with the exactness class that follows from it.
 
     If `cosine` is None, the option is not changed. `whole` is True if all parameters of the network train.
     """
@@ -131,7 +130,7 @@ def with_cosine(option: Option, cosine: float | None, whole: bool = True) -> Opt
 
 
 def preference(option: Option) -> tuple[int, float, int]:
-    """Sort key of options: exactness class, then time, then memory."""
+    """Return the sort key of an option: exactness class, then time, then memory."""
     return option.choice, option.step_seconds or 0.0, option.peak_bytes
 
 

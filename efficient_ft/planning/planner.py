@@ -46,7 +46,7 @@ Attempt = Callable[[Sequence[str], int, float], Trial]
 
 #: Number of classes if there are no images (as in ImageNet).
 _UNKNOWN_CLASSES = 1000
-#: Safety factors for the predicted growth and for the growth measured in a trial. The product must fit the budget.
+#: Safety factors: the predicted growth, or the growth measured in a trial, times its factor must fit the budget.
 MARGIN, TRIAL_MARGIN = 1.12, 1.1
 #: Default planning time in seconds, and its fractions for counting, timing and comparing gradients. The rest is left
 #: for starting and for trials.
@@ -93,7 +93,7 @@ class Plan:
         recommended: recommended option, or None if no recipe is within the limits.
         smallest_bytes: smallest budget that would suffice for one of the examined recipes.
         smallest: name of the recipe that needs the smallest budget.
-        steps: number of optimizer steps of the run, or None without images.
+        steps: number of optimizer steps of the run, or None if there are no images.
         seconds: duration of planning in seconds.
         planning_seconds: limit of the planning time in seconds.
     """
@@ -479,5 +479,5 @@ class _Planner:
 
 
 def _rough(candidate: Candidate, option: Option) -> tuple[int, float]:
-    """Sort key of options without times: exactness class, then FLOPs."""
+    """Return the sort key of an option without a time: exactness class, then FLOPs."""
     return option.exactness, option.counted.flops * candidate.time_factor * (1.02 if candidate.in_backward else 1)

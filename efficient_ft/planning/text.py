@@ -63,8 +63,8 @@ def _legend(shown: Sequence[Option]) -> str:
     return "\n".join(
         paragraph(line)
         for line in (
-            "peak: peak memory of the process. counted: its live tensors. Values with ≈ are predicted, peaks from the"
-            " count and times from FLOPs. The other values are measured on this machine"
+            "peak: peak memory of the process. counted: memory of its live tensors. Values with ≈ are predicted, peaks"
+            " from the count and times from FLOPs. The other values are measured on this machine"
             + (": the recommended recipe ran for a few steps in a separate process." if tried else "."),
             "cosine: cosine between the gradient and the exact gradient of the trained parameters, on images of the"
             " run. A class without a measured cosine is declared by the methods."
