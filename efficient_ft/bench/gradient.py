@@ -148,7 +148,9 @@ def _batches(
 def _plain_network(
     config: ModelConfig, classes: int, random_weights: bool, seed: int, device: torch.device | str
 ) -> nn.Module:
-    """Return the network. If the head is zero, it gets random weights, because it would block all gradients."""
+    """Return the network. If its weights are random, the head gets nonzero weights, so that it does not block
+    gradients.
+    """
     torch.manual_seed(seed)
     plain = (factory.random_model if random_weights else factory.create_model)(config, classes)
     plain.to(device)

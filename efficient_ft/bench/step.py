@@ -196,8 +196,8 @@ def _replace(
 ) -> Callable[[Tensor], AbstractContextManager[Tensor]] | None:
     """Return the function that replaces the images for `trainer.prefix` and `trainer.cache_features`.
 
-    The result is None if neither setting changes the input of the network. The stored features
-    of the batch are kept in memory. They are decoded in each step, but not read from disk.
+    The result is None if neither setting changes the input of the network. The stored features of the batch are kept in
+    memory. They are decoded in each step, but not read from disk.
     """
     options = config.trainer
     if options.prefix == "fp32" and options.cache_features != "on":

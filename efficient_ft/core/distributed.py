@@ -1,4 +1,4 @@
-"""Rank of this training process, and sums over all processes."""
+"""Return the rank of this training process, and sum tensors over all processes."""
 
 from __future__ import annotations
 

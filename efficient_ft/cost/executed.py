@@ -11,9 +11,9 @@ It runs on fake tensors with the given batch size, on a copy of the model and it
   the loss. Each storage is counted once, with its full size. Parameters, buffers and their views are not counted.
   Tensors that are computed from them (autocast copies of weights, cached constants) are counted, and so is the input
   batch if it is saved. For this count, attention uses the same kernels as in the model.
-* **Peak** size of all live tensors in the forward and backward pass of the batch, including parameters,
-  buffers, the batch, gradients and recomputed tensors. torch.cuda.max_memory_allocated reports this size plus the
-  rounding of the allocator and the workspaces of kernels. The optimizer's state is *not* included. An optimizer that
+* **Peak** size of all live tensors in the forward and backward pass of the batch, including parameters, buffers, the
+  batch, gradients and recomputed tensors. torch.cuda.max_memory_allocated reports this size plus the rounding of the
+  allocator and the workspaces of kernels. The optimizer's state is *not* included. An optimizer that
   steps inside the backward pass also does so in this count: gradients are freed one by one, and the temporary tensors
   of the updates are counted.
 * **Optimizer bytes**: size of the optimizer's state after every parameter has been updated. It is counted only if an

@@ -27,7 +27,7 @@ class Candidate:
         row: row of the finished studies that shows the loss of accuracy of the recipe without its memory method, or
             None if it was not studied.
         in_backward: True if the optimizer steps inside the backward pass.
-        state_bits: bits of the optimizer's moments.
+        state_bits: number of bits of the optimizer's moments.
         micro_batches: number of micro-batches with accumulated gradients.
         time_factor: step time with the memory method, relative to a step without it that executes the same FLOPs
             (measured with ``bench step``).

@@ -84,7 +84,7 @@ class Counter:
         return replace(counted, step_bytes=counted.step_bytes - counted.optimizer_bytes + small, optimizer_bytes=small)
 
     def _share(self, config: Config, bits: int) -> float:
-        """Return the size of the optimizer state with `bits` bits divided by its size with 32 bits, for all parameters."""
+        """Return the size of the full optimizer state with `bits` bits, divided by its size with 32 bits."""
         if bits not in self._shares:
             sizes = []
             for of in (32, bits):

@@ -223,7 +223,7 @@ def make_plan(
 
 @dataclass
 class _Planner:
-    """State that the candidates of a plan share."""
+    """Steps of planning, and the state that they share."""
 
     settings: list[str]
     configure: Configure
@@ -430,7 +430,7 @@ class _Planner:
         return None, options, refused
 
     def above_budget(self, option: Option) -> Excluded:
-        """Return an option that exceeds the budget as an excluded recipe."""
+        """Convert an option that exceeds the budget to an excluded recipe."""
         bound = self.bound(option)
         how = "may use" if option.measured_bytes is None else "used, in a trial and including a margin,"
         return Excluded(option.name, f"its process {how} {format_bytes(bound)}", bound, option.exactness)
