@@ -64,8 +64,8 @@ def measure_gradients(
 ) -> dict[str, Any]:
     """Compare the gradients of recipes with the exact gradients.
 
-    The weights of the network are read from the file `weights`, which uses timm's names. If `weights` is None, they are
-    random. The batches contain images from the class folders in `images`, or noise if `images` is None.
+    The weights of the network are read from the file `weights`, which uses timm's names. If `weights` is None, the
+    weights are random. The batches contain images from the class folders in `images`, or noise if `images` is None.
 
     Returns:
         The report, for JSON and `tables.report_text`.

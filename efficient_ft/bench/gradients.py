@@ -90,7 +90,7 @@ def step_gradients(
     taking_part.end()
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            found[name.replace(".base_layer", "")] = parameter.grad.detach()  # peft's name of the adapted layer
+            found[name.replace(".base_layer", "")] = parameter.grad.detach()  # peft inserts .base_layer
     model.zero_grad(set_to_none=True)
     scores = task.scores(logits.shape[1], local=True).to(logits.device)
     scores.update(logits.detach().float(), targets)
@@ -100,7 +100,7 @@ def step_gradients(
 def error_and_cosine(
     exact: Mapping[str, Tensor], approximate: Mapping[str, Tensor], keys: Iterable[str]
 ) -> tuple[float, float]:
-    """Return the relative error ‖g̃ − g‖ / ‖g‖ and the cosine of the concatenated gradients in `keys`.
+    """Return the relative error ‖g̃ − g‖ / ‖g‖ and the cosine of the gradients in `keys`, which are concatenated.
 
     Keys without an exact gradient are ignored.
 

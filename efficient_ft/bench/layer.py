@@ -35,7 +35,7 @@ TABLE_5 = ("448,1792,7x7", "1792,448,7x7", "768,3072,7x7", "3072,768,7x7")
 _PROFILED = 8
 #: Names of operators that compute matrix products.
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution_backward"}
-#: Number of rows and columns of the matrices whose product measures the peak rate of the processor.
+#: Size of the square matrices whose product is timed to measure the peak rate of the processor.
 _LARGE = 1024
 
 
@@ -80,7 +80,7 @@ def measure_layers(
 ) -> dict[str, Any]:
     """Time and count the backward pass of layers, exact and low-rank. The 11 parameters are the options of the command.
 
-    `orders` are orders of the LP_L1 selection of bases. `padding` is the padding of the WHT, see `LBPWHT`. `layout` is
+    `orders` are the orders of LP_L1 to compare. `padding` is the padding of the WHT, see `LBPWHT`. `layout` is
     ``tokens`` (B, N, C) for a linear layer, or ``map`` (B, C, H, W) for a 1×1 convolution.
 
     Returns:

@@ -184,7 +184,7 @@ def _layer(report: Mapping[str, Any], table_of: _Format) -> str:
 
 
 def _layer_profile(peak: float, functions: Mapping[str, Any]) -> str:
-    """Format the profile of the layer's backward passes."""
+    """Format the profile of the backward passes of a layer."""
     rows = [["function", "products ms", "GFLOP/s", "passes ms", "rest ms", "calls"]]
     for name, of in functions.items():
         profile = of["profile"]

@@ -1,4 +1,4 @@
-"""Settings of a training loop that are incompatible with an optimizer that steps inside the backward pass."""
+"""Reject settings of a training loop that do not support an optimizer that steps inside the backward pass."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def _chosen(titles: Mapping[str, str], chosen: Sequence[str]) -> list[str]:
 
 
 def _person(cell: Cell, column: Column) -> str:
-    """Format a cell for people."""
+    """Format a cell of a table for people."""
     if cell is None:
         return ""
     if column.show is not None and not isinstance(cell, str):

@@ -204,7 +204,7 @@ def table(
 
 
 class Layout:
-    """Column widths of a table whose lines are printed one at a time.
+    """Layout of a table whose rows are printed one at a time.
 
     Args:
         rows: header, and the rows that determine the column widths: all rows, or sample rows of the same width.

@@ -184,7 +184,7 @@ def compare(
 def _lack_of_memory(counted: Executed, held: int, free: int | None, room: Callable[[], int] | None) -> str | None:
     """Return the reason why a step does not fit in memory, or None if it fits.
 
-    `held` is the number of bytes that the other recipes hold, and `free` is the number of bytes that were free before
+    `held` is the number of bytes that the other recipes occupy, and `free` is the number of bytes that were free before
     the first recipe.
     """
     # The weights and two moments of a recipe stay allocated while other recipes run. Activations and gradients are

@@ -43,7 +43,7 @@ class LayerFlops(NamedTuple):
 
 
 class LiveTensor(NamedTuple):
-    """Live tensor created during the step: the operation that created it, its shape, and the bytes of its storage."""
+    """Live tensor created during the step: the operation that created it, its shape, and its storage size in bytes."""
 
     operation: str
     shape: tuple[int, ...]

@@ -232,7 +232,7 @@ def count_evaluation(
 
 
 def _forward(probe: Probe, samples: int, size: tuple[int, ...], fake: bool) -> Forward:
-    """Count one evaluation batch."""
+    """Count one evaluation batch, on fake tensors if `fake` is True."""
     spec, task = probe.spec, probe.spec.task
     with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext() as mode:
         model, _ = probe.copy(mode)

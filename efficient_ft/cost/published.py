@@ -201,7 +201,7 @@ def parameter_bytes(model: nn.Module) -> int:
 
 
 def peak(running: Sequence[Operation], keeping: Keeping = DENSE, dense: str | None = None) -> tuple[float, str]:
-    """Return the peak size of the activations per image in bytes, and the operation at which the peak is reached.
+    """Return the peak size of the activations per image in bytes, and the name of the operation at the peak.
 
     Args:
         running: operations in forward order.

@@ -29,7 +29,7 @@ class FlopsCounter(TorchDispatchMode):
 
 
 class RunFlops:
-    """Sum of the FLOPs of forward and backward passes, with the formulas of `cost.executed`.
+    """Sum the FLOPs of a run's forward and backward passes, with the formulas of `cost.executed`.
 
     A batch that is not counted adds the FLOPs of the last counted batch of its kind. If all batches of a kind have the
     same cost, one batch of each kind is counted and the sum is exact. Otherwise, every n-th batch is counted.

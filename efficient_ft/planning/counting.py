@@ -135,7 +135,7 @@ class Counter:
 
 
 class RunPhases:
-    """Memory demands of a plan's recipes: the counts of each recipe, and the shared demand of evaluation and reading.
+    """Compute the memory demand of recipes from their counts and from the shared demand of evaluation and reading.
 
     Evaluation is counted once for each batch size, on the network without methods. `base` is the run without a recipe.
     """

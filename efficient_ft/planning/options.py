@@ -40,8 +40,8 @@ class Option:
         added: exactness class of the methods that the plan adds to the user's methods, or None if the user named no
             methods.
         evidence: for each part of the recipe, the evidence that the updates are exact.
-        points_lost: loss of test accuracy of the recipe without its memory method, relative to full fine-tuning, in
-            percentage points, by study.
+        points_lost: loss of test accuracy relative to full fine-tuning, in percentage points, by study. The recipe was
+            studied without its memory method.
         on_front: True if the option is on the Pareto front of peak, step time and exactness.
     """
 
@@ -117,7 +117,7 @@ def points_lost(row: str | None) -> dict[str, float]:
 def with_cosine(option: Option, cosine: float | None, whole: bool = True) -> Option:
     """Return a copy of an inexact option with its measured `cosine`, and with the exactness class that follows from it.
 
-    If `cosine` is None, the option is not changed. `whole` is True if all parameters of the network train.
+    If `cosine` is None, the option is not changed. `whole` is True if all parameters of the network are trained.
     """
     if cosine is None:
         return option

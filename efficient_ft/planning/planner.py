@@ -38,13 +38,13 @@ from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory.libraries import LibrarySizes, libraries
 from efficient_ft.training.trainer import on_device
 
-#: Function that returns the checked configuration of a run for settings as on the command line.
+#: Function that returns the checked configuration of a run. Its argument contains settings as on the command line.
 Configure = Callable[[Sequence[str]], Config]
 #: Function that tries a recipe in a separate process, see `timing.try_recipe`. It receives the command-line arguments,
 #: the number of classes and a limit in seconds, and raises a UserError if the process fails.
 Attempt = Callable[[Sequence[str], int, float], Trial]
 
-#: Number of classes if there are no images (as in ImageNet).
+#: Number of classes that is assumed if there are no images (that of ImageNet).
 _UNKNOWN_CLASSES = 1000
 #: Safety factors: the predicted growth, or the growth measured in a trial, times its factor must fit the budget.
 MARGIN, TRIAL_MARGIN = 1.12, 1.1
@@ -311,7 +311,7 @@ class _Planner:
             )
 
     def option(self, candidate: Candidate) -> Option:
-        """Count a candidate and predict its memory, in the same way as its run."""
+        """Count a candidate and predict its memory, in the same way as a run."""
         own = candidate.arguments(self.base)
         settings = [s for s in self.settings if not (self.chosen and s.startswith("method="))]
         taken = {argument.partition("=")[0] for argument in own}

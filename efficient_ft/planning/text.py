@@ -76,7 +76,7 @@ def _legend(shown: Sequence[Option]) -> str:
 
 
 def _recommendation(plan: Plan) -> list[str]:
-    """Return the recommended recipe, its command and the number of compared recipes, or why none is recommended."""
+    """Return the recommended recipe, its command and the number of compared recipes, or why there is none."""
     left = len(plan.not_examined)
     if plan.recommended is not None:
         lines = wrapped(f"Recommended: {plan.recommended.name}", terminal_width(), "  ")
