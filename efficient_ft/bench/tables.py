@@ -117,7 +117,7 @@ def _step(report: Mapping[str, Any], table_of: _Format) -> str:
 
 
 def _used(record: Mapping[str, Any] | None) -> tuple[str, str]:
-    """Return the growth of a recipe's process and its ratio to the counted bytes."""
+    """Return the growth of a recipe's process, and the ratio of this growth to the counted bytes."""
     if record is None:
         return "–", "–"
     growth, counted = record["memory"]["growth_bytes"], record["counted_bytes"]

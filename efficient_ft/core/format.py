@@ -1,4 +1,4 @@
-"""Human-readable numbers, sizes, times and percentages."""
+"""Format numbers, sizes, times and percentages for people."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class InputSpec:
         size: (height, width) in pixels, or (tokens,) with the maximum number of tokens in a text.
         mean: mean of each channel (red, green, blue, or gray) for pixel values in [0, 1]. Empty for texts.
         std: standard deviation of each channel for pixel values in [0, 1]. Empty for texts.
-        interpolation: name in torchvision's `InterpolationMode`, e.g. ``bicubic``.
+        interpolation: interpolation for resizing, a name in torchvision's `InterpolationMode`, e.g. ``bicubic``.
         tokenizer: tokenizer for texts. If None, the tokenizer of the model is used.
     """
 
@@ -34,7 +34,7 @@ class InputSpec:
 
     @property
     def image_size(self) -> tuple[int, int]:
-        """(height, width) of images.
+        """Size of the images in pixels, (height, width).
 
         Raises:
             UserError: the network takes texts.

@@ -60,7 +60,7 @@ def room_bytes() -> int:
 
 
 def process_limit_bytes() -> int | None:
-    """Return the maximum size that ``ulimit -v`` and ``-d`` allow for this process, or None without limits."""
+    """Return the maximum size that ``ulimit -v`` and ``-d`` allow for this process, or None if there is no limit."""
     if sys.platform == "win32":
         return None
     import resource

@@ -13,9 +13,9 @@ It runs on fake tensors with the given batch size, on a copy of the model and it
   batch if it is saved. For this count, attention uses the same kernels as in the model.
 * **Peak** size of all live tensors in the forward and backward pass of the batch, including parameters, buffers, the
   batch, gradients and recomputed tensors. torch.cuda.max_memory_allocated reports this size plus the rounding of the
-  allocator and the workspaces of kernels. The optimizer's state is *not* included. An optimizer that
-  steps inside the backward pass also does so in this count: gradients are freed one by one, and the temporary tensors
-  of the updates are counted.
+  allocator and the workspaces of kernels. The optimizer's state is *not* included. An optimizer that steps inside
+  the backward pass also does so in this count: gradients are freed one by one, and the temporary tensors of the updates
+  are counted.
 * **Optimizer bytes**: size of the optimizer's state after every parameter has been updated. It is counted only if an
   optimizer is given.
 
@@ -80,7 +80,7 @@ class Executed:
 
     @property
     def step_peak_bytes(self) -> int:
-        """Peak without the model and the batch, which exist before the step."""
+        """Peak size without the model and the batch, which exist before the step."""
         return self.peak_bytes - self.model_bytes - self.batch_bytes
 
     def as_dict(self) -> dict[str, float | int | str | None]:
@@ -175,7 +175,7 @@ def kept_after_forward(
 ) -> Kept:
     """Count the tensors kept for the backward pass in two ways, to check that the saved-tensors hook sees all of them.
 
-    `live_bytes` is counted from the results of every operation, and `saved_bytes` independently by the hook.
+    `live_bytes` is computed from the results of all operations, and `saved_bytes` from the tensors that the hook sees.
 
     Args:
         fake: if True, count on fake tensors instead of real ones. See `executed` for the other arguments and the

@@ -113,7 +113,7 @@ def compare(
     room: Callable[[], int] | None = None,
     **options: Unpack[StepOptions],
 ) -> dict[str, Cost]:
-    """Count and time a step of a run, alternately with a baseline, which is plain full fine-tuning by default.
+    """Count a training step of a run and of a baseline (usually full fine-tuning), and time both alternately.
 
     Steps run on copies with random images. The run's model, methods and random states are not changed. If there is not
     enough memory or time, the result contains counts and a note, but no times. There are 13 parameters, because both

@@ -105,8 +105,8 @@ class Demand:
         weights_bytes: size of the network's parameters and buffers, without those that methods add.
         model_bytes: size of the network's parameters and buffers, including those that methods add.
         batch_bytes: size of a training batch.
-        step_bytes: peak of a training step, including optimizer state and accumulated gradients, but not the model and
-            the batch.
+        step_bytes: peak memory of a training step, including optimizer state and accumulated gradients, but not the
+            model and the batch.
         largest_bytes: size of the largest tensor that an operation of the step creates.
         optimizer_bytes: size of the optimizer's state, which is included in `step_bytes`.
         gradient_bytes: size of the gradients that live between micro-batches.
@@ -195,7 +195,7 @@ def predict(demand: Demand, base_bytes: int, allocator: str, device: str) -> Pre
 
     Args:
         demand: counted bytes for each phase of the run.
-        base_bytes: resident bytes before the model is created, including the libraries that the run loads later.
+        base_bytes: resident memory before the model is created, including the libraries that the run loads later.
         allocator: allocator of the process, see `core.allocator.allocator_in_use`.
         device: type of the device. For types other than ``cuda``, the memory of the process is predicted.
     """

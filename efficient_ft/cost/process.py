@@ -79,7 +79,7 @@ class StepMemory:
 
     @property
     def steps(self) -> int:
-        """Number of steps so far."""
+        """Number of measured steps so far."""
         return len(self._peaks)
 
     def start(self) -> None:

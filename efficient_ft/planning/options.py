@@ -31,7 +31,7 @@ class Option:
         counted: counts of a step.
         process_bytes: predicted peak memory of the process or, on a GPU, predicted peak of the memory reserved on the
             device.
-        measured_bytes: the same peak, measured in a trial of the recipe, or None without a trial.
+        measured_bytes: the same peak, measured in a trial of the recipe, or None if there was no trial.
         step_seconds: time of an optimizer step in seconds, or None if it was neither measured nor estimated.
         timed: True if the step was timed on this machine. Otherwise, the time is estimated from FLOPs.
         fingerprint: fingerprint of the run's configuration, which identifies its results.
@@ -87,7 +87,7 @@ class Excluded:
 
     Attributes:
         name: name in tables.
-        reason: reason why the recipe cannot be used.
+        reason: reason why the recipe is excluded.
         process_bytes: budget that the recipe needs, or None if it was not counted.
         exactness: exactness class of the updates, or None if the recipe was not counted.
         examined: False if the planning time limit was reached first. In this case, the recipe might be usable.
