@@ -148,9 +148,7 @@ def _batches(
 def _plain_network(
     config: ModelConfig, classes: int, random_weights: bool, seed: int, device: torch.device | str
 ) -> nn.Module:
-    """Return the network. If its weights are random, the head gets nonzero weights, so that it does not block
-    gradients.
-    """
+    """Return the network. A random network gets nonzero head weights, so that the head does not block gradients."""
     torch.manual_seed(seed)
     plain = (factory.random_model if random_weights else factory.create_model)(config, classes)
     plain.to(device)

@@ -202,7 +202,7 @@ def _replace(
     options = config.trainer
     if options.prefix == "fp32" and options.cache_features != "on":
         return None
-    freeze_batch_norm(network)  # like the step; BatchNorm in training mode would end the prefix
+    freeze_batch_norm(network)  # as in the step; BatchNorm in training mode would end the prefix
     prefix = run_prefix(config, network, methods)
     measure_form(config, prefix, device)
     if options.cache_features != "on":

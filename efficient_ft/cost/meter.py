@@ -285,5 +285,5 @@ class SavedTensors:
         self._hooks.__exit__(*exc)
 
     def alive(self) -> dict[int, int]:
-        """Return the size in bytes of each saved storage that is still alive. A saved view counts as its full storage."""
+        """Return the size in bytes of each saved storage that is still alive. For a view, the full storage counts."""
         return {key: nbytes for key, (ref, nbytes) in self._seen.items() if ref() is not None}

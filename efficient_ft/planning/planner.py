@@ -44,7 +44,7 @@ Configure = Callable[[Sequence[str]], Config]
 #: the number of classes and a limit in seconds, and raises a UserError if the process fails.
 Attempt = Callable[[Sequence[str], int, float], Trial]
 
-#: Number of classes that is assumed if there are no images (that of ImageNet).
+#: Assumed number of classes if there are no images. ImageNet has the same number.
 _UNKNOWN_CLASSES = 1000
 #: Safety factors: the predicted growth, or the growth measured in a trial, times its factor must fit the budget.
 MARGIN, TRIAL_MARGIN = 1.12, 1.1
