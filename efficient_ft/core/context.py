@@ -26,7 +26,7 @@ class Context(threading.local):
         token_reduction_suspended: if True, blocks do not drop or merge tokens.
         local_only: if True, this process runs steps that the other processes do not run, so `all_reduce_sum` returns
             its input.
-        short_reports: if True, reports from `apply` omit notes that would take long to compute.
+        short_reports: if True, reports from `apply` omit notes, because some of them require counting.
     """
 
     packing: Any = None

@@ -17,9 +17,7 @@ class UserError(ValueError):
 
 
 class DivergedError(UserError):
-    """Error for a loss or weights that are not finite. A study records the error as a result, because settings can
-    cause it.
-    """
+    """Error for a loss or weights that are not finite. A study records this error as a result of the settings."""
 
 
 class SettingError(UserError):

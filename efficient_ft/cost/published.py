@@ -56,7 +56,9 @@ VALUE = 4
 
 @dataclass(frozen=True)
 class Keeping:
-    """Bytes that are stored for the backward pass per value, including bitmaps. Without packing: `VALUE`.
+    """Bytes that are stored for the backward pass per value, including bitmaps.
+
+    Without packing, these are `VALUE` bytes.
 
     Attributes:
         product: bytes per value of the inputs of linear layers and convolutions, and of the operands of attention
