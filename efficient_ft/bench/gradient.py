@@ -64,8 +64,8 @@ def measure_gradients(
 ) -> dict[str, Any]:
     """Compare the gradients of recipes with the exact gradients.
 
-    The weights of the network are read from the file `weights`, which uses timm's names. If `weights` is None, they are
-    random. The batches contain images from the class folders in `images`, or noise if `images` is None.
+    The weights of the network are read from the file `weights`, which uses timm's names. If `weights` is None, the
+    weights are random. The batches contain images from the class folders in `images`, or noise if `images` is None.
 
     Returns:
         The report, for JSON and `tables.report_text`.
@@ -148,7 +148,7 @@ def _batches(
 def _plain_network(
     config: ModelConfig, classes: int, random_weights: bool, seed: int, device: torch.device | str
 ) -> nn.Module:
-    """Return the network. A head of zeros, which would block all gradients, gets random weights."""
+    """Return the network. A random network gets nonzero head weights, so that the head does not block gradients."""
     torch.manual_seed(seed)
     plain = (factory.random_model if random_weights else factory.create_model)(config, classes)
     plain.to(device)

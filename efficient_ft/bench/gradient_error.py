@@ -79,7 +79,7 @@ class Study:
 
 
 def groups(model: nn.Module) -> dict[str, list[str]]:
-    """Return the keys of `step_gradients` in each group of gradients.
+    """Return the keys of the gradients from `step_gradients` that belong to each group.
 
     The groups are described at the top of this module.
     """
@@ -96,12 +96,12 @@ def groups(model: nn.Module) -> dict[str, list[str]]:
 
 
 def measure(model: nn.Module, compared: Sequence[Candidate], batches: Iterable[Batch]) -> dict[str, Any]:
-    """Compute the scores of the candidates for each batch.
+    """Compute the gradient errors of the candidates on each batch, and store them in the candidates' `scores`.
 
     Returns:
-        ``top1``, the accuracy of the plain network, and ``full_rank``, the relative error if all bases are used
-        (ortho). ``full_rank`` must be zero except for rounding errors. This shows that only the projection causes
-        errors.
+        ``top1``, the accuracy of the plain network, and ``full_rank``, the relative error of LBP-WHT if all bases are
+        used.
+        ``full_rank`` must be zero except for rounding errors, which shows that only the projection causes errors.
     """
     members, blocks = groups(model), view(model).blocks
     accuracies: list[float] = []
@@ -157,7 +157,7 @@ def _summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def train(model: nn.Module, batches: Iterable[Batch], done: int, steps: int, optimizer: torch.optim.Optimizer) -> None:
-    """Fine-tune all parameters exactly on `batches`, with a cosine schedule after 10 % warm-up.
+    """Fine-tune all parameters with exact gradients on `batches`, with a cosine schedule after 10 % warm-up.
 
     `done` is the number of earlier steps, and `steps` the total number of steps.
     """
@@ -263,7 +263,7 @@ def save(file: Path, study: Study, results: list[dict[str, Any]]) -> None:
 
 
 def network_rows(results: Sequence[dict[str, Any]], state: str = "trained") -> tuple[list[str], list[list[Cell]]]:
-    """Return the relative error (and cosine) of the gradient of the whole network in a state.
+    """Return a table of the relative error (and cosine) of the gradient of the whole network in a state.
 
     There is a row for each grid and order, and a column for each method. A star marks the smallest error in a row.
     """
@@ -285,7 +285,7 @@ def network_rows(results: Sequence[dict[str, Any]], state: str = "trained") -> t
 
 
 def group_rows(results: Sequence[dict[str, Any]], state: str = "trained") -> tuple[list[str], list[list[Cell]]]:
-    """Return the relative error of each group of gradients in a state, in rows by grid, order and method."""
+    """Return a table of the relative error of each group of gradients in a state, by grid, order and method."""
     chosen = [r for r in results if r["state"] == state]
     names = list(chosen[0]["batch"])
     rows: list[list[Cell]] = []

@@ -51,7 +51,7 @@ def step_gradients(
         model: network for the task, which is set to training mode.
         batch: inputs and targets on the model's device.
         methods: methods that are applied to `model`. Their additional losses are not included.
-        step: number of the step for the methods.
+        step: number of the step, which is passed to the methods.
         inputs: names of modules whose input gradients are also returned.
         precision: ``fp32``, ``bf16`` or ``fp16``.
         seed: seed of torch's generators, which is set before the step. If None, no seed is set.
@@ -90,7 +90,7 @@ def step_gradients(
     taking_part.end()
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            found[name.replace(".base_layer", "")] = parameter.grad.detach()  # peft's name of the adapted layer
+            found[name.replace(".base_layer", "")] = parameter.grad.detach()  # peft inserts .base_layer
     model.zero_grad(set_to_none=True)
     scores = task.scores(logits.shape[1], local=True).to(logits.device)
     scores.update(logits.detach().float(), targets)
@@ -100,7 +100,7 @@ def step_gradients(
 def error_and_cosine(
     exact: Mapping[str, Tensor], approximate: Mapping[str, Tensor], keys: Iterable[str]
 ) -> tuple[float, float]:
-    """Return the relative error ‖g̃ − g‖ / ‖g‖ and the cosine of the concatenated gradients in `keys`.
+    """Return the relative error ‖g̃ − g‖ / ‖g‖ and the cosine of the gradients in `keys`, which are concatenated.
 
     Keys without an exact gradient are ignored.
 

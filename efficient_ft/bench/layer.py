@@ -35,7 +35,7 @@ TABLE_5 = ("448,1792,7x7", "1792,448,7x7", "768,3072,7x7", "3072,768,7x7")
 _PROFILED = 8
 #: Names of operators that compute matrix products.
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution_backward"}
-#: Number of rows and columns of the matrices whose product measures the peak rate of the processor.
+#: Size of the square matrices whose product is timed to measure the peak rate of the processor.
 _LARGE = 1024
 
 
@@ -80,7 +80,7 @@ def measure_layers(
 ) -> dict[str, Any]:
     """Time and count the backward pass of layers, exact and low-rank. The 11 parameters are the options of the command.
 
-    `orders` are orders of the LP_L1 selection of bases. `padding` pads the WHT to the next power of 2. `layout` is
+    `orders` are the orders of LP_L1 to compare. `padding` is the padding of the WHT, see `LBPWHT`. `layout` is
     ``tokens`` (B, N, C) for a linear layer, or ``map`` (B, C, H, W) for a 1×1 convolution.
 
     Returns:
@@ -125,9 +125,9 @@ def measure_layers(
 def _functions(
     shape: LayerShape, orders: Sequence[int], projector: str, padding: Padding, layout: str
 ) -> dict[str, Callable[..., Tensor]]:
-    """Return the exact layer, and the low-rank layer of each order.
+    """Return the exact layer, and a low-rank layer for each order.
 
-    If a run keeps the layer exact for an order, the exact layer is returned for this order.
+    If a low-rank layer would not be cheaper, the exact layer is returned instead, as in a run.
     """
     low_rank = low_rank_linear if layout == "tokens" else low_rank_conv1x1
     exact = torch.nn.functional.linear if layout == "tokens" else torch.nn.functional.conv2d
@@ -165,7 +165,7 @@ def _tensors(
 def _timed(
     function: Callable[..., Tensor], inputs: Sequence[Tensor], g: Tensor, dtype: torch.dtype
 ) -> Callable[[], dict[str, float]]:
-    """Return a function that runs forward and backward once and returns the time of each pass in seconds."""
+    """Return a function that runs a forward and a backward pass and returns the time of each in seconds."""
     wait = waiter(g.device)
 
     def call() -> dict[str, float]:

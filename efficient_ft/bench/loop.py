@@ -30,7 +30,7 @@ DEFAULT_JOB = "default"
 
 @dataclass
 class Times:
-    """Time in seconds of each step in the plain loop and in the framework, and of loading its batch."""
+    """Times in seconds of each step in the plain loop, of each step in the framework, and of loading each batch."""
 
     bare: list[float] = field(default_factory=list)
     framework: list[float] = field(default_factory=list)
@@ -76,7 +76,7 @@ class PacedLoader:
             start = time.perf_counter()
             yield batch
             self._wait()
-            asked = time.perf_counter()  # not reached after the last batch of an epoch, which is therefore not timed
+            asked = time.perf_counter()  # not executed after the last batch of an epoch, so this batch is not timed
             self._times.data.append(data)
             self._times.bare.append(bare)
             self._times.framework.append(asked - start)
@@ -100,11 +100,11 @@ def measure_loops(
     images: Path | None = None,
     settings: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Time a step of the framework, a step of a plain loop, and the loading of its batch, for each job.
+    """For each job, time a step of the framework, a step of a plain loop, and the loading of a batch.
 
-    A job is `DEFAULT_JOB`, or the name of a model in conf/model, all of whose parameters are then trained. A job whose
-    frozen part runs in another form (`trainer.cache_features`, `trainer.prefix`) is not compared with a plain loop. The
-    parameters are the options of the command. The result is a report for JSON and `tables.report_text`.
+    A job is `DEFAULT_JOB`, or the name of a model in conf/model. All parameters of such a model are trained. A job
+    whose frozen part runs in another form (`trainer.cache_features`, `trainer.prefix`) is not compared with a plain
+    loop. The parameters are the options of the command. The result is a report for JSON and `tables.report_text`.
 
     Raises:
         UserError: a job is unknown, or images or settings cannot be used.

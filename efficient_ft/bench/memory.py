@@ -108,7 +108,7 @@ def memory_report(
 
 
 def settled_bytes() -> int:
-    """Return the resident memory of this process after garbage collection and release of freed memory."""
+    """Return the resident memory of this process after collecting garbage and releasing freed memory."""
     gc.collect()
     release_freed_memory()
     if torch.cuda.is_available() and torch.cuda.is_initialized():

@@ -18,7 +18,7 @@ from efficient_ft.optim import LowBitAdamW, state_tensors
 BASELINE = "torch AdamW, 32 bits"
 #: Number of values in a row: two blocks of the low-bit format, or one block of torchao's 8-bit format.
 _WIDTH = 256
-#: Number of steps in a case without a pause, in a case with a pause, and in the longest case.
+#: Number of steps in most cases, in cases with gradients that begin late, and in the longest case.
 _STEPS, _PAUSED, _LONG = 60, 240, 3000
 _LR = 1e-3
 
@@ -26,7 +26,7 @@ Make = Callable[[list[nn.Parameter]], Optimizer]
 
 
 def measure_optimizers(device: torch.device | str = "cpu", *, rounds: int = 10, warmup: int = 2) -> dict[str, Any]:
-    """Compare optimizers on gradients with a large spread, on channels whose gradients pause, and over many steps.
+    """Compare optimizers on gradients with a large spread, on channels whose gradients begin late, and over many steps.
 
     torchao and bitsandbytes are included if they are installed. torchao runs without compilation. `rounds` steps of a
     parameter of 768 × 3072 are timed, after `warmup` rounds. The result is a report for JSON and `tables.report_text`.
@@ -68,7 +68,7 @@ def optimizers() -> dict[str, Make]:
 
 
 def _cases() -> dict[str, Callable[[], Iterator[Tensor]]]:
-    """Return a function that yields the gradients, for each case."""
+    """Return, for each case, a function that yields the gradients."""
     spreads = {f"spread 1e{d}": lambda d=d: _spread(d, _STEPS) for d in (2, 3, 4, 6)}
     late = {"late": lambda: _late(False), "late, one sign": lambda: _late(True)}
     return {**spreads, **late, f"{_LONG:,} steps": lambda: _spread(1, _LONG)}

@@ -74,7 +74,7 @@ def _rank(layer: LowRankLinear | LowRankConv2d) -> int:
 def candidates(
     model: nn.Module, orders: Sequence[int], profiling: Sequence[Batch], earlier: Sequence[Candidate] = ()
 ) -> list[Candidate]:
-    """Copy `model` with each method in `METHODS` at each order of LP_L1.
+    """Copy `model` for each method in `METHODS` and each order of LP_L1, and apply the method to the copy.
 
     LHE chooses its bases on the `profiling` batches. If `earlier` has candidates of an earlier state of the network,
     their bases are reused.
@@ -107,7 +107,7 @@ class OwnBasis:
 
 
 def headroom(model: nn.Module, orders: Sequence[int], profiling: Sequence[Batch]) -> list[Candidate]:
-    """Copy `model` with each kind of bases in `HEADROOM`, computed from each layer's inputs and gradients.
+    """Copy `model` for each kind of bases in `HEADROOM`, which are computed from each layer's inputs and gradients.
 
     The rank of the bases is the rank of the DCT with the same order.
 
@@ -136,7 +136,7 @@ def headroom(model: nn.Module, orders: Sequence[int], profiling: Sequence[Batch]
 
 
 def _moments(model: nn.Module, profiling: Sequence[Batch]) -> dict[str, list[np.ndarray]]:
-    """Return the second moments (L, L) over the grid of each linear layer's input and of its output's gradient."""
+    """Return the second moments (L, L) over grid positions of each linear layer's input and output gradient."""
     moments = {name: [0.0 * np.eye(1)] * 2 for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     layouts = {layer.name: layer.tokens for layer in view(model).layers if layer.tokens is not None}
     handles = []

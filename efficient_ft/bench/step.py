@@ -30,23 +30,23 @@ from efficient_ft.training.optimizer import build_optimizer
 
 
 class PartsTimer:
-    """Time the parts of training steps, and plain inference of their frozen prefix.
+    """Time the parts of training steps, and inference of the frozen prefix without methods.
 
-    The prefix ends at the first executed module that has a trainable parameter. Inference runs `plain`, a copy of the
-    model without methods, in evaluation mode and without a graph, up to this module.
+    The prefix ends before the first executed module that has a trainable parameter. Inference runs `plain`, a copy of
+    the model without methods, in evaluation mode and without a graph, up to this module.
     """
 
     def __init__(self, step: TrainingStep, plain: nn.Module) -> None:
         self.step, self._plain, self._wait = step, plain.to(step.device).eval(), waiter(step.device)
         self._entered = 0.0
-        #: Name of the module that ends the frozen prefix, or None if no prefix can be timed.
+        #: Name of the first module after the frozen prefix, or None if there is no prefix that can be timed.
         self.prefix = self._find_prefix()
         if self.prefix is not None:
             step.model.get_submodule(self.prefix).register_forward_pre_hook(self._enter)
             plain.get_submodule(self.prefix).register_forward_pre_hook(self._stop)
 
     def _find_prefix(self) -> str | None:
-        """Return the name of the module that ends the prefix.
+        """Return the name of the first module after the prefix.
 
         The result is None if there is no prefix, if the module does not exist in both models, or if the trainable
         parameters can change in each step.
@@ -196,13 +196,13 @@ def _replace(
 ) -> Callable[[Tensor], AbstractContextManager[Tensor]] | None:
     """Return the function that replaces the images for `trainer.prefix` and `trainer.cache_features`.
 
-    The result is None if neither setting changes the input of the network. Stored features are those of the batch. They
-    are kept in memory, and are decoded in each step but not read from disk.
+    The result is None if neither setting changes the input of the network. The stored features of the batch are kept in
+    memory. They are decoded in each step, but not read from disk.
     """
     options = config.trainer
     if options.prefix == "fp32" and options.cache_features != "on":
         return None
-    freeze_batch_norm(network)  # the default of `StepSpec`; BatchNorm in training mode would end the prefix
+    freeze_batch_norm(network)  # as in the step; BatchNorm in training mode would end the prefix
     prefix = run_prefix(config, network, methods)
     measure_form(config, prefix, device)
     if options.cache_features != "on":

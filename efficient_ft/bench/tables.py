@@ -1,6 +1,6 @@
 """Format reports of benchmarks as text tables.
 
-All ratios are recipe / baseline ("× the time", "× the FLOPs"), so values below 1 are smaller than the baseline.
+All ratios are recipe / baseline ("× the time", "× the FLOPs"). Below 1, the recipe has the smaller value.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from efficient_ft.core.text import paragraph, table
 from efficient_ft.record.environment import busy_note
 
 PROCESS_MEMORY = (
-    "growth of the process over its size before the first step; each recipe has its own process;"
+    "growth of the process since the first step began; each recipe runs in a separate process;"
     " counted: peak of live tensors without model and batch, with the optimizer's state"
 )
-RATIOS = "ms: median [quartiles]; ×: recipe / baseline, so 0.50× the time is half of it"
+RATIOS = "ms: median [quartiles]; ×: recipe / baseline, so 0.50× means half the time"
 
 #: Name, rank (see `core.sheet.Column`) and cells of each column.
 _Columns = list[tuple[str, int, list[Cell]]]
@@ -39,7 +39,7 @@ def report_text(report: Mapping[str, Any], columns: Sequence[str] = (), form: st
 
     Args:
         report: Report of a benchmark, or contents of a file in ``benchmarks``.
-        columns: Columns of the tables (see `core.sheet.render`). If empty, the columns that fit the terminal.
+        columns: Columns of the tables (see `core.sheet.render`). If empty, the columns that fit the terminal are shown.
         form: Output format, one of `core.sheet.FORMS`.
 
     Raises:
@@ -109,7 +109,7 @@ def _step(report: Mapping[str, Any], table_of: _Format) -> str:
     explained = [
         f"{title}; baseline: {report['baseline']}",
         RATIOS,
-        "FLOPs and saved bytes (of the batch) are executed",
+        "FLOPs and saved bytes (of the batch) are counted from executed operations",
     ]
     if measured_process:
         explained.append(f"process: {PROCESS_MEMORY}")
@@ -117,7 +117,7 @@ def _step(report: Mapping[str, Any], table_of: _Format) -> str:
 
 
 def _used(record: Mapping[str, Any] | None) -> tuple[str, str]:
-    """Return the growth of a recipe's process and its ratio to the counted bytes."""
+    """Return the growth of a recipe's process, and the ratio of this growth to the counted bytes."""
     if record is None:
         return "–", "–"
     growth, counted = record["memory"]["growth_bytes"], record["counted_bytes"]
@@ -156,7 +156,7 @@ def _memory(report: Mapping[str, Any], table_of: _Format) -> str:
     explained = (
         f"{report['model']}, batch {report['batch']}, {', '.join(about)}",
         f"used by the steps: {where}",
-        "interpreter, with model: resident memory of the process; before the steps: with the packing compiler",
+        "interpreter, with model: resident memory at these times; before the steps: including the packing compiler",
     )
     return "\n".join([*map(paragraph, explained), "", table_of(columns)])
 
@@ -184,7 +184,7 @@ def _layer(report: Mapping[str, Any], table_of: _Format) -> str:
 
 
 def _layer_profile(peak: float, functions: Mapping[str, Any]) -> str:
-    """Format the profile of the layer's backward passes."""
+    """Format the profile of the backward passes of a layer."""
     rows = [["function", "products ms", "GFLOP/s", "passes ms", "rest ms", "calls"]]
     for name, of in functions.items():
         profile = of["profile"]
@@ -255,8 +255,9 @@ def _optimizer(report: Mapping[str, Any], table_of: _Format) -> str:
         ("step, ms", 2, [_ms(o["measured"]["step"]) for o in every.values()]),
     ]
     title = (
-        f"Largest step / largest step of {report['baseline']} on the same gradients; error: relative, over all steps;"
-        " last steps: the norm of the last tenth, relative to the baseline; ms: a parameter of 768×3072"
+        f"By case: largest step, divided by that of {report['baseline']} on the same gradients; error: relative error"
+        " of all steps; last steps: norm of the last tenth of the steps, divided by that of the baseline; step: time of"
+        " a step for a parameter of 768×3072"
     )
     return f"{paragraph(title)}\n\n{table_of(columns)}"
 
@@ -267,7 +268,7 @@ def _ms(value: Mapping[str, float]) -> str:
 
 
 def _time_ratio(value: Mapping[str, Any]) -> str:
-    """Return recipe / baseline, from the recorded median of baseline / recipe."""
+    """Return the time ratio recipe / baseline, computed from the recorded median of baseline / recipe."""
     return format_ratio(1 / value["times_faster"]["median"]) if "times_faster" in value else ""
 
 

@@ -4,8 +4,8 @@ By default, glibc returns the memory of large activations to the system when the
 page faults. Steps are faster if glibc is set to keep freed memory. However, small tensors that live until the backward
 pass then fragment its heap, and a process can use up to four times the size of its live tensors. tcmalloc and mimalloc
 also keep freed memory for reuse. tcmalloc wastes the least memory (`benchmarks/allocators_*.json`), but no Python
-package contains it. Both must be loaded before the first allocation. The program therefore executes itself again with
-the library in ``LD_PRELOAD``.
+package contains it. Both allocators must be loaded before the first allocation. The program therefore executes itself
+again with the library in ``LD_PRELOAD``.
 
 These functions change the process, so only programs call them. Importing the library has no effect on the allocator.
 """
@@ -34,7 +34,7 @@ _M_MMAP_MAX = -4
 #: Values of the setting ``allocator``.
 CHOICES = ("auto", "mimalloc", "tcmalloc", "keep", "system")
 
-#: Value of `allocator_in_use` after glibc was set to keep freed memory.
+#: Result of `allocator_in_use` after glibc was set to keep freed memory.
 KEEPING = "keeping freed memory (glibc)"
 
 #: File names and installation hints of the allocators, in the order in which ``auto`` tries them.
@@ -49,8 +49,9 @@ _PRELOADED = {
 #: Environment variable that is set in the re-executed process, so that it does not restart again.
 _RESTARTED = "EFFICIENT_FT_RESTARTED"
 
-#: Allocator settings, which the user's environment can override. Huge pages (torch's THP_MEM_ALLOC_ENABLE) are not
-#: enabled: they do not speed up steps, and with mimalloc they increase the memory of some recipes.
+#: Environment variables that are set for the allocators, unless the user has set them. Huge pages (torch's
+#: THP_MEM_ALLOC_ENABLE) are not enabled: they do not speed up steps, and with mimalloc they increase the memory of some
+#: recipes.
 _TUNING = {
     "MIMALLOC_PURGE_DELAY": "-1",  # keep freed memory, which avoids page faults
     "TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD": "0",

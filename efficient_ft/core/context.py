@@ -26,7 +26,7 @@ class Context(threading.local):
         token_reduction_suspended: if True, blocks do not drop or merge tokens.
         local_only: if True, this process runs steps that the other processes do not run, so `all_reduce_sum` returns
             its input.
-        short_reports: if True, reports from `apply` omit values that must be counted.
+        short_reports: if True, reports from `apply` omit notes, because some of them require counting.
     """
 
     packing: Any = None
@@ -36,7 +36,7 @@ class Context(threading.local):
     short_reports: bool = False
 
 
-#: Context, whose fields have separate values in each thread.
+#: Context of the current thread.
 context = Context()
 
 

@@ -1,4 +1,4 @@
-"""Rank of this training process, and sums over all processes."""
+"""Return the rank of this training process, and sum tensors over all processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def local_only() -> AbstractContextManager[None]:
 
 
 def rank() -> int:
-    """Return the rank of this process, or 0 without a process group."""
+    """Return the rank of this process, or 0 if there is no process group."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
@@ -32,7 +32,7 @@ def all_reduce_sum(values: Tensor) -> Tensor:
     """
     if context.local_only or not (dist.is_available() and dist.is_initialized()):
         return values
-    # nccl only reduces CUDA tensors.
+    # nccl supports only CUDA tensors.
     sums = values.cuda() if dist.get_backend() == "nccl" else values.clone()
     dist.all_reduce(sums)
     return sums

@@ -17,7 +17,7 @@ class UserError(ValueError):
 
 
 class DivergedError(UserError):
-    """Error that is raised if the training loss is not finite. A study records it as a result of the settings."""
+    """Error for a loss or weights that are not finite. A study records this error as a result of the settings."""
 
 
 class SettingError(UserError):

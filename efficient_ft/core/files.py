@@ -99,14 +99,14 @@ def refuse_link(path: Path) -> None:
 
 def _remove_folder(private: Path) -> None:
     """Remove a folder and its files, but not subfolders. Errors are ignored."""
-    with suppress(OSError):  # must not hide an error that occurred while writing
+    with suppress(OSError):  # an error here must not hide an error of the write
         for file in private.iterdir():
             file.unlink()
         private.rmdir()
 
 
 def _is_stream(path: Path) -> bool:
-    """Return True for a device, a pipe, or a process stream."""
+    """Return True if `path` is a device, a pipe or a stream of the process."""
     if str(path).startswith(_STREAMS):
         return True
     try:

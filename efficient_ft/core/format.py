@@ -1,4 +1,4 @@
-"""Human-readable numbers, sizes, times and percentages."""
+"""Format numbers, sizes, times and percentages for people."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def format_seconds(value: float) -> str:
 def format_percent(fraction: float, sign: bool = False) -> str:
     """Format a fraction as a percentage: 0.93139 → ``93.14 %``.
 
-    If `sign` is True, positive values begin with a plus sign. Values below 1 are never formatted as ``100 %``, and
-    values above 0 are never formatted as ``0 %``. Two decimals are shown, so that different accuracies on 10,000
+    If `sign` is True, positive values begin with a plus sign. Fractions below 1 are never formatted as ``100 %``, and
+    fractions above 0 are never formatted as ``0 %``. Two decimals are shown, so that different accuracies on 10,000
     samples can be distinguished.
     """
     value = 100 * fraction
@@ -61,7 +61,7 @@ def bytes_setting(value: float) -> str:
 
 
 def format_digits(value: float, digits: int = 4) -> str:
-    """Format a number with `digits` significant digits and no prefix, if the header names the unit: ``1203``."""
+    """Format a number with `digits` significant digits and without a unit, which the header states: ``1203``."""
     if not value or not math.isfinite(value):
         return f"{value:g}"
     return f"{value:.{max(0, digits - 1 - math.floor(math.log10(abs(value))))}f}"

@@ -1,4 +1,4 @@
-"""Settings of a training loop that are incompatible with an optimizer that steps inside the backward pass."""
+"""Reject settings of a training loop that do not support an optimizer that steps inside the backward pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def refuse_in_backward(
     scaling: Wrong | None = None,
     processes: Wrong | None = None,
 ) -> None:
-    """Raise an error for the first incompatible setting. A setting is None if the training loop does not use it.
+    """Raise an error for the first incompatible setting. An argument is None if its setting is compatible.
 
     The settings control clipping by the norm of all gradients, accumulation of gradients over several batches, loss
     scaling (as with fp16), and averaging of gradients over several processes. `by` names the setting or the optimizer

@@ -1,4 +1,4 @@
-"""Input specification of a network, and the label of unlabeled pixels."""
+"""Input specification of a network, and the target value of pixels without a label."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from efficient_ft.core.errors import UserError
 if TYPE_CHECKING:
     from efficient_ft.core.tokenizer import Tokenizer
 
-#: Label of unlabeled pixels in segmentation targets.
+#: Value of pixels without a label in segmentation targets.
 IGNORED = 255
 
 
@@ -22,7 +22,7 @@ class InputSpec:
         size: (height, width) in pixels, or (tokens,) with the maximum number of tokens in a text.
         mean: mean of each channel (red, green, blue, or gray) for pixel values in [0, 1]. Empty for texts.
         std: standard deviation of each channel for pixel values in [0, 1]. Empty for texts.
-        interpolation: name in torchvision's `InterpolationMode`, e.g. ``bicubic``.
+        interpolation: interpolation for resizing, a name in torchvision's `InterpolationMode`, e.g. ``bicubic``.
         tokenizer: tokenizer for texts. If None, the tokenizer of the model is used.
     """
 
@@ -34,7 +34,7 @@ class InputSpec:
 
     @property
     def image_size(self) -> tuple[int, int]:
-        """(height, width) of images.
+        """Size of the images in pixels, (height, width).
 
         Raises:
             UserError: the network takes texts.

@@ -25,7 +25,7 @@ def open_url(url: str, timeout: float) -> Any:
     Raises:
         OSError, http.client.HTTPException, ValueError: `url` cannot be opened.
     """
-    # urllib's shared opener caches the proxies of its first use.
+    # A new opener is built, because urllib's shared opener caches the proxies of its first use.
     opener = urllib.request.build_opener()
     return opener.open(urllib.request.Request(url, headers={"User-Agent": "efficient-ft"}), timeout=timeout)
 
@@ -38,7 +38,7 @@ def unreachable(url: str, size: int | None = None, accept_404: bool = False) -> 
     Args:
         url: URL of the file.
         size: expected length in bytes. A host that announces a different length counts as unreachable.
-        accept_404: if True, a host that answers 404 counts as reachable, because it may use another name for the file.
+        accept_404: if True, a host that answers 404 counts as reachable, because the file may have another name there.
 
     Returns:
         None if the URL can be fetched. Otherwise a message with the host, the proxy and the reason, e.g. that the host

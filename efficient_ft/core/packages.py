@@ -1,6 +1,6 @@
-"""Find the packages that add methods or kinds of task, by their entry points, and their configuration files.
+"""Find packages that add methods or kinds of task through entry points, and find their configuration files.
 
-A package declares each method as an entry point, and contains its settings as a YAML file in ``conf/method``::
+A package declares each method as an entry point, and contains the method's settings in a YAML file in ``conf/method``::
 
     [project.entry-points."efficient_ft.methods"]
     every_nth = "every_nth_method.method:EveryNth"      # every_nth_method/conf/method/every_nth.yaml
@@ -64,7 +64,7 @@ def option_settings(file: Path) -> dict[str, Any]:
 
 
 def method_of(file: Path) -> str | None:
-    """Return NAME from the line ``# @package method.NAME`` of a YAML file, or None without such a line.
+    """Return NAME from the line ``# @package method.NAME`` of a YAML file, or None if there is no such line.
 
     Variants of a method share the name.
     """

@@ -35,7 +35,7 @@ def parse_json(
 def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
     """Parse a YAML text with a safe loader.
 
-    The text must contain exactly one document, and no tags that refer to code.
+    The text must not contain several documents or tags that refer to code. An empty text returns None.
 
     Raises:
         ValueError: the text is not valid YAML, has an invalid value, is nested too deeply, is self-referential, or has

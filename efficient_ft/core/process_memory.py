@@ -42,7 +42,7 @@ def lifetime_peak_bytes() -> int:
 
 
 def memory_limit_bytes(root: Path = Path("/")) -> int:
-    """Return the total memory for this process: the machine's memory, or a lower cgroup limit of its container.
+    """Return the memory limit of this process in bytes: the machine's memory, or a lower limit of its control groups.
 
     On Linux, the limits of the process's control group and of all its parents apply (cgroup v2 ``memory.max``, v1
     ``memory.limit_in_bytes``). `root` is the root of the file system, which tests replace.
@@ -60,7 +60,7 @@ def room_bytes() -> int:
 
 
 def process_limit_bytes() -> int | None:
-    """Return the maximum size that ``ulimit -v`` and ``-d`` allow for this process, or None without limits."""
+    """Return the maximum size that ``ulimit -v`` and ``-d`` allow for this process, or None if there is no limit."""
     if sys.platform == "win32":
         return None
     import resource
@@ -87,7 +87,7 @@ def _cgroup_limits(root: Path) -> Iterator[int]:
         top = mounted / "memory" if controllers else mounted
         own = (top / path.lstrip("/")).resolve()
         name = "memory.limit_in_bytes" if controllers else "memory.max"
-        # In a container, this may be the path on the host. In this case, the mounted root is the container's group.
+        # In a container, `path` may be the path on the host. In this case, the mounted root is the container's group.
         groups = [own, *own.parents] if own.is_dir() and own.is_relative_to(top.resolve()) else [top]
         for group in groups:
             with suppress(OSError, ValueError):
@@ -175,7 +175,7 @@ def _reset_mark() -> bool:
         _CLEAR_REFS.write_text("5")
     except OSError:
         return False
-    # A kernel that ignores the request (gVisor) keeps an older, higher peak, or does not have a mark.
+    # The reset is checked, because a kernel may ignore the request (gVisor) or may not have a mark.
     mark = _system_mark()
     return mark is not None and mark - resident_bytes() < 2**22
 

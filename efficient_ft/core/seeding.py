@@ -1,4 +1,6 @@
-"""Counter-based seeds: random choices depend only on the seed and the step, so resumed runs and all ranks agree."""
+"""Counter-based seeds. Random choices depend only on the seed and the step, so resumed runs and all ranks make the same
+choices.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ import torch
 def seed_of(*counters: int) -> int:
     """Hash counters (seed, rank, batch, ...) to a 64-bit seed.
 
-    The hash is splitmix64 (Steele, Lea, Flood, OOPSLA 2014), chained over the counters. Neighboring counters therefore
-    give independent seeds.
+    The hash is splitmix64 (Steele, Lea, Flood, OOPSLA 2014), chained over the counters. The seeds of neighboring
+    counters are therefore independent.
     """
     state = 0
     for counter in counters:

@@ -79,8 +79,8 @@ class Lines:
     """Table for the terminal whose rows can be printed one at a time.
 
     Args:
-        rows: rows that determine the column widths: all rows, or samples of the same width.
-        header, left, columns, chosen: see `render`, which also describes the error.
+        rows: rows that determine the column widths: all rows, or sample rows of the same width.
+        header, left, columns, chosen: see `render`, which raises the same error.
 
     Attributes:
         fit: True if the columns fit the terminal. Otherwise, use `panels`.
@@ -115,7 +115,7 @@ class Lines:
         return self._layout.head()
 
     def row(self, row: Sequence[Cell]) -> str:
-        """Return the lines of a row. `row` has the cells of all columns, including omitted columns."""
+        """Return the lines of a row. `row` contains the cells of all columns, including omitted columns."""
         return self._layout.row(self._cells(row))
 
     def foot(self) -> list[str]:
@@ -177,7 +177,7 @@ def _chosen(titles: Mapping[str, str], chosen: Sequence[str]) -> list[str]:
 
 
 def _person(cell: Cell, column: Column) -> str:
-    """Format a cell for people."""
+    """Format a cell of a table for people."""
     if cell is None:
         return ""
     if column.show is not None and not isinstance(cell, str):
@@ -213,7 +213,7 @@ def _latex(header: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence
     return "\n".join([*body, r"\end{tabular}"])
 
 
-#: Special characters of LaTeX, and characters that its default fonts lack.
+#: LaTeX code for special characters, and for characters that the default fonts lack.
 _LATEX = {
     "\\": r"\textbackslash{}",
     "–": "--",

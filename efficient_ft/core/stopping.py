@@ -16,7 +16,7 @@ TERMINATING: tuple[int, ...] = tuple(
     for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU")
     if (number := getattr(signal, name, None)) is not None  # Windows has only SIGTERM
 )
-#: All termination signals.
+#: All termination signals, including Ctrl-C.
 STOPPING = (int(signal.SIGINT), *TERMINATING)
 #: Termination signals received so far, in order.
 asked: list[int] = []

@@ -18,7 +18,7 @@ from efficient_ft.core.text import filled, plain_text, printable, terminal_width
 _WIDEST_PROSE = 120
 #: Placeholder for spaces in a path while its line is wrapped.
 _SPACE = "\ue000"
-#: Pattern of a quoted setting in a message. Users paste such settings into their shell.
+#: Pattern of a quoted setting in a message. It is not broken, so that users can paste it into a shell.
 _SETTING = re.compile(r"'[\w.]+=[^'\n]*'")
 _YELLOW, _PLAIN = "\x1b[33m", "\x1b[0m"
 

@@ -9,7 +9,7 @@ import unicodedata
 from collections.abc import Sequence
 from typing import TextIO
 
-#: Control characters, and characters that change the direction of writing.
+#: Control characters, and characters that change the text direction.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -23,11 +23,11 @@ def plain_line(text: str) -> str:
     return plain_text(text).replace("\n", "\\x0a").replace("\t", "\\x09")
 
 
-#: First characters of cells that spreadsheets evaluate, and the pattern of numbers, which can begin with the same
-#: characters.
+#: First characters of cells that spreadsheets evaluate as formulas, and the pattern of numbers, which are not formulas
+#: even if they begin with one of these characters.
 _FORMULA = re.compile("[=+\\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-](inf|nan)?")
-#: Characters that begin a link, code, a tag or a cell in Markdown and HTML.
+#: Markdown characters for escapes, table cells, links and code.
 _MARKUP = re.compile(r"[\\|\[\]`]")
 
 
@@ -204,10 +204,10 @@ def table(
 
 
 class Layout:
-    """Column widths of a table whose lines are printed one at a time.
+    """Layout of a table whose rows are printed one at a time.
 
     Args:
-        rows: header, and rows that determine the column widths: all rows, or samples of the same width.
+        rows: header, and the rows that determine the column widths: all rows, or sample rows of the same width.
         left, rule, whole, width: see `table`.
     """
 
@@ -260,7 +260,10 @@ class Layout:
 
 
 def least_widths(rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,), whole: Sequence[int] = ()) -> list[int]:
-    """Return the minimum width of each column of a `table`. Columns of numbers and paths must fit their widest cell."""
+    """Return the minimum width of each column of a `table`.
+
+    A column of numbers or paths must be as wide as its widest cell.
+    """
     found = []
     for i, (header, *cells) in enumerate(zip(*rows, strict=True)):
         body = max(map(display_width, cells), default=0)

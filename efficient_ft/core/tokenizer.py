@@ -90,7 +90,7 @@ class Tokenizer:
         items = [tuple(text) if len(text) > 1 else text[0] for text in texts]
         try:
             return self._tokenizer.encode_batch(items)  # type: ignore[arg-type]
-        except Exception as error:  # the library raises plain exceptions
+        except Exception as error:  # the library raises Exception itself, not a subclass
             raise UserError(
                 f"The tokenizer cannot encode a text ({first_line(error)}). Its files are damaged, or they belong to"
                 " different networks. Use the files that were published with the weights."
@@ -114,13 +114,14 @@ def checked_tokenizer(source: Path, make: Callable[[], Tokenizer]) -> Tokenizer:
     """Create a tokenizer with `make`, and check that it can encode an unknown character.
 
     Raises:
-        UserError: the files are damaged. The message names `source`, the file or folder.
+        UserError: the tokenizer cannot be created, or cannot encode the character. The message names `source`, the file
+            or folder of the tokenizer.
     """
     try:
         tokenizer = make()
     except UserError:
         raise
-    except Exception as error:  # the library raises plain exceptions
+    except Exception as error:  # the library raises Exception itself, not a subclass
         raise UserError(f"{source}: the tokenizer cannot be read ({first_line(error)}).") from error
     try:
         tokenizer.measure([(_RARE,)])

@@ -7,12 +7,12 @@ import re
 
 from efficient_ft.core.errors import SettingError
 
-#: Bytes per unit. Decimal units are powers of 1000, and binary units are powers of 1024.
+#: Number of bytes per unit. Decimal units are powers of 1000, and binary units are powers of 1024.
 BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
          "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}  # fmt: skip
-#: Seconds per unit.
+#: Number of seconds per unit.
 SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
-#: Alternative spellings of units.
+#: Number of seconds per unit, for alternative spellings of units.
 _ALSO = {"m": 60, "sec": 1}
 
 _NUMBER = r"(\d+(?:\.\d+)?|\.\d+)"

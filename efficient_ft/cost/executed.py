@@ -7,15 +7,15 @@ It runs on fake tensors with the given batch size, on a copy of the model and it
   torch.utils.flop_counter (`meter` corrects two of them); elementwise operations are not counted. The FLOPs of
   attention are counted without fused kernels, because these kernels differ between devices and recompute the scores in
   the backward pass.
-* **Saved bytes** per image: the storages that autograd holds for the backward pass after the forward pass and the loss.
-  Each storage is counted once, with its full size. Parameters, buffers and their views are not counted. Tensors that
-  are computed from them (autocast copies of weights, cached constants) are counted, and so is the input batch if it is
-  saved. Attention uses the same kernels as in the model.
-* **Peak** of the bytes of all live tensors in the forward and backward pass of the batch, including parameters,
-  buffers, the batch, gradients and recomputed tensors. torch.cuda.max_memory_allocated reports the same bytes plus the
-  rounding of the allocator and the workspaces of kernels. The optimizer's state is *not* included. An optimizer that
-  steps inside the backward pass also does so in this count: gradients are freed one by one, and the temporary tensors
-  of the updates are counted.
+* **Saved bytes** per image: size of the storages that autograd keeps for the backward pass after the forward pass and
+  the loss. Each storage is counted once, with its full size. Parameters, buffers and their views are not counted.
+  Tensors that are computed from them (autocast copies of weights, cached constants) are counted, and so is the input
+  batch if it is saved. For this count, attention uses the same kernels as in the model.
+* **Peak** size of all live tensors in the forward and backward pass of the batch, including parameters, buffers, the
+  batch, gradients and recomputed tensors. torch.cuda.max_memory_allocated reports this size plus the rounding of the
+  allocator and the workspaces of kernels. The optimizer's state is *not* included. An optimizer that steps inside
+  the backward pass also does so in this count: gradients are freed one by one, and the temporary tensors of the updates
+  are counted.
 * **Optimizer bytes**: size of the optimizer's state after every parameter has been updated. It is counted only if an
   optimizer is given.
 
@@ -52,14 +52,14 @@ class Executed:
         forward_flops: FLOPs of the forward pass, per image.
         backward_flops: FLOPs of the backward pass, per image, including recomputation.
         saved_bytes: bytes saved for the backward pass, per image.
-        peak_bytes: peak of live tensor bytes in forward and backward for the batch, including the model.
-        model_bytes: bytes of the parameters and buffers, which are included in `peak_bytes`.
-        batch_bytes: bytes of the images and labels, which are included in `peak_bytes`.
+        peak_bytes: peak size of all live tensors in the forward and backward pass of the batch, including the model.
+        model_bytes: size of the parameters and buffers, which are included in `peak_bytes`.
+        batch_bytes: size of the images and labels, which are included in `peak_bytes`.
         batch_size: number of images in the batch.
-        counted_on: ``"fake tensors"``, or, for a model that does not support them, a description of the real runs from
-            which the counts were extrapolated to `batch_size`, and the reason.
-        optimizer_bytes: bytes of the optimizer's state, or None if no optimizer was given.
-        largest_bytes: bytes of the largest tensor that an operation creates for the batch.
+        counted_on: ``"fake tensors"``, or, if the model does not support them, the reason and a description of the real
+            runs from which the counts were extrapolated to `batch_size`.
+        optimizer_bytes: size of the optimizer's state, or None if no optimizer was given.
+        largest_bytes: size of the largest tensor that an operation creates for the batch.
     """
 
     forward_flops: float
@@ -80,7 +80,7 @@ class Executed:
 
     @property
     def step_peak_bytes(self) -> int:
-        """Peak without the model and the batch, which exist before the step."""
+        """Peak size without the model and the batch, which exist before the step."""
         return self.peak_bytes - self.model_bytes - self.batch_bytes
 
     def as_dict(self) -> dict[str, float | int | str | None]:
@@ -90,11 +90,11 @@ class Executed:
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes alive after a forward pass, counted in two ways by `kept_after_forward`.
+    """Size of the storages that are alive after a forward pass, counted in two ways by `kept_after_forward`.
 
     Attributes:
-        saved_bytes: bytes of the live storages that the forward pass created and that the saved-tensors hook saw.
-        live_bytes: bytes of all live storages that the forward pass created, without the outputs.
+        saved_bytes: size of the live storages that the forward pass created and that the saved-tensors hook saw.
+        live_bytes: size of all live storages that the forward pass created, without the outputs.
         hidden: live tensors that the hook did not see. Empty unless a method bypasses ``save_for_backward``.
     """
 
@@ -115,7 +115,7 @@ def executed(
     """Count one training step of `model` with `methods`. The model, methods and random states are not changed.
 
     Args:
-        model: classifier from images (B, in_chans, H, W) to logits (B, classes), on any device.
+        model: classifier that maps images (B, in_chans, H, W) to logits (B, classes), on any device.
         batch_size: number of images in the batch.
         input_size: (H, W) of the images in pixels.
         methods: methods of the run, which may already be applied to `model`, see `StepMethods`. If methods have
@@ -173,9 +173,9 @@ def kept_after_forward(
     fake: bool = True,
     **options: Unpack[StepOptions],
 ) -> Kept:
-    """Count what is kept for the backward pass in two ways, to check that the saved-tensors hook sees all of it.
+    """Count the tensors kept for the backward pass in two ways, to check that the saved-tensors hook sees all of them.
 
-    `live_bytes` is counted from the results of every operation, and `saved_bytes` independently by the hook.
+    `live_bytes` is computed from the results of all operations, and `saved_bytes` from the tensors that the hook sees.
 
     Args:
         fake: if True, count on fake tensors instead of real ones. See `executed` for the other arguments and the

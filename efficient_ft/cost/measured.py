@@ -113,7 +113,7 @@ def compare(
     room: Callable[[], int] | None = None,
     **options: Unpack[StepOptions],
 ) -> dict[str, Cost]:
-    """Count and time a step of a run, alternately with a baseline, which is plain full fine-tuning by default.
+    """Count a training step of a run and of a baseline (usually full fine-tuning), and time both alternately.
 
     Steps run on copies with random images. The run's model, methods and random states are not changed. If there is not
     enough memory or time, the result contains counts and a note, but no times. There are 13 parameters, because both
@@ -184,7 +184,7 @@ def compare(
 def _lack_of_memory(counted: Executed, held: int, free: int | None, room: Callable[[], int] | None) -> str | None:
     """Return the reason why a step does not fit in memory, or None if it fits.
 
-    `held` is the number of bytes that the other recipes hold, and `free` is the number of bytes that were free before
+    `held` is the number of bytes that the other recipes occupy, and `free` is the number of bytes that were free before
     the first recipe.
     """
     # The weights and two moments of a recipe stay allocated while other recipes run. Activations and gradients are

@@ -43,7 +43,7 @@ class LayerFlops(NamedTuple):
 
 
 class LiveTensor(NamedTuple):
-    """Live tensor created during the step: the operation that created it, its shape, and the bytes of its storage."""
+    """Live tensor created during the step: the operation that created it, its shape, and its storage size in bytes."""
 
     operation: str
     shape: tuple[int, ...]
@@ -108,7 +108,7 @@ class Meter(TorchDispatchMode):
     Attributes:
         live: total size of the live storages in bytes.
         peak: largest value of `live` after any operation, when both its operands and its results are alive.
-        largest: bytes of the largest tensor created by an operation.
+        largest: size of the largest tensor created by an operation, in bytes.
         flops: FLOPs of the batch in each phase. A multiply-add is 2 FLOPs.
     """
 
@@ -285,5 +285,5 @@ class SavedTensors:
         self._hooks.__exit__(*exc)
 
     def alive(self) -> dict[int, int]:
-        """Return the size in bytes of each storage that is still saved. A saved view counts as its full storage."""
+        """Return the size in bytes of each saved storage that is still alive. For a view, the full storage counts."""
         return {key: nbytes for key, (ref, nbytes) in self._seen.items() if ref() is not None}

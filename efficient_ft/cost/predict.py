@@ -74,9 +74,9 @@ class Forward:
     """Counted bytes of one evaluation batch.
 
     Attributes:
-        batch_bytes: bytes of the inputs and targets.
-        peak_bytes: peak of live tensors, without the model and the batch.
-        largest_bytes: bytes of the largest tensor that an operation creates.
+        batch_bytes: size of the inputs and targets.
+        peak_bytes: peak size of the live tensors, without the model and the batch.
+        largest_bytes: size of the largest tensor that an operation creates.
     """
 
     batch_bytes: int = 0
@@ -105,15 +105,15 @@ class Demand:
         weights_bytes: size of the network's parameters and buffers, without those that methods add.
         model_bytes: size of the network's parameters and buffers, including those that methods add.
         batch_bytes: size of a training batch.
-        step_bytes: peak of a training step, including optimizer state and accumulated gradients, but not the model and
-            the batch.
+        step_bytes: peak memory of a training step, including optimizer state and accumulated gradients, but not the
+            model and the batch.
         largest_bytes: size of the largest tensor that an operation of the step creates.
         optimizer_bytes: size of the optimizer's state, which is included in `step_bytes`.
         gradient_bytes: size of the gradients that live between micro-batches.
         evaluation: counts of an evaluation batch.
         load_bytes: memory for reading and decoding a training batch in this process.
         evaluation_load_bytes: memory for reading and decoding an evaluation batch.
-        examples: counts for the prediction of one example at its original size after training.
+        examples: counts for predicting one example at its original size, which a run does after training.
         examples_load_bytes: memory for reading all examples.
         inspection_bytes: memory for decoding samples before training.
         pretrained: True if the weights are read from a file.
@@ -195,7 +195,7 @@ def predict(demand: Demand, base_bytes: int, allocator: str, device: str) -> Pre
 
     Args:
         demand: counted bytes for each phase of the run.
-        base_bytes: resident bytes before the model is created, including the libraries that the run loads later.
+        base_bytes: resident memory before the model is created, including the libraries that the run loads later.
         allocator: allocator of the process, see `core.allocator.allocator_in_use`.
         device: type of the device. For types other than ``cuda``, the memory of the process is predicted.
     """
@@ -232,7 +232,7 @@ def count_evaluation(
 
 
 def _forward(probe: Probe, samples: int, size: tuple[int, ...], fake: bool) -> Forward:
-    """Count one evaluation batch."""
+    """Count one evaluation batch, on fake tensors if `fake` is True."""
     spec, task = probe.spec, probe.spec.task
     with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext() as mode:
         model, _ = probe.copy(mode)
@@ -251,7 +251,7 @@ def _forward(probe: Probe, samples: int, size: tuple[int, ...], fake: bool) -> F
             if logits.ndim > 2:
                 logits = at_size(logits, targets)
             task.loss(logits, targets)
-            # Metrics hold the classes, the labels and a combination of both.
+            # Metrics create tensors of the predicted classes, of the labels and of a combination of both.
             held = [logits.argmax(1) for _ in range(3)]
             del held
     resident = sum(storages(state).values()) + sum(storages(batch).values())

@@ -1,7 +1,7 @@
 """Run and count training steps of a copy of the model, on fake or real tensors.
 
-Fake tensors have a shape but no memory. On fake tensors, a step takes a few seconds for any batch size, and its counts
-do not depend on the machine.
+Fake tensors have a shape and a dtype, but no data. On fake tensors, a step takes a few seconds for any batch size, and
+its counts do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class WatchedStep:
             id. Parameters and buffers are not included.
         created: tensors that the forward pass created and that are alive after it, by storage id. Logits and loss are
             not included.
-        peak: peak of live tensor bytes, without the optimizer's state.
-        largest: bytes of the largest tensor that an operation created.
+        peak: peak size of the live tensors in bytes, without the optimizer's state.
+        largest: size of the largest tensor that an operation created, in bytes.
         layers: FLOPs of each module, by name. Empty unless requested.
     """
 
@@ -69,7 +69,7 @@ class Probe:
         self.build_optimizer = build_optimizer
         #: Number of steps before the first counted one.
         self.steps_before = self.methods.warmup_steps
-        #: Original model and unapplied methods, from which real copies are made, or None if `model` has values.
+        #: Original model and methods that are not applied yet, to make real copies. None if `model` has real tensors.
         self._plain: tuple[nn.Module, StepMethods] | None = None
         if not self.methods.all_applied:
             plain = self.model, self.methods
@@ -81,10 +81,10 @@ class Probe:
                 self.model, self.methods = _applied(plain, {})
 
     def warm_up(self) -> None:
-        """Run the warm-up steps of the methods on a real copy, because the methods' choices depend on values.
+        """Run the warm-up steps of the methods on a real copy, because the methods' choices depend on tensor values.
 
-        These steps always run in fp32, so that the choices are the same on all machines, and processors without bf16
-        units are not slowed down.
+        These steps always run in fp32, so that the choices are the same on all machines, and the steps are fast on
+        processors without bf16 units.
         """
         if not self.steps_before:
             return

@@ -1,9 +1,9 @@
 """Process memory (RSS) of training steps, for comparison with counted bytes.
 
-Growth is the highest resident memory during a step minus the size before the *first* step, because an allocator that
-keeps freed memory still holds it when a later step begins. Growth includes activations, gradients, temporaries, the
-optimizer's state, and memory that the allocator cannot reuse. It does not include the model and the batch, which exist
-before the first step. The counted equivalent is ``Executed.step_peak_bytes`` plus the optimizer's state.
+Growth is the highest resident memory during a step minus the size before the *first* step, because an allocator may
+keep freed memory, so that a later step begins with a larger size. Growth includes activations, gradients, temporaries,
+the optimizer's state, and memory that the allocator cannot reuse. It does not include the model and the batch, which
+exist before the first step. The counted equivalent is ``Executed.step_peak_bytes`` plus the optimizer's state.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class StepMemory:
 
     Args:
         device: device of the steps. On CUDA, its peak statistics are reset in each step.
-        present_bytes: resident bytes that already belong to the steps, such as a loaded optimizer state.
+        present_bytes: size of memory that the steps use but that is already allocated, such as a loaded optimizer
+            state.
     """
 
     def __init__(self, device: torch.device | str = "cpu", present_bytes: int = 0) -> None:
@@ -78,7 +79,7 @@ class StepMemory:
 
     @property
     def steps(self) -> int:
-        """Number of steps so far."""
+        """Number of measured steps so far."""
         return len(self._peaks)
 
     def start(self) -> None:

@@ -1,7 +1,7 @@
 """Compute the costs of a training step with the formulas of the papers.
 
 Memory follows the formula of TinyTL (Cai et al., NeurIPS 2020), which Back Razor and BSR also use in their tables.
-Multiply-adds follow BSR.
+Multiply-adds are counted as in BSR.
 
     M = parameters + B · max over operations [ tmp(operation) + Σ saved by earlier operations + residual ]
 
@@ -16,7 +16,7 @@ M is in bytes, values are in fp32, and operations are in forward order:
 * residual: 4·(input of a block), while the branch that is later added to this input is computed.
 
 q, k and v count as three layers with separate inputs, even if they share one matrix. Elementwise sums and products,
-pooling, resizing, dropout and the choice of tokens are not counted.
+pooling, resizing, dropout and the selection of tokens are not counted.
 
 BSR ("Block Selective Reprogramming", CVPR Workshops 2024) counts q, k and v in one matrix as one layer, and has no
 residual term. In a block of N tokens with d values and H heads, full training stores 4 · (16 N d + H N²) bytes. A
@@ -56,12 +56,15 @@ VALUE = 4
 
 @dataclass(frozen=True)
 class Keeping:
-    """Stored bytes per value for the backward pass, including bitmaps. Without packing, `VALUE` bytes are stored.
+    """Bytes that are stored for the backward pass per value, including bitmaps.
+
+    Without packing, these are `VALUE` bytes.
 
     Attributes:
-        product: inputs of linear layers and convolutions, and operands of attention products.
-        norm: inputs of normalizations.
-        activation: inputs of activation functions that are not piecewise linear.
+        product: bytes per value of the inputs of linear layers and convolutions, and of the operands of attention
+            products.
+        norm: bytes per value of the inputs of normalizations.
+        activation: bytes per value of the inputs of activation functions that are not piecewise linear.
     """
 
     product: float = VALUE
@@ -117,7 +120,7 @@ BSR_RULE = Rule(shared_inputs=True, residual=False)
 
 @dataclass(frozen=True)
 class Operation:
-    """Operation of a forward pass in the formula. Sizes are in bytes per image in fp32.
+    """Operation that the formula counts in a forward pass. Sizes are in bytes per image in fp32.
 
     Attributes:
         name: full name of the module that runs the operation or owns its weight.
@@ -127,7 +130,7 @@ class Operation:
         saved: saved bytes without packing. For ``relu``, one bit per element is saved.
         macs: multiply-adds.
         residual: size of the block inputs that are stored during the operation.
-        in_block: True in a block; False in the stem, the final normalization or the head.
+        in_block: True if the operation is in a block; False if it is in the stem, the final normalization or the head.
     """
 
     name: str
@@ -144,8 +147,8 @@ class Published:
     """Training memory and multiply-adds according to the formula of a paper.
 
     Attributes:
-        parameter_bytes: bytes of the parameters.
-        activation_bytes: peak of the activation bytes per image.
+        parameter_bytes: size of the parameters.
+        activation_bytes: peak size of the activations per image.
         peak_at: name of the operation at which the peak is reached.
         macs: multiply-adds of the forward pass for one image, including the head.
         batch_size: number of images.
@@ -171,7 +174,7 @@ def published(
     in_chans: int = 3,
     rule: Rule = TINYTL_RULE,
 ) -> Published:
-    """Apply the formula to one training step of `model`. Parameters with `requires_grad` count as trained.
+    """Apply a paper's formula to a training step of `model`. Parameters with `requires_grad` count as trained.
 
     Args:
         model: classifier of images (B, in_chans, H, W), on any device. It is not changed. Methods of the memory axis
@@ -195,12 +198,12 @@ def published(
 
 
 def parameter_bytes(model: nn.Module) -> int:
-    """Return the bytes of the parameters: `VALUE` for a trained parameter, and 1 for a frozen one."""
+    """Return the size of the parameters: `VALUE` bytes for each trained value, and 1 byte for each frozen value."""
     return sum(p.numel() * (VALUE if p.requires_grad else 1) for p in model.parameters())
 
 
 def peak(running: Sequence[Operation], keeping: Keeping = DENSE, dense: str | None = None) -> tuple[float, str]:
-    """Return the peak of activation bytes per image, and the name of the operation with the peak.
+    """Return the peak size of the activations per image in bytes, and the name of the operation at the peak.
 
     Args:
         running: operations in forward order.
@@ -225,7 +228,7 @@ def _share(op: Operation, keeping: Keeping) -> float:
 
 
 # ---------------------------------------------------------------------------------------------- the forward pass
-#: Index of the weight in the arguments of a normalization.
+#: Normalization functions, and the index of the weight in their arguments.
 _NORMS = {F.layer_norm: 2, F.group_norm: 2, F.rms_norm: 2, F.batch_norm: 3, F.instance_norm: 3}
 _CONVOLUTIONS = {F.conv1d, F.conv2d, F.conv3d}
 _RELUS: set[Any] = {F.relu, F.relu_, F.relu6, F.hardtanh, F.hardtanh_, F.leaky_relu, F.leaky_relu_}
@@ -276,7 +279,7 @@ def operations(
 
 
 class _Trace(TorchFunctionMode):
-    """Record the `operations` on values computed from the inputs."""
+    """Record the operations whose operands depend on the inputs of the model."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[str], inputs: Sequence[Tensor], rule: Rule) -> None:
         super().__init__()
@@ -287,7 +290,7 @@ class _Trace(TorchFunctionMode):
         self._running: list[str] = []
         self._blocks = frozenset(blocks)
         # Number of recorded operations when each storage was last written. The tensors are kept alive, which costs
-        # nothing on fake tensors, so that no storage is reused.
+        # nothing on fake tensors, so that no id of a storage is reused.
         self._made = {storage_id(x): 0 for x in inputs}
         self._held = list(inputs)
         self._probabilities: set[int] = set()
@@ -361,7 +364,7 @@ class _Trace(TorchFunctionMode):
                 self.operations[at] = replace(op, residual=op.residual + VALUE * older.numel())
 
     def _choosing_tokens(self) -> bool:
-        """Return True if a product or softmax does not belong to attention.
+        """Return True if the current product or softmax selects tokens and does not belong to attention.
 
         This is the case in a module that uses fused attention, and in a block whose forward pass a method has replaced.
         """

@@ -29,7 +29,7 @@ class FlopsCounter(TorchDispatchMode):
 
 
 class RunFlops:
-    """Sum of the FLOPs of forward and backward passes, with the formulas of `cost.executed`.
+    """Sum the FLOPs of a run's forward and backward passes, with the formulas of `cost.executed`.
 
     A batch that is not counted adds the FLOPs of the last counted batch of its kind. If all batches of a kind have the
     same cost, one batch of each kind is counted and the sum is exact. Otherwise, every n-th batch is counted.
@@ -39,7 +39,7 @@ class RunFlops:
         same: True if all batches of a kind have the same cost.
 
     Attributes:
-        total: FLOPs so far.
+        total: number of FLOPs so far.
         counted: number of counted batches.
     """
 
@@ -52,7 +52,7 @@ class RunFlops:
         self._counting = ExitStack()
 
     def begin(self, number: int, kind: str) -> None:
-        """Begin a batch before its forward pass.
+        """Begin a batch. Call this method before the forward pass.
 
         Args:
             number: number of the training batch in the run, from 0.
@@ -64,7 +64,7 @@ class RunFlops:
         self._counter = self._counting.enter_context(FlopsCounter()) if due else None
 
     def end(self) -> None:
-        """End the batch after its backward pass."""
+        """End the batch. Call this method after the backward pass."""
         self._counting.close()
         if self._counter is not None:
             self._of_kind[self._kind] = self._counter.flops

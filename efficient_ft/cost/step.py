@@ -1,4 +1,4 @@
-"""Training step for counting and timing: the settings, the methods, and the step itself.
+"""Settings, methods and execution of the training steps that are counted or timed.
 
 This module does not import methods: any object with the attributes listed in `StepMethods` can take part in a step.
 """
@@ -104,7 +104,7 @@ class StepMethods:
     * ``total_loss(loss)``: returns the loss to minimize, given the loss of the model.
     * ``apply(model)`` and ``applied``: an object whose ``applied`` is None is first applied to the model, in the order
       of the sort key ``application_order`` (objects without a key are applied last).
-    * ``warmup_steps``: number of optimizer steps before the cost of a step settles. Default: 0.
+    * ``warmup_steps``: number of first steps whose cost differs from the cost of later steps. Default: 0.
     * ``cost_steps``: number of steps over which the cost is averaged. Default: 1.
     """
 
@@ -121,7 +121,7 @@ class StepMethods:
 
     @property
     def warmup_steps(self) -> int:
-        """Number of optimizer steps before the cost of a step settles."""
+        """Number of first steps whose cost differs from the cost of later steps."""
         return max((getattr(method, "warmup_steps", 0) for method in self.methods), default=0)
 
     @property
@@ -130,7 +130,7 @@ class StepMethods:
         return max((getattr(method, "cost_steps", 1) for method in self.methods), default=1)
 
     def apply(self, model: nn.Module) -> None:
-        """Apply all methods to `model`. A method that is already applied has no effect."""
+        """Apply all methods to `model`. Methods that are already applied are not applied again."""
         last = (sys.maxsize, "")
         for method in sorted(self.methods, key=lambda method: getattr(method, "application_order", last)):
             if hasattr(method, "apply"):
@@ -178,7 +178,7 @@ def forward_and_loss(
 
 
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the size of the state of `optimizer` in bytes, which is 0 before its first step."""
+    """Return the size of the state of `optimizer` in bytes. It is 0 before the first step."""
     state = (value for of in optimizer.state.values() for value in of.values() if isinstance(value, Tensor))
     return sum(storages(plain for value in state for plain in _plain_tensors(value)).values())
 
@@ -205,8 +205,8 @@ class TrainingStep:
         device: device of the step.
         first_step: number of the first step.
         build_optimizer: function that builds an optimizer for the model. If None, AdamW is used.
-        replace: function that returns a context manager, which replaces the inputs of the forward pass. If None, the
-            inputs are not replaced.
+        replace: function that receives the inputs and returns a context manager. The forward pass uses the value of
+            the context manager instead of the inputs. If None, the inputs are not replaced.
     """
 
     def __init__(
@@ -276,7 +276,7 @@ class TrainingStep:
         return 0 if self._optimizer is None else optimizer_state_bytes(self._optimizer)
 
     def cuda_peak(self) -> int:
-        """Return the peak bytes of one forward and backward pass on CUDA, see `Measured.peak_bytes`."""
+        """Return the peak memory of one forward and backward pass on CUDA in bytes, see `Measured.peak_bytes`."""
         batch = [*tensors_of(self.inputs), self.labels]
         own = sum(storages([*self.model.parameters(), *self.model.buffers(), *batch]).values())
         torch.cuda.synchronize(self.device)

@@ -1,4 +1,4 @@
-"""Plan a run: recipes that fit a memory budget, with their cost and their loss of accuracy."""
+"""Plan a run: find the recipes that fit a memory budget, and estimate their cost and their loss of accuracy."""
 
 from efficient_ft.methods.declarations import Exactness
 from efficient_ft.planning.candidates import Candidate

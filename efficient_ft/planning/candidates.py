@@ -1,4 +1,4 @@
-"""Recipes that a plan examines: combinations over all axes, as written on the command line."""
+"""Recipes that a plan examines: combinations of methods and optimizers."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Candidate:
         added: exactness class of the methods that the plan adds to the user's methods, or None if the user named no
             methods.
         evidence: for each part of the recipe, the evidence that the updates are exact.
-        row: row of the finished studies that shows the loss of accuracy of the recipe without its memory method, or
-            None if it was not studied.
+        row: name of the row in studies.json that contains the loss of accuracy of the recipe without its memory method.
+            None if the recipe was not studied.
         in_backward: True if the optimizer steps inside the backward pass.
-        state_bits: bits of the optimizer's moments.
+        state_bits: number of bits of the optimizer's moments.
         micro_batches: number of micro-batches with accumulated gradients.
         time_factor: step time with the memory method, relative to a step without it that executes the same FLOPs
             (measured with ``bench step``).
@@ -78,7 +78,7 @@ EVIDENCE = {
     "compact": "compact: gradients agree to 1e-10 in float64 (selftest 10)",
     "checkpointing": "checkpointing: bitwise equal gradients (selftest 10)",
 }
-#: Settings with which a method is exact.
+#: Settings that a method requires to be exact.
 _EXACT_IF: dict[str, dict[str, Any]] = {"full": {"train_norms": True}, "compact": {"activation_dtype": "same"},
              "checkpointing": {"input_dtype": "same"}}  # fmt: skip
 _IN_BACKWARD_EVIDENCE = "steps in backward: each parameter has its complete gradient, and no gradient is clipped"
@@ -119,8 +119,8 @@ _OF_BITS = {32: Exactness.EXACT, 8: Exactness.NEAR, 4: Exactness.APPROXIMATE}
 def candidates(config: Config, blocks: int, chosen: Sequence[str] = (), memory: bool = True) -> list[Candidate]:
     """Return the recipes to examine for a run with `blocks` blocks: the smallest recipes, then the most useful ones.
 
-    All recipes contain the user's methods, which are listed in `chosen`. If `memory` is True, they are combined with
-    memory methods.
+    All recipes contain the user's methods, which are listed in `chosen`. If `memory` is True, recipes with memory
+    methods are included.
     """
     stacks = [_named(config, chosen)] if chosen else list(_stacks(blocks))
     found: list[tuple[float, Candidate]] = []

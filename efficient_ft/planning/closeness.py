@@ -21,7 +21,7 @@ IMAGES = 4
 
 
 class Closeness:
-    """Compare gradients of recipes with the exact gradient of a run's network and weights."""
+    """Compare the gradients of recipes with the exact gradient, for the network and the weights of a run."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         data = config.data.model_copy(update={"batch_size": IMAGES, "num_workers": 0})

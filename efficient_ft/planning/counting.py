@@ -29,11 +29,11 @@ class Counted:
     """Counts of one optimizer step of a recipe, including all micro-batches.
 
     Attributes:
-        resident_bytes: bytes of the model and the batch, which exist before the step.
-        step_bytes: peak bytes of the step in addition to `resident_bytes`, including the optimizer's state and
+        resident_bytes: size of the model and the batch, which exist before the step.
+        step_bytes: peak memory of the step in addition to `resident_bytes`, including the optimizer's state and
             accumulated gradients.
-        largest_bytes: bytes of the largest tensor that an operation creates.
-        optimizer_bytes: bytes of the optimizer's state, included in `step_bytes`.
+        largest_bytes: size of the largest tensor that an operation creates.
+        optimizer_bytes: size of the optimizer's state, which is included in `step_bytes`.
         flops: FLOPs of the step.
         trainable: number of trainable parameters.
     """
@@ -47,7 +47,7 @@ class Counted:
 
     @property
     def peak_bytes(self) -> int:
-        """Counted peak: model, batch, activations, gradients and optimizer."""
+        """Counted peak in bytes, including the model, the batch and the optimizer's state."""
         return self.resident_bytes + self.step_bytes
 
 
@@ -84,7 +84,7 @@ class Counter:
         return replace(counted, step_bytes=counted.step_bytes - counted.optimizer_bytes + small, optimizer_bytes=small)
 
     def _share(self, config: Config, bits: int) -> float:
-        """Return the size of the optimizer state with `bits` bits relative to 32 bits, for all parameters."""
+        """Return the size of the full optimizer state with `bits` bits, divided by its size with 32 bits."""
         if bits not in self._shares:
             sizes = []
             for of in (32, bits):
@@ -110,7 +110,7 @@ class Counter:
                 steps = probe.watch(spec.batch_size, True, [(step, False) for step in range(probe.methods.cost_steps)])
             except UserError:
                 raise
-            except Exception:  # fake tensors are not supported: count real runs of a few images, as `executed` does
+            except Exception:  # the model does not support fake tensors, see `executed`
                 probe = Probe(self.network(), methods, spec, probe.build_optimizer)
                 probe.warm_up()
                 counted = count(probe)
@@ -135,7 +135,7 @@ class Counter:
 
 
 class RunPhases:
-    """Memory demands of a plan's recipes: the counts of each recipe, and the shared demand of evaluation and reading.
+    """Compute the memory demand of recipes from their counts and from the shared demand of evaluation and reading.
 
     Evaluation is counted once for each batch size, on the network without methods. `base` is the run without a recipe.
     """

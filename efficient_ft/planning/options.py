@@ -31,7 +31,7 @@ class Option:
         counted: counts of a step.
         process_bytes: predicted peak memory of the process or, on a GPU, predicted peak of the memory reserved on the
             device.
-        measured_bytes: the same peak, measured in a trial of the recipe, or None without a trial.
+        measured_bytes: the same peak, measured in a trial of the recipe, or None if there was no trial.
         step_seconds: time of an optimizer step in seconds, or None if it was neither measured nor estimated.
         timed: True if the step was timed on this machine. Otherwise, the time is estimated from FLOPs.
         fingerprint: fingerprint of the run's configuration, which identifies its results.
@@ -40,8 +40,8 @@ class Option:
         added: exactness class of the methods that the plan adds to the user's methods, or None if the user named no
             methods.
         evidence: for each part of the recipe, the evidence that the updates are exact.
-        points_lost: loss of test accuracy of the recipe without its memory method, relative to full fine-tuning, in
-            percentage points, by study.
+        points_lost: loss of test accuracy relative to full fine-tuning, in percentage points, by study. The recipe was
+            studied without its memory method.
         on_front: True if the option is on the Pareto front of peak, step time and exactness.
     """
 
@@ -87,7 +87,7 @@ class Excluded:
 
     Attributes:
         name: name in tables.
-        reason: reason why the recipe cannot be used.
+        reason: reason why the recipe is excluded.
         process_bytes: budget that the recipe needs, or None if it was not counted.
         exactness: exactness class of the updates, or None if the recipe was not counted.
         examined: False if the planning time limit was reached first. In this case, the recipe might be usable.
@@ -107,18 +107,17 @@ def _lost() -> dict[str, dict[str, float]]:
 
 
 def points_lost(row: str | None) -> dict[str, float]:
-    """Return the loss of test accuracy relative to full fine-tuning in each finished study of this project.
+    """Return the loss of test accuracy relative to full fine-tuning, in percentage points, by study of this project.
 
-    Losses are in percentage points, and negative if the recipe is better. For a recipe that was not studied, the result
-    is empty.
+    Losses are negative if the recipe is better. If the recipe was not studied, the result is empty.
     """
     return {} if row is None else dict(_lost().get(row, {}))
 
 
 def with_cosine(option: Option, cosine: float | None, whole: bool = True) -> Option:
-    """Return an inexact option with its measured `cosine`, and with the exactness class that follows from the cosine.
+    """Return a copy of an inexact option with its measured `cosine`, and with the exactness class that follows from it.
 
-    If `cosine` is None, the option is not changed. `whole` is True if all parameters of the network train.
+    If `cosine` is None, the option is not changed. `whole` is True if all parameters of the network are trained.
     """
     if cosine is None:
         return option
@@ -131,7 +130,7 @@ def with_cosine(option: Option, cosine: float | None, whole: bool = True) -> Opt
 
 
 def preference(option: Option) -> tuple[int, float, int]:
-    """Sort key of options: exactness class, then time, then memory."""
+    """Return the sort key of an option: exactness class, then time, then memory."""
     return option.choice, option.step_seconds or 0.0, option.peak_bytes
 
 

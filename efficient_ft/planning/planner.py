@@ -38,15 +38,15 @@ from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory.libraries import LibrarySizes, libraries
 from efficient_ft.training.trainer import on_device
 
-#: Function that returns the checked configuration of a run for settings as on the command line.
+#: Function that returns the checked configuration of a run. Its argument contains settings as on the command line.
 Configure = Callable[[Sequence[str]], Config]
 #: Function that tries a recipe in a separate process, see `timing.try_recipe`. It receives the command-line arguments,
 #: the number of classes and a limit in seconds, and raises a UserError if the process fails.
 Attempt = Callable[[Sequence[str], int, float], Trial]
 
-#: Number of classes if there are no images (as in ImageNet).
+#: Assumed number of classes if there are no images. ImageNet has the same number.
 _UNKNOWN_CLASSES = 1000
-#: Safety factors for the predicted growth and for the growth measured in a trial. The product must fit the budget.
+#: Safety factors: the predicted growth, or the growth measured in a trial, times its factor must fit the budget.
 MARGIN, TRIAL_MARGIN = 1.12, 1.1
 #: Default planning time in seconds, and its fractions for counting, timing and comparing gradients. The rest is left
 #: for starting and for trials.
@@ -93,7 +93,7 @@ class Plan:
         recommended: recommended option, or None if no recipe is within the limits.
         smallest_bytes: smallest budget that would suffice for one of the examined recipes.
         smallest: name of the recipe that needs the smallest budget.
-        steps: number of optimizer steps of the run, or None without images.
+        steps: number of optimizer steps of the run, or None if there are no images.
         seconds: duration of planning in seconds.
         planning_seconds: limit of the planning time in seconds.
     """
@@ -223,7 +223,7 @@ def make_plan(
 
 @dataclass
 class _Planner:
-    """State that the candidates of a plan share."""
+    """Steps of planning, and the state that they share."""
 
     settings: list[str]
     configure: Configure
@@ -311,7 +311,7 @@ class _Planner:
             )
 
     def option(self, candidate: Candidate) -> Option:
-        """Count a candidate and predict its memory, in the same way as its run."""
+        """Count a candidate and predict its memory, in the same way as a run."""
         own = candidate.arguments(self.base)
         settings = [s for s in self.settings if not (self.chosen and s.startswith("method="))]
         taken = {argument.partition("=")[0] for argument in own}
@@ -430,7 +430,7 @@ class _Planner:
         return None, options, refused
 
     def above_budget(self, option: Option) -> Excluded:
-        """Return an option that exceeds the budget as an excluded recipe."""
+        """Convert an option that exceeds the budget to an excluded recipe."""
         bound = self.bound(option)
         how = "may use" if option.measured_bytes is None else "used, in a trial and including a margin,"
         return Excluded(option.name, f"its process {how} {format_bytes(bound)}", bound, option.exactness)
@@ -479,5 +479,5 @@ class _Planner:
 
 
 def _rough(candidate: Candidate, option: Option) -> tuple[int, float]:
-    """Sort key of options without times: exactness class, then FLOPs."""
+    """Return the sort key of an option without a time: exactness class, then FLOPs."""
     return option.exactness, option.counted.flops * candidate.time_factor * (1.02 if candidate.in_backward else 1)

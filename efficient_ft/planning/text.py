@@ -63,8 +63,8 @@ def _legend(shown: Sequence[Option]) -> str:
     return "\n".join(
         paragraph(line)
         for line in (
-            "peak: peak memory of the process. counted: its live tensors. Values with ≈ are predicted, peaks from the"
-            " count and times from FLOPs. The other values are measured on this machine"
+            "peak: peak memory of the process. counted: memory of its live tensors. Values with ≈ are predicted, peaks"
+            " from the count and times from FLOPs. The other values are measured on this machine"
             + (": the recommended recipe ran for a few steps in a separate process." if tried else "."),
             "cosine: cosine between the gradient and the exact gradient of the trained parameters, on images of the"
             " run. A class without a measured cosine is declared by the methods."
@@ -76,7 +76,7 @@ def _legend(shown: Sequence[Option]) -> str:
 
 
 def _recommendation(plan: Plan) -> list[str]:
-    """Return the recommended recipe, its command and the number of compared recipes, or why none is recommended."""
+    """Return the recommended recipe, its command and the number of compared recipes, or why there is none."""
     left = len(plan.not_examined)
     if plan.recommended is not None:
         lines = wrapped(f"Recommended: {plan.recommended.name}", terminal_width(), "  ")

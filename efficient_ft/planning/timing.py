@@ -68,8 +68,8 @@ class Trial:
     """Memory and time of a recipe's optimizer steps, measured in a separate process.
 
     Attributes:
-        peak_bytes: peak size of the process minus its size before the model is created or, on a GPU, bytes reserved on
-            the device.
+        peak_bytes: peak size of the process minus its size before the model is created or, on a GPU, memory reserved
+            on the device.
         step_seconds: median time of the measured steps in seconds.
         steps: number of measured steps.
     """
