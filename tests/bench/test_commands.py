@@ -75,7 +75,7 @@ def test_steps_with_the_prefix_in_another_form_or_read(
     assert computed.count("fp32") == 1
     report = json.loads(file.read_text(encoding="utf-8"))
     assert all(len(report["recipes"][name]["measured"]["step"]["seconds"]) == 2 for name in ("head", "form", "read"))
-    assert "With trainer.cache_features=on FLOPs and bytes are those of a step" in capsys.readouterr().out
+    assert "With trainer.cache_features=on, FLOPs and bytes are counted for a step" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -208,7 +208,7 @@ def test_options_of_tasks_that_do_not_exist() -> None:
         ("+model.kwargs.a=1 +model.kwargs.a=2", r"sweep over both: -m \+model\.kwargs\.a=1,2\.$"),
         ("method=lora method=bsr", r"got method=lora and method=bsr\. .* apply both: 'method=\[lora,bsr\]'\.$"),
         ("data=digits data=cifar10", r"^data must be given once"),
-        ("optim={lr:1} optim.lr=2", r"^optim\.lr must be given once, got optim=\{lr:1\} and optim\.lr=2\. Leave"),
+        ("optim={lr:1} optim.lr=2", r"^optim\.lr must be given once, got optim=\{lr:1\} and optim\.lr=2\. Remove"),
         ("method=lora method={lora:{rank:2}} method.lora.rank=3", r"^method\.lora\.rank must be given once"),
         ("optim.grad_clip_norm=3 ~optim.grad_clip_norm", r"got optim\.grad_clip_norm=3 and ~optim\.grad_clip_norm"),
         ("+data@tasks.a=digits +data@tasks.a=cifar10", r"^data@tasks\.a must be given once"),

@@ -46,7 +46,7 @@ class TestContracts(MethodContracts):
             {"rows": 0.5, "stride": 2},
             off={"rows": 1.0, "stride": 1},
             models=("vit", "swinv2", "efficientformer"),
-            refused={"resnet": "nothing in"},
+            refused={"resnet": "no part of"},
             on_reference=sampled,
         ),
     }
