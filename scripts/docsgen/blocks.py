@@ -107,7 +107,7 @@ def published_rule(name: str) -> str:
     columns = [
         ("published", f"published {unit}", "g"),
         ("memory", f"our {unit}", ".1f"),
-        ("as_listed", "only the blocks listed", ".1f"),
+        ("as_listed", f"our {unit} (listed blocks only)", ".1f"),
         ("published_gmacs", "published GMACs", "g"),
         ("gmacs", "our GMACs", ".1f"),
     ]
@@ -125,7 +125,7 @@ def published_rule(name: str) -> str:
 
 @block
 def table_costs() -> str:
-    """Show for each column how many of the published costs agree with our counts."""
+    """Show how many of the published costs in each column agree with our counts."""
     cells = records.load("costs")["cells"]
     rows = []
     for column, name in COSTS.items():

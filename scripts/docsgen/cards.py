@@ -38,8 +38,9 @@ MEASUREMENTS = {"memory": "memory", "memory_process": "memory_process", "tokens"
 
 @dataclass(frozen=True)
 class Card:
-    """Card of a method: its YAML options (beginning with the option that has the method's name), axes, title and
-    summary.
+    """Card of a method.
+
+    It contains the options (first the option with the name of the method), the axes, the title and the summary.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Card:
 
 @cache
 def options_of() -> dict[str, tuple[str, ...]]:
-    """Return the options of each method, beginning with the option that has the name of the method."""
+    """Return the options of each method. The first option has the name of the method."""
     found: dict[str, list[str]] = {}
     for file in sorted((configuration.CONF / "method").glob("*.yaml")):
         name = method_of(file)
@@ -84,7 +85,7 @@ def card(name: str) -> Card:
 
 
 def by_axis() -> dict[str, list[Card]]:
-    """Return the cards grouped by their heading: an axis, or "Several axes"."""
+    """Return the cards for each heading, which is an axis or "Several axes"."""
     found: dict[str, list[Card]] = {}
     for one in all_cards():
         found.setdefault("Several axes" if "," in one.axes else one.axes.capitalize(), []).append(one)
@@ -152,7 +153,7 @@ def _kind(hint: Any) -> str:
 
 
 def _meanings(of: Any) -> dict[str, str]:
-    """Return the descriptions of the arguments: from the class, its bases, or the class that the text refers to."""
+    """Return the descriptions of the arguments from the class, its base classes, or the class that its text names."""
     found: dict[str, str] = {}
     for base in reversed(of.__mro__):
         for key, meaning in _arguments(base.__doc__ or ""):
@@ -218,7 +219,7 @@ def _counted(name: str) -> list[list[str]]:
 
 
 def _measured(name: str) -> list[list[str]]:
-    """Return the rows of measurements about the method; selections only where they stand alone."""
+    """Return the rows of measurements of the method. For a selection, stacks with other methods are omitted."""
     rows = []
     own = f"{METHODS[name].__name__}("
     for file, labels in MEASUREMENTS.items():

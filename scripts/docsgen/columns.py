@@ -27,7 +27,8 @@ def _trained_cosine(file: str, name: str) -> str:
     return records.cosine("gradient", LABELS["gradients"][name]) if name in LABELS["gradients"] else "–"
 
 
-#: By name: the heading, and a function of the record and the recipe. ``{batch}`` is the record's batch size.
+#: Heading of each column, and the function that computes its value from the record and the recipe. ``{batch}`` in a
+#: heading is replaced with the batch size of the record.
 COLUMNS: dict[str, tuple[str, Callable[[str, str], str]]] = {
     "parameters": ("parameters trained", lambda f, n: f"{recipe(f, n)['trainable_parameters'] / 1e6:.2f} M"),
     "forward": ("forward GFLOP / image", lambda f, n: f"{_executed(f, n, 'forward') / 1e9:.2f}"),
@@ -69,7 +70,8 @@ def headings(columns: str, batch: int = 0) -> list[str]:
     return [COLUMNS[column][0].format(batch=batch) for column in columns.split()]
 
 
-#: Tables by the name of their marker: the labels, the columns, and the records; without records, the marker names one.
+#: For each name in a marker, the labels, the columns and the records of the table. If there are no records, the marker
+#: names the record.
 TABLES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "tokens": ("tokens", "both saved peak step time", ("tokens", "stacked")),
     "methods-cost": ("methods", "parameters backward-mflop saved peak step time", ("methods",)),
@@ -116,7 +118,7 @@ def counted(model: str) -> str:
     return table(["recipe", *headings(COUNTED)], counted_rows(model))
 
 
-#: Columns of counted costs, and those of measurements.
+#: Columns of counted costs, and columns of measured costs.
 COUNTED, MEASURED = "parameters forward backward saved peak", "step time saved peak"
 
 

@@ -33,7 +33,7 @@ def recipes() -> str:
     found: dict[tuple[str, str], list[str]] = {}
     for file in sorted((CONF / "recipe").glob("*/*.yaml")):
         about = comment(file)
-        # After the name of the data set; the test split is the same for all.
+        # The text begins after the name of the data set, and ends before the sentences about splits.
         about = about[about.index(" with " if " with " in about else " as ") + 1 :]
         found.setdefault((file.parent.name, about.split(" All training images are used")[0]), []).append(file.stem)
     rows = [[f"`{folder}`", ", ".join(f"`{name}`" for name in data), text] for (folder, text), data in found.items()]

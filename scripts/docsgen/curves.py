@@ -12,13 +12,14 @@ from docsgen.markdown import block, table
 
 BASELINE = "full"
 
-#: Seconds since the training began and test accuracy, after each epoch.
+#: Seconds since the start of training, and test accuracy, after each epoch.
 Curve = list[tuple[float, float]]
 
 
 def recipes(network: str, seeds_of: Sequence[str] = ()) -> dict[str, list[Curve]]:
-    """Return the runs of each recipe. If `seeds_of` is given, return only runs with seeds that all of these recipes
-    have.
+    """Return the runs of each recipe.
+
+    If `seeds_of` is given, only runs whose seed occurs in all of these recipes are returned.
     """
     of = {name: recipe["runs"] for name, recipe in records.load("accuracy")["networks"][network]["recipes"].items()}
     seeds = [{run["seed"] for run in of[name]} for name in seeds_of]

@@ -19,7 +19,8 @@ from docsgen.labels import LABELS
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "figures"
 
-#: Colors in light mode, and the same colors in dark mode. The first is that of text and baselines, the second of grids.
+#: Colors in light mode, and the corresponding colors in dark mode. The first color is used for text and baselines, and
+#: the second color for grids.
 COLORS = {
     "#24292f": "#e6edf3",
     "#d8dee4": "#3d444d",
@@ -33,7 +34,7 @@ COLORS = {
 }
 TEXT, GRID, GRAY, BLUE, ORANGE, GREEN, PURPLE, *_ = COLORS
 
-#: Text remains text, and two runs write the same file.
+#: With these settings, text is stored as text, and two runs write the same file.
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "efficient-ft", "font.family": "sans-serif", "font.size": 10,
          "text.color": TEXT, "axes.edgecolor": GRID, "axes.labelcolor": TEXT, "grid.color": GRID,
          "xtick.labelcolor": TEXT, "ytick.labelcolor": TEXT, "xtick.color": GRID, "ytick.color": GRID,
@@ -169,7 +170,7 @@ class Curves(NamedTuple):
 
 
 def time_to_accuracy() -> Curves:
-    """Return the test accuracy of recipes against the time since training began, by network."""
+    """Return the test accuracy of recipes as a function of the training time, for each network."""
     titles = {"deit_tiny": "DeiT-Tiny, 112 px", "efficientnet_lite0": "EfficientNet-Lite0, 128 px"}
     found = {}
     for network in records.load("accuracy")["networks"]:
@@ -215,10 +216,10 @@ FIGURES: dict[str, Callable[[], Any]] = {
 
 
 def wanted() -> Iterator[tuple[Path, str]]:
-    """Yield each figure's file and text.
+    """Yield the file and the text of each figure.
 
-    The first line of a file has the hash of the drawn data. A file with the same hash is kept, because another version
-    of matplotlib draws the same data in other bytes.
+    The first line of a file contains the hash of the drawn data. A file with the same hash is not replaced, because a
+    different version of matplotlib would write different bytes for the same data.
     """
     for name, data in FIGURES.items():
         of, file = data(), FOLDER / f"{name}.svg"

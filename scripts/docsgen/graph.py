@@ -48,7 +48,7 @@ def layers() -> list[list[str]]:
 
 
 def direct(name: str) -> list[str]:
-    """Return the imports of a package that do not follow from its other imports."""
+    """Return the imports of a package without the imports that follow from others."""
     own = imports()[name]
     return sorted(other for other in own if not any(other in imports()[between] for between in own - {other}))
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-#: By name, functions of a block's arguments. Those with a parameter ``page`` get the path of the page as well.
+#: Functions that generate blocks, with their names in markers. A function with a parameter ``page`` also receives the
+#: path of the page.
 BLOCKS: dict[str, Callable[..., str]] = {}
 
 

@@ -1,4 +1,4 @@
-"""The pages and their markers: the text between them, and the text that the records give."""
+"""Pages with markers, between which text is generated from the records."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from docsgen.markdown import BLOCKS
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: Modules whose blocks are in BLOCKS once they are imported.
+#: Modules that register their blocks in BLOCKS when they are imported.
 _WITH_BLOCKS = (blocks, cards, curves, graph, memory, promises, reference, studies)
 
-#: A marker in backticks is shown, not filled in.
+#: A marker in backticks is shown unchanged.
 BLOCK = re.compile(r"^<!-- generated: (?P<call>.+?) -->\n(?P<old>.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL)
 VALUE = re.compile(r"(?<!`)(?P<open><!-- = (?P<call>.+?) -->)(?P<old>[^<]*)<!-- / -->")
 NAVIGATION = re.compile(r"(?P<open> *# generated: methods\n).*?(?P<end> *# end\n)", re.DOTALL)
@@ -27,13 +27,13 @@ LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)")
 
 
 def pages() -> list[Path]:
-    """Return README.md and the pages of docs/ that are not generated as a whole."""
+    """Return README.md and the pages of docs/ that are not completely generated."""
     own = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page != ROOT / "docs" / "index.md"]
     return [ROOT / "README.md", *own]
 
 
 def filled(page: Path, text: str) -> str:
-    """Return `text` with everything between its markers generated.
+    """Return `text` with generated text between its markers.
 
     Raises:
         ValueError: a marker has no end, begins a line, or has an unknown name.
@@ -78,7 +78,7 @@ def index(readme: str) -> str:
 
 
 def _wanted() -> Iterator[tuple[Path, str]]:
-    """Yield each file and the text that it should hold."""
+    """Yield each file and the text that it should contain."""
     for page in pages():
         text = filled(page, page.read_text(encoding="utf-8"))
         yield page, text
@@ -91,7 +91,7 @@ def _wanted() -> Iterator[tuple[Path, str]]:
 
 
 def write() -> list[Path]:
-    """Generate everything; return the files that changed."""
+    """Generate all pages and figures, and return the files that changed."""
     changed = []
     for file, wanted in _wanted():
         if not file.is_file() or file.read_text(encoding="utf-8") != wanted:
@@ -102,7 +102,7 @@ def write() -> list[Path]:
 
 
 def stale() -> list[str]:
-    """Return the lines of a diff from the text of the files to the generated text; empty if nothing is stale."""
+    """Return the lines of a diff from the files to the generated text. The list is empty if all files are current."""
     lines = []
     for file, wanted in _wanted():
         name, old = file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8") if file.is_file() else ""

@@ -1,4 +1,4 @@
-"""The promises and the last results of their trials, from benchmarks/selftest_*.json."""
+"""Generated text of the promises, with the last results of their trials from benchmarks/selftest_*.json."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from docsgen.markdown import block
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: Files by form: what ``efficient-ft selftest [--long] --json FILE`` has written.
+#: For each form, the file that ``efficient-ft selftest [--long] --json FILE`` has written.
 _RECORDS = {form: ROOT / "benchmarks" / f"selftest_{form}_cpu.json" for form in ("short", "long")}
 
 
 @block
 def promises() -> str:
-    """Show each promise with its trials, and their last results in both forms."""
+    """Show each promise, its trials, and the last results of the trials in both forms."""
     from tests.promises.promises import PROMISES
 
     records = {
@@ -48,7 +48,7 @@ def _result(form: str, held: dict[str, Any] | None) -> str:
         outcome = f"{failed} of {trials} trials failed: {'; '.join(one['name'] for one in held['failed'])}."
     measured = "; ".join(f"{key.replace('_', ' ')} {_shown(key, value)}" for key, value in held["measured"].items())
     where = f"{str(here['date'])[:10]}, {here['device']}, torch {here['torch']}"
-    return f"Last run of the {form} form ({where}): {outcome}" + (f" Measured values: {measured}." if measured else "")
+    return f"Last {form} run ({where}): {outcome}" + (f" Measured values: {measured}." if measured else "")
 
 
 def _shown(key: str, value: float) -> str:

@@ -15,7 +15,7 @@ from efficient_ft.record.environment import BUSY_LOAD as BUSY
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
 
-#: Files by their short names.
+#: Mapping from short names to files.
 FILES = LABELS["files"]
 
 
@@ -39,12 +39,12 @@ def recipe(file: str, name: str) -> Any:
 
 
 def saved(file: str, name: str) -> float:
-    """Return the MiB that autograd stores for the backward pass, per image."""
+    """Return the memory that autograd stores for the backward pass, in MiB per image."""
     return recipe(file, name)["executed"]["saved_bytes"] / MIB
 
 
 def adapters_saved(name: str, statistics: str) -> float:
-    """Return the MiB stored for the batch on the ResNet-50, with frozen or batch statistics of BatchNorm."""
+    """Return the memory stored for a batch of ResNet-50 in MiB, with frozen or batch statistics of BatchNorm."""
     data = load("adapters")
     return data["recipes"][name][statistics]["saved_bytes"] * data["batch"] / MIB
 
@@ -56,12 +56,12 @@ def peak(file: str, name: str) -> float:
 
 
 def growth(file: str, name: str) -> float:
-    """Return the MiB by which the process of a recipe grows over its steps."""
+    """Return the growth of the process of a recipe during its steps, in MiB."""
     return recipe(file, name)["process"]["memory"]["growth_bytes"] / MIB
 
 
 def above_interpreter(file: str, name: str) -> float:
-    """Return the peak MiB of the process of a recipe, without the interpreter and its libraries."""
+    """Return the peak memory of the process of a recipe in MiB, without the interpreter and its libraries."""
     process = recipe(file, name)["process"]
     return (process["memory"]["peak_bytes"] - process["interpreter_bytes"]) / MIB
 
@@ -120,5 +120,5 @@ def conditions(file: str, how: str = "") -> str:
 
 
 def cosine(file: str, name: str) -> str:
-    """Return the cosine of the gradient of all blocks to the exact one, the mean over the batches."""
+    """Return the cosine between the gradient of all blocks and the exact gradient, as the mean over the batches."""
     return markdown.cosine(recipe(file, name)["cosine"]["blocks"]["mean"])

@@ -1,4 +1,7 @@
-"""The reference: signature, summary and file of each class and function. `site_hooks` adds docstrings to the site."""
+"""Generated reference: signature, summary and file of each class and function.
+
+On the site, `site_hooks` adds the docstrings.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def _row(name: str, of: Any, page: Path) -> list[str]:
 
 
 def _members(of: Any, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """Yield the members named; without names the public ones that `of` defines, with ``*`` the inherited ones too."""
+    """Yield the named members. Without names, yield the public members of `of`; with ``*``, also the inherited ones."""
     bases = of.__mro__ if names == ("*",) else (of,)
     found = {name: member for base in reversed(bases) for name, member in vars(base).items()}
     for name, member in found.items():
@@ -51,7 +54,7 @@ def _found(target: str) -> Any:
 
 @block
 def api(target: str, *members: str, page: Path) -> str:
-    """Show a module or class: ``api MODULE[.CLASS] [MEMBER...]``; ``-`` for no members."""
+    """Show a module or class: ``api MODULE[.CLASS] [MEMBER...]``. The member ``-`` hides all members."""
     of = _found(target)
     own = [] if isinstance(of, ModuleType) else [_row(of.__name__, of, page)]
     if members != ("-",) and not isinstance(of, FunctionType):

@@ -1,4 +1,4 @@
-"""Tables of the studies in results/: findings, accuracy over the seeds, and what each row costs."""
+"""Tables of the studies in results/: findings, accuracy over the seeds, and costs of each row."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def study_conditions(name: str) -> str:
 
 @block
 def study_rows(*names: str) -> str:
-    """Show the settings of every row of the studies; a name means the same settings in all of them."""
+    """Show the settings of every row of the studies. A row name has the same settings in all studies."""
     settings: dict[str, list[str]] = {}
     for name in names:
         for row, own in records(name).study.rows.items():
@@ -112,7 +112,7 @@ def study_rows(*names: str) -> str:
 # ------------------------------------------------------------------------------------------------ single questions
 @block
 def findings() -> str:
-    """Show the findings of ``findings.yaml``, each with the accuracies that it rests on."""
+    """Show the findings of ``findings.yaml``, each with the accuracies that support it."""
     rows = []
     for one in yaml.safe_load(Path(__file__).with_name("findings.yaml").read_text(encoding="utf-8")):
         of = [point(one["study"], row) for row in one["rows"]]
@@ -137,7 +137,7 @@ def compared(name: str, *rows: str) -> str:
 
 
 def _runs_table(rows: Iterable[str], columns: dict[str, Callable[[str], dict[str, Any] | None]]) -> str:
-    """Return the accuracies of single runs: a row for each row of a study, a column for each kind of run."""
+    """Return a table of the accuracies of single runs, with a column for each kind of run."""
     runs = {row: [find(row) for find in columns.values()] for row in rows}
     shown = {row: ["–" if one is None else f"{test_accuracy(one):.1f}" for one in of] for row, of in runs.items()}
     return table(["row", *columns], [[f"`{row}`", *cells] for row, cells in shown.items()])
@@ -178,7 +178,7 @@ def by_precision(name: str, *rows: str) -> str:
     return _runs_table(rows, {"fp32, %": lambda row: of.finished(row)[0], "bf16, %": bf16})
 
 
-#: Rows of deit_tiny_flowers102 that ALaST's Table 7 has, and the learning rate that the paper gives them.
+#: Rows of deit_tiny_flowers102 that occur in ALaST's Table 7, and their learning rates in the paper.
 _ALAST_7 = {"head": ("ft_head", 1e-4), "full": ("ft_full", 1e-4), "top3": ("ft_top_3", 1e-4), "tome4": ("tome", 1e-4),
             "bsr": ("bsr", 1e-4), "full+lora": ("lora", 1e-3), "alast9": ("alast", 1e-4)}  # fmt: skip
 

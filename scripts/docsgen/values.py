@@ -22,7 +22,7 @@ def _extra_range(file: str, *recipes: str) -> str:
 
 
 def _changes(method: str, other: str, states: str, grids: str) -> list[float]:
-    """Return by how many percent a projector's error differs from another's, over states, grids and orders, sorted."""
+    """Return the sorted differences in percent between the errors of two projectors, over states, grids and orders."""
     return sorted(
         100 * (error(projector(state, int(grid), method, order)) / error(projector(state, int(grid), other, order)) - 1)
         for state in states.split(",")
@@ -83,7 +83,8 @@ def _default_job_runs() -> str:
     return f"{len(seeds)} seeds, each with {' and '.join(map(str, threads))} threads"
 
 
-#: By name. FILE is a short name of `records.FILES`, RECIPE a recipe of that file; times are relative to its baseline.
+#: Functions that return numbers, with their names in markers. FILE is a short name in `records.FILES`, and RECIPE is a
+#: recipe of this file. Times are relative to the baseline of the file.
 VALUES: dict[str, Callable[..., str]] = {
     # times: FILE RECIPE [PART]
     "time": lambda file, recipe, part="step": times(records.time(file, recipe, part)),

@@ -51,8 +51,9 @@ PROMISES = (
     Promise(
         3,
         "Two processes are equivalent to one process",
-        "Two processes (DDP) with half of the batch each train the same model as one process. The weights of both"
-        " processes are equal, bit for bit. They differ from the weights of a single process only by rounding.",
+        "Training with two processes (DDP), each with half of the batch, results in the same model as training with one"
+        " process. The weights of both processes are equal, bit for bit. They differ from the weights of a single"
+        " process only by rounding.",
         "Every method is trained with all random layers disabled (long form: also with a last batch of an odd number"
         " of images). PatchDropout samples tokens in each process, so its two processes are compared only with each"
         " other.",

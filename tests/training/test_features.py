@@ -176,7 +176,9 @@ def test_a_disk_that_fills_ends_the_filling_and_not_the_run(
     run(small(trainer__views=1), tmp_path / "full")
     assert len(calls) == 4
     printed = " ".join(capsys.readouterr().out.split())
-    assert printed.count("is full. Features that are not stored are computed in every epoch, and the run continues.") == 1
+    assert (
+        printed.count("is full. Features that are not stored are computed in every epoch, and the run continues") == 1
+    )
     monkeypatch.undo()
     other = small(trainer__views=1, trainer__cache_folder=str(tmp_path / "other"))
     run(other, tmp_path / "room")

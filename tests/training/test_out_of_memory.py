@@ -95,7 +95,12 @@ def test_every_library_s_lack_of_memory_is_known(error: Exception, asked: str, m
 def test_a_method_is_named_where_no_batch_size_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "smaller_evaluation", lambda *arguments: None)
     monkeypatch.setattr(module, "largest_batch", lambda config, *rest: 7 if "checkpointing" in config.method else 0)
-    with pytest.raises(UserError, match=r"method=\[full,checkpointing\] data\.batch_size=7 is predicted to fit \(exact, "), _caught():
+    with (
+        pytest.raises(
+            UserError, match=r"method=\[full,checkpointing\] data\.batch_size=7 is predicted to fit \(exact, "
+        ),
+        _caught(),
+    ):
         raise MemoryError
     monkeypatch.setattr(module, "smaller_evaluation", lambda *arguments: None)
     monkeypatch.setattr(module, "largest_batch", lambda *arguments: 0)

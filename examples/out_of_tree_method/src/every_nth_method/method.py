@@ -19,7 +19,7 @@ class EveryNth(Selection):
 
     Raises:
         SettingError: If `n` is not an integer >= 1.
-        UserError: If the model has no recognized blocks or no classifier, when the method is applied.
+        UserError: If the model has no recognized blocks or no classifier. Raised when the method is applied.
     """
 
     name = "every_nth"

@@ -23,7 +23,7 @@ class _SampledLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, stride: int) -> Tensor:
-        # The meter counts only tensors that are saved here. All sizes are derived from shapes, so fake tensors work.
+        # Only tensors that are saved here are counted. All sizes are derived from shapes, so fake tensors work.
         sampled = x[:, ::stride].contiguous() if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(sampled, weight if ctx.needs_input_grad[0] else None)
         ctx.rows, ctx.stride = rows, stride
@@ -46,7 +46,7 @@ class _SampledLinear(torch.autograd.Function):
 
 
 class SampledLinear(nn.Linear):
-    """`nn.Linear` that uses `_SampledLinear` in training. A layer whose class is changed can be copied and saved."""
+    """`nn.Linear` that uses `_SampledLinear` in training. The method sets this class on existing layers."""
 
     sampled: tuple[int, int]
 
@@ -67,7 +67,7 @@ class SampledRows(Method):
 
     Raises:
         SettingError: If a value is outside of these ranges.
-        UserError: If the model has no linear layer on tokens, when the method is applied.
+        UserError: If the model has no linear layer on tokens. Raised when the method is applied.
     """
 
     name = "sampled_rows"
@@ -87,7 +87,7 @@ class SampledRows(Method):
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
         chosen: dict[str, nn.Linear] = {}
         skipped: dict[str, Skipped] = {}
-        for layer in view.layers:  # first decide about every layer, then change the model
+        for layer in view.layers:  # decide about every layer before the model is changed
             if layer.tokens is None:
                 assert layer.why_not is not None
                 skipped[layer.name] = layer.why_not
