@@ -5,7 +5,7 @@ operations.
 """
 
 # Importing a module registers its operations.
-from efficient_ft.ops.saving import attention, norms, pointwise, products  # noqa: F401
+from efficient_ft.ops.saving import attention, norms, pointwise, pooling, products  # noqa: F401
 from efficient_ft.ops.saving.mode import PackedOperations, PackingState, Policy, current_packing, packing_suspended
 from efficient_ft.ops.saving.saving import load, save
 from efficient_ft.ops.saving.table import DenseKept, packed_operation
