@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +38,7 @@ STYLE = {"svg.fonttype": "none", "svg.hashsalt": "efficient-ft", "font.family": 
          "text.color": TEXT, "axes.edgecolor": GRID, "axes.labelcolor": TEXT, "grid.color": GRID,
          "xtick.labelcolor": TEXT, "ytick.labelcolor": TEXT, "xtick.color": GRID, "ytick.color": GRID,
          "axes.grid": True, "axes.axisbelow": True, "axes.titlesize": 10, "axes.titleweight": "bold"}  # fmt: skip
+matplotlib.rcParams.update(STYLE)
 
 KINDS = {
     "baseline": TEXT,
@@ -218,12 +218,13 @@ FIGURES: dict[str, Callable[[], Any]] = {
 def wanted() -> Iterator[tuple[Path, str]]:
     """Yield the file and the text of each figure.
 
-    The first line of a file contains the hash of the drawn data. A file with the same hash is not replaced, because a
-    different version of matplotlib would write different bytes for the same data.
+    The first line of a file contains a hash of the drawn data and of this module. A file with the same hash is not
+    replaced, because a different version of matplotlib would write different bytes for the same figure.
     """
+    source = Path(__file__).read_text(encoding="utf-8")
     for name, data in FIGURES.items():
         of, file = data(), FOLDER / f"{name}.svg"
-        mark = f"<!-- data: {hashlib.sha256(repr(of).encode()).hexdigest()[:16]} -->"
+        mark = f"<!-- {hashlib.sha256(f'{of!r}{source}'.encode()).hexdigest()[:16]} -->"
         old = file.read_text(encoding="utf-8") if file.is_file() else ""
         yield file, old if old.startswith(mark) else f"{mark}\n{_svg(of.draw())}"
 
@@ -233,11 +234,9 @@ def _svg(figure: Figure) -> str:
     stream = io.StringIO()
     figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = stream.getvalue().partition("<svg")[2]
-    modes = ["".join(f"--{light[1:]}:{color};" for light, color in zip(COLORS, of, strict=True))
-             for of in (COLORS, COLORS.values())]  # fmt: skip
-    style = f"svg{{{modes[0]}}}@media(prefers-color-scheme:dark){{svg{{{modes[1]}}}}}"
-    text = re.sub("|".join(COLORS), lambda match: f"var(--{match[0][1:]})", text)
-    return f"<svg{text.replace('<defs>', f'<defs><style>{style}</style>', 1)}"
-
-
-matplotlib.rcParams.update(STYLE)
+    dark = "".join(
+        f'[style*="{part}: {color}"]{{{part}:{COLORS[color]}!important}}'
+        for part in ("fill", "stroke")
+        for color in COLORS
+    )
+    return f"<svg{text.replace('<defs>', f'<defs><style>@media(prefers-color-scheme:dark){{{dark}}}</style>', 1)}"
